@@ -1,1 +1,1 @@
-"""Measurements by subject, run from a checkout: `python -m benchmarks.kernels.decode`."""
+"""Benchmarks by subject. Run them from a checkout: `python -m benchmarks.kernels.decode`."""

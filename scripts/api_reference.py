@@ -1,6 +1,6 @@
-"""Write the API's reference (`make generate`): `python scripts/api_reference.py FOLDER`.
+"""Write the API reference (`make generate`): `python scripts/api_reference.py FOLDER`.
 
-Each object of the spec has a page, podTemplate and the status have one, and quantizedllmservice.md leads to them.
+Each object of the spec has a page, and so have podTemplate and the status. quantizedllmservice.md links to all pages.
 """
 
 import json
@@ -185,7 +185,7 @@ def _own_limits(field: Mapping[str, Json]) -> Iterator[str]:
 
 
 def _rules(schema: Mapping[str, Json], prefix: str = "") -> Iterator[str]:
-    """Return a line for each rule, with the field that it is reported at and its message."""
+    """Yield a line for each rule: its message, and the field at which it is reported."""
     for rule in schema.get("x-kubernetes-validations", ()):
         field = f"{prefix}{rule.get('fieldPath', '')}".lstrip(".")
         yield f"- {f'`{field}`: ' if field else ''}{rule['message']}"

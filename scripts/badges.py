@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/badges.py docs/images/badges       # `make generate` does it
 
-They are files of the repository, so that a page with them loads nothing from another host.
+The badges are files in the repository, so that a page with them loads nothing from another host.
 """
 
 from __future__ import annotations

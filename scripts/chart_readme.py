@@ -24,10 +24,10 @@ class Value:
 
 
 def documented(text: str) -> Iterator[Value]:
-    """Return the values of a values.yaml in its order. A description of a map covers all its values.
+    """Yield the values of a values.yaml in its order. The description of a map covers all its values.
 
     Raises:
-        ValueError: a value has no description, neither its own nor a parent's, or the text is no map.
+        ValueError: neither a value nor its parent has a description, or the text is not a map.
     """
     root = yaml.compose(text)
     if not isinstance(root, yaml.MappingNode):

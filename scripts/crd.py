@@ -53,9 +53,9 @@ COLUMNS = (
     ("Message", "string", _of("Ready", "message"), "Explanation of Ready, in words and numbers."),
     ("Age", "date", ".metadata.creationTimestamp", "Time since the object was created."),
 )
-"""Columns of `kubectl get`: name, type, path, description."""
+"""Columns of `kubectl get`: name, type, path and description."""
 WIDE = ("Recommended", "Answering", "Tokens", "Trial", "Revision", "URL", "Message")
-"""Columns of `kubectl get -o wide` alone."""
+"""Columns that only `kubectl get -o wide` shows."""
 
 
 def definition() -> Json:

@@ -49,7 +49,7 @@ COMMANDS = (
         "benchmarks.kernels.decode_page",
     ),
 )
-"""Scripts and their arguments, run at the root of a checkout in any order."""
+"""Scripts and their arguments. They run at the root of a checkout, in any order."""
 
 
 def generate(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Render a kustomize base and overlays from the chart. An overlay holds the patches that other values make."""
+"""Render a kustomize base and its overlays from the chart. An overlay holds the patches for other values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES: dict[str, dict[str, Any]] = {
         }
     },
 }
-"""The values behind each folder of config/."""
+"""Chart values for each folder of config/."""
 
 _HELMS_OWN = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 HEADER = "# Written by `make generate` from charts/kvpilot: change the chart, not this file.\n"

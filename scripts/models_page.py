@@ -16,7 +16,7 @@ from kvpilot_formats.models import Architecture, Kind, read, unsupported, unsupp
 DTYPES = ("auto", "fp8", *formats.own_names())
 COMMON = ("Llama 2", "Llama 3", "Llama 4", "Qwen2", "Qwen2.5", "Qwen3", "Qwen3-Next", "Qwen3.5", "gpt-oss", "Gemma 1",
           "Gemma 2", "Gemma 3", "Gemma 3n", "Gemma 4", "Mistral")  # fmt: skip
-"""Families on the first page of tables; the second one has all others."""
+"""Families on the first page of tables. The second page has all others."""
 HEAD = """# Find your model
 
 After this page you know whether a published model takes our dtypes, and the bytes of a token in each dtype.
@@ -110,7 +110,7 @@ def row(entry: dict[str, Any]) -> list[str]:
 
 
 def of_latents(facts: Architecture) -> str:
-    """Return the verdict about the dtypes of latents, as the end of a sentence."""
+    """Return the verdict on the dtypes for latents, as the end of a sentence."""
     if (what := unsupported_latent(facts)) is not None:
         return f", and {what}"
     return "; of their own " + " and ".join(

@@ -21,7 +21,7 @@ PACKED = ("Service", "PodDisruptionBudget")
 """Kinds that the bundle keeps unchanged beside the ClusterServiceVersion."""
 
 _OPENSHIFT = ("--api-versions", "security.openshift.io/v1")
-"""Values for pods without a fixed user: OpenShift refuses one. For other clusters the image names a user."""
+"""Values for pods without a fixed user, which OpenShift refuses. For other clusters the image names a user."""
 
 _CATEGORIES = {"ai-machine-learning": "AI/Machine Learning"}
 """OperatorHub's name of each Artifact Hub category."""
@@ -161,7 +161,7 @@ def _owned(definition: Manifest, known: Manifest) -> Manifest:
 
 
 def _descriptors(schema: Manifest, prefix: str) -> Iterator[Manifest]:
-    """Return the description of each field for a console. A map or a list is one field."""
+    """Yield the description of each field for a console. A map or a list is one field."""
     for name, child in schema["properties"].items():
         path = f"{prefix}{name}"
         if "properties" in child:

@@ -29,7 +29,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 COLUMNS, ROWS = 118, 60
-# A picture in a page may load nothing: without rich's fonts, the reader's own monospaced one is taken.
+# A picture in a page may load no fonts, so the reader's own monospaced font replaces rich's.
 TEMPLATE = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
@@ -55,7 +55,7 @@ def record(target: Path, command: list[str]) -> int:
 
 
 def _read(reader: int) -> bytes:
-    """Return everything until the command ends. On Linux the terminal then reports an error instead of an end."""
+    """Return all output until the command ends. On Linux the terminal then reports an error instead of an end."""
     said = bytearray()
     with contextlib.suppress(OSError):
         while piece := os.read(reader, 65536):

@@ -25,8 +25,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-# The longest parts come first, so that none runs alone at the end. The first four are two that compute (runtime and
-# kernels) beside two that mostly wait.
+# Longest parts come first, so that none runs alone at the end. Of the first four, two compute (runtime and kernels) and
+# two mostly wait.
 PARTS = ("runtime", "kernels", "faults", "e2e", "unit", "cluster", "chart", "scale", "check", "images", "monitoring")
 LONG = ("e2e", "faults", "chart", "monitoring", "images", "runtime", "kernels")
 QUICK = ("unit", "check")
@@ -34,7 +34,7 @@ QUICK = ("unit", "check")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a part. `failures` are names of failed tests, or the reason why a part ended without one."""
+    """The result of a part. `failures` are names of failed tests, or the reason why the part ended without one."""
 
     part: str
     passed: int
@@ -52,7 +52,7 @@ def command(part: str, report: Path, options: tuple[str, ...]) -> list[str]:
 
 
 def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
-    """Read a part's report. A part without a report, or without the failed test that ended it, is a failure itself."""
+    """Read a part's report. The part itself fails if there is no report, or no failed test that explains its end."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314 (pytest's own)
     except (OSError, ElementTree.ParseError):
@@ -71,7 +71,7 @@ def outcome(part: str, status: int, report: Path, seconds: float) -> Outcome:
 
 
 class Run:
-    """Waiting and running parts, and the outcomes of the others."""
+    """Waiting and running parts, and the outcomes of finished parts."""
 
     def __init__(self, parts: list[str], options: tuple[str, ...], folder: Path) -> None:
         self.outcomes: list[Outcome] = []
@@ -94,7 +94,7 @@ class Run:
         self._join()
 
     def _join(self) -> None:
-        # After a signal interrupts Thread.join(), it treats a running thread as finished.
+        # If a signal interrupts Thread.join(), Python treats a running thread as finished.
         while any(worker.is_alive() for worker in self._workers):
             time.sleep(0.1)
 

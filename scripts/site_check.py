@@ -25,9 +25,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 TASKS = ("Install", "Run a first service", "Choose a dtype", "Judge accuracy", "Operate", "Extend")
 EVERY = 24
-"""One page of so many is opened on a phone: each opening takes seconds on a busy machine."""
+"""Distance between the pages that are opened on a phone: each takes seconds on a busy machine."""
 PATIENCE_MS = 60_000
-"""Limit against hanging alone."""
+"""Limit in milliseconds, only against hanging."""
 
 
 class Fault(Exception):

@@ -26,7 +26,7 @@ from pymdownx.superfences import fence_code_format
 
 ROOT = Path(__file__).parents[1]
 INDEX = "README.md"
-"""Page of a folder that lists the others."""
+"""Page of a folder that lists the other pages."""
 
 
 def navigation(docs: Path, repository: str) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ class Outward(Treeprocessor):
         self.page = docs / INDEX
 
     def run(self, root: Element) -> None:
-        """Rewrite the links of the page that is rendered now, and bars that a table's code had to escape."""
+        """Rewrite the links of the current page, and bars that a table's code had to escape."""
         for code in (code for cell in root.iter("td") for code in cell.iter("code")):
             code.text = AtomicString((code.text or "").replace("\\|", "|"))
         for link in root.iter("a"):

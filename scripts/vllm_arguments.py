@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/vllm_arguments.py formats/kvpilot_formats/arguments/vllm.json
 
-It asks vLLM's own argparse parser, which takes half a minute to import. tests/runtime/test_arguments_vllm.py holds the
-file against the installed vLLM.
+It asks vLLM's own argparse parser, whose import takes half a minute. tests/runtime/test_arguments_vllm.py compares the
+file with the installed vLLM.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Settings of all tests.
 
-Property tests have no deadline, and CI draws the same examples every time. Tests and their programs never see the
-user's own cluster; each names the cluster that it made. Hundreds of programs share compiled bytecode, whatever the
-user's shell says, which halves the start time of engine processes. Clusters' parts take minutes to build, so they are
-built before the first test and count towards no test's time limit.
+Property tests have no deadline, and CI draws the same examples every time. Tests and the programs that they start never
+use the user's own cluster: each names the cluster that it made. All processes share compiled bytecode, which halves the
+start time of engines. The control plane takes minutes to build, so it is built before the first test: its build does
+not count towards a test's time limit.
 """
 
 import os
@@ -19,10 +19,10 @@ from kvpilot_localcluster import build
 os.environ["KUBECONFIG"] = "/no-cluster-is-named"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Handle a termination like Ctrl-C, so that the run ends everything that it started.
+# Handle SIGTERM like Ctrl-C, so that the run ends every process that it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-# The time to draw an example depends only on the machine's load.
+# The time to draw an example depends on the machine's load, so do not limit it.
 settings.register_profile(
     "kvpilot", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )

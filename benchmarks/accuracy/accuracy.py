@@ -1,13 +1,13 @@
 """The accuracy table: `python -m benchmarks.accuracy.accuracy --out docs/benchmarks/accuracy.json`.
 
-It computes in float32 with the real weights of SmolLM2-135M, or of Gemma 3 270M with `--model gemma3-270m`. Every key
-and value that attention sees has been through the row's codec; the baseline is a bf16 cache. The control compares two
-runs of the model in bf16 that differ only in the attention kernel.
+It computes in float32 with the real weights of SmolLM2-135M, or of Gemma 3 270M with `--model gemma3-270m`. The row's
+codec encodes and decodes every key and value before attention reads it. The baseline is a bf16 cache. The control
+compares two runs of the model in bf16 that differ only in the attention kernel.
 
 `--codecs` runs only some rows (accuracy_rows.py explains their names) and merges them into `--out`. `--needle` runs the
 needle task instead of the texts. accuracy_report.py makes the page. A row takes some seconds on a GPU, and two minutes
-or more on one core. `--cut` writes the texts' tokens to a file, and `--texts` reads that file on a machine without the
-documents. There `--model` may be the model's folder.
+or more on one core. `--cut` writes the texts' tokens to a file. `--texts` reads that file on a machine without the
+documents, where `--model` may be the model's folder.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ PLAN = [
 """Evaluated sequences, 20,480 tokens in all: text, tokens per sequence, number of sequences."""
 
 BUCKETS = (128, 512, 1024, 2048, 4608)
-"""Ends of the position buckets, in tokens."""
+"""Upper ends of the position buckets, in tokens."""
 
 
 CHUNK = 8192
-"""Number of tokens that an engine calibrates itself on: vLLM's default chunk on a GPU."""
+"""Number of tokens on which an engine calibrates itself: vLLM's default chunk on a GPU."""
 
 
 class Base:
-    """Baseline's logits over one sequence, with the sums that every row needs."""
+    """Logits of the baseline over one sequence, with the sums that every row needs."""
 
     def __init__(self, probe: Probe, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.tokens = tokens
@@ -66,7 +66,7 @@ class Base:
 
 
 class Tally:
-    """Results of one row, token by token."""
+    """Results of one row, added token by token."""
 
     def __init__(self) -> None:
         self.kl: list[torch.Tensor] = []
@@ -76,12 +76,12 @@ class Tally:
         self.text: list[str] = []
 
     def add(self, name: str, base: Base, states: torch.Tensor, probe: Probe) -> None:
-        """Compare a run's last states [tokens, hidden] of one sequence with the base."""
+        """Compare the last hidden states [tokens, hidden] of one sequence with the baseline."""
         for p, (start, logits) in zip(base.p, probe.logits(states), strict=True):
             part = slice(start, start + logits.shape[0])
             whole = logits.logsumexp(-1)
             # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). Use a pairwise sum: a dot product adds
-            # 49,152 terms one after the other, and its error is about 0.001 nats.
+            # 49,152 terms one after another, and its error is about 0.001 nats.
             cross = (p * logits).sum(-1)
             self.kl.append((base.negentropy[part] - cross + whole) * 1000)
             self.agree.append((base.top[part] == logits.argmax(-1)).float())
@@ -124,7 +124,7 @@ def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: 
             done: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
     """Run every row on each sequence, and yield the rows after each sequence.
 
-    The folder `raw` keeps the result of each row on each sequence, and no result is computed twice. So several
+    The folder `raw` keeps the result of each row on each sequence, so that no result is computed twice. Several
     processes can share the work, and a stopped run can continue.
     """
     tallies = {name: Tally() for name in rows}
@@ -165,7 +165,7 @@ def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
 
 
 def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str], where: Path) -> dict[str, Path]:
-    """Make the calibration files of the table as a user would: prompts in a file, then `kvpilot calibrate`."""
+    """Create the calibration files of the table as a user would: prompts in a file, then `kvpilot calibrate`."""
     tokenizer, made = AutoTokenizer.from_pretrained(folder), {}
     for label in sorted(labels & CALIBRATION.keys()):
         made[label] = where / f".{label}.safetensors"
@@ -181,7 +181,7 @@ def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str
 
 
 def merge(file: Path, section: str, found: dict[str, Any]) -> None:
-    """Put rows into the JSON file, and keep rows of other runs."""
+    """Write rows into the JSON file, and keep the rows of other runs."""
     data = json.loads(file.read_text()) if file.exists() else {}
     data.setdefault(section, {}).update(found)
     file.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""Model of transformers whose attention sees the keys and values that a cache would return.
+"""A transformers model whose attention reads the keys and values that a cache would return.
 
 A row of the table (`Reading`) decides how attention reads every key (after RoPE) and value, including those of the
 query's own token. So one pass computes the result of a decode step at every position of a text. Layers with a sliding
@@ -27,7 +27,7 @@ _PIECE = 512
 
 
 class Probe:
-    """The model, and how its attention reads."""
+    """The model, and the `Reading` of its attention."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         hook = f"kvpilot_probe_{id(self)}"
@@ -40,17 +40,17 @@ class Probe:
         self._seen: dict[int, Observed] | None = None
         self._lone = False
         self.rounded = False
-        """Attention that rounds probabilities to the model's dtype: another kernel for the same formula."""
+        """True rounds probabilities to the model's dtype, as another kernel for the same formula does."""
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Return the last layer's states [tokens, hidden] of one sequence [tokens]; None is the model's own dtype."""
+        """Return the last layer's states [tokens, hidden] of one sequence. Without a `reading` the cache is exact."""
         self.reading = reading
         return self.model.model(tokens[None], use_cache=False).last_hidden_state[0]
 
     @torch.inference_mode()
     def self_calibrated(self, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
-        """Return the factors by layer that an engine for `context` tokens finds at start, from `tokens`."""
+        """Return the factors by layer that an engine for `context` positions computes from `tokens` at start."""
         self._seen, self.reading, at = {}, None, 0
         for length, first in passes(tokens.numel(), context):
             ids, positions = tokens[at : at + length], torch.arange(first, first + length)
@@ -64,14 +64,14 @@ class Probe:
 
     @torch.inference_mode()
     def logits(self, states: torch.Tensor, chunk: int = 256) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield logits over the whole vocabulary, float32 [up to chunk, vocabulary], each with its first position."""
+        """Yield float32 logits [up to chunk, vocabulary] over the whole vocabulary, each with its first position."""
         for start in range(0, states.shape[0], chunk):
             yield start, (states[start : start + chunk] @ self.head.T).float()
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """Attend as transformers' hook: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
+        """Attend as a hook of transformers: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
         scale, window = options["scaling"], options.get("sliding_window")
         if self._seen is not None and window is None:
             seen = self._seen.setdefault(module.layer_idx, Observed(key.shape[1], key.shape[3], key.device))
@@ -90,7 +90,7 @@ class Probe:
 
 
 def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale: float) -> torch.Tensor:
-    """Attend to `fresh` as the cache returns it."""
+    """Attend to `fresh` keys and values as the cache returns them."""
 
     def back(codec: Codec) -> Sides:
         key, value = (
@@ -116,7 +116,7 @@ def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale
 
 
 def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
-    """Return `stored` with the first tokens replaced by exact ones."""
+    """Replace the first tokens of `stored` by exact ones."""
     key, value = (torch.cat([x[:, :, :first], y[:, :, first:]], 2) for x, y in zip(fresh, stored, strict=True))
     return key, value
 
@@ -131,7 +131,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
 def _rounded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Attend in three plain steps, in pieces of queries; round scores and probabilities to the dtype of q."""
+    """Attend in pieces of queries, and round scores and probabilities to the dtype of q."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
     for i in range(0, q.shape[2], _PIECE):
@@ -154,7 +154,7 @@ def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scal
 def _exact_ends(
     q: torch.Tensor, fresh: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], scale: float, tile: int
 ) -> torch.Tensor:
-    """Attend from each tile to itself and the first tile in 16 bits, and to quantized tiles between them."""
+    """Attend from each tile to itself and the first tile in 16 bits, and to the quantized tiles between them."""
     outs = []
     for i in range(0, q.shape[2], tile):
         k, v = (

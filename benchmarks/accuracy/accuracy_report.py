@@ -1,5 +1,6 @@
-"""Write the pages of accuracy.py beside its JSON files: `python -m benchmarks.accuracy.accuracy_report
-FIGURES.json...`.
+"""Write the pages of accuracy.py next to its JSON files.
+
+python -m benchmarks.accuracy.accuracy_report FIGURES.json...
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ class Model:
     """Description of a model on its page.
 
     Attributes:
-        title: the end of the page's title. page: its file's name. option: the benchmark's. about: what the model is.
-        rows: how its rows were made. head_dim: of the model.
+        title: end of the page's title.
+        page: file name of the page.
+        option: the benchmark's option for the model.
+        about: the model in words.
+        rows: how its rows were computed.
+        head_dim: the model's head dimension.
     """
 
     title: str
@@ -166,7 +171,7 @@ def _label(name: str) -> str:
 
 
 def _figure(value: float | None) -> str:
-    """Return a number of a row. A row that was stopped early lacks some columns."""
+    """Return a number of a row. Rows that were stopped early lack some columns."""
     return "-" if value is None else f"{value:.1f}"
 
 

@@ -1,8 +1,9 @@
 """Rows of the accuracy table: how each row reads a cache, and the size of that cache.
 
-A row's name is a codec's name, followed by options after `+`. `self` stands for factors that an engine finds at start,
-and `calibrated` for a file of `kvpilot calibrate`. `wN` is a recent window of N tokens as the ring keeps it. `firstN`
-keeps a sequence's first N tokens in 16 bits. Our engines never do that; it serves to compare with engines that do.
+A row's name is a codec's name, followed by options after `+`. `self` means factors that an engine computes at start,
+and `calibrated` factors from a file of `kvpilot calibrate`. `wN` is a recent window of N tokens, as the ring keeps it.
+`firstN` keeps a sequence's first N tokens in 16 bits. kvpilot's engines never do that; it allows a comparison with
+engines that do.
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ def _served(fmt: formats.Format) -> list[str]:
 
 
 SERVED = tuple(row for name in formats.own_names() for row in _served(formats.parse(name)))
-"""Formats with the default recent window: without options, and with a factors file if keys have fewer than 8 bits."""
+"""Formats with the default recent window: without options, and with a factors file if keys have under 8 bits."""
 
 OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
 """Rows with other options than the defaults."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
-"""Rows to compare with `kvarn_k4v4+exact`, which keeps as many tokens in 16 bits."""
+"""Rows to compare with `kvarn_k4v4+exact`, which keeps the same number of tokens in 16 bits."""
 
 CONTEXT = 4096
-"""Context in tokens over which data outside the pages is averaged, to state bits per element."""
+"""Context in tokens that shares the cost of data outside the pages, for bits per element."""
 
 _PAGE = 64
-"""Tokens of a page, for the size of a ring."""
+"""Tokens of a page, to compute the size of a ring."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Way in which attention reads a cache.
+    """How attention reads a cache.
 
     Attributes:
-        pages: function that returns the tokens as the pages return them.
-        recent: number of a query's last tokens, including its own, that are read by `fine` instead.
+        pages: function that returns tokens as read from the pages.
+        recent: number of a query's last tokens, including its own, that `fine` reads instead.
         fine: function for these tokens; None for 16 bits.
         first: number of a sequence's first tokens that are read in 16 bits.
-        hit: number of tokens from the prefix cache. Their queries attend in 16 bits, as a prefill does, and the ring
+        hit: number of tokens from the prefix cache. Their queries attend in 16 bits, as in a prefill, and the ring
             holds none of them.
     """
 
@@ -69,20 +70,20 @@ class Reading:
 
 
 def rivals() -> dict[str, Codec]:
-    """Return the codecs that do not depend on the layer."""
+    """Return the codecs that are the same for all layers."""
     found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
     found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
     return {codec.name: codec for codec in found}
 
 
 def every_name(labels: Sequence[str]) -> list[str]:
-    """Return the table's rows with factors of `labels`."""
+    """Return the names of the table's rows, with factors of these `labels`."""
     mine = [name + suffix for name in formats.own_names() for suffix in ("", *(f"+{label}" for label in labels))]
     return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
 
 
 def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
-    """Return the reading of the row `name`. `factors`: by label and layer.
+    """Return the reading of the row `name`. `factors` are by label and layer.
 
     Raises:
         ValueError: there is no such row.
@@ -119,7 +120,7 @@ def engine(name: str) -> tuple[str, dict[str, str]]:
 
 
 def bits(name: str, head_dim: int) -> float:
-    """Return a row's bits per element, including scales and, at `CONTEXT` tokens, all data kept outside the pages."""
+    """Return a row's bits per element, with scales and, for `CONTEXT` tokens, all data outside the pages."""
     known = rivals()
     if name in known:
         codec = known[name]

@@ -1,8 +1,9 @@
 """Texts of the accuracy table: real, freely available, and not part of this repository.
 
-Evaluated: Newton's *Opticks* (1704, in the source package of libbacktrace, which apache-tvm-ffi, a requirement of
-vLLM, carries), the manual of GNU coreutils (Debian's info page), Python's language reference (`pydoc_data.topics`) and
-source code of Python's standard library. Calibrated on: other documents, none of which is evaluated.
+The evaluated texts are Newton's *Opticks* (1704), the manual of GNU coreutils (Debian's info page), Python's language
+reference (`pydoc_data.topics`) and source code of Python's standard library. *Opticks* is in the source package of
+libbacktrace, which apache-tvm-ffi contains, a requirement of vLLM. Calibration uses other documents, none of which is
+evaluated.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence
     """Cut sequences out of the texts. Each begins with the special tokens that the tokenizer puts before a prompt.
 
     Args:
-        plan: (text, tokens, number of sequences) in the order of their places in the text; sequences never overlap.
+        plan: (text, tokens, number of sequences). A text's sequences follow each other and never overlap.
     """
     at: dict[str, int] = {}
     tokens: dict[str, torch.Tensor] = {}

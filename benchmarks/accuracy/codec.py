@@ -1,8 +1,8 @@
-"""Interface of the accuracy table's codecs: a round trip through a cache, and the number of bits that it takes.
+"""Interface of the accuracy table's codecs: a round trip through a cache, and the number of bits that it needs.
 
-A codec is judged by the attention that results from it. `key` and `value` take one layer's exact vectors of one
-sequence, in order, and return the vectors that the codec's cache would return. Per-token codecs ignore the order;
-codecs with tiles depend on it.
+The table judges a codec by the attention that results from it. `key` and `value` take one layer's exact vectors of one
+sequence in order. They return the vectors that the codec's cache would return. The order matters only for codecs with
+tiles, not for per-token codecs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ class Codec:
     """KV-cache codec.
 
     Attributes:
-        name: as in the tables.
-        key, value: the round trip of keys (after RoPE) and of values.
-        key_bits, value_bits: bits per element at a head_dim, scales and zero points counted.
+        name: name in the tables.
+        key, value: round trip of keys (after RoPE) and of values.
+        key_bits, value_bits: bits per element at a head_dim, including scales and zero points.
         tile: tokens that are quantized together; 1 for per-token codecs.
-        exact_ends: the sequence's first `tile` tokens and its open tile stay in 16 bits, outside `bits`.
+        exact_ends: True keeps the sequence's first `tile` tokens and its unfinished tile in 16 bits, which `bits`
+            ignores.
     """
 
     name: str
@@ -46,11 +47,11 @@ class Codec:
 
 
 def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round to the nearest asymmetrically over `dim`: return codes (float), step and minimum.
+    """Round to the nearest code, asymmetrically over `dim`. Return codes (float), step and minimum.
 
-    The latter keep that dimension as 1.
+    Step and minimum keep that dimension with length 1.
 
-    step = (max - min) / (2^b - 1)        code = round((x - min) / step)        x' = code * step + min
+        step = (max - min) / (2^b - 1)        code = round((x - min) / step)        x' = code * step + min
     """
     low = x.amin(dim, keepdim=True)
     step = ((x.amax(dim, keepdim=True) - low) / ((1 << bits) - 1)).clamp_min(1e-8)
@@ -58,12 +59,12 @@ def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.T
 
 
 def half(x: torch.Tensor) -> torch.Tensor:
-    """Round to float16, in which caches store all numbers except codes, and return float32."""
+    """Round to float16, in which caches store all numbers except codes. Return float32."""
     return x.half().float()
 
 
 def own(fmt: Format, factors: Factors | None = None, recent: bool = False) -> Codec:
-    """Return the codec of one layer in `fmt`, with or without factors. With `recent`, include the ring."""
+    """Return the codec of one layer in kvpilot's `fmt`. With `recent`, it includes the ring."""
     return Codec(
         fmt.name + ("+calibrated" if factors else ""),
         lambda x: _read_back(x, fmt, "key", factors, recent),

@@ -1,14 +1,14 @@
-"""Accuracy cost of a KV cache in real vLLM, with every position decoded: `python -m benchmarks.accuracy.engine_kl --out
-FILE`.
+"""KL divergence of a KV cache in real vLLM, with every position decoded.
+
+    python -m benchmarks.accuracy.engine_kl --out FILE
 
 The accuracy table (accuracy.py) models an engine; this program runs one. It feeds the table's texts to vLLM token by
 token, so that every position is a decode step over pages. A second engine with a 16-bit cache gets the same texts. The
 program records the state after the last norm at every position. From these states it computes both distributions over
-the whole vocabulary, as the table does. It checks them against the log-probabilities that the engine itself reports for
-the text.
+the whole vocabulary, as the table does. It compares them with the log-probabilities that the engine itself reports.
 
-Rows have the table's names, each next to the figure of the table's model for the same tokens. The control is 16 bits
-again, with each text in one prefill. If an engine fails, the program names it and writes the other rows. On a GPU
+Rows have the table's names. Each shows the figure of the table's model for the same tokens, too. The control is 16 bits
+again, with each text in one prefill. If an engine fails, the program reports it and writes the other rows. On a GPU
 `fp8_e4m3` needs `--dtype bfloat16`. `--hit N` measures the 64 tokens after a hit of N tokens in the prefix cache.
 engine_kl_report.py makes the page.
 """
@@ -42,13 +42,13 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Number of measured tokens after a hit: those that see only part of the shortest window."""
+"""Number of measured tokens after a hit: those that see only a part of the shortest window."""
 
 CONTEXT = 8192
 """Largest context that the engines serve, in tokens."""
 
 MEMORY = 2 << 30
-"""Bytes of an engine's cache: twice the room for all texts at once in 32 bits."""
+"""Bytes of an engine's cache: twice what all texts together need in 32 bits."""
 
 
 def arguments() -> argparse.Namespace:
@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 
 
 def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[str, Any]:
-    """Return the results of one row's engine for every text (`base`, `control`, or a row), or its error."""
+    """Return the results of one row's engine for every text, or its error. The row may be `base` or `control`."""
     dtype, extra = ("auto", {}) if name in ("base", "control") else engine(name)
     options = {
         "model": str(args.model), "kv_cache_dtype": dtype, "dtype": args.dtype, "max_model_len": args.context,
@@ -103,9 +103,7 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """Return the largest difference, in nats, between the engine's log-probabilities and those computed from its
-    states.
-    """
+    """Return the largest difference (nats) between the engine's log-probabilities and those from its states."""
     worst = 0.0
     for (_, tokens), answer in zip(texts, found["answers"], strict=True):
         own = Base(probe, tokens[hit:], answer["states"].float()).log_prob
@@ -124,7 +122,7 @@ def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dic
 
 
 def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: list[Sequence], hit: int) -> Any:
-    """Compare the row of an engine with that in 16 bits."""
+    """Compare an engine's row with the engine in 16 bits."""
     tally = Tally()
     for (text, tokens), answer, reference in zip(texts, found["answers"], base["answers"], strict=True):
         of_base = Base(probe, tokens[hit:], reference["states"].float())
@@ -133,7 +131,7 @@ def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: l
 
 
 def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
-    """Return the texts; for `--hit`, as many pieces of them as fit, each with a hit and the tokens after it."""
+    """Return the texts. For `--hit`, return as many pieces as fit, each with a hit and the tokens after it."""
     whole = torch.load(args.texts)["evaluation"] if args.texts else sequences(probe.tokenizer, PLAN)
     whole = [(name, tokens[: args.tokens].to(args.device)) for name, tokens in whole[: args.sequences]]
     if not args.hit:
@@ -143,7 +141,7 @@ def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
 
 
 def command_line(words: list[str]) -> str:
-    """Return the command line, without folder names of this machine."""
+    """Return the command line without this machine's folder names."""
     kept = list(words)
     for option in ("--out", "--model", "--texts", "--raw"):
         if option in kept:
@@ -153,7 +151,7 @@ def command_line(words: list[str]) -> str:
 
 
 def main() -> None:
-    """Run engines and model, print and write."""
+    """Run the engines and the table's model, print and write the rows."""
     args = arguments()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_device(args.device)  # applies to this thread alone

@@ -18,11 +18,11 @@ class Job:
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
-        texts: token ids of each text.
+        texts: token IDs of each text.
         hit: number of each text's tokens that an earlier request leaves in the prefix cache; 0 for none.
         decoded: True feeds each text token by token, False in one prefill.
         out: file for the answers. `states` are [tokens after the hit, hidden] of each text, in the model's dtype.
-            `logprobs` are the engine's own, for each of these tokens but the first.
+            `logprobs` are the engine's own, for each of these tokens except the first.
     """
 
     engine: dict[str, Any]
@@ -58,7 +58,7 @@ class States:
         """Assign the rows of the last step to its requests."""
         ((ids, positions, states),) = self.steps
         self.steps.clear()
-        # vLLM's first model runner keeps its batch. Its second one passes the batch from this step on to sampling.
+        # vLLM's first model runner keeps its batch. Its second one hands it over to sampling.
         runner = self.runner
         batch = runner.input_batch if hasattr(runner, "input_batch") else runner.execute_model_state.input_batch
         start = 0
@@ -99,12 +99,12 @@ def main() -> NoReturn:
     llm = LLM(**job.engine, **threshold, enforce_eager=True, enable_prefix_caching=job.hit > 0)
     one: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
     if job.hit:
-        # Ask one after the other. A prompt that is alone in the batch is not cut at the threshold.
+        # Send one prompt after another: a prompt that is alone in the batch is not cut at the threshold.
         for text in job.texts:
             llm.generate({"prompt_token_ids": text[: job.hit]}, SamplingParams(**one), use_tqdm=False)
     states = States(llm, job.decoded)
     params = SamplingParams(**one, prompt_logprobs=0, skip_reading_prefix_cache=False)
-    # The longest text gets a companion for the same reason. The companion's answer is not counted.
+    # For the same reason, the longest text gets a companion, whose answer does not count.
     asked = [*job.texts, max(job.texts, key=len)] if job.decoded else job.texts
     prompts = [{"prompt_token_ids": text} for text in asked]
     batches = [prompts] if job.decoded else [[prompt] for prompt in prompts]

@@ -1,11 +1,14 @@
-"""Effect of scheduling on answers, in real vLLM: `python -m benchmarks.accuracy.gpu_equality [--model PATH]`.
+"""Effect of scheduling on answers in real vLLM: `python -m benchmarks.accuracy.gpu_equality [--model PATH]`.
 
-For each KV-cache dtype an engine answers the same prompts greedily in several ways. *Alone* is one prompt at a time,
-eager, uncut and without prefix caching. *Crowded* is many prompts at once, with CUDA graphs, prefix caching, small
-chunks, and so little cache that requests are preempted. `--tp N` adds crowded runs on N GPUs, and `--drafters` adds
-crowded runs with a draft model. The control is `auto`: its runs differ too, because batches of another shape round
-differently. Every dtype's run alone is also compared with that of `auto`. Writes OUT/equality-MODEL.json;
-`gpu_equality_page.py` makes the page.
+For each KV-cache dtype an engine answers the same prompts greedily in several ways:
+
+- *Alone*: one prompt at a time, eager, in one chunk, without prefix caching.
+- *Crowded*: many prompts at once, with CUDA graphs, prefix caching, small chunks, and a cache so small that requests
+  are preempted.
+
+`--tp N` adds crowded runs on N GPUs, and `--drafters` adds crowded runs with a draft model. The control is `auto`: its
+runs differ too, because batches of another shape round differently. The lone run of every dtype is also compared with
+that of `auto`. The program writes OUT/equality-MODEL.json, from which `gpu_equality_page.py` makes the page.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, 
 
 MAX_MODEL_LEN = 1024
 SHARED_PREFIX = 256
-"""Number of tokens that every second prompt begins with, so that the prefix cache is hit."""
+"""Number of tokens that every second prompt begins with, so that the prefix cache has hits."""
 
 DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
-"""Methods of speculation by a draft model. The last one needs another served model."""
+"""Methods of speculation with a draft model. The last one needs another served model."""
 
 
 def methods(text: str) -> list[str]:
@@ -64,8 +67,9 @@ def arguments() -> argparse.Namespace:
 
 
 def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
-    """Make a model with seeded weights: a Llama of 4 layers with 8/2 heads of 128, or a DeepSeek V2 of 4 layers with 16
-    heads. With MTP make a Qwen2 with heads of 64 channels, and in FOLDER-with-mtp the same model with a draft layer.
+    """Create a model with seeded weights: a Llama with 8/2 heads of 128, or a DeepSeek V2 with 16 heads, of 4 layers.
+
+    With MTP create a Qwen2 with heads of 64 channels. FOLDER-with-mtp then holds the same model with a draft layer.
     """
     import torch
     from transformers import (
@@ -94,8 +98,8 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
     else:
         model = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=128, **common))
     with torch.no_grad():
-        # Make a token's own vector outweigh the contribution of a layer, and make predictions sharp, as in a trained
-        # model. Otherwise the layers would amplify rounding into noise, and no comparison would be possible.
+        # A token's own vector must outweigh the contribution of a layer, and predictions must be sharp, as in a trained
+        # model. Otherwise the layers would amplify rounding into noise, which hides every difference.
         model.model.embed_tokens.weight.mul_(10)
         model.lm_head.weight.mul_(4)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -103,7 +107,7 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
 
 
 def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
-    """Make a draft model for `model`, and return the engine arguments for it."""
+    """Create a draft model for `model`, and return the engine arguments for it."""
     from kvpilot_smallmodels import draft_models
 
     folder = model.with_name(f"{model.name}-with-{method}")
@@ -116,7 +120,7 @@ def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
 
 
 def token_stream(model: Path) -> list[int]:
-    """Return tokens of Python's own manual if the model has a tokenizer, else random ids."""
+    """Return tokens of Python's own manual if the model has a tokenizer, else random IDs."""
     if (model / "tokenizer.json").exists():
         from pydoc_data.topics import topics
 
@@ -138,7 +142,7 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
 
 
 def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """Return, for each run, True if all prompts are asked at once, and its engine arguments."""
+    """Return, by run, True if all prompts are sent at once, and the engine arguments."""
     alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
              "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
     # Add one block, because vLLM keeps one for itself.
@@ -154,7 +158,7 @@ def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dic
 
 
 def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the answers of every dtype and variant (or its error), by "dtype/variant"."""
+    """Return the answers of every dtype and variant, or their errors, by "dtype/variant"."""
     prompts, found, runs = prompts_of(model, args.prompts), {}, variants(args, model)
     for dtype in args.dtypes.split(","):
         for variant, (at_once, options) in runs.items():
@@ -175,7 +179,11 @@ def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, 
 
 
 def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per pair of runs: alone with `auto` alone, several GPUs with crowded, all others with alone."""
+    """Return a row per pair of runs.
+
+    A dtype's lone run is compared with that of `auto`, runs on several GPUs with the crowded run, and all others with
+    the lone run.
+    """
     rows = []
     for name, run in found.items():
         dtype, variant = name.split("/")

@@ -1,8 +1,8 @@
-"""Agreement of two greedy runs of the same prompts, as far as both have seen the same tokens.
+"""Agreement of two greedy runs of the same prompts, up to the first different token.
 
-Two greedy answers diverge after their first difference. So logprobs are compared up to and including that position,
-where both engines still predicted from the same tokens. The Kullback-Leibler divergence covers the tokens that both top
-lists name, and one event for all others. It is a lower bound for the divergence over the full vocabulary.
+After it the answers diverge. So logprobs are compared up to and including that position, where both engines still
+predict from the same tokens. The Kullback-Leibler divergence covers the tokens that both top lists contain, and one
+event for all others. It is a lower bound of the divergence over the full vocabulary.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import statistics
 from typing import Any
 
 Answer = dict[str, Any]
-"""Greedy answer: `tokens`, and for each token `logprobs`, a map from token id (as text) to log-probability."""
+"""Greedy answer: `tokens`, and for each token `logprobs`, a map from token ID (as text) to log-probability."""
 
 
 def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
     """Compare the answers of two runs, prompt by prompt.
 
     Returns:
-        Shares in 0..1 and divergences in nats: `answers_equal` of answers equal to the last token, `tokens_equal` of
-        tokens before an answer's first difference, `top1_equal`, `mean_logprob_difference` of the reference's token,
-        `mean_kl` and `p99_kl` of the `positions` compared; `not_a_number` counts positions that were left out because
-        an engine gave NaN there, which no sound engine does.
+        Shares in 0..1: `answers_equal` of answers that are equal to the last token, `tokens_equal` of tokens before an
+        answer's first difference, and `top1_equal`.
+        Nats: `mean_logprob_difference` of the reference's token, `mean_kl` and `p99_kl` over `positions` positions.
+        `not_a_number` counts the positions that are left out because an engine returned NaN, which no sound engine
+            does.
     """
     prefixes, tokens, whole = 0, 0, 0
     differences: list[float] = []

@@ -1,6 +1,6 @@
 """Write the page of the equality runs: `gpu_equality_page.py RAW.json ... [--out docs/benchmarks]`.
 
-Reads what gpu_equality.py wrote; writes OUT/h200-equality.md and OUT/h200-equality.json, all runs in one file.
+It reads the files of gpu_equality.py. It writes OUT/h200-equality.md, and OUT/h200-equality.json with all runs.
 """
 
 from __future__ import annotations

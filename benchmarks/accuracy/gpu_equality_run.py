@@ -1,4 +1,4 @@
-"""Child process of gpu_equality.py: greedy tokens and top-20 logprobs of every prompt of a job file, in one engine."""
+"""Child process of gpu_equality.py: greedy tokens and top-20 logprobs of every prompt of a job file in one engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sampling(job: Job) -> Any:
 
 
 def answer(request: Any) -> dict[str, Any]:
-    """Return the answer to a finished request: tokens, and the most likely ones of each step."""
+    """Return the answer to a finished request: its tokens, and the most likely tokens of each step."""
     (done,) = request.outputs
     steps = [{str(token): entry.logprob for token, entry in top.items()} for top in done.logprobs]
     return {"tokens": list(done.token_ids), "logprobs": steps}

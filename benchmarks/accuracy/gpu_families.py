@@ -1,14 +1,17 @@
-"""Families of models in real vLLM, `k4v4` beside `auto`: `python -m benchmarks.accuracy.gpu_families --out DIR`.
+"""Model families in real vLLM, `k4v4` next to `auto`: `python -m benchmarks.accuracy.gpu_families --out DIR`.
 
-A small random model of each family (kvpilot_smallmodels.families) answers the same prompts greedily in five engines.
-`auto` and `k4v4`, the latter with its default window and its own calibration, each run crowded and alone. *Crowded* is
-many prompts at once, with CUDA graphs, prefix caching, chunks, and so little cache that requests are preempted. *Alone*
-is one prompt at a time, eager, uncut and without prefix caching. The fifth engine runs crowded with the bare *codec*:
-no window, no factors, and chunks that read themselves back. Up to rounding, its predictions are those of plain
-transformers with the same codec.
+A small random model of each family (kvpilot_smallmodels.families) answers the same prompts greedily in five engines:
 
-Writes DIR/families-answers.json.gz, and DIR/families-errors.log with the last lines of failed engines' logs.
-gpu_families_page.py judges the answers on any machine. Needs `demo`, `runtime` and `kernels` on the path.
+- `auto`, crowded and alone.
+- `k4v4` with its default window and its own calibration, crowded and alone.
+- The bare *codec*, crowded: `k4v4` without window and factors, and with prompts that read quantized pages. Apart from
+  rounding, it predicts like plain transformers with the same codec.
+
+*Crowded* means many prompts at once, with CUDA graphs, prefix caching, chunks, and a cache so small that requests are
+preempted. *Alone* means one prompt at a time, eager, in one chunk and without prefix caching.
+
+The program writes DIR/families-answers.json.gz, and DIR/families-errors.log with the last log lines of failed engines.
+gpu_families_page.py judges the answers on any machine. It needs `demo`, `runtime` and `kernels` on the path.
 """
 
 from __future__ import annotations
@@ -36,17 +39,17 @@ RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
 }  # fmt: skip
 """Runs by name: dtype, True if crowded, and environment."""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Run the engine core in the engine's own process, so that parts of its cache can be taken away."""
+"""Environment that runs the engine core in the engine's own process, so that parts of its cache can be taken away."""
 LINES, LINE = 150, 500
-"""Number of lines to keep of a failed engine's log, and characters of each line: vLLM prints whole configurations."""
+"""Limits for a failed engine's log: number of lines, and characters of each line. vLLM prints whole configurations."""
 CHUNK = 128
 ROOM = 1.5
-"""Number of longest requests (`MAX_MODEL_LEN`) that fit in a crowded engine's cache."""
+"""Number of requests of the largest length (`MAX_MODEL_LEN`) that fit in a crowded engine's cache."""
 QUICK: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "kernel_config": {"enable_jit_warmup": False},
 }
-"""CUDA graphs of crowded engines, only for decode, so that they start fast."""
+"""Compilation options of crowded engines: CUDA graphs only for decode, so that they start fast."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,10 @@ class Case:
     """Settings to serve a family.
 
     Attributes:
-        dtype: of weights and activations. fields: further fields of config.json.
-        engine: further arguments of all its engines. auto: further arguments of those with `auto`.
+        dtype: dtype of weights and activations.
+        fields: additional fields of config.json.
+        engine: additional arguments of all its engines.
+        auto: additional arguments of its engines with `auto`.
     """
 
     dtype: str = "float16"
@@ -70,8 +75,8 @@ GEMMA4 = Case(engine={"attention_config": {"flash_attn_version": 3}},
 
 
 CASES: dict[str, Case] = {
-    # FlashAttention's sinks need bfloat16. Its rounding can select other experts and so change answers, so every token
-    # uses all experts.
+    # FlashAttention's sinks need bfloat16, whose rounding can select other experts and so change answers. So every
+    # token uses all experts.
     "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
     # vLLM does not accept float16 for these two models.
     "gemma3": Case("bfloat16"),
@@ -109,7 +114,7 @@ def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
 
 
 def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM`. All engines have the same largest chunk, so they find the same factors."""
+    """Return arguments of `vllm.LLM`. All engines have the same largest chunk, so they compute the same factors."""
     both: dict[str, Any] = {
         "model": str(model), "kv_cache_dtype": dtype, "block_size": 64, "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN, "kv_cache_memory_bytes": 256 << 20,
@@ -122,7 +127,7 @@ def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
 
 
 def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path) -> Asked:
-    """Return one engine of a family, with its requests."""
+    """Return the request for one engine of a family."""
     case, (dtype, crowded, env) = CASES[name], RUNS[run]
     skip = FAMILIES[name].skip if dtype != "auto" else ()
     engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **case.engine}
@@ -140,7 +145,7 @@ def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str
     for name in names:
         try:
             found[name] = make(name, folder / name, fields=CASES[name].fields)
-        except Exception as error:  # if a version of transformers has renamed a class, only this family fails
+        except Exception as error:  # if a version of transformers has renamed a class, only its family fails
             failed[name] = f"{type(error).__name__}: {error}"
     return found, failed
 
@@ -151,8 +156,9 @@ def digest(model: Path) -> str:
 
 
 def serve(args: argparse.Namespace, engines: dict[str, Asked], models: dict[str, Path]) -> int:
-    """Run all engines and write their answers; return 1 if one failed. The document identifies `models` by hashes of
-    their weights.
+    """Run all engines and write their answers. Return 1 if one failed.
+
+    The document identifies `models` by hashes of their weights.
     """
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / f"{args.name}.log"
@@ -191,7 +197,7 @@ def main() -> int:
         scratch = Path(folder)
         models, failed = made(names, scratch / "models")
         say(f"{len(models)} models made; {failed or 'none failed'}")
-        # Sort by run, so that a family's next engine finds the compiled code that vLLM and Triton cached for it.
+        # Sort by run: then a family's next engine finds the compiled code that vLLM and Triton cached.
         engines = {f"{name} {run}": asked(args, name, run, models[name], scratch) for run in runs for name in models}
         return serve(args, engines, models)
 

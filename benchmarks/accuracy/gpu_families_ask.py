@@ -1,4 +1,4 @@
-"""Engine of gpu_families.py or gpu_options.py in its own process: start it, ask it and end it."""
+"""One engine of gpu_families.py or gpu_options.py in its own process: start, answer, shut down."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Asked(Job):
-    """Engine, as in `Job`, and its settings.
+    """Engine as in `Job`, and its settings.
 
     Attributes:
-        env: further variables of its environment.
-        room: number of longest requests that fit in the cache. The rest of the cache is taken away, so that requests
-            are preempted. 0 leaves the whole cache.
+        env: additional environment variables.
+        room: number of requests of the largest length that fit in the cache. The rest of the cache is taken away, so
+            that requests are preempted. 0 leaves the whole cache.
         how: kind of requests, a name of `HOW`.
         more: arguments for that kind.
     """
@@ -37,7 +37,7 @@ class Asked(Job):
 
 
 def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
-    """Start the engine, and return it with its CUDA graphs and its groups of layers. `room` may reduce its cache."""
+    """Start the engine. Return it with its CUDA graphs and its groups of layers. `room` may reduce its cache."""
     from vllm import LLM
 
     llm = LLM(**asked.engine, disable_log_stats=False)
@@ -60,7 +60,7 @@ def answers(asked: Asked) -> dict[str, Any]:
 
 
 def adapted(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers with the adapter in the folder `more["adapter"]`, mixed with the model's own."""
+    """Return greedy answers with the adapter in the folder `more["adapter"]`, in a batch with requests without it."""
     from vllm.lora.request import LoRARequest
 
     llm, facts = start(asked)
@@ -71,7 +71,7 @@ def adapted(asked: Asked) -> dict[str, Any]:
 
 
 def slept(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers, the answers of a second run, and the answers after sleep (level 1) and wake-up."""
+    """Return greedy answers, those of a second run, and those after sleep (level 1) and wake-up."""
     llm, facts = start(asked)
     first, again = answered(llm, asked), answered(llm, asked)
     llm.sleep(level=1)
@@ -80,7 +80,7 @@ def slept(asked: Asked) -> dict[str, Any]:
 
 
 def details(asked: Asked) -> dict[str, Any]:
-    """Return prompt logprobs, several samples of a prompt, and an answer with and without a schema."""
+    """Return prompt logprobs, several samples of a prompt, and an answer with and without a JSON schema."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -95,7 +95,7 @@ def details(asked: Asked) -> dict[str, Any]:
     free = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200), **quiet)
 
     def text(one: Any) -> str:
-        # A prompt of random bytes may end inside a character. vLLM's own text of the answer would then begin inside the
+        # A prompt of random bytes may end inside a character. vLLM's text of the answer would then begin inside the
         # prompt.
         found: str = llm.get_tokenizer().decode(one.outputs[0].token_ids, skip_special_tokens=True)
         return found
@@ -113,8 +113,9 @@ def details(asked: Asked) -> dict[str, Any]:
 
 
 def data_parallel(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers of engines that share the requests. All run at once, in processes that vLLM starts and
-    balances.
+    """Return greedy answers of data-parallel engines, which share the requests.
+
+    All engines run at once, in processes that vLLM starts and balances.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,10 +1,12 @@
 """Verdict on a family's answers, compared with its weights and the codec.
 
 All divergences are means over tokens, in nats. A divergence *from an oracle* compares an engine's predictions with
-those of plain transformers for the same tokens (kvpilot_smallmodels.oracle), without a codec (`auto`) or with it
-(`k4v4`). Every token of every answer counts. `k4v4` as served depends on a request's history: the tokens in the window,
-and the part of a prompt that was read back. No oracle knows this history. So the verdict compares the damage of `k4v4`
-with that of the bare codec, and its crowded run with its run alone.
+those of plain transformers for the same tokens (kvpilot_smallmodels.oracle), without the codec (`auto`) or with it
+(`k4v4`). Every token of every answer counts.
+
+With `k4v4` as served, answers depend on a request's history: the tokens in the window, and the part of a prompt that
+was read back from pages. The oracle does not know this history. So the verdict compares the damage of `k4v4` with that
+of the bare codec, and its crowded run with its lone run.
 """
 
 from __future__ import annotations
@@ -21,24 +23,24 @@ from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergen
 from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
-"""Largest allowed ratio: an engine's distance from its own oracle over its distance from the other oracle."""
+"""Largest allowed ratio of two distances: from the engine's own oracle, over from the other oracle."""
 ROUNDED = 3.0
-"""Factor on the divergence by rounding alone, of codes and of `auto`: an engine may be this far from its oracle. A
-value on the edge between two codes may round to either. If a group's range moves by a step, all its codes change.
+"""Allowed distance of an engine from its oracle, as a multiple of the divergence by rounding of codes and of `auto`. A
+value near the edge between two codes may round to either. If a group's range moves by a step, all its codes change.
 """
 SERVED = 1.25
-"""Largest allowed ratio of damage: `k4v4` with its window and its factors over the bare codec. It should be below 1."""
+"""Largest allowed ratio of damage: `k4v4` with its window and factors, over the bare codec. It should be below 1."""
 FAULT = 0.5
-"""Largest allowed ratio: an engine's distance from its own oracle over its distance from one that misreads a block."""
+"""Largest allowed ratio of two distances: from the engine's own oracle, over from one that misreads a block."""
 CROWD = 3.0
-"""Factor on the allowed difference between a crowded and a lone run: the dtype's own damage, plus this many times the
-difference of `auto`.
+"""Allowed difference of a crowded and a lone run: the dtype's own damage, plus this many times the difference of
+`auto`.
 """
 BLOCK = 16
-"""Tokens that the oracle of a fault misreads."""
+"""Number of tokens that the oracle with a fault misreads."""
 RIGHT = "served and right"
 COMPUTED = "transformers in bfloat16 from float32"
-"""Name of the divergence caused by bfloat16 arithmetic alone. `auto` may have the same."""
+"""Name of the divergence that bfloat16 arithmetic alone causes. `auto` may have the same."""
 
 Figures = dict[str, Any]
 PAIRS = (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone"))
@@ -46,8 +48,9 @@ TOLD = ("counters", "kv_tokens", "groups", "free_blocks", "said", "attention", "
 
 
 def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], *, misread: bool = False) -> float:
-    """Return the mean divergence of an engine's predictions from the oracle's. With `misread` the oracle misreads a
-    block.
+    """Return the mean divergence of an engine's predictions from the oracle's.
+
+    With `misread` the oracle misreads a block.
     """
     found: list[float] = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -60,7 +63,7 @@ def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
-    """Return an oracle's mean divergence from itself when its keys and values change by the rounding of `dtype`."""
+    """Return the mean divergence of an oracle from itself with keys and values changed by the rounding of `dtype`."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         exact = oracle.predictions(prompt, answer["tokens"])
@@ -70,7 +73,7 @@ def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers: list[Answer]) -> float:
-    """Return the mean divergence of transformers in bfloat16 from `oracle`: the same in float32, without a codec."""
+    """Return the mean divergence of transformers in bfloat16 from `oracle`, which is float32 without a codec."""
     rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -83,7 +86,7 @@ def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers:
 
 
 def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
-    """Return a family's results and the verdict. `runs` are the answers of gpu_families.py's engines, by run name."""
+    """Return a family's figures and the verdict. `runs` are the answers of gpu_families.py's engines, by run."""
     prompts = next(iter(runs.values()))["prompts"]
     errors = {name: run["error"] for name, run in runs.items() if "error" in run}
     figures: Figures = {
@@ -117,7 +120,7 @@ def far(figures: Figures, name: str) -> float:
 
 
 def verdict(figures: Figures) -> str:
-    """Return `served and right`, or the fault. A crowded run is compared only if the lone run has answered too."""
+    """Return `served and right`, or the fault. A crowded run is compared only if the lone run has answered."""
     errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
     if errors:
         return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())

@@ -1,7 +1,7 @@
 """Judge the answers of gpu_families.py and gpu_options.py, and write a page: `gpu_families_page.py ANSWERS ... OUT.md`.
 
-The two programs wrote the files ANSWERS. This one makes the models again, and they must be the ones that answered. A
-file next to OUT holds all figures.
+ANSWERS are files of these programs. This program creates the models again; they must equal those that answered. A file
+next to OUT holds all figures.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def number(value: float) -> str:
 
 
 def pressure(row: dict[str, Any], run: str) -> str:
-    """Return a run's preemptions and cached tokens."""
+    """Return a run's preemptions and cached tokens as text."""
     counters = row.get("engines", {}).get(run, {}).get("counters") or {}
     if not counters:
         return "-"
@@ -121,7 +121,7 @@ def judged(facts: dict[str, Any]) -> Rows:
     """Return the rows of a program's run, judged from its answers.
 
     Raises:
-        ValueError: the models made here differ from those that answered.
+        ValueError: the models that are created here differ from those that answered.
     """
     told: dict[str, Any] = facts["answers"]
     with tempfile.TemporaryDirectory(prefix="kvpilot-judged-") as folder:

@@ -1,7 +1,7 @@
 """Child process of gpu_families.py and gpu_options.py: run engines side by side on one GPU.
 
 Each engine has its own process, forked from one that has only imported vLLM, and its own log. A failed engine writes
-the reason in place of its answers.
+its error in place of its answers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def serve(asked: Asked) -> NoReturn:
 def inspect_here() -> None:
     """Inspect a model's class in this process.
 
-    vLLM would start another process for that, and import everything again.
+    vLLM would start another process for it, which would import everything again.
     """
     from vllm.model_executor.models import registry
 
@@ -52,7 +52,7 @@ def inspect_here() -> None:
 
 
 def run(context: Any, limit: float, asked: Asked) -> None:
-    """Run an engine in its own process, and kill it when its time limit is reached."""
+    """Run an engine in its own process, and kill it when its time is up."""
     name, out = Path(asked.out).stem, Path(asked.out)
     process = context.Process(target=serve, args=(asked,))
     process.start()
@@ -70,7 +70,7 @@ def run(context: Any, limit: float, asked: Asked) -> None:
 
 
 def start_cuda() -> None:
-    """Check a forked process; raise if its parent had started CUDA."""
+    """Raise an error if this process was forked after its parent had started CUDA."""
     import torch
 
     if torch.cuda.is_available():
@@ -78,7 +78,7 @@ def start_cuda() -> None:
 
 
 def processes() -> Any:
-    """Return the starter of engines' processes: a fork with vLLM imported, unless that import starts CUDA."""
+    """Return the way to start engine processes: fork with vLLM imported, unless that import starts CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.entrypoints.llm"])
     tried = context.Process(target=start_cuda)

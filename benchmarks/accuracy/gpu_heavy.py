@@ -1,13 +1,16 @@
 """Heavy hitters in real vLLM: `python -m benchmarks.accuracy.gpu_heavy`.
 
-An engine serves a random model with `HeavyHitters`, prefix caching, prompts in small chunks, and so little cache that
-requests are preempted. It answers the same requests four times: twice unchanged, once with every freed page overwritten
-before the next step, and once with every request's first page overwritten (which proves that reads of an overwritten
-page show). Plain transformers in float32, with the same codec and pages, compute each page's share of attention and the
-pages that should have been freed. Writes OUT/heavy.json; returns 1 if a freed page was read, a page was not returned,
-or attention masses differ from plain transformers by more than `--masses-off`. With `--ahead` steps are scheduled
-asynchronously. The freed pages then depend on the results that arrive in time, so answers are only compared with plain
-transformers.
+An engine serves a random model with `HeavyHitters`, prefix caching, prompts in small chunks, and a cache so small that
+requests are preempted. It answers the same requests four times:
+
+- twice unchanged,
+- once with every freed page overwritten before the next step,
+- once with every request's first page overwritten, which proves that a read of an overwritten page shows.
+
+Plain transformers in float32, with the same codec and pages, compute each page's share of attention and the pages that
+should be freed. The program writes OUT/heavy.json. It returns 1 if a freed page was read, a page was not returned, or
+attention masses differ from plain transformers by more than `--masses-off`. With `--ahead` steps are scheduled
+asynchronously. Then the freed pages depend on the results that arrive in time, so only answers are compared.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def sharpened(model: Path, factor: float) -> Path:
 
 
 def requests(vocabulary: int) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Return rounds of prompts: different requests together, then one alone, then one that extends that prompt."""
+    """Return rounds of prompts: different requests together, then one alone, then one that extends it."""
     rng = random.Random(20261124)  # noqa: S311
     lengths = (430, 40, 620, 10, 250, 33, 500, 90, 128)
     prompts = [[rng.randrange(3, vocabulary) for _ in range(length)] for length in lengths]

@@ -1,4 +1,4 @@
-"""Reference for gpu_heavy.py: plain transformers in float32 that attend only to the held pages."""
+"""Reference for gpu_heavy.py: plain transformers in float32 that attend only to the pages that a request held."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("left", "left again", "freed pages overwritten", "first pages overwritt
 
 
 class Plain:
-    """Model whose keys and values go through the codec of `dtype` as whole tensors. It runs on a GPU if possible."""
+    """Model whose keys and values go through the codec of `dtype` as whole tensors, on a GPU if there is one."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,10 +33,10 @@ class Plain:
 
     @torch.inference_mode()
     def __call__(self, prompt: list[int], answer: list[int], seen: torch.Tensor) -> tuple[list[float], torch.Tensor]:
-        """Return each answer token's distance in logits from the best one of its step, and the attention.
+        """Return how far each answer token's logit is below the best one of its step, and the attention.
 
-        The attention from each token to each is float64 [tokens, tokens], summed over heads and layers. `seen` is a
-        bool mask of the same shape.
+        The attention is float64 [tokens, tokens], summed over heads and layers. `seen` is a bool mask of the same
+        shape.
         """
         tokens = torch.tensor([prompt + answer[:-1]], device=self.device)
         count = tokens.shape[1]
@@ -70,10 +70,7 @@ def last_life(steps: list[list[Any]]) -> list[list[Any]]:
 
 
 def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
-    """Return bool [queries, keys]: True if the request held the key's page when the query was computed.
-
-    A cached prefix counts as held.
-    """
+    """Return bool [queries, keys]: True if the request held the key's page. A cached prefix counts as held."""
     mask = torch.ones(length, length, dtype=torch.bool)
     for before, new, places, *_ in steps:
         seen = torch.zeros(-(-length // page), page, dtype=torch.bool)
@@ -102,9 +99,10 @@ def judge(
     """Return the results of one engine's turns. Plain transformers are compared with the first turn.
 
     Returns:
-        Results that include `masses`: the error of a page's attention mass in a step against plain transformers, in
-        units of a mean page's mass. A control compares with the next page's mass instead, to show a bad result.
-        `freed_over_lightest`: mass of the freed pages over the mass of those that should have been freed.
+        Results that include `masses` and `freed_over_lightest`. `masses` is the error of a page's attention mass in a
+            step,
+        in units of a mean page's mass. A control compares with the next page's mass instead, to show a bad result.
+        `freed_over_lightest` is the mass of the freed pages, over that of the pages that should have been freed.
     """
     first = turns[0]
     below: dict[str, list[float]] = {"held": [], "whole": []}
@@ -120,7 +118,7 @@ def judge(
         below["whole"] += plain(prompt, answer, torch.ones(length, length, dtype=torch.bool))[0]
         masses = torch.zeros(-(-length // page), dtype=torch.float64)
         had = list(range(-(-steps[0][0] // page)))
-        ahead: list[tuple[int, torch.Tensor]] = []  # masses by last token, because a step's results may arrive late
+        ahead: list[tuple[int, torch.Tensor]] = []  # sum by the last token, because a step's results may arrive late
         for before, new, places, weighed, alone, known in steps:
             for end, mass in ahead:
                 if end <= known:

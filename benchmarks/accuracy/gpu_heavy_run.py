@@ -1,6 +1,4 @@
-"""Child process of gpu_heavy.py: one engine with heavy hitters answers the same requests while freed pages are
-overwritten.
-"""
+"""Child process of gpu_heavy.py: one engine with heavy hitters, whose freed pages may be overwritten."""
 
 from __future__ import annotations
 
@@ -24,8 +22,10 @@ class Job:
     """Engine, and the requests to send to it.
 
     Attributes:
-        engine: keyword arguments of `vllm.LLM`. rounds: of prompts, asked together. tokens: to generate after each.
-        out: where the turns are written.
+        engine: keyword arguments of `vllm.LLM`.
+        rounds: prompts by round, sent together.
+        tokens: tokens to generate after each prompt.
+        out: file for the turns.
     """
 
     engine: dict[str, Any]
@@ -39,14 +39,14 @@ class Turn:
     """Results of one turn.
 
     Attributes:
-        answers: of all rounds' prompts.
-        steps: by request number, a tuple for each step: tokens before it, new tokens, the table's places that have a
-            page, their masses (None if unmeasured), True if single tokens were to be measured, and the number of tokens
-            with results when the scheduler freed pages.
+        answers: answers to the prompts of all rounds.
+        steps: by request number, a tuple for each step: tokens before it, new tokens, indices of the block table that
+            have a page, their masses (None if unmeasured), True if single tokens were to be measured, and the number of
+            tokens whose results had arrived when the scheduler freed pages.
         freed: pages freed while their request ran.
-        preempted: requests that started again.
+        preempted: number of restarts.
         cached: tokens found in the prefix cache.
-        left: pages that are still not free at the end.
+        left: pages that are not free at the end.
     """
 
     answers: list[list[int]] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Watched:
         self.told = KEPT
         self.fill, self.turn, self.freed = "", Turn(), list[int]()
         self.sent: dict[int, dict[str, list[Any]]] = {}  # steps whose results have not arrived
-        self.processed: dict[str, int] = {}  # tokens of each request with known results when pages were freed
+        self.processed: dict[str, int] = {}  # tokens of each request whose results had arrived when pages were freed
         scheduler, executor = core.scheduler, core.model_executor
         self.manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.pool = self.manager.block_pool
@@ -87,7 +87,7 @@ class Watched:
             gone = before - set(self.held(request).values())
             self.turn.freed += len(gone)
             for block in (self.pool.blocks[i] for i in gone):
-                if block.ref_cnt == 0:  # leave shared pages: a later request could hit them in some turns only
+                if block.ref_cnt == 0:  # leave shared pages, because a later request could hit them only in some turns
                     self.pool._maybe_evict_cached_block(block)
                     self.freed.append(block.block_id)
 
@@ -131,9 +131,9 @@ class Watched:
         self.freed.clear()
 
     def overwrite(self, blocks: Sequence[int]) -> None:
-        """Fill pages with the largest codes and NaN scales, but 16-bit pages with large numbers.
+        """Fill quantized pages with the largest codes and NaN scales, and 16-bit pages with large numbers.
 
-        FlashAttention multiplies values past a sequence's end by zero, so they must not be NaN.
+        16-bit elements must not be NaN, because FlashAttention multiplies values after a sequence's end by zero.
         """
         for cache in self.caches:
             for block in blocks:
@@ -141,7 +141,7 @@ class Watched:
 
 
 def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
-    """Run all rounds once, starting with an empty prefix cache."""
+    """Run all rounds once, with an empty prefix cache at first."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be emptied: pages are in use")
     engine, turn, number = llm.llm_engine, Turn(), 0

@@ -1,12 +1,11 @@
-"""Features of vLLM in `k4v4` on GPUs: `python -m benchmarks.accuracy.gpu_options --out DIR [--gpus 2]`.
+"""Features of vLLM with `k4v4` on GPUs: `python -m benchmarks.accuracy.gpu_options --out DIR [--gpus 2]`.
 
-On one GPU it runs weights quantized to fp8 at the start, sleep mode, a LoRA adapter, prompt logprobs, parallel samples
-and structured output. On two GPUs it runs tensor, pipeline and data parallelism, and expert parallelism of a small
-mixture of experts. Each is compared with the same model on one GPU. Models and prompts are small and random, as in
-gpu_families.py.
+On one GPU it runs fp8 weights (quantized at start), sleep mode, a LoRA adapter, prompt logprobs, parallel samples and
+structured output. On two GPUs it runs tensor, pipeline and data parallelism, and expert parallelism with a small MoE
+model. Each is compared with the same model on one GPU. Models and prompts are small and random, as in gpu_families.py.
 
-Writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. Needs `demo`, `runtime` and `kernels`
-on the path.
+The program writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. It needs `demo`,
+`runtime` and `kernels` on the path.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def tokenizer(folder: Path) -> None:
 
 
 class Engines:
-    """Return the engines to run, by name, with their models."""
+    """Engines to run, by name, each with its model."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path, prompts: list[list[int]]) -> None:
         self.args, self.scratch, self.prompts, self.asked = args, scratch, prompts, dict[str, Asked]()
@@ -70,7 +69,7 @@ class Engines:
     def add(
         self, name: str, model: Path, run: str, how: str = "answers", more: dict[str, Any] | None = None, **engine: Any
     ) -> None:
-        """Return an engine like a run of gpu_families.py, with further arguments of vLLM."""
+        """Add an engine like a run of gpu_families.py, with additional arguments of vLLM."""
         dtype, crowded, env = RUNS[run]
         options = {**engine_options(model, dtype, crowded), "dtype": DTYPE, **engine, **self.args.engine_args}
         own = {} if how == "data_parallel" else OWN_PROCESS
@@ -82,7 +81,7 @@ class Engines:
 
 
 def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """Run the features on one GPU."""
+    """Add the engines of one feature on one GPU."""
     plain, alone = models[MODEL], ("auto/alone", "k4v4/alone")
     if what == "fp8":
         for run in (*alone, "auto/crowded", "k4v4/crowded"):
@@ -102,7 +101,7 @@ def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """Run the features on two GPUs, and the same models on one."""
+    """Add the engines of the features on two GPUs, and the same models on one GPU."""
     name, how, engine = SPREAD[what]
     for run in ON_TWO:
         if f"one {name} {run}" not in engines.asked:
@@ -132,7 +131,7 @@ def rows_of_two(told: dict[str, Any], models: dict[str, Path], what: str) -> Row
 
 
 def made(scratch: Path) -> dict[str, Path]:
-    """Return the models, with the tokenizer and the adapter of the first, and the adapted model."""
+    """Return the models, with tokenizer and adapter of the first one, and the adapted model."""
     models = {name: make(name, scratch / name) for name in (MODEL, EXPERTS)}
     tokenizer(models[MODEL])
     models |= {name: scratch / name for name in ("adapter", "merged")}
@@ -151,7 +150,7 @@ def main() -> int:
         raise SystemExit(f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
         models = made(Path(folder))
-        # Use random tokens, as gpu_families.py does. The other model's tokenizer would encode a text of this machine.
+        # Use random tokens, as gpu_families.py does: the other model's tokenizer would encode a text of this machine.
         engines = Engines(args, Path(folder), prompts_of(models[EXPERTS], args.prompts))
         for what in chosen:
             asking(engines, models, what)

@@ -36,7 +36,7 @@ def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]
 
 
 def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
-    """Judge fp8 weights: the cache must do about as much damage as with 16-bit weights, crowded or alone."""
+    """Judge fp8 weights: the cache must do about as much damage as with 16-bit weights, both crowded and alone."""
     if error := failed(fp8, plain):
         return {"verdict": f"not served: {error}"}
     figures = {
@@ -55,7 +55,7 @@ def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
 
 
 def sleep_row(runs: Runs) -> dict[str, Any]:
-    """Judge sleep mode. After it an engine answers as before, up to the difference between two runs without sleep."""
+    """Judge sleep mode: later answers must not differ more than those of two runs without sleep."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     figures, holds = dict[str, Any](), dict[str, bool]()
@@ -68,7 +68,7 @@ def sleep_row(runs: Runs) -> dict[str, Any]:
 
 
 def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
-    """Judge an adapter mixed with the model in one batch. Each must answer like its own weights and codec."""
+    """Judge an adapter in one batch with requests without it. Each must answer like its own weights and codec."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     (run,) = runs.values()
@@ -87,7 +87,7 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge runs on several GPUs: their difference from one GPU must be small next to the codec's damage.
+    """Judge runs on several GPUs: their difference from one GPU must be small compared with the codec's damage.
 
     A family's row judges the run on one GPU.
     """
@@ -106,7 +106,7 @@ def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
 
 
 def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
-    """Judge prompt logprobs and samples by the codec's, and structured output by its schema."""
+    """Judge prompt logprobs and samples by the codec, and structured output by its schema."""
     names = ("prompt logprobs", "parallel samples", "structured output")
     if error := failed(runs):
         return {name: {"verdict": f"not served: {error}"} for name in names}

@@ -2,9 +2,10 @@
 
 Each case of `CASES` gets an engine in its own process, with a small random model, CUDA graphs and prefix caching. The
 engine answers prompts of several lengths greedily in one batch, and once more from the prefix cache. The document has
-vLLM's version, the token ids, and the functions of vLLM that kvpilot had replaced in the engine's process. `--compare
-a.json b.json` prints how many answers of two documents are the same. With the vLLM of each version on PYTHONPATH, the
-first form runs without a network. It also tries a retention that kvpilot refuses on a version.
+vLLM's version, the token IDs, and the functions of vLLM that kvpilot replaced in the engine's process.
+
+`--compare a.json b.json` prints how many answers of two documents are equal. With the vLLM of each version on
+PYTHONPATH, the program runs without a network. It also tries a retention that kvpilot refuses on a version.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Print a line for each case of both documents; return True if all answers are the same."""
+    """Print a line for each case of both documents. Return True if all answers are equal."""
     print(f"vLLM {one['vllm']} on {one['device']} and vLLM {other['vllm']} on {other['device']}")
     alike = True
     for name in (name for name in one["cases"] if name in other["cases"]):

@@ -18,7 +18,10 @@ class Job:
     """Engine, and the requests to send to it.
 
     Attributes:
-        engine: keyword arguments of `vllm.LLM`. prompts: asked together. tokens: to generate. out: where answers go.
+        engine: keyword arguments of `vllm.LLM`.
+        prompts: prompts to send together.
+        tokens: tokens to generate.
+        out: file for the answers.
     """
 
     engine: dict[str, Any]

@@ -1,10 +1,10 @@
 """The recent window in real vLLM: `python -m benchmarks.accuracy.gpu_window [--model PATH]`.
 
-Crowded engines answer the same prompts greedily, in steps that are the same in every run. They have CUDA graphs, prefix
-caching, small chunks, and so little cache that requests are preempted. Two of them overwrite every ring page when a
-request gets it: with zeros, or with another request's ring rows, shifted by one place. An engine must not read another
-token's row, so both must agree to the last logprob. Two more engines have no window and a 16-bit cache. Writes
-OUT/window-MODEL.json.
+Crowded engines answer the same prompts greedily, in the same steps in every run. They have CUDA graphs, prefix caching,
+small chunks, and a cache so small that requests are preempted. Two of them overwrite every ring page that a request
+gets: one with zeros, one with another request's ring rows, shifted by one place. An engine must not read another
+token's row, so both must agree to the last logprob. Two more engines have no window and a 16-bit cache. The program
+writes OUT/window-MODEL.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run all engines, compare, print and write. Return 1 if a run failed or read a row of another token."""
+    """Run all engines, compare, print and write. Return 1 if a run failed or read another token's row."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def compare(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare every run with 16 bits, and the two runs with overwritten rings with each other; `same` means equal."""
+    """Compare every run with 16 bits. `same` means that both runs with overwritten rings are equal."""
     pairs = [(name, "auto/0") for name in found if name != "auto/0"]
     for dtype in args.dtypes.split(","):
         pairs.append((f"{dtype}/{args.recent}/others", f"{dtype}/{args.recent}/zeros"))

@@ -18,8 +18,10 @@ class Job:
     """Engine, and the requests to send to it.
 
     Attributes:
-        engine: keyword arguments of `vllm.LLM`. prompts: token ids of each. tokens: to generate after each.
-        fill: new content of a ring page when a request gets it: `zeros`, the rows of `others`, or "" to leave it.
+        engine: keyword arguments of `vllm.LLM`.
+        prompts: token IDs of each prompt.
+        tokens: tokens to generate after each.
+        fill: new content of a ring page that a request gets: `zeros`, the rows of `others`, or "" to leave it.
         out: file for the answers.
     """
 
@@ -31,7 +33,7 @@ class Job:
 
 
 class Rings:
-    """Writer that overwrites the ring pages that a step gives to requests, before the step."""
+    """Hook that overwrites the ring pages that requests get in a step, before the step."""
 
     def __init__(self, llm: Any, fill: str) -> None:
         core = llm.llm_engine.engine_core.engine_core
@@ -58,7 +60,7 @@ class Rings:
         worker.execute_model = before
 
     def write(self, scheduled: Any) -> None:
-        """Return every page that is new to its request."""
+        """Overwrite every page that is new to its request."""
         for request in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
             self.owned.pop(request, None)
         cached = scheduled.scheduled_cached_reqs
@@ -76,7 +78,7 @@ class Rings:
                 self.owned.setdefault(request, []).append(block)
 
     def copy(self, cache: Any, source: int, target: int) -> None:
-        """Copy the rows of one page into another, each one place further."""
+        """Copy the rows of one page into another, each shifted by one place."""
         page = cache[source].flatten(1).clone()
         for begin, end, width in self.regions:
             if end > begin:

@@ -1,4 +1,4 @@
-"""Shared part of the programs that make a page from a JSON file."""
+"""Common part of the programs that make a page from a JSON file."""
 
 from __future__ import annotations
 

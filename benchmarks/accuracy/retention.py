@@ -1,14 +1,18 @@
 """Cost of a bounded cache: `python -m benchmarks.accuracy.retention --tokens 2048 --budgets 256,512`.
 
-SmolLM2-135M reads one stream of text in float32. Attention sees the tokens that an engine keeps by docs/retention.md. A
-budget covers sinks and window, or with HeavyHitters also the heaviest pages between; their window is half of the
-budget. HeavyHitters read the stream `--chunk` tokens at a time. Rows for comparison: the whole cache, the whole cache
-in `--dtype`, and the window of the largest budget without sinks, which engines do not offer. Perplexity covers the
-tokens after the largest budget, where rows differ. `--needle LENGTH` asks for facts at five depths of a text of LENGTH
-tokens instead. `--equal` compares `--dtype`, as engines serve it (factors found at start, its default recent window),
-with a 16-bit budget of the same bytes for a sequence of 4,096 tokens. `--beyond LENGTH` shows the cost of positions
-past the trained length (8,192 for SmolLM2). A row of 2,048 tokens takes about half a minute on two cores; 64K tokens
-need a GPU.
+SmolLM2-135M reads one stream of text in float32. Attention sees the tokens that an engine keeps (docs/retention.md). A
+budget covers sinks and window. With HeavyHitters it also covers the heaviest pages between them, and the window is half
+of the budget. HeavyHitters read the stream `--chunk` tokens at a time.
+
+Rows for comparison are the whole cache, the whole cache in `--dtype`, and the window of the largest budget without
+sinks, which engines do not offer. Perplexity covers the tokens after the largest budget, where rows differ.
+
+- `--needle LENGTH` asks for facts at five depths of a text of LENGTH tokens instead.
+- `--equal` compares `--dtype`, as engines serve it (factors found at start, default recent window), with a 16-bit
+  budget of the same bytes for a sequence of 4,096 tokens.
+- `--beyond LENGTH` shows the cost of positions beyond the trained length (8,192 for SmolLM2).
+
+A row of 2,048 tokens takes about half a minute on two cores; 64K tokens need a GPU.
 """
 
 from __future__ import annotations
@@ -44,8 +48,9 @@ _PIECE = 256
 
 
 class Bounded(Probe):
-    """Model with a cache that keeps `sinks` first tokens and a `window`, in pages, or heavy hitters. It keeps all
-    tokens if `window` is None.
+    """Model with a cache that keeps `sinks` first tokens and a `window`, in pages, or heavy hitters.
+
+    It keeps all tokens if `window` is None.
     """
 
     kept: Kept = None
@@ -53,7 +58,7 @@ class Bounded(Probe):
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Attend in one pass; with heavy hitters chunk by chunk, because pages are freed between steps."""
+        """Attend in one pass. With heavy hitters attend chunk by chunk, because pages are freed between steps."""
         if not isinstance(self.kept, HeavyHitters):
             return super().hidden(tokens, reading)
         cache, states = DynamicCache(), []
@@ -76,7 +81,7 @@ class Bounded(Probe):
     def _heavy(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, None]:
-        """Compute a chunk's attention to the held tokens, and add it to their weights."""
+        """Compute a chunk's attention to the held tokens, and add it to their masses."""
         new, (k, v) = query.shape[2], (x[:, :, self._seen_tokens] for x in (key, value))
         rows, weight = measured_rows(new)
         if rows:
@@ -114,7 +119,7 @@ class Bounded(Probe):
 
 
 def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-    """Return the negative log-probability of each token but the first, float64 [tokens - 1]."""
+    """Return the negative log-probability of each token except the first, float64 [tokens - 1]."""
     states, found = probe.hidden(tokens, reading), []
     for start, logits in probe.logits(states):
         following = tokens[start + 1 : start + 1 + logits.shape[0]]
@@ -125,7 +130,7 @@ def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Te
 def perplexities(
     probe: Probe, tokens: torch.Tensor, reading: Reading | None, after: int, parts: int | None
 ) -> list[float]:
-    """Average the tokens from position `after` on, separately for each `parts` tokens."""
+    """Return perplexities of the tokens from position `after` on, one for each `parts` tokens."""
     losses = nll(probe, tokens, reading)
     cuts = range(0, len(tokens), parts or len(tokens))
     return [float(losses[max(begin, after) - 1 : begin + cuts.step - 1].mean().exp()) for begin in cuts]

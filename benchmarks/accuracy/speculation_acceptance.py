@@ -1,11 +1,13 @@
-"""Share of ngram's accepted drafts, by KV-cache dtype: `python -m benchmarks.accuracy.speculation_acceptance`.
+"""Share of accepted n-gram drafts, by KV-cache dtype: `python -m benchmarks.accuracy.speculation_acceptance`.
 
 It serves SmolLM2-135M's real weights greedily. A prompt is a piece of a text of docs/benchmarks/accuracy.md, followed
-by the beginning of that piece. So the model quotes the rest, which is the typical use of ngram. Our dtypes are served
-with the defaults: calibration by the engine itself, and their window. Each dtype runs in its own process. Answers and
-drafts change with the dtype, so `accepted` is a share of each dtype's own drafts. `--cut` writes the prompts to a file,
-and `--texts` reads that file on a machine without the documents. There `--model` may be the model's folder. Writes
-OUT/speculation-acceptance.json; speculation_acceptance_report.py makes the page from it.
+by the beginning of that piece. So the model quotes the rest, which is the typical use of n-gram speculation. Our dtypes
+have the defaults: calibration by the engine itself, and their window. Each dtype runs in its own process. Answers and
+drafts change with the dtype, so `accepted` is a share of each dtype's own drafts.
+
+`--cut` writes the prompts to a file. `--texts` reads that file on a machine without the documents, where `--model` may
+be the model's folder. The program writes OUT/speculation-acceptance.json, from which speculation_acceptance_report.py
+makes the page.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from benchmarks.accuracy.accuracy_texts import EVALUATION, text
 from benchmarks.engine.gpu_engine_process import environment
 
 PIECE, QUOTED = 192, 48
-"""Approximate number of tokens of a piece, and of the beginning that the prompt repeats."""
+"""Approximate tokens of a piece, and of its beginning that the prompt repeats."""
 
 
 def prompts(name: str, count: int) -> list[str]:
-    """Return evenly spread pieces of a text, each of about `PIECE` tokens and followed by its own beginning."""
+    """Return evenly spaced pieces of a text, each of about `PIECE` tokens and followed by its own beginning."""
     size, whole = 4 * PIECE, text(name)
     starts = [(len(whole) - size) * (i + 1) // (count + 1) for i in range(count)]
     return [f"{(piece := whole[at : at + size])}\n\n{piece[: 4 * QUOTED]}" for at in starts]
@@ -65,7 +67,7 @@ def serve(options: argparse.Namespace, asked: dict[str, list[str]]) -> dict[str,
 
 
 def machine() -> str:
-    """Return the GPU if there is one, else the processor's kind."""
+    """Return the GPU if there is one, else the kind of processor."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()

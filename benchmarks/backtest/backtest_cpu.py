@@ -1,8 +1,8 @@
 """Comparison of the simulated engine with a real one: `python -m benchmarks.backtest.backtest_cpu`.
 
-The real one is a vLLM on this machine's CPU: SmolLM2-135M, eager, one thread, and a KV cache so small that it fills.
+The real engine is a vLLM on this machine's CPU: SmolLM2-135M, eager, one thread, and a KV cache so small that it fills.
 The program fits the simulation's costs to steps of known batches and contexts. Then it replays one trace of requests
-several times on the engine and once in the simulation, and compares the results. Writes
+several times on the engine and once in the simulation, and compares the results. It writes
 docs/benchmarks/backtest-cpu.json.
 """
 
@@ -39,7 +39,7 @@ OUTPUT, REPEATS, RUNS = 16, 2, 3
 
 
 def trace(seed: int = 4) -> list[Request]:
-    """Return a load of 90 seconds: a calm half, then more requests than the cache holds."""
+    """Return a load of 90 seconds: a calm half, then more requests than fit the cache."""
     chance = random.Random(seed)  # noqa: S311
     now, requests = 0.0, []
     for i in range(90):
@@ -54,7 +54,7 @@ def tokens(chance: random.Random, length: int) -> list[int]:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], output: int) -> list[float]:
-    """Return the arrival times of tokens, on the monotonic clock."""
+    """Send a request, and return the arrival times of its tokens on the monotonic clock."""
     body = {"model": "m", "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}
     times = []
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -66,7 +66,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], output: int) -> list
 
 
 async def steps(running: RealEngine) -> dict[str, Any]:
-    """Measure decode steps by batch and context, and prefills by length, in seconds; each is the median of repeats."""
+    """Measure decode steps by batch and context, and prefills by length, in seconds. Each is a median of repeats."""
     chance = random.Random(1)  # noqa: S311
     async with httpx.AsyncClient(base_url=running.url, timeout=600) as client:
         await ask(client, tokens(chance, 64), 8)
@@ -89,7 +89,7 @@ async def steps(running: RealEngine) -> dict[str, Any]:
 
 
 def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
-    """Fit by least squares of relative errors; constants are at least 0."""
+    """Fit by least squares of relative errors. Constants are at least 0."""
     rows = [(1, d["batch"], d["batch"] * d["context"], 0, 0) for d in measured["decode"]]
     rows += [(1, 0, 0, p["tokens"], p["tokens"] ** 2 / 2) for p in measured["prefill"]]
     seconds = np.array([d["seconds"] for d in measured["decode"]] + [p["seconds"] for p in measured["prefill"]])
@@ -113,7 +113,7 @@ def errors(measured: dict[str, Any], costs: Costs) -> dict[str, float]:
 
 
 async def replay(running: RealEngine, requests: list[Request]) -> dict[str, float]:
-    """Ask the real engine for the trace."""
+    """Replay the trace on the real engine."""
     chance = random.Random(time.monotonic_ns())  # noqa: S311
     preempted = running.metric("vllm:num_preemptions_total")
     prompts = [tokens(chance, r.prompt) for r in requests]

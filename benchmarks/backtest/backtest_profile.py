@@ -1,7 +1,7 @@
 """Fit the built-in profile to the H200 benchmark: `python -m benchmarks.backtest.backtest_profile`.
 
-Reads docs/benchmarks/h200-engine.json (real vLLM) and, where a dtype ran all its cases there, h200-engine-window.json
-(later kernels, with the window that is the default). Writes the profile into the package and prints the error of every
+It reads docs/benchmarks/h200-engine.json (real vLLM). For a dtype with a complete run in h200-engine-window.json (later
+kernels, default window), it uses that run. It writes the profile into the package and prints the error of every
 measured point.
 """
 
@@ -21,11 +21,11 @@ MODEL = {"head_dim": 128, "kv_heads": 8, "layers": 32, "window_layers": 0}
 
 
 def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
-    """Return every measured time of one dtype: its name, the features that Costs multiplies, and seconds."""
+    """Return every measured time of one dtype: its name, the features that `Costs` multiplies, and seconds."""
     found: list[tuple[str, tuple[float, ...], float]] = []
     for name, case in run["cases"].items():
         batch, context = case["batch"], case["context"]
-        # A step's context grows from the prompt by 128 tokens, so count half of them on average.
+        # A step's context grows by 128 tokens after the prompt, so count half of them on average.
         cached = batch * (context + 64)
         found.append((f"step {name}", (1, batch, cached, 0, 0), case["step_ms"] / 1000))
         for group in case["prefill"]["groups"][:1]:
@@ -41,7 +41,7 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
 
 
 def newest() -> list[dict[str, Any]]:
-    """Return the newest complete run of every dtype. Without a prompt of 64K, the cost of context cannot be fitted."""
+    """Return the newest complete run of every dtype. The fit needs a prompt of 64K tokens for the cost of context."""
     first = json.loads((BENCHMARKS / "h200-engine.json").read_text())
     later = json.loads((BENCHMARKS / "h200-engine-window.json").read_text())
     found = {run["dtype"]: run for run in first if run["shape"] == "llama3-8b" and run["tp"] == 1}
@@ -50,7 +50,7 @@ def newest() -> list[dict[str, Any]]:
 
 
 def fit(run: dict[str, Any]) -> tuple[Costs, dict[str, float]]:
-    """Fit one dtype's points by least squares of relative errors; also return the error of each, in percent."""
+    """Fit one dtype's points by least squares of relative errors. Also return the error of each, in percent."""
     measured = points(run)
     features = np.array([row for _, row, _ in measured])
     seconds = np.array([s for _, _, s in measured])

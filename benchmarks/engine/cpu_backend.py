@@ -1,9 +1,10 @@
-"""Comparison of our CPU backend with vLLM's own, speed and damage in one run: `python -m
-benchmarks.engine.cpu_backend`.
+"""Comparison of our CPU backend with vLLM's own: speed and accuracy in one run.
+
+    python -m benchmarks.engine.cpu_backend
 
 Each dtype gets its own engine of SmolLM2-135M (eager, one thread, 256 MiB of KV cache). First the operator's accuracy
-probe compares it with the answers of the `auto` engine (general and multi-turn packs). Then users ask in a closed loop
-for 33 to 96 tokens after a prompt of 400 tokens. Writes docs/benchmarks/cpu-backend.json and .md.
+probe compares it with the answers of the `auto` engine (general and multi-turn packs). Then users in a closed loop ask
+for 33 to 96 tokens after a prompt of 400 tokens. The program writes docs/benchmarks/cpu-backend.json and .md.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ OUT = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 async def speed(running: Engine, users: int) -> float:
-    """Return tokens per second with `users` users after a warm-up, by the engine's own counter."""
+    """Return tokens per second with `users` users after a warm-up, from the engine's own counter."""
     load = Load(running.url, "m", users=users, prompt_tokens=400, output_tokens=64)
     await load.start()
     await asyncio.sleep(WARM_SECONDS)
@@ -50,8 +51,9 @@ async def speed(running: Engine, users: int) -> float:
 
 
 async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[Baseline, dict[str, Any]]:
-    """Return the probe's figures (the control's if there is no baseline yet) and the tokens per second by number of
-    users.
+    """Return the probe's figures, and the tokens per second by number of users.
+
+    Without a baseline, the figures are those of the control.
     """
     if baseline is None:
         prompts = packs.load(["builtin/general", "builtin/multi-turn"])
@@ -70,7 +72,7 @@ async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[
 
 
 def main() -> int:
-    """Run every dtype and write the table; ratios are over `auto` of the same run. `--page` writes the page alone."""
+    """Run every dtype and write the table. Ratios are over `auto` of the same run. `--page` writes only the page."""
     if "--page" in sys.argv[1:]:
         (OUT / "cpu-backend.md").write_text(table(json.loads((OUT / "cpu-backend.json").read_text())))
         return 0

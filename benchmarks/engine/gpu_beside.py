@@ -18,10 +18,10 @@ from typing import Any
 from benchmarks.engine.gpu_engine_driver import WARM_STEPS, DriveError, Driver, prompt
 
 SEQUENCES, CONTEXT = 16, 8192
-"""Number of sequences that decode, tokens stored for each, and tokens stored for the continued conversation."""
+"""Number of sequences that decode, and tokens stored for each of them and for the continued conversation."""
 REPEATS = 7
 WARM = 8
-"""Number of unmeasured arrivals at first, while kernels are compiled and the process settles."""
+"""Number of unmeasured arrivals at the beginning, while kernels are compiled and the process settles."""
 STEPS = 6
 """Number of steps to watch after the arrival. The request runs in one of the first two."""
 SHOWN = 30
@@ -68,7 +68,7 @@ class Beside:
         return tokens
 
     def arrive(self, tokens: list[int], new: int) -> None:
-        """Submit a request of stored tokens and `new` ones after them."""
+        """Submit a request with stored tokens and `new` tokens after them."""
         self._driver.submit([tokens + self._fresh(new)], 1)
 
     def _fresh(self, count: int) -> list[int]:
@@ -78,10 +78,14 @@ class Beside:
 def beside_case(driver: Driver, vocab: int, new: int) -> dict[str, Any]:
     """Measure steps that compute `new` tokens of one conversation while 16 other sequences decode.
 
-    Returns: times in milliseconds. `step_ms` is the wall time of such a step, and `kernels_ms` the time of its kernels.
-    `gaps_ms_of_repeats` are the gaps between results after each arrival. `decode_ms` and `decode_kernels_ms` are the
-    times of a step without the request. `host` lists the slowest functions in the call that launches the step, by
-    cProfile. cProfile slows Python down, so only their shares are meaningful.
+    Returns:
+        Times in milliseconds. `step_ms` is the wall time of such a step, and `kernels_ms` the time of its kernels.
+        `gaps_ms_of_repeats` are the gaps between results after each arrival. `decode_ms` and `decode_kernels_ms` are
+            the
+        times of a step without the request.
+        `host` lists the slowest functions in the call that launches the step, by cProfile. cProfile slows Python down,
+            so
+        only their shares are meaningful.
     """
     beside = Beside(driver, vocab)
     gaps = []
@@ -112,7 +116,7 @@ def beside_case(driver: Driver, vocab: int, new: int) -> dict[str, Any]:
 
 
 def kernels_ms(run: Callable[[], Any]) -> float:
-    """Return the milliseconds of all kernels that start while `run` runs, by torch's profiler."""
+    """Return the milliseconds of all kernels that start during `run`, by torch's profiler."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -123,7 +127,7 @@ def kernels_ms(run: Callable[[], Any]) -> float:
 
 
 def host_functions(beside: Beside, new: int) -> list[dict[str, Any]]:
-    """Return the host functions with the most own time in steps with several arrivals, slowest first."""
+    """Return the host functions with the most time of their own in steps with several arrivals, slowest first."""
     profile = cProfile.Profile()
     for _ in range(REPEATS):
         tokens = beside.store()

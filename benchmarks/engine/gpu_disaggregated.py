@@ -2,10 +2,14 @@
 
 Each dtype has two engines (dummy weights) with vLLM's NixlConnector. `DTYPE/window` is one of our dtypes with its
 recent window, and `DTYPE` has no window. A suffix `@LAYOUT` names vLLM's layout for their KV cache, instead of the
-connector's choice. GPU 0 reads prompts one by one, and GPU 1 answers them. The results are the bytes transferred,
-NIXL's copies (adjacent blocks on both sides count as one), the transfer time, the time to the first token, a comparison
-of every block's bytes on both sides, and the number of answer tokens that equal those of the first engine over the same
-blocks. Writes OUT/disaggregated-SHAPE.json and prints a table.
+connector's choice. GPU 0 prefills prompts one by one, and GPU 1 answers them. The results are:
+
+- the bytes transferred, and NIXL's copies (adjacent blocks on both sides count as one),
+- the transfer time, and the time to the first token,
+- a comparison of every block's bytes on both sides,
+- the number of answer tokens that equal those of the first engine over the same blocks.
+
+The program writes OUT/disaggregated-SHAPE.json and prints a table.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ class Child:
         self.lines = self.line.makefile("r")
 
     def tell(self, what: str, **more: Any) -> None:
-        """Ask without waiting for the answer."""
+        """Send a question without waiting for its answer."""
         self.line.sendall(json.dumps([what, more]).encode() + b"\n")
 
     def hear(self) -> Any:
@@ -65,7 +69,7 @@ class Child:
         return json.loads(said)
 
     def ask(self, what: str, **more: Any) -> Any:
-        """Ask, and wait for the answer."""
+        """Send a question, and return its answer."""
         self.tell(what, **more)
         return self.hear()
 
@@ -113,7 +117,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 options["gpu_memory_utilization"] = 0.4
             file = scratch / f"{file_name}-{role}.json"
             file.write_text(json.dumps(asdict(Job(options, SHAPES[args.shape].vocab, where))))
-            # Each process also sees the other's GPU, after its own, so that UCX finds a path between them.
+            # Each process also sees the other's GPU, after its own, so that UCX finds a path between the two.
             others = dict.fromkeys(other for other in args.gpus.split(",") if other != gpu)
             extra = {
                 "CUDA_VISIBLE_DEVICES": ",".join([gpu, *others]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -132,7 +136,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
             threads.append(threading.Thread(target=start))
             threads[-1].start()
             try:
-                children.append(Child(listener))  # the child connects before it makes its engine
+                children.append(Child(listener))  # the child connects before it creates its engine
             except TimeoutError:
                 failed.append("an engine never came")
         try:
@@ -140,7 +144,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 child.tell("start")
             starts = [child.hear() for child in children]
             prefill, decode = children
-            # not counted: the first prompt also opens connections
+            # not counted, because the first prompt also opens connections
             measured(prefill, decode, min(lengths), -1, args.answer)
             found = [measured(prefill, decode, n, i, args.answer) for n in lengths for i in range(args.each)]
         except (ChildFailedError, OSError, ValueError) as error:
@@ -177,7 +181,7 @@ def spread(of: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run all dtypes, print and write. Return 1 if a run failed or a block's bytes changed."""
+    """Run all dtypes, print and write. Return 1 if a run failed or the bytes of a block changed."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

@@ -30,7 +30,7 @@ class Job:
 def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
     """Return checksums of blocks over all stored layers.
 
-    A checksum is the sum of the block's 8-byte words, each times its index, with wrap-around.
+    A checksum is the sum of the block's 8-byte words, each times its index, modulo 2^64.
     """
     import torch
 
@@ -94,9 +94,9 @@ class Engine:
         return [block_sums(self.layers, self.config.num_blocks, group) for group in blocks]
 
     def serve(self, prompt: list[int], tokens: int, params: Any) -> dict[str, Any]:
-        """Answer one prompt, drawn by its length and number.
+        """Answer one prompt, drawn at random from its length and number.
 
-        It has one extra token, so that the tokens before it fill blocks.
+        The prompt has one extra token, so that the tokens before it fill whole blocks.
         """
         from vllm import SamplingParams
 

@@ -1,8 +1,8 @@
 """Step time, prefill rate and capacity of KV-cache dtypes in real vLLM: `python -m benchmarks.engine.gpu_engine`.
 
-Each dtype gets an engine in its own process: dummy weights, default compilation and CUDA graphs, prefix caching. That
-engine is measured in every case. If it fails or runs out of time, the result holds its error. Writes
-OUT/SHAPE-DTYPE.json and .log; `plots.py` makes tables and plots of these files.
+Each dtype gets an engine in its own process: dummy weights, default compilation and CUDA graphs, prefix caching. The
+benchmark measures every case on that engine. If the engine fails or runs out of time, the result holds its error. The
+program writes OUT/SHAPE-DTYPE.json and .log, from which `plots.py` makes tables and plots.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[st
 
 
 def alone(args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment that keeps vLLM in one process, for `--drafts` (replaces functions) and `--beside`."""
+    """Return the environment that keeps vLLM in one process, as `--drafts` and `--beside` need it."""
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts or args.beside else {}
 
 
@@ -104,7 +104,7 @@ def command_line(words: list[str]) -> str:
 
 
 def measure(args: argparse.Namespace, name: str, dtype: str, job: Job, env: dict[str, str]) -> dict[str, Any]:
-    """Run one engine, and return its output together with its job. An error is part of the result."""
+    """Run one engine, and return its results together with its job. An error is a result, too."""
     out = Path(job.out)
     log, error = out.with_suffix(".log"), None
     out.unlink(missing_ok=True)
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace, name: str, dtype: str, job: Job, env: dict
 
 
 def main() -> int:
-    """Run every dtype and print the table. Return 1 if none gave a whole result."""
+    """Run every dtype and print the table. Return 1 if no dtype has a complete result."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     runs: dict[str, dict[str, Any]] = {}

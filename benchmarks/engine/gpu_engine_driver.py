@@ -1,4 +1,4 @@
-"""Driver of vLLM's engine, step by step. It measures seconds per prefill of prompts, and seconds per decode step.
+"""Driver that steps vLLM's engine and measures seconds per prefill of prompts, and seconds per decode step.
 
 The engine core runs in its own process, as behind an API server, and schedules ahead of the GPU. Each call of
 `engine.step()` returns the output of one step, so a step takes the time between two returns.
@@ -13,26 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 WARM_STEPS = 8
-"""Steps to skip before timing. Two are in flight when the last prompt's prefill ends; the others let the clocks settle.
-"""
+"""Steps to skip before timing. Two are in flight when the last prefill ends; the others let the clocks settle."""
 
 FIRST_TOKEN = 100
 """Lowest token id in a prompt. Special tokens are below it."""
 
 
 class DriveError(RuntimeError):
-    """Error for an engine that behaves differently than a measurement assumes. The message describes its behaviour."""
+    """Error for an engine that violates an assumption of the measurement. The message describes what the engine did."""
 
 
 def prompt(family: str, tokens: int, vocab: int) -> list[int]:
-    """Return `tokens` random token ids. Within a family, a shorter prompt is a prefix of a longer one."""
+    """Return `tokens` random token IDs. Within a family, a shorter prompt is a prefix of a longer one."""
     chosen = random.Random(family)  # noqa: S311
     return chosen.choices(range(FIRST_TOKEN, vocab), k=tokens)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """Prefill of a batch of prompts: number of tokens, number of tokens found in the prefix cache, and seconds."""
+    """Prefill of a batch of prompts: tokens, tokens found in the prefix cache, and seconds."""
 
     tokens: int
     cached: int
@@ -40,7 +39,7 @@ class Filled:
 
 
 class Driver:
-    """Driver of an `LLMEngine` with greedy requests of token ids."""
+    """Driver of an `LLMEngine` that sends greedy requests of token IDs."""
 
     def __init__(self, engine: Any, max_model_len: int) -> None:
         self.engine = engine
@@ -48,7 +47,7 @@ class Driver:
         self._ids = itertools.count()
 
     def prefill(self, prompts: list[list[int]]) -> Filled:
-        """Prefill the prompts, and time from the first request to the first token of the last one."""
+        """Prefill the prompts, and return the time from the first request to the first token of the last one."""
         began, cached = time.perf_counter(), 0
         self.submit(prompts, 1)
         while self.engine.has_unfinished_requests():
@@ -58,7 +57,7 @@ class Driver:
     def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
         """Return the seconds of each of `steps` consecutive steps that gave every sequence exactly one token.
 
-        Then abort the requests. Prompts should be in the prefix cache, because otherwise their prefill comes first.
+        Then abort the requests. Prompts should be in the prefix cache, because otherwise they are prefilled first.
 
         Raises:
             DriveError: the sequences never all decoded for `steps` steps, because the cache cannot hold them together.

@@ -1,7 +1,7 @@
-"""Child process of gpu_engine.py: start one engine, measure every case of a job file, and write after each.
+"""Child process of gpu_engine.py: start one engine, measure every case of a job file, and write after each case.
 
-Cases share their prompts: a shorter context is a prefix of a longer one. So each prompt is prefilled once, as far as
-the longest case needs it. A rate in tokens per second counts only prompts that are new to the engine.
+Cases share their prompts: a shorter context is a prefix of a longer one. So the engine prefills each prompt only once,
+as far as the longest case needs it. A rate in tokens per second counts only prompts that are new to the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 PROMPTS_AT_ONCE = 8
 """Number of prompts of one timed prefill. Several rates per case show the spread."""
 SHORT, SHORTS = 512, 7
-"""Sizes of the mixed prefill: tokens of a short context, with as many new tokens, and number of short prompts."""
+"""Sizes of the mixed prefill: tokens of a short context and of its new part, and number of short prompts."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Job:
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         cases: (batch, context tokens) of each decode measurement.
-        chunked: tokens of a prompt with a cached first half and a second half to prefill; 0 skips this case.
+        chunked: tokens of a prompt whose first half is cached and whose second half is prefilled; 0 skips this case.
         mixed: True also prefills the end of such a prompt in one step with short prompts.
         steps, repeats: decode steps of one timing, and timings per case.
-        vocab: token ids are drawn below this.
-        drafts: random draft tokens for every sequence in every step, almost all rejected. A step then has 1 + drafts
-            tokens of each sequence and yields one. 0: no speculation.
+        vocab: token IDs are drawn below this number.
+        drafts: random draft tokens for every sequence in every step, almost all of which are rejected. A step then has
+            1 + drafts tokens of each sequence and yields one. 0 turns speculation off.
         out: file for the result.
         beside: new tokens of a request that arrives while other sequences decode, one measurement each.
     """
@@ -59,7 +59,7 @@ class Job:
 
 
 class Result:
-    """JSON document of one engine, rewritten after each case, so that a time limit loses one case at most."""
+    """JSON document of one engine. It is rewritten after each case, so that a time limit loses at most one case."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,7 +100,7 @@ def prefill_facts(filled: list[Filled]) -> dict[str, Any]:
 
 
 def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
-    """Return the time to first token of a long prompt with a cached first half, over `repeats` fresh prompts."""
+    """Return the time to first token of a long prompt whose first half is cached, for `repeats` fresh prompts."""
     fills = []
     for repeat in range(job.repeats):
         tokens = prompt(f"chunked/{repeat}", job.chunked, job.vocab)
@@ -110,7 +110,7 @@ def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
 
 
 def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
-    """Return, by repeat, the time to the last first token for prompts of `chunked` tokens."""
+    """Return, by repeat, the time to the last first token of prompts of `chunked` tokens."""
     return {
         "tokens": job.chunked,
         "ttft_s": statistics.median(fill.seconds for fill in fills),
@@ -119,7 +119,7 @@ def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
 
 
 def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
-    """Time one step of `step` new tokens: the end of a long prompt and short prompts, all with cached contexts."""
+    """Time one step of `step` new tokens: the end of a long prompt, and short prompts, all with cached contexts."""
     if not SHORTS * SHORT < step < job.chunked:
         raise DriveError(f"steps have {step:,} new tokens: give more than {SHORTS * SHORT:,}, and a longer --chunked")
     fills = []
@@ -133,7 +133,7 @@ def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
 
 
 def warm_up(driver: Driver, job: Job) -> None:
-    """Run each kind of step once, so that no timing holds a kernel's compilation."""
+    """Run each kind of step once, so that no timing includes the compilation of a kernel."""
     longest = min(16384, max(context for _, context in job.cases), driver.max_model_len // 4)
     tokens = prompt("warm", 2 * longest, job.vocab)
     driver.prefill([tokens[:longest]])
@@ -148,7 +148,7 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
     began = time.perf_counter()
     try:
         facts = measure()
-    except Exception as error:  # the engine's error is the result of this case, and the other cases still run
+    except Exception as error:  # the error is the result of this case, and the other cases still run
         facts = {"error": f"{type(error).__name__}: {error}"}
     shown = facts.get("error") or f"{facts.get('step_ms', facts.get('ttft_s')):.3f}"
     say(f"{what}: {shown} ({time.perf_counter() - began:.1f} s)")
@@ -156,8 +156,9 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
 
 
 def draft_at_random(drafts: int, vocab: int) -> None:
-    """Let vLLM's n-gram proposers draft this many random tokens for each sequence. On a GPU vLLM 0.32 has a second
-    proposer for its second model runner.
+    """Make vLLM's n-gram proposers draft this many random tokens for each sequence.
+
+    On a GPU vLLM 0.32 has a second proposer for its second model runner.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
@@ -219,7 +220,7 @@ def main() -> NoReturn:
         found = attempt(f"{new} new beside", capacity, 0, partial(beside_case, driver, job.vocab, new))
         result.save(beside=[*result.data.get("beside", []), found])
     sys.stdout.flush()
-    # vLLM's orderly shutdown takes seconds of GPU time, and the parent kills the processes anyway.
+    # vLLM's own shutdown takes seconds of GPU time, and the parent kills the processes anyway.
     os._exit(0)
 
 

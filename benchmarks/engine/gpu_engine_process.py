@@ -1,4 +1,4 @@
-"""Runner of one vLLM engine per process: offline, with our plugin and a time limit. All its children end with it."""
+"""Runner of one vLLM engine per process: offline, with our plugin and a time limit. Its children end with it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """Return the environment of an engine: our packages on the path, no network, and our plugin for vLLM.
+    """Yield the environment of an engine: our packages on the path, no network, and our plugin for vLLM.
 
-    vLLM finds plugins by the entry points of installed distributions, in every process that it starts. For a checkout
-    that is not installed, a folder on the path provides the same entry point.
+    Every process of vLLM finds plugins by the entry points of installed distributions. For a checkout that is not
+    installed, a folder on the path provides the same entry point.
     """
     with tempfile.TemporaryDirectory(prefix="kvpilot-plugin-") as folder:
         paths = [str(ROOT), *(str(ROOT / name) for name in ("runtime", "kernels", "formats"))]
@@ -59,7 +59,7 @@ def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]
 
 
 def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, str]) -> None:
-    """Run a module on a job file, and end it and its children when time is up.
+    """Run a module on a job file. Kill it and its children when time is up.
 
     Its output goes to `log`, and its progress lines (`say`) also go to our output.
 
@@ -79,7 +79,7 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        # Kill the group even after a clean exit: a worker that outlives its engine would keep the GPU's memory.
+        # Kill the group even after a clean exit: a worker that outlives its engine would keep GPU memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
@@ -92,7 +92,7 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
 
 
 def end_with_parent() -> None:
-    """Kill this child's process group as soon as the parent is gone, so that no engine outlives it."""
+    """Kill this child's process group as soon as the parent has ended, so that no engine outlives it."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -126,7 +126,7 @@ def attention_lines(log: Path) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the device and the versions for the results. Ask the driver, so that no CUDA context is created."""
+    """Return device and versions for the results. Ask the driver, so that no CUDA context is created."""
     import torch
     import vllm
     from vllm.platforms import current_platform

@@ -1,6 +1,6 @@
 """Tables of the engine benchmark: results, ratios over `auto` and `fp8`, and comparison with the project's targets.
 
-`load` reads the JSON files of gpu_engine.py. Of several runs of a shape and dtype, the newest one counts.
+`load` reads the JSON files of gpu_engine.py. If a shape and dtype has several runs, the newest one counts.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ def step(run: Run | None, batch: int, context: int) -> float | None:
 
 
 def prefill(run: Run | None, context: int) -> float | None:
-    """Return tokens per second for fresh prompts of `context` tokens, in the largest measured batch."""
+    """Return tokens per second for new prompts of `context` tokens, in the largest measured batch."""
     cases = [case for case in (run or {}).get("cases", {}).values() if case.get("context") == context]
     rates = [(case["batch"], case["prefill"]["tokens_per_s"]) for case in cases if case["prefill"]["tokens_per_s"]]
     return max(rates)[1] if rates else None
 
 
 def attention(run: Run | None, batch: int, context: int) -> float | None:
-    """Return the milliseconds that a step spends on its context: its time minus that of a step with a nearly empty
-    cache.
+    """Return the milliseconds that a decode step spends on its context.
+
+    This is its time minus that of a step with a nearly empty cache.
     """
     whole, empty = step(run, batch, context), step(run, batch, 16)
     return whole - empty if whole and empty else None
 
 
 def chunked(run: Run | None) -> float | None:
-    """Return the seconds to the first token of the long prompt with a cached first half."""
+    """Return the seconds to the first token of the long prompt whose first half is cached."""
     found: float | None = (run or {}).get("chunked", {}).get("ttft_s")
     return found
 
@@ -70,7 +71,7 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Bar:
-    """Target for a result, which must be at most, or at least, `bound`."""
+    """Target for a result, which must be at most or at least `bound`."""
 
     what: str
     measure: Callable[[Runs], float | None]
@@ -91,17 +92,17 @@ class Bar:
 
 
 def faster(dtype: str, than: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """Return a function that reads the speed of a step over that of another dtype."""
+    """Return a function that computes the speed of a step, over that of another dtype."""
     return lambda runs: ratio(step(runs.get(than), batch, context), step(runs.get(dtype), batch, context))
 
 
 def milliseconds(dtype: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """Return a function that reads the milliseconds of a step."""
+    """Return a function that returns the milliseconds of a step."""
     return lambda runs: step(runs.get(dtype), batch, context)
 
 
 def tokens(dtype: str) -> Callable[[Runs], float | None]:
-    """Return a function that reads the ratio of KV tokens to those of `auto`."""
+    """Return a function that computes the ratio of KV tokens to those of `auto`."""
     return lambda runs: ratio(capacity(runs.get(dtype)), capacity(runs.get("auto")))
 
 
@@ -184,7 +185,7 @@ def failures(runs: Runs) -> list[str]:
 
 
 def described(runs: Runs) -> str:
-    """Return the place and time of the runs, and vLLM's lines about their attention backends."""
+    """Return place and time of the runs, and vLLM's log lines about their attention backends."""
     versions = sorted({versions_of(run["versions"]) for run in runs.values() if "versions" in run})
     dates = sorted({run["date"] for run in runs.values()})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"

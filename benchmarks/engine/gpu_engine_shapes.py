@@ -1,6 +1,6 @@
-"""Model shapes for the engine benchmark: a `config.json` each, served with dummy weights.
+"""Model shapes for the engine benchmark: one `config.json` each, served with dummy weights.
 
-A step's time depends on shapes alone, so no checkpoint is needed. Some models have a dense stand-in with the same
+A step's time depends only on shapes, so no checkpoint is needed. Some models have a dense stand-in with the same
 attention shape, because their other parts do not matter here. A mixture of experts becomes a dense FFN of its active
 width. One of eight GPUs under tensor parallelism becomes a model with an eighth of the heads, FFN and vocabulary.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers, query heads / KV heads / head_dim, and the widths that set the rest of a step's time."""
+    """Layers, query heads, KV heads, head_dim, and the widths that determine the rest of a step's time."""
 
     layers: int
     heads: int
@@ -74,7 +74,7 @@ SHAPES = {
     # With more layers, 32 x 16K tokens in 16 bits would not fit one H200.
     "hd256": Shape(16, 16, 8, 256, 3584, 14336, 128256),
     "deepseek-v2-lite": latent(27, 16, 128, 128, 2048, 102400),
-    # Use the architecture of DeepSeek V2, because the class of this model needs a hidden size that its heads divide.
+    # Use the architecture of DeepSeek V2: the class of this model needs a hidden size that its heads divide.
     "glm-4.7-flash": latent(47, 20, 192, 256, 1920, 154880, q_lora_rank=768, num_experts_per_tok=4, n_shared_experts=1),
     "tiny": Shape(2, 4, 2, 64, 128, 256, 4096),
 }

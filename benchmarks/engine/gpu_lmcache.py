@@ -1,10 +1,10 @@
 """Prompts that one engine computes and another engine loads from LMCache: `python -m benchmarks.engine.gpu_lmcache`.
 
-It starts a server of LMCache without a GPU and, for each dtype, two engines (dummy weights), one after the other. The
-first engine computes prompts one by one and stores them. The second engine starts with an empty cache and gets the same
-prompts. The results are tokens and bytes stored and loaded, the time to the first token in both engines, a comparison
-of every block's bytes, and the number of equal answer tokens. Writes OUT/lmcache-SHAPE.json after each dtype and prints
-a table.
+The program starts a server of LMCache without a GPU and, for each dtype, two engines (dummy weights), one after the
+other. The first engine computes prompts one by one and stores them. The second engine starts with an empty cache and
+gets the same prompts. The results are tokens and bytes stored and loaded, the time to the first token in both engines,
+a comparison of every block's bytes, and the number of equal answer tokens. The program writes OUT/lmcache-SHAPE.json
+after each dtype and prints a table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK = 64
 QUICK = {"enforce_eager": True, "kernel_config": {"enable_jit_warmup": False}}
 """Options that make the start faster."""
 QUIET = {"LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1"}
-"""Environment of the server and of engines, which keeps them from network lookups."""
+"""Environment of the server and the engines, which prevents network look-ups."""
 READY = "cache server is running"
 WAIT = 60
 """Time limits in seconds for the server's start, and for one of its answers."""
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def server(args: argparse.Namespace) -> Iterator[int]:
-    """Start LMCache's server, and return the port for engines.
+    """Start LMCache's server, and yield the port for engines.
 
     Raises:
         ChildFailedError: it did not start; the message has the end of its log.
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
     engine = {
         "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "kv_cache_dtype": dtype, "block_size": BLOCK, "max_num_seqs": 4,
-        # Without this a block could change its owner before it is compared after an answer.
+        # Without this, a block could get another owner before its comparison after the answer.
         "num_gpu_blocks_override": (args.tokens // BLOCK + 8) * (args.prompts + 2),
         "max_model_len": args.tokens + args.answer + BLOCK, "max_num_batched_tokens": args.tokens + BLOCK,
         "gpu_memory_utilization": 0.8, "kv_transfer_config": transfer, **QUICK, **args.engine_args,
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
 
 
 def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the record: both sides without their checksums, and the comparison of the checksums."""
+    """Return the record: both sides without their checksums, and the comparison of these."""
     seen = dict.fromkeys(("compared", "changed", "not stored", "tokens_alike"), 0)
     for left, came in zip(first["prompts"], second["prompts"], strict=True):
         kept, loaded = left["stored"], came["loaded"]

@@ -1,6 +1,4 @@
-"""Child process of gpu_lmcache.py: one engine with LMCache answers prompts one by one, and reports on their blocks in
-LMCache.
-"""
+"""Child process of gpu_lmcache.py: one engine with LMCache answers prompts one by one, and reports on their blocks."""
 
 from __future__ import annotations
 
@@ -24,9 +22,10 @@ class Job:
     """Engine and its prompts.
 
     Attributes:
-        engine: keyword arguments of `vllm.LLM`. vocab: token ids are drawn below this.
+        engine: keyword arguments of `vllm.LLM`.
+        vocab: token IDs are drawn below this number.
         prompts, tokens, answer: number of prompts, tokens of each (plus one), and tokens of an answer.
-        wait: longest seconds until stored blocks are in LMCache.
+        wait: longest time in seconds until stored blocks are in LMCache.
         out: file for the result.
     """
 
@@ -40,7 +39,7 @@ class Job:
 
 
 class Moves:
-    """Transfers to and from LMCache, with their seconds and bytes since the last `take`."""
+    """Transfers to and from LMCache since the last `take`, with their seconds and bytes."""
 
     def __init__(self, block: int) -> None:
         from lmcache.v1.platform import resolve_device_ops
@@ -79,7 +78,7 @@ class Moves:
             self.found["read_bytes"] += sum(chunk.nbytes for chunk in chunks or ())
             return chunks
 
-        def written(key: Any, instance: int, chunks: Any) -> bool:  # on CUDA a thread of LMCache calls this
+        def written(key: Any, instance: int, chunks: Any) -> bool:  # on CUDA a thread of LMCache calls this function
             began = time.perf_counter()
             done = bool(commit(key, instance, chunks))
             self.found["write_s"] += time.perf_counter() - began
@@ -90,7 +89,7 @@ class Moves:
         message.prepare_retrieve, message.commit_store = read, written
 
     def take(self, wait: float) -> dict[str, Any]:
-        """Wait for stores to end, and return the blocks by outcome, each with its place in the prompt."""
+        """Wait for stores to end. Return the blocks by outcome, each with its index in the prompt."""
         taken: dict[str, Any] = {"stored": {}, "loaded": {}, "failed": 0}
         for what, moves in (("stored", self.stores), ("loaded", self.loads)):
             for done, first, blocks in moves:
@@ -112,8 +111,8 @@ class Engine:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            # vLLM 0.32's CPU platform searches every module for kernels, and crashes on one of numba, which LMCache
-            # imports.
+            # vLLM 0.32's CPU platform searches every module for kernels, and crashes on a module of numba, which
+            # LMCache imports.
             import llvmlite.binding.ffi
 
             llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
@@ -127,10 +126,10 @@ class Engine:
         self.moves = Moves(job.engine["block_size"])
 
     def serve(self, number: int) -> dict[str, Any]:
-        """Answer one prompt, drawn by its number.
+        """Answer one prompt, drawn at random from its number.
 
-        It has one extra token, so that the tokens before it fill whole blocks. Compare bytes after the answer, because
-        the comparison takes time. Until then only LMCache writes to full blocks.
+        The prompt has one extra token, so that the tokens before it fill whole blocks. The comparison of bytes takes
+        time, so it comes after the answer. Until then only LMCache writes to full blocks.
         """
         from vllm import SamplingParams
 
@@ -164,7 +163,7 @@ class Engine:
 
 
 def main() -> NoReturn:
-    """Run the job named on the command line. An extra first prompt compiles the kernels, and is not measured."""
+    """Run the job that the command line names. An extra first prompt compiles the kernels, and is not measured."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     engine = Engine(job)

@@ -1,11 +1,12 @@
 """Offloading to host memory under a multi-turn load in real vLLM: `python -m benchmarks.engine.gpu_offload`.
 
 Conversations continue in random order, a fixed number at a time. Their histories together are several times larger than
-the GPU's cache. Each dtype has one engine with the tier and one without (dummy weights). All engines get the same load,
-the same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory. `--check` runs each engine with
-a tier once more, briefly. It compares every block that returns with the block that left, in all layers. `--disk-gib`
-also runs each dtype with a file of that size below the host memory; its blocks have checksums. Writes
-OUT/offload-SHAPE.json and prints a table.
+the GPU's cache. Each dtype has one engine with the host tier and one without (dummy weights). All engines get the same
+load, the same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory.
+
+`--check` runs each engine with a tier once more, briefly. It compares every block that returns with the block that
+left, in all layers. `--disk-gib` also runs each dtype with a disk tier of that size below host memory; its blocks have
+checksums. The program writes OUT/offload-SHAPE.json and prints a table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvpilot_runtime.config import offload
 
 BLOCK = 64
 MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}
-"""Column titles for the bytes moved, and the child's names for them."""
+"""Column titles for the bytes moved, and the names that the child uses for them."""
 
 
 def arguments() -> argparse.Namespace:
@@ -58,7 +59,7 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Return an engine's dtype, its lowest tier below the GPU, and True if it checks bytes."""
+    """Return an engine's dtype, its lowest tier below the GPU, and True if it compares bytes."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []

@@ -1,6 +1,4 @@
-"""Child process of gpu_offload.py: one engine continues conversations in random order, and reports the tier of their
-prefixes.
-"""
+"""Child process of gpu_offload.py: one engine continues conversations in random order, and reports hits by tier."""
 
 from __future__ import annotations
 
@@ -25,7 +23,8 @@ class Job:
     """Engine and its load.
 
     Attributes:
-        engine: keyword arguments of `vllm.LLM`. vocab: token ids are drawn below this.
+        engine: keyword arguments of `vllm.LLM`.
+        vocab: token IDs are drawn below this number.
         conversations: number of conversations.
         history, turn, answer: tokens of a conversation's history, of a request, and of its answer.
         requests: number of measured requests, after one request in each conversation.
@@ -47,7 +46,7 @@ class Job:
 
 
 class Checked:
-    """Checksums of every stored block in every layer, to compare with the loaded bytes."""
+    """Checksums of every stored block in every layer, to compare with the bytes that are loaded later."""
 
     def __init__(self, llm: Any) -> None:
         import torch
@@ -67,8 +66,9 @@ class Checked:
         weights: dict[int, Any] = {}
 
         def sums(group: int, blocks: Any) -> Any:
-            """Return checksums, int64 [blocks, layers]: the sum of a block's 8-byte words, each times its own number,
-            with wrap-around.
+            """Return checksums, int64 [blocks, layers].
+
+            A checksum is the sum of a block's 8-byte words, each times its own number, modulo 2^64.
             """
             found = []
             for name in groups[group]:
@@ -146,12 +146,12 @@ def main() -> NoReturn:
 
 
 def turn(history: list[int], job: Job, rng: random.Random) -> list[int]:
-    """Return a request: the history, and new tokens that no later request repeats."""
+    """Return a request: the history, and new tokens that no later request contains."""
     return history + [rng.randrange(3, job.vocab) for _ in range(job.turn)]
 
 
 def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
-    """Answer requests in order, `at_once` in flight. Return the seconds from each arrival to the first token."""
+    """Answer requests in order, with `at_once` in flight. Return the seconds from each arrival to the first token."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=job.answer, ignore_eos=True, detokenize=False)
@@ -174,9 +174,9 @@ def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
 
 
 def counters() -> dict[str, float]:
-    """Return vLLM's counters by name, summed over their series; `LLM.get_metrics` would cut seconds to whole ones.
+    """Return vLLM's counters by name, each summed over its series.
 
-    "disk" counts the prompts' tokens that a disk had.
+    `LLM.get_metrics` would truncate seconds to integers. "disk" counts the prompt tokens that a disk had.
     """
     found: dict[str, float] = {}
     for family in REGISTRY.collect():

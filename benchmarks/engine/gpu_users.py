@@ -1,9 +1,9 @@
 """Users per GPU within a latency objective, in real vLLM servers: `python -m benchmarks.engine.gpu_users`.
 
-Each dtype gets a server on its own GPU (dummy weights, default compilation and CUDA graphs, prefix caching); the
-servers run side by side. Users hold conversations that come back: a history of 6,000 to 12,600 tokens, 400 new tokens,
-an answer of 200, and 20 s of thought on average. Users are added level by level, until TTFT p95 or ITL p95 misses its
-objective. Writes OUT/users-SHAPE-DTYPE.json, and prints a table.
+Each dtype gets a server on its own GPU (dummy weights, default compilation and CUDA graphs, prefix caching). The
+servers run side by side. Users hold long conversations: a history of 6,000 to 12,600 tokens, 400 new tokens, an answer
+of 200, and a pause of 20 s on average. Users are added level by level, until TTFT p95 or ITL p95 misses its objective.
+The program writes OUT/users-SHAPE-DTYPE.json, and prints a table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.engine.users import Load, Objectives, Users, summary
 
 LEVELS = "auto=75,100 fp8=150,175 k8v4=150,200 k4v4=225,250,275"
 STARTS = 600
-"""Longest seconds until a server answers."""
+"""Longest time in seconds until a server answers."""
 
 
 def levels(text: str) -> dict[str, list[int]]:
@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: Path) -> Iterator[tuple[str, Any]]:
-    """Run `vllm serve` on GPU number `place`; yield its address and process. Its group ends with it."""
+    """Run `vllm serve` on GPU number `place`, and yield its address and process. Its group ends with the block."""
     shape, load = SHAPES[args.shape], Load(args.history)
     port = args.port + place
     refuse_busy(port)
@@ -88,7 +88,7 @@ def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: P
 
 
 def refuse_busy(port: int) -> None:
-    """Raise OSError if a server has the port: its answers would be taken for ours."""
+    """Raise OSError if another server has the port, because its answers would be taken for ours."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -98,12 +98,12 @@ def refuse_busy(port: int) -> None:
 
 
 def longest(load: Load) -> int:
-    """Return the longest context that a conversation reaches, rounded up to a whole 1,024 tokens."""
+    """Return the longest context that a conversation reaches, rounded up to a multiple of 1,024 tokens."""
     return -(-(load.history + load.turns * (load.asked + load.answered)) // 1024) * 1024
 
 
 async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, found: dict[str, Any]) -> None:
-    """Raise the level until an objective is missed; add each level's figures to `found`."""
+    """Raise the level until an objective is missed. Add each level's figures to `found`."""
     objectives, levels = Objectives(args.ttft, args.itl), found.setdefault("levels", [])
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         began = time.monotonic()
@@ -147,7 +147,7 @@ async def page(session: aiohttp.ClientSession, url: str) -> list[str]:
 
 
 async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Return vLLM's counters of preemptions, and of tokens computed and generated."""
+    """Return vLLM's counters of preemptions, computed tokens and generated tokens."""
     wanted = {
         "preemptions": "vllm:num_preemptions_total{",
         "prompt_tokens": "vllm:prompt_tokens_total{",
@@ -170,14 +170,14 @@ async def kv_tokens(session: aiohttp.ClientSession, url: str) -> int:
 
 
 def row(level: dict[str, Any]) -> str:
-    """Return the figures of a level in one line: times in ms."""
+    """Return the figures of a level in one line, with times in ms."""
     ttft, itl = ([round(1e3 * value, 1) for value in level[name]] for name in ("ttft", "itl"))
     held = "holds" if level["held"] else "misses"
     return f"TTFT p50/p95/p99 {ttft} ms, ITL {itl} ms, {level['turns_per_second']:.1f} turns/s: {held}"
 
 
 async def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> dict[str, Any]:
-    """Measure one dtype on one GPU. An error is part of the result, and so are the levels before an interruption."""
+    """Measure one dtype on one GPU. An error is part of the result. An interruption keeps the levels before it."""
     out = args.out / f"users-{args.shape}-{dtype}.json"
     log = out.with_suffix(".log")
     facts = {

@@ -1,9 +1,9 @@
 """Comparison of steps with the physical limit: `python -m benchmarks.engine.growth RAW.json --copy-rate 3.03`.
 
-Reads the results of gpu_engine.py for a shape in every dtype, joined in one file. Prints a table of steps with the
-limit's share of each. The limit is the bytes of cache and weights that a step reads, divided by the rate of a plain
-copy on that GPU. `--plot` draws step and limit against the total tokens, with a panel for each number of sequences
-(needs matplotlib).
+It reads the results of gpu_engine.py for a shape in every dtype, joined in one file. It prints a table of steps with
+the limit's share of each. The limit is the bytes of cache and weights that a step reads, over the rate of a plain copy
+on that GPU. `--plot` draws step and limit against the total tokens, with a panel for each number of sequences (needs
+matplotlib).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def weights_of(shape: Shape, layers: int) -> int:
 
 
 def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
-    """Return, by total tokens, the smallest possible milliseconds of a step. `copy_rate` is in bytes per second."""
+    """Return the shortest possible milliseconds of a step, by total tokens. `copy_rate` is in bytes per second."""
     name, layers = re.fullmatch(r"(.+?)(?:-(\d+)-layers)?", run["shape"]).groups()  # type: ignore[union-attr]
     shape = SHAPES[name]
     count = int(layers or shape.layers)
@@ -39,7 +39,7 @@ def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
 
 
 def steps(run: dict[str, Any]) -> dict[tuple[int, int], float]:
-    """Return the milliseconds of a step by sequences and tokens of each."""
+    """Return the milliseconds of a step, by number of sequences and tokens of each."""
     cases = [case for case in run["cases"].values() if "step_ms" in case]
     return {(case["batch"], case["context"]): case["step_ms"] for case in cases}
 
@@ -60,7 +60,7 @@ def table(runs: dict[str, dict[str, Any]], copy_rate: float) -> str:
 
 
 def plot(runs: dict[str, dict[str, Any]], copy_rate: float, path: Path) -> None:
-    """Plot steps as lines, limits as dashes, both axes logarithmic."""
+    """Plot steps as lines and limits as dashes. Both axes are logarithmic."""
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -1,8 +1,8 @@
 """Page and plots of the engine benchmark: `python -m benchmarks.engine.plots RAW.json ... [--out docs/benchmarks]`.
 
-Reads the files of gpu_engine.py. Writes OUT/h200-engine.json (all runs in one file), OUT/h200-engine.md and two SVGs
-per shape: decode step against context, and tokens that fit. From h200-engine.json alone it draws the same page again.
-It needs matplotlib, which kvpilot does not depend on.
+It reads the files of gpu_engine.py. It writes OUT/h200-engine.json (all runs in one file), OUT/h200-engine.md and two
+SVGs per shape: decode step against context, and tokens that fit. From h200-engine.json alone it writes the same page
+again. It needs matplotlib, which kvpilot does not depend on.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _label_ends(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
 
 
 def capacity_plot(title: str, runs: report.Runs, path: Path) -> bool:
-    """Plot the tokens that fit the KV cache, a bar per dtype; return False without data."""
+    """Plot the tokens that fit the KV cache, one bar per dtype. Return False without data."""
     held = sorted((run["kv_tokens"], dtype) for dtype, run in runs.items() if run.get("kv_tokens"))
     if not held:
         return False

@@ -1,4 +1,4 @@
-"""Simulated users of a chat service: conversations that come back, over a vLLM server's HTTP API."""
+"""Simulated users of a chat service, who hold long conversations with a vLLM server over its HTTP API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Objectives:
-    """Longest 95th percentiles of time to first token and of inter-token latency, in seconds."""
+    """Upper limits of the 95th percentiles of time to first token and inter-token latency, in seconds."""
 
     ttft: float
     itl: float
@@ -41,14 +41,14 @@ class Objectives:
 
 @dataclass
 class Turn:
-    """One question: the time it was sent, and the time of each chunk of its answer, in seconds."""
+    """One question: when it was sent, and when each chunk of its answer arrived, in seconds."""
 
     sent: float
     chunks: list[float] = field(default_factory=list)
 
 
 class Users:
-    """A number of users that can grow. Each holds one conversation at a time."""
+    """A growing number of users. Each holds one conversation at a time."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, load: Load, vocab: int) -> None:
         self.turns: list[Turn] = []
@@ -56,7 +56,7 @@ class Users:
         self._tasks: list[asyncio.Task[None]] = []
 
     def raise_to(self, count: int, spread: float) -> None:
-        """Add users until there are `count`. They begin one after the other within half of `spread` seconds."""
+        """Add users until there are `count`. Their starts are spread over half of `spread` seconds."""
         missing = count - len(self._tasks)
         for place in range(missing):
             wait = spread / 2 * place / missing
@@ -69,13 +69,13 @@ class Users:
                 task.result()
 
     async def close(self) -> None:
-        """Send all users away."""
+        """Stop all users."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _converse(self, number: int, wait: float) -> None:
-        """Ask and think, forever. The first conversation is already some turns old, as in a service that has run."""
+        """Ask and pause, forever. The first conversation starts at a later turn, as in a service that has run."""
         chance, load = random.Random(number), self._load  # noqa: S311
         await asyncio.sleep(wait)
         done = chance.randrange(load.turns)
@@ -118,10 +118,10 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def summary(turns: Sequence[Turn], begin: float, end: float, objectives: Objectives) -> dict[str, Any]:
-    """Return the latencies of a period in seconds, and True for `held` if both objectives hold.
+    """Return the latencies of a period in seconds. `held` is True if both objectives hold.
 
-    A question counts in the period in which it was sent. A question still unanswered at the end counts with the time
-    that it has waited. Pauses between chunks count in the period in which they end.
+    A question counts in the period in which it was sent. If it is unanswered at the end, its wait so far counts. A
+    pause between chunks counts in the period in which it ends.
     """
     sent = [turn for turn in turns if begin <= turn.sent < end]
     first = [(turn.chunks[0] if turn.chunks else end) - turn.sent for turn in sent]

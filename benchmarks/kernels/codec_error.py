@@ -1,10 +1,11 @@
 """Error and size of group formats on Gaussian rows: `python -m benchmarks.kernels.codec_error`.
 
-A row is close to Gaussian after a Hadamard rotation, so this is the error that the formats are designed for. Prints a
-Markdown table of the mean squared error (signal power 1) and the bits per element with metadata. `--head-dims 64 80 96`
-prints each dtype's error in heads of these sizes instead, rotated as they are stored, and padded with zeros if the size
-has no layout. The table then has the error's norm over the head's norm, and bits. In heads with outliers some channels
-are eight times the others.
+A row is close to Gaussian after a Hadamard rotation, and the formats are designed for this error. The program prints a
+Markdown table of the mean squared error (signal power 1) and the bits per element with metadata.
+
+`--head-dims 64 80 96` prints each dtype's error in heads of these sizes instead. The heads are rotated as they are
+stored, and padded with zeros if the size has no layout. The table then has the error's norm over the head's norm, and
+bits. In heads with outliers some channels are eight times the others.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ ROWS, DIM = 20_000, 128
 
 
 def ours(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Round to kvpilot's group format."""
+    """Encode and decode in kvpilot's group format."""
     return decode(*encode(x, bits, group), bits)
 
 
 def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Round to an asymmetric range of the group with an exact scale and zero point (two 16-bit numbers when stored)."""
+    """Encode and decode asymmetrically, with an exact scale and zero point per group (stored as two 16-bit numbers)."""
     y = x.view(-1, DIM // group, group)
     lo, hi = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
     scale = (hi - lo) / (2**bits - 1)
@@ -34,7 +35,7 @@ def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Round to a symmetric range of the group with an exact scale (one 16-bit number when stored)."""
+    """Encode and decode symmetrically, with an exact scale per group (stored as one 16-bit number)."""
     y = x.view(-1, DIM // group, group)
     top = 2 ** (bits - 1) - 1
     scale = y.abs().amax(-1, keepdim=True) / top
@@ -42,7 +43,7 @@ def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def groups() -> None:
-    """Print the size and the error of groups."""
+    """Print size and error of group formats."""
     x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
     print("| codes | group | metadata | bits an element | mean squared error |\n|---|---|---|---|---|")
     for bits in (4, 2):
@@ -59,7 +60,7 @@ def groups() -> None:
 
 
 def heads(dims: list[int]) -> None:
-    """Print errors and bits of heads by dtype and head_dim."""
+    """Print errors and bits of heads, by dtype and head_dim."""
     names = formats.own_names()
     print(f"| head_dim | stored as | data | {' | '.join(names)} |\n|---|---|---|{'---|' * len(names)}")
     for dim in dims:

@@ -1,12 +1,17 @@
 """Decode attention alone on a GPU, ours against FlashAttention 3 and FlashInfer: `python -m benchmarks.kernels.decode`.
 
 One layer decodes over random pages of random block tables. A CUDA graph of 32 launches rotates over several layers'
-caches, so that no cache stays in L2. Times are medians of ten replays. `decode` is the split kernel alone. `merged`
-adds the merge of its parts, as FlashAttention and FlashInfer do. `layer` adds the store of the step's token. The raw
-file also has, without a window, `weigh` and `weigh_idle`: the extra time of heavy hitters in weighed steps and in
-others. The yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, and FlashInfer is a
-package of its own; missing ones are left out. Our formats are measured with each window of `--recent`, and all tokens
-of a window are in the ring. Writes OUT/decode.json; `decode_page.py` makes pages from it.
+caches, so that no cache stays in L2. Times are medians of ten replays:
+
+- `decode`: the split kernel alone.
+- `merged`: with the merge of its parts, which FlashAttention and FlashInfer include.
+- `layer`: with the store of the step's token, too.
+- `weigh` and `weigh_idle`, without a window and only in the raw file: the extra time of heavy hitters in steps that
+  measure attention and in other steps.
+
+The yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, and FlashInfer is a package of
+its own; missing ones are left out. Our formats are measured with each window of `--recent`, whose tokens are all in the
+ring. The program writes OUT/decode.json, from which `decode_page.py` makes pages.
 """
 
 from __future__ import annotations
@@ -65,7 +70,7 @@ CASES = [
 
 
 def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
-    """Return pages of random codes with scales between 0.01 and 0.03 and zero points around the middle."""
+    """Return pages of random codes, with scales between 0.01 and 0.03 and zero points around the middle."""
     blocks = case.batch * -(-case.context // block) + 1
     cache = torch.randint(
         0, 256, (blocks, case.kv_heads, block, fmt.row_bytes(case.dim)), dtype=torch.uint8, device=device
@@ -82,7 +87,7 @@ def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.devi
 def fill_ring(
     pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
 ) -> torch.Tensor | None:
-    """Write valid rows of every sequence's last tokens to pages and ring; return the ring slots of the last tokens."""
+    """Write valid rows of every sequence's last tokens to pages and ring. Return the ring slots of the last tokens."""
     shape = pages.shape
     if not shape.recent:
         return None
@@ -100,7 +105,7 @@ def fill_ring(
 def ours(
     name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64, overlap: bool | None = None
 ) -> dict[str, Any]:
-    """Time our kernels in one format; with `overlap` None the plan decides if decode overlaps with `store`."""
+    """Time our kernels in one format. If `overlap` is None, the plan decides if decode overlaps with `store`."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
@@ -159,7 +164,7 @@ def ours(
 def weighing(
     pages: list[GpuPages], table: torch.Tensor, lens: torch.Tensor, plan: Plan, turn: Iterator[int]
 ) -> dict[str, float]:
-    """Time the extra work of heavy hitters in decode, in a weighed step and in another one."""
+    """Time the extra work of heavy hitters in decode, in a step that measures attention and in another one."""
     wanted = torch.ones(1, dtype=torch.int32, device=table.device)
     size = stretch(plan.shape)
     room = table.shape[1] * plan.shape.block_size // size
@@ -174,7 +179,7 @@ def weighing(
 
 
 def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:
-    """Time every installed kernel and write the results. `sizes` selects batches, such as 32x16384; all if empty."""
+    """Time every installed kernel and write the results. `sizes` selects batches such as 32x16384; empty means all."""
     device = torch.device("cuda", torch.cuda.current_device())
     packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
     facts: dict[str, Any] = {

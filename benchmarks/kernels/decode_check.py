@@ -1,13 +1,16 @@
 """Check of the GPU kernels on this GPU: `python -m benchmarks.kernels.decode_check`.
 
 The kernels store and decode sequences of different lengths in a captured CUDA graph. Its four layers share a plan, and
-each may start while the one before still runs. Pages, rings and outputs are poisoned before: every byte is 0xFF and
+each may start while the previous one still runs. Pages, rings and outputs are poisoned before: every byte is 0xFF and
 every output NaN. Every ring is full of another sequence's rows at the same positions, and part of each prompt comes
-from pages without ring rows. Some steps have one token of each sequence. Others have up to 8, a different number for
-each sequence, and rows of padding. Some are planned for a GPU with one multiprocessor, so that there are more sequences
-than concurrent programs. The results are compared with the CPU code over the same bytes, which the tests compare with
-float64. Then one value becomes NaN, in a stored token and in one of the step. Each answer that attends to it must be
-NaN, and every other one must stay unchanged. Writes OUT/decode-check.json; exits 1 if a row is off.
+from pages without ring rows.
+
+Some steps have one token per sequence. Others have up to 8, a different number for each sequence, and rows of padding.
+Some are planned for a GPU with one multiprocessor, so that there are more sequences than concurrent programs. The
+results are compared with the CPU code over the same bytes, which the tests compare with float64.
+
+Then one value becomes NaN, in a stored token and in a token of the step. Each answer that attends to it must be NaN,
+and every other one must stay unchanged. The program writes OUT/decode-check.json, and exits with 1 if a row is off.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ PADDED = (80, 112, 160)
 class Case(NamedTuple):
     """Format, head_dim, query heads per KV head, recent window, tokens of a sequence in a step, and options.
 
-    The options are cap, sinks, and launches as for one multiprocessor.
+    The options are the soft cap, sinks, and launches as for one multiprocessor.
     """
 
     name: str
@@ -194,7 +197,7 @@ def check(case: Case) -> dict[str, Any]:
         cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
     begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
-    # Attention reads the step's own tokens exactly, and all earlier ones from the cache.
+    # Attention reads the step's own tokens exactly, and all earlier tokens from the cache.
     starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
     places = joined_slots(on_gpu, begins.to(device), starts, int(begins[-1]), BLOCK)
     pages.gather(*places, read[0], read[1], key, value)

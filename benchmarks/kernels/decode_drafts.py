@@ -1,11 +1,13 @@
-"""Decode with draft tokens on a GPU, a layer at a time: `python -m benchmarks.kernels.decode_drafts`.
+"""Decode with draft tokens on a GPU, one layer at a time: `python -m benchmarks.kernels.decode_drafts`.
 
 A sequence's 1 + k tokens are rows of one step, as in the runtime's `cuda_steps`, and its pages are read once for all of
 them. Times are measured as in `decode.py`, in one run, with 1 token per sequence as the baseline: `store`, `decode`
 (the split kernel), `merged` (with the merge of its parts), `layer` (all of these), and `plan`, which runs once per step
-for all layers. `off` is the error over a head's norm against steps of one token per sequence; more than 2e-3 ends the
-run. Writes OUT/decode-drafts.json. `--choices` times other launch choices than `tuning` has for several tokens: tile,
-stages and programs per multiprocessor, for example 32x3x8.
+for all layers. `off` is the error over a head's norm against steps of one token per sequence. An error above 2e-3 ends
+the run. The program writes OUT/decode-drafts.json.
+
+`--choices` times other launch choices than those of `tuning` for several tokens: tile, stages and programs per
+multiprocessor, for example 32x3x8.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ BLOCK, LIMIT = 64, 2e-3
 
 
 def launch_as(shape: Shape, choice: str, tokens: int) -> None:
-    """Use these launch choices instead of `tuning`'s in steps with several tokens of a sequence."""
+    """Use these launch choices instead of those of `tuning` in steps with several tokens of a sequence."""
     tile, stages, programs = map(int, choice.split("x"))
     found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
     wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))

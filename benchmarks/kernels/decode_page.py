@@ -1,7 +1,7 @@
 """Write the pages of the runs of `decode.py` in docs/benchmarks: `python -m benchmarks.kernels.decode_page`.
 
-h200-decode.md, h200-decode-float16.md for earlier kernels, h200-decode-wide.md for heads of 512 elements, and
-h100-decode-heads.md for heads of 80 and 192.
+The pages are h200-decode.md, h200-decode-float16.md for earlier kernels, h200-decode-wide.md for heads of 512 elements,
+and h100-decode-heads.md for heads of 80 and 192.
 """
 
 import json
@@ -52,7 +52,7 @@ def page(source: Path, title: str) -> str:
 
 
 def write(name: str, title: str, runs: Iterable[tuple[str, str]]) -> None:
-    """Write runs, by the names of their files and their titles, as a page."""
+    """Write runs as a page. `runs` has the names of their files and their titles."""
     (DOCS / name).write_text("\n".join([f"{title}\n", *(page(DOCS / source, heading) for source, heading in runs)]))
 
 

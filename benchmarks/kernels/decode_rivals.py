@@ -1,5 +1,6 @@
-"""Rivals of our kernels in `decode.py`: FlashAttention 3 as vLLM ships it, FlashInfer, and vLLM's own Triton kernel for
-heads that these two do not support.
+"""Rivals of our kernels in `decode.py`: FlashAttention 3 as vLLM ships it, FlashInfer, and vLLM's own Triton kernel.
+
+The Triton kernel is for heads that the other two do not support.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _caches(case: Any, device: torch.device, dtype: torch.dtype, block: int) -> 
 
 
 def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Time FlashAttention 3 over a paged cache, with the schedule made ahead as in vLLM."""
+    """Time FlashAttention 3 over a paged cache. As in vLLM, the schedule is computed before."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     caches, size, table = _caches(case, device, dtype, 16)
@@ -79,7 +80,7 @@ def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
-    """Time vLLM's Triton kernel over a paged cache in bf16, with its backend's segments for a decode."""
+    """Time vLLM's Triton kernel over a paged cache in bf16, with its backend's number of segments for decode."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     segments, most = 16, 128 // case.kv_heads
@@ -106,7 +107,7 @@ def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
 
 
 def flashinfer(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Time FlashInfer's batch decode with its plan made ahead, tensor cores on if queries share a KV head."""
+    """Time FlashInfer's batch decode with a plan made before. It uses tensor cores if queries share a KV head."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     caches, size, table = _caches(case, device, dtype, 16)

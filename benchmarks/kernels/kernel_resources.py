@@ -1,8 +1,8 @@
 """Resources of every GPU kernel, without a GPU: `python -m benchmarks.kernels.kernel_resources`.
 
-Compiles with the installed Triton for each compute capability and reads the assembler's allocation from the machine
-code. A stack means registers that did not fit, because no kernel has local arrays. Prints each program, and exits 1 if
-one spills that is not in `known`, or asks for more shared memory than there is; `--page` writes
+The program compiles with the installed Triton for each compute capability, and reads the assembler's allocation from
+the machine code. A stack means spilled registers, because no kernel has local arrays. It prints each Triton program,
+and exits with 1 if one spills that is not in `known`, or needs more shared memory than there is. `--page` writes
 docs/benchmarks/kernel-resources.md.
 """
 
@@ -60,7 +60,7 @@ POINTERS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of one program: registers of a thread, bytes of shared memory, bytes of a thread's stack."""
+    """Resources of one program: registers per thread, bytes of shared memory, and bytes of stack per thread."""
 
     registers: int
     shared: int
@@ -88,15 +88,18 @@ def kernels() -> dict[str, Any]:
 def known(variant: Variant, taken: Resources) -> bool:
     """Return True if this program is known to spill: some with a recent window, and decode of several tokens.
 
-    Decode of 4 queries with a window spills up to 64 bytes, because 168 registers let 12 programs fit. With 11 programs
-    an H100 takes 1.2 times as long at 32 x 16K. From head_dim 192 on it spills up to 128 bytes. For k8v4 it spills 40
-    bytes with Triton 3.9, but none with the measured 3.6. Decode of 8 queries with a window spills up to 480 bytes. A
-    tile of 16 tokens would fit, but takes an H200 1.5 to 1.9 times as long. Decode without a window spills with Triton
-    3.9 on compute capability 9.0: int8 48 and k8v4 16 bytes at head_dim 192, k2v2 8 bytes at 512. No alternative was
-    tried. Decode of several tokens, with 16 queries (8 at head_dim 256), spills up to 112 bytes without a window and
-    512 with one. With the measured Triton 3.6 it spills up to 256 on 9.0. Prefill of heads of 512 elements on 9.0
-    spills 8 bytes with Triton 3.6 and 456 with 3.9. With 32 queries it spills none, but an H200 takes 2.1 times as
-    long. Reduce spills 8 bytes with some Tritons from 3.6 to 3.9, and 16 bytes for rows of 96.
+    - Decode of 4 queries with a window spills up to 64 bytes, because 168 registers let 12 programs fit. With 11
+      programs an H100 takes 1.2 times as long at 32 x 16K. From head_dim 192 on it spills up to 128 bytes. For k8v4 it
+      spills 40 bytes with Triton 3.9, but none with the measured 3.6.
+    - Decode of 8 queries with a window spills up to 480 bytes. A tile of 16 tokens would fit, but takes an H200 1.5 to
+      1.9 times as long.
+    - Decode without a window spills with Triton 3.9 on compute capability 9.0: int8 48 and k8v4 16 bytes at head_dim
+      192, k2v2 8 bytes at 512. No alternative was tried.
+    - Decode of several tokens, with 16 queries (8 at head_dim 256), spills up to 112 bytes without a window and 512
+      with one. With the measured Triton 3.6 it spills up to 256 on 9.0.
+    - Prefill of heads of 512 elements on 9.0 spills 8 bytes with Triton 3.6 and 456 with 3.9. With 32 queries it spills
+      none, but an H200 takes 2.1 times as long.
+    - Reduce spills 8 bytes with some Tritons from 3.6 to 3.9, and 16 bytes for rows of 96.
     """
     most = 0
     if variant.kernel == "reduce_kernel":
@@ -114,7 +117,7 @@ def known(variant: Variant, taken: Resources) -> bool:
 
 
 def compile_for(variant: Variant, capability: int) -> Resources:
-    """Compile a program to machine code, and read its resources from it. Triton's errors pass through."""
+    """Compile a program to machine code, and read its resources from it. Errors of Triton are not caught."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
     if "OVERLAP" in kernel.arg_names:

@@ -1,4 +1,4 @@
-"""Programs of each GPU kernel that engines launch: kernel, constants, warps, by format, head_dim and capability."""
+"""Programs of each GPU kernel that engines launch: kernel, constants and warps by format, head_dim and capability."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BLOCK = 64
 class Variant:
     """Kernel with its constants. `shape` and `dtype` name it in a table.
 
-    `registers` is as in `tuning.Choice`. `stages` is the number for loops that Triton pipelines, None without such
-    loops.
+    `registers` is as in `tuning.Choice`. `stages` is the number for loops that Triton pipelines; None means no such
+    loop.
     """
 
     kernel: str
@@ -33,14 +33,14 @@ class Variant:
 
 
 def row(dim: int) -> dict[str, int]:
-    """Return the number of elements of a head, of its stored row, and of the row's slots."""
+    """Return the number of elements of a head and of its stored row, and the number of the row's slots."""
     stored = formats.stored_dim(dim) or 0
     return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
 
 
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
                    softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
-    """Return decode as `GpuPages` launches it for a format, head_dim, query heads of a KV head, recent window, etc."""
+    """Return decode as `GpuPages` launches it for this format, head_dim, query heads per KV head, window and so on."""
     fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
     kept = recent + tokens - 1 if recent else 0
     key, value = side_layouts(fmt, dim, page, recent)
@@ -82,7 +82,7 @@ def gather_variant(name: str, dim: int) -> Variant:
 
 
 def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
-    """Return reduce for this many of 8 query heads and of splits in flight. It does not depend on the format."""
+    """Return reduce for this many of 8 query heads and of splits in flight. It is the same for all formats."""
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
     constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
     return Variant("reduce_kernel", "any", shape, warps, constants)
@@ -155,7 +155,7 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
 def every_variant(capability: int) -> list[Variant]:
     """Return each kernel for each format and head_dim, with and without a recent window.
 
-    Decode is for 4 and for 8 queries, and for several tokens with 4.
+    Decode has 4 and 8 queries, and several tokens with 4 queries.
     """
     found = step_variants()
     for dim in (80, 160):
@@ -178,10 +178,12 @@ def every_variant(capability: int) -> list[Variant]:
 
 
 def few_variants(capability: int) -> list[Variant]:
-    """Return every kernel for a few shapes. Decode has Llama-3-8B's shape in each format, with a window of 64, and
-    Gemma's head_dim 256 in int8. The other kernels have one or two shapes, because their resources hardly depend on the
-    format. Latents have 16 heads in mla4. Three more head dims are only for two GPUs, one with little shared memory and
-    one with much: 192, whose rows have slots in two parts, 80, which is padded, and Gemma 4's 512.
+    """Return every kernel for a few shapes.
+
+    Decode has Llama-3-8B's shape in each format, with a window of 64, and Gemma's head_dim 256 in int8. The other
+    kernels have one or two shapes, because their resources hardly depend on the format. Latents have 16 heads in mla4.
+    Three more head dims are only for two GPUs, one with little and one with much shared memory: 192, whose rows have
+    slots in two parts, 80, which is padded, and Gemma 4's 512.
     """
     found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():

@@ -1,9 +1,9 @@
-"""Baseline of latent decode in `mla_decode.py` without vLLM: the same attention over 16 or 8 bits.
+"""Baseline for latent decode in `mla_decode.py` without vLLM: the same attention over 16 or 8 bits.
 
 It is a split-context Triton kernel, like those of engines for GPUs without a special kernel. Heads are along M. A tile
-of entries is loaded once, and serves as keys and as values; the softmax is online. Entries are bfloat16, or float8
-(e4m3, scale 1) that is converted to bfloat16 before the tensor cores. `attend` takes launch choices; `CHOICES` are
-those to try.
+of entries is loaded once, and serves as keys and as values. The softmax is online. Entries are bfloat16, or float8
+(e4m3, scale 1) that the kernel converts to bfloat16 before the tensor cores. `attend` takes launch choices; `CHOICES`
+are those to try.
 """
 
 from __future__ import annotations
@@ -64,8 +64,13 @@ def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
 
 @dataclass(frozen=True)
 class Choice:
-    """Launch choice: `tile` tokens per iteration, `stages` of the loop's pipeline, `warps`, `programs` per
-    multiprocessor.
+    """Launch choice.
+
+    Attributes:
+        tile: tokens per iteration.
+        stages: stages of the loop's pipeline.
+        warps: warps of a program.
+        programs: programs per multiprocessor.
     """
 
     tile: int
@@ -81,10 +86,12 @@ CHOICES = [
 
 
 class Baseline:
-    """Cache of 16 or 8 bits of one layer, and the scratch of one step.
+    """Cache of 16 or 8 bits of one layer, and the scratch memory of one step.
 
     Args:
-        cache: bfloat16 or float8_e4m3fn [blocks, page, 576]. table: int32 [sequences, blocks]. lens: int32 [sequences].
+        cache: bfloat16 or float8_e4m3fn [blocks, page, 576].
+        table: int32 [sequences, blocks].
+        lens: int32 [sequences].
     """
 
     def __init__(self, table: torch.Tensor, lens: torch.Tensor, heads: int, choice: Choice) -> None:
@@ -97,7 +104,7 @@ class Baseline:
         self.lse = torch.empty(len(lens), self.splits, heads, device=table.device)
 
     def attend(self, query: torch.Tensor, cache: torch.Tensor, scale: float) -> None:
-        """Write the parts of every split into `out` and `lse`; query: bfloat16 [sequences, heads, 576]."""
+        """Write the parts of every split into `out` and `lse`. `query` is bfloat16 [sequences, heads, 576]."""
         baseline_kernel[(self.blocks, len(self.lens), self.splits)](
             query, cache, self.table, self.lens, self.out, self.lse, cache.stride(0), self.table.stride(0),
             scale * 1.4426950408889634, HEADS=self.heads, ROWS=self.rows, TILE=self.choice.tile, PAGE=cache.shape[1],
@@ -105,11 +112,11 @@ class Baseline:
         )  # fmt: skip
 
     def merged(self) -> torch.Tensor:
-        """Merge the parts in plain torch, for checks, and return float32 [sequences, heads, 512]. This is not timed."""
+        """Merge the parts in plain torch and return float32 [sequences, heads, 512]. It is only for checks."""
         weight = torch.softmax(self.lse * 0.6931471805599453, 1)
         return (weight[..., None] * self.out).sum(1)
 
 
 def choices(heads: int) -> Iterator[Choice]:
-    """Yield the choices to try for this many heads. The accumulators of 64 heads need 8 warps."""
+    """Return the choices to try for this many heads. The accumulators of 64 heads need 8 warps."""
     return (choice for choice in CHOICES if heads <= 32 or choice.warps == 8)

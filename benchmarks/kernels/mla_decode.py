@@ -1,14 +1,16 @@
-"""Latent decode (MLA) on a GPU: correctness and time: `python -m benchmarks.kernels.mla_decode`.
+"""Correctness and time of latent decode (MLA) on a GPU: `python -m benchmarks.kernels.mla_decode`.
 
 First it checks correctness. The kernels store and decode sequences of different lengths in a captured CUDA graph, over
 poisoned pages and outputs (every byte 0xFF, every number NaN). The results are compared with the CPU code over the same
-bytes, which the tests compare with float64. Then it times one layer, in graphs of 32 launches that rotate over several
-layers' caches. `decode` is the split kernel alone, `merged` adds the merge of its parts, and `layer` adds the store of
-the step's token. Baselines are the same attention over bfloat16 and float8 entries (`mla_baseline`), each at the best
-of its launch choices, and a device-to-device copy. `--sweep` also times other launch choices of ours: of the split
-kernel, or of the merge and of the number of splits. Needs only torch and Triton.
+bytes, which the tests compare with float64.
 
-Writes OUT/mla-decode.json after every row; exits 1 if something is wrong.
+Then it times one layer, in graphs of 32 launches that rotate over several layers' caches. `decode` is the split kernel
+alone, `merged` adds the merge of its parts, and `layer` adds the store of the step's token. Baselines are the same
+attention over bfloat16 and float8 entries (`mla_baseline`), each at the best of its launch choices, and a
+device-to-device copy. `--sweep` also times other launch choices of our split kernel, or of the merge and the number of
+splits.
+
+It needs only torch and Triton. It writes OUT/mla-decode.json after every row, and exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -38,8 +40,7 @@ from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 
 BLOCK, LIMIT, READ_LIMIT = 64, 3e-3, 6e-3
-"""Tokens of a block, and allowed errors relative to an output's norm, which is rounded to float16 (`gather`: bfloat16).
-"""
+"""Tokens of a block, and allowed errors over an output's norm. Outputs have float16, those of `gather` bfloat16."""
 LENGTHS = [1, 63, 64, 65, 300, 1000, 2500]
 CHECKED = [(name, heads) for name in names() for heads in (1, 8, 16, 20, 64, 128)]
 BASELINES = [("baseline bf16", heads) for heads in (16, 20, 128)]
@@ -182,7 +183,7 @@ def ours(
     device: torch.device,
     others: Callable[[LatentChoice], Iterator[tuple[LatentChoice, Merge | None]]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Time our kernels at their own launch choices, or decode at others."""
+    """Time our kernels at their own launch choices, or decode at another choice."""
     size = case.batch * case.context * fmt.row_bytes
     blocks = case.batch * -(-case.context // BLOCK) + 1
     caches = [random_pages(fmt, blocks, device) for _ in range(layers_for(size))]
@@ -254,14 +255,14 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
 
 
 def decodes(choice: LatentChoice) -> Iterator[tuple[LatentChoice, None]]:
-    """Yield choices near one. With more programs the assembler has fewer registers and spills."""
+    """Yield choices near this one. With more programs the assembler has fewer registers and spills."""
     ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
     for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
         yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers), None
 
 
 def merges(choice: LatentChoice) -> Iterator[tuple[LatentChoice, Merge]]:
-    """Yield merges with more and fewer splits in flight, of as many splits as programs fit, and of half of them."""
+    """Yield merges with more and fewer splits in flight, for as many splits as programs fit and for half of them."""
     ways = [(2, 16, 16), (2, 8, 16), (2, 8, 8), (2, 4, 8), (4, 8, 16), (4, 4, 8), (4, 2, 8)]
     for programs, way in product((choice.programs, 1), ways):
         yield replace(choice, programs=programs), Merge(*way)

@@ -1,10 +1,11 @@
-"""Prefill of wide heads on a GPU, compared with float64 and vLLM's Triton kernel: `python -m
-benchmarks.kernels.prefill`.
+"""Prefill of wide heads on a GPU, compared with float64 and with vLLM's Triton kernel.
+
+    python -m benchmarks.kernels.prefill
 
 First it checks sequences of different lengths, causal and not, with and without a soft cap, in bfloat16 and float16.
 Their rows are parts of wider rows, with NaN after the last token. Then it times a chunk of 8,192 tokens that attends to
 itself, and one that also attends to a context of the same length. It prints times and the share of the GPU's peak in
-bfloat16. `--sweep` times other blocks. Writes OUT/prefill.json; exits 1 if a result is off.
+bfloat16. `--sweep` times other blocks. It writes OUT/prefill.json, and exits with 1 if a result is off.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: b
 
 
 def check(dtype: torch.dtype, causal: bool, softcap: float, device: torch.device) -> dict[str, Any]:
-    """Return the largest error of an output, over its norm, and of a log-sum."""
+    """Return the largest error of an output over its norm, and of a log-sum."""
     torch.manual_seed(5)
     news = [1, 65, 300, 17, 64]
     lens = [n + extra for n, extra in zip(news, (0, 7, 0, 500, 0), strict=True)] if causal else [70, 1, 0, 513, 31]

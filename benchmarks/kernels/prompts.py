@@ -1,10 +1,10 @@
 """Store and gather of a prompt's tokens on a GPU: `python -m benchmarks.kernels.prompts`.
 
-It times one layer of a prefill step: `store` quantizes new tokens into random blocks, and `gather` reads as many back
-into 16 bits. If vLLM is installed, its store in bfloat16 and fp8 is timed, too; vLLM needs no gather, because it
-attends to its pages directly. A CUDA graph of 32 launches rotates over several layers' caches; times are medians of ten
+It times one layer of a prefill step. `store` quantizes new tokens into random blocks, and `gather` reads as many back
+into 16 bits. If vLLM is installed, its store in bfloat16 and fp8 is timed, too. vLLM needs no gather, because it
+attends to its pages directly. A CUDA graph of 32 launches rotates over several layers' caches. Times are medians of ten
 replays. `of copy` is the rate of bytes read and written over the rate of a copy in the same run. `--blocks` and
-`--gathers` time other programs: tokens and warps. Writes OUT/prompts.json.
+`--gathers` time other programs (tokens and warps). It writes OUT/prompts.json.
 """
 
 from __future__ import annotations

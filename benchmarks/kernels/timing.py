@@ -1,4 +1,4 @@
-"""Timing of launches on a GPU, in CUDA graphs that rotate over many caches, and the rate of its memory copies."""
+"""Times of GPU launches in CUDA graphs that rotate over many caches, and the rate of the GPU's memory copies."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def microseconds(launch: Callable[[], object]) -> float:
 
 
 def layers_for(size: int) -> int:
-    """Return the number of caches to rotate over: at least 1 GB of them, well beyond any L2."""
+    """Return the number of caches to rotate over. Together they have at least 1 GB, far more than any L2."""
     return max(2, min(LAUNCHES, -(-(10**9) // size)))
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes per second of a large device-to-device copy, with read and written bytes."""
+    """Return the bytes per second of a large device-to-device copy. Read and written bytes both count."""
     source = torch.randint(0, 256, (4 * 2**30,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")

@@ -1,4 +1,4 @@
-"""Process that only uses a share of the machine's processor time.
+"""Process that uses a share of the machine's processor time and does nothing else.
 
 python -m benchmarks.operator.background SHARE
 """

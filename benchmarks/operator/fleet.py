@@ -2,11 +2,12 @@
 
     python -m benchmarks.operator.fleet [--sizes 100 500 1000 2000] [--seconds 60] [--soak 0] [--out FILE.json]
 
-It starts etcd and the API server of localcluster/kvpilot_localcluster, and `kvpilot-operator`. One process makes the
-Deployments' pods (fleet_kubelets.py), and one answers /metrics for all of them (fleet_engines.py). At each size the
-benchmark waits until every service has its three ready replicas. Then for `--seconds` it edits two specs and changes
-one pod per second, reads the operator's metrics as Prometheus would, and measures. At the largest size it continues for
-`--soak` seconds. `fleet_page.py` makes the page and the plot.
+It starts etcd and the API server of localcluster/kvpilot_localcluster, and `kvpilot-operator`. One process creates the
+Deployments' pods (fleet_kubelets.py), and one answers /metrics for all of them (fleet_engines.py).
+
+At each size the benchmark waits until every service has its three ready replicas. Then it measures for `--seconds`: it
+edits two specs and changes one pod per second, and reads the operator's metrics as Prometheus would. At the largest
+size it continues for `--soak` seconds. `fleet_page.py` makes the page and the plot.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ PROMETHEUS_SECONDS = 30.0
 
 
 class ApiServer(ControlPlane):
-    """Start only etcd and the API server; fleet_kubelets.py makes the pods."""
+    """Control plane of only etcd and the API server. fleet_kubelets.py creates the pods."""
 
     def _controllers(self) -> None:
         pass
@@ -68,11 +69,11 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
-        # All measurements share one generator, because a value that a spec already has is not an edit.
+        # All measurements share one generator: an edit must not repeat the value that a spec already has.
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:
-        """Create services up to this number; return the seconds until all have their replicas."""
+        """Create services up to this number. Return the seconds until all have their replicas."""
         began = time.monotonic()
         new = [(f"team-{i % NAMESPACES}", f"model-{i:04d}") for i in range(len(self.keys), size)]
         places = asyncio.Semaphore(8)
@@ -160,7 +161,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _page(self) -> tuple[float, int]:
-        """Read the operator's metrics, and return the duration in seconds and the size in bytes."""
+        """Read the operator's metrics. Return the duration in seconds and the size in bytes."""
         began = time.monotonic()
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
             size = len(await answer.read())
@@ -179,7 +180,7 @@ class Fleet:
 
 
 def service(key: tuple[str, str]) -> Object:
-    """Return a service whose metrics are judged. Its mode is Recommend, because there is no engine to probe."""
+    """Return a service whose metrics are judged. Its mode is Recommend, because no engine can be probed."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,

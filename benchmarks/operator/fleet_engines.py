@@ -1,10 +1,10 @@
-"""One process that answers /metrics of every engine of the fleet, at port 8000 of the address of each pod.
+"""One process that answers /metrics for every engine of the fleet, at each pod's address and port 8000.
 
     python -m benchmarks.operator.fleet_engines EARLY LATER PODS
 
-EARLY and LATER are two pages of one real vLLM. Every counter continues at its rate between these pages, times one of
-sixteen factors. KV use and running requests go up and down. /stats returns a histogram of the time since each pod's
-previous scrape.
+EARLY and LATER are two pages of one real vLLM. Every counter grows at its rate between these pages, times one of
+sixteen factors (paces). KV use and running requests go up and down. /stats returns a histogram of the time since each
+pod's previous scrape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNTED = re.compile(r"^[^{ ]+_(total|bucket|sum|count)(\{|$)")
 
 
 class Pages:
-    """Return the current page of a pod. Pods of one pace share it, and it changes every second."""
+    """Pages of all pods, which change every second. Pods of one pace share a page."""
 
     def __init__(self, early: str, later: str) -> None:
         before = dict(m.groups() for m in map(_SERIES.match, early.splitlines()) if m)
@@ -87,16 +87,14 @@ class Engines:
         return self.pages.of((int(a) * 256 + int(b)) % PACES)
 
     def stats(self) -> bytes:
-        """Return the gaps between scrapes of one pod since the last call, in tenths of a second, and the number of
-        pods.
-        """
+        """Return the number of pods, and the gaps between scrapes since the last call, in tenths of a second."""
         body = json.dumps({"pods": len(self._last), "gaps": self._gaps}).encode()
         self._gaps = Counter()
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 class Connection(asyncio.Protocol):
-    """Serve one connection. A request always fits into one segment."""
+    """Connection to one client. A request always fits into one segment."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines

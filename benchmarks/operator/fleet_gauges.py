@@ -21,7 +21,7 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 
 OPERATOR = "kvpilot-operator"
-# Seconds. This only guards against hanging, because everything takes longer on a busy machine.
+# In seconds. The limit only guards against hanging, because everything takes longer on a busy machine.
 DEADLINE = 600.0
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -58,7 +58,7 @@ class Process:
 
 
 class Cores:
-    """Processes that used the machine's cores since this object was made.
+    """Processor use of the machine's processes since this object was made.
 
     The benchmark's programs are listed by name, and all other processes together.
     """
@@ -67,14 +67,14 @@ class Cores:
         self._before, self._since = self._now(), time.monotonic()
 
     def taken(self) -> dict[str, float]:
-        """Return cores by program. A program that has already ended counts as one of the others."""
+        """Return cores by program. A program that has already ended counts with the others."""
         wall, now = time.monotonic() - self._since, self._now()
         spent = {name: (seconds - self._before.get(name, 0.0)) / wall for name, seconds in now.items()}
         spent["others"] = spent.pop("machine") - sum(spent.values())
         return {name: round(max(0.0, cores), 2) for name, cores in spent.items()}
 
     def _now(self) -> dict[str, float]:
-        """Return the seconds of processor time so far, of the machine and of each descendant of this process."""
+        """Return the processor seconds so far, of the machine and of each descendant of this process."""
         words = Path("/proc/stat").read_text().split(maxsplit=9)
         found = {"machine": sum(map(int, (*words[1:4], *words[6:9]))) / _TICK}
         family = {os.getpid()}
@@ -140,8 +140,9 @@ class Watched:
                 await asyncio.sleep(0.2)
 
     async def until(self, key: tuple[str, str], right: Any, since: float) -> float:
-        """Return the arrival time of the first status after `since` for which `right(object)` is true; infinite if
-        there is none.
+        """Return the arrival time of the first status after `since` for which `right(object)` is true.
+
+        Return infinity if there is none.
         """
         seen, latest = self._latest.get(key, (0.0, {}))
         if seen >= since and right(latest):

@@ -29,7 +29,7 @@ KINDS = (
     "good", "label", "quoted", "large", "lines", "hang", "drip",
     "objects", "probe-hang", "maps", "yaml", "spec", "route",
 )  # fmt: skip
-"""Behaviour of the engines of hostile.py's services. Engines of other services are all good."""
+"""Kinds of engines of hostile.py's services. Engines of other services are all good."""
 
 
 def kind_of(deployment: Object) -> int:
@@ -49,7 +49,7 @@ def numbered(number: int, kind: int = 0, half: int = 0) -> str:
 
 
 class Kubelets:
-    """Pods for every Deployment. Within a kind, a pod's number is never used twice."""
+    """Pods for every Deployment. Within a kind, no pod's number is used twice."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -115,7 +115,7 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
     word = "True" if ready else "False"
     status: Object = {
         "phase": "Running",
-        # A merge patch replaces the whole list, so repeat an open readiness gate, or it would close.
+        # A merge patch replaces the whole list. So repeat an open readiness gate, which would close otherwise.
         "conditions": [
             {"type": "PodScheduled", "status": "True"},
             {"type": ADMITTED, "status": "True"},

@@ -2,7 +2,7 @@
 
     python -m benchmarks.operator.fleet_page docs/benchmarks/fleet.json [--before OLDER.json]
 
-writes fleet.md and fleet.svg beside it. An older run, in the same folder, has its table below.
+It writes fleet.md and fleet.svg next to the JSON file. The table of an older run, from the same folder, comes below.
 """
 
 from __future__ import annotations

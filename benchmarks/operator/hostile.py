@@ -2,13 +2,13 @@
 
     python -m benchmarks.operator.hostile [--services 50] [--seconds 20] [--background CORES] [--out FILE.json]
 
-It measures the good services alone. Then it makes the hostile ones, and measures again while those are edited, scraped
-and probed. It prefers counts to times: scrapes of each good service, edits with a resulting status, and completed
-probes. Times are reported too.
+It measures the good services alone. Then it creates the hostile ones, and measures again while those are edited,
+scraped and probed. It prefers counts to times: scrapes of each good service, edits that changed a status, and completed
+probes. It reports times, too.
 
-All processes share the machine, so processor time that hostile services cost is missing for the good ones. As a
-control, `--background` measures the good services alone while a process that only burns time (`background`) takes as
-many cores. Delays in that run come from the machine and not from the operator.
+All processes share the machine, so hostile services take processor time from the good ones. As a control,
+`--background` measures the good services alone while another process (`background`) burns that many cores. Delays in
+that run come from the machine and not from the operator.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from kvpilot_operator.cluster.objects import Ref
 MEBIBYTES = 512
 SCRAPE_SECONDS = 1.0
 PROBES = 5
-# Smallest number of scrape loops in each phase.
+# Least number of scrape loops in each phase.
 CYCLES = 6
 
 
@@ -190,7 +190,7 @@ class HostileFleet:
         return [pod["status"]["podIP"] for pod in found]
 
     async def asked(self, address: str = "127.100.0.1") -> Counter[str]:
-        """Return the number of requests for its page that each engine of a process got."""
+        """Return the number of page requests that each engine of a process got."""
         async with aiohttp.ClientSession() as http, http.get(f"http://{address}:8000/stats") as answer:
             return Counter(json.loads(await answer.text()))
 

@@ -3,8 +3,8 @@
     python -m benchmarks.operator.hostile_engines good
     python -m benchmarks.operator.hostile_engines hostile
 
-An engine's address 127.(100 + kind).x.y selects its behaviour; x is at least 128 for a quantized dtype. A good engine
-(kind 0) answers as vLLM does. /stats returns the number of page requests for each address.
+An engine's address 127.(100 + kind).x.y selects its behaviour. x is at least 128 for a quantized dtype. A good engine
+(kind 0) answers as vLLM does. /stats returns the number of page requests by address.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ COUNTED: Counter[str] = Counter()
 
 
 class HostileEngine(Engine):
-    """Engine that behaves in the way of its kind, and like a good engine otherwise."""
+    """Engine with the bad behaviour of its kind. In all other respects it is a good engine."""
 
     def __init__(self, kind: str, dtype: str) -> None:
         super().__init__(dtype, "m")
         self._kind = kind
 
     async def answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer as this kind does; return False if it has no special answer for this path."""
+        """Answer as this kind does. Return False if it has no special answer for this path."""
         if path == "/metrics" and self._kind in PAGES:
             writer.write(HEAD)
             for chunk in PAGES[self._kind]:

@@ -1,6 +1,6 @@
-"""Limit on a process' memory: a control group of version 1 or 2 if one can be made, else a limit on its allocations.
-The fallback is RLIMIT_DATA, because RLIMIT_AS would also count libraries and memory that threads reserve and never
-touch.
+"""Limit on a process's memory: a control group of version 1 or 2 if possible, else a limit on its allocations.
+
+That limit is RLIMIT_DATA. RLIMIT_AS would also count libraries, and memory that threads reserve and never touch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryGroup:
-    """Memory limit for one process and its children. `joins` is called in the child before it becomes the program."""
+    """Memory limit for one process and its children. The child calls `joins` before it becomes the program."""
 
     def __init__(self, mebibytes: int) -> None:
         self._bytes = mebibytes * 1024 * 1024

@@ -1,4 +1,4 @@
-"""Cost of the parser of every input at sizes that double. A linear parser costs the same for each byte.
+"""Cost of every input's parser at sizes that double. A linear parser has a constant cost per byte.
 
     python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json
 
@@ -36,7 +36,7 @@ from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
 
 SIZES = [1024 * 2**i for i in range(11)]
-# After a text that took this long, a parser gets no larger one, because it is not linear.
+# If a text took this long, the parser is not linear and gets no larger text.
 ENOUGH_SECONDS = 1.0
 
 

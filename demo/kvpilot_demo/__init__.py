@@ -1,1 +1,1 @@
-"""Demo of the README: one service earns its smaller KV cache, on this machine, with real components."""
+"""Demo of the README: a service is promoted to a smaller KV cache, on this machine, with real components."""

@@ -1,4 +1,4 @@
-"""Checks before the demo changes anything. Standard library only: they run before the packages are installed."""
+"""Checks before the demo changes anything. They need only the standard library: packages are installed later."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvpilot_localcluster.causes import PROXIES, no_room, without_password
 from kvpilot_localcluster.errors import LocalClusterError
 
 INSTALL_GB = 5.0
-"""Room for packages and wheels on the first run: 3.7 GB stay, the rest is scratch."""
+"""Disk space for packages and wheels on the first run, in GB: 3.7 GB stay, the rest is temporary."""
 BUILD_GB = 3.0
-"""Room for the build of the control plane, of which 0.3 GB stay."""
-# Addresses of loopback that neither pods nor Services use.
+"""Disk space for the build of the control plane, in GB: 0.3 GB stay."""
+# Loopback addresses that neither pods nor Services use.
 _POD, _SERVICE = "127.0.255.254", "127.126.255.254"
 
 
@@ -44,7 +44,7 @@ def faults(*, local: bool, installed: bool, variables: Mapping[str, str] | None 
 
 
 def taken(address: str, port: int) -> str:
-    """Describe a program that listens on all addresses: it takes the port from pods and Services."""
+    """Describe a program that listens on all addresses, and so takes the port from pods and Services."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -3,8 +3,8 @@
     python -m kvpilot_demo.load http://127.0.0.1:8080 smollm2 --users 8 --prompt-tokens 400 --output-tokens 64
 
 Each request opens its own connection, so that it goes where the Service points at that moment. Nothing is retried,
-because a user would have seen the failure. Prompts are windows of Python's documentation that start at different
-tokens, so that no prefix cache hides the memory they need.
+because a user would have seen the failure. Prompts are parts of Python's documentation that start at different tokens:
+a shared prefix in the cache would hide the memory that they need.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LoadError(Exception):
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the start; times in seconds (the newest KEPT_TIMES of each)."""
+    """Counts since the start, and the newest KEPT_TIMES of each duration, in seconds."""
 
     ok: int = 0
     failed: int = 0
@@ -53,7 +53,7 @@ class Stats:
 
 
 class _Failed(Exception):
-    """The failure of one request."""
+    """Failure of one request."""
 
 
 class Load:
@@ -103,14 +103,14 @@ class Load:
         self.set_users(self._users)
 
     def set_users(self, users: int) -> None:
-        """Change the number of users. Superfluous ones finish their request first."""
+        """Change the number of users. Surplus users finish their request first."""
         self._users = users
         for index in range(users):
             if index not in self._tasks or self._tasks[index].done():
                 self._tasks[index] = asyncio.create_task(self._user(index))
 
     async def stop(self, patience_seconds: float = 60.0) -> None:
-        """Send no more requests, and let those in flight finish. They count as failed if none ends in the patience."""
+        """Stop sending, and let requests in flight finish. They count as failed if none ends within the patience."""
         self._stopping = True
         late = {t for t in self._tasks.values() if not t.done()}
         while late:
@@ -142,7 +142,7 @@ class Load:
                 self._fail(str(error))
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
             except Exception as error:
-                # Any error counts as a failure: a user task that ended silently would hide it.
+                # Count any error as a failure: a user task that ended silently would hide it.
                 self._fail(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
             except asyncio.CancelledError:
@@ -162,7 +162,7 @@ class Load:
         return [self._corpus[(start + i) % size] for i in range(self._prompt_tokens)]
 
     async def _request(self) -> None:
-        # Answers differ in length. Otherwise all users would end together and leave the cache empty.
+        # Vary the length of answers. Otherwise all users would end together and leave the cache empty.
         wanted = self._random.randint(self._output_tokens // 2 + 1, self._output_tokens * 3 // 2)
         body = {
             "model": self._model,

@@ -1,4 +1,4 @@
-"""Observations of the demo's service, and patience that ends when nothing moves any more."""
+"""Observations of the demo's service, and a time limit that runs only while there is no progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvpilot_operator.cluster.objects import Object
 
 STANDSTILL = 900.0
-"""Seconds without any progress after which a step is stuck. A slow step that moves goes on."""
+"""Seconds without progress after which a step counts as stuck. A slow step that progresses may continue."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Observation:
 
     @property
     def summary(self) -> str:
-        """Return the current state in some words, for a reader who waits."""
+        """Describe the current state in a few words, for a reader who waits."""
         canary = self.at("canary") or {}
         ready = sum(_ready(pod) for pod in self.pods)
         parts = [f"{ready} of {len(self.pods)} engines ready"]
@@ -61,7 +61,7 @@ class Observation:
 
     @property
     def sign(self) -> object:
-        """Return the part that changes only if something has moved."""
+        """Return the part of the observation that changes only with progress."""
         canary = self.at("canary") or {}
         return (
             self.work,
@@ -83,7 +83,7 @@ class Patience:
         self._since = 0.0
 
     def ended(self, sign: object, now: float) -> bool:
-        """Take in a sign. Return True if it has been the same for too long."""
+        """Record a sign of progress. Return True if it has been the same for too long."""
         if sign != self._sign:
             self._sign, self._since = sign, now
         return now - self._since >= self._seconds

@@ -1,9 +1,9 @@
-"""Make everything that the demo needs, side by side, and show how far it is; then run the demo.
+"""Prepare everything that the demo needs, in parallel, and show the progress. Then run the demo.
 
     PYTHONPATH=demo:localcluster python3.11 -m kvpilot_demo.prepare [options of kvpilot_demo]
 
-It needs the standard library only, because it installs the packages. Lanes run side by side: one compiles the control
-plane, the other installs packages, converts the model and lets it answer a first question.
+It needs only the standard library, because it installs the packages. Lanes run in parallel. One compiles the control
+plane. The other installs packages, converts the model and lets it answer a first question.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpilot_localcluster.causes import PROXIES, cause
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv/bin/python"
 SAYS = "> "
-"""Begin of a line that a stage wants on the screen."""
+"""Prefix of a line that a stage wants on the screen."""
 _NEWS = re.compile(r"\s*(\d+)% (.*)")
 _WORTH_TELLING = 5.0
 _PLAIN_EVERY = 15.0
@@ -36,12 +36,12 @@ _PLAIN_EVERY = 15.0
 
 @dataclass
 class Stage:
-    """A command, and how far it is.
+    """A command and its progress.
 
     Attributes:
-        title: its name on the screen.
-        command: the program and its arguments. Lines such as ` 42% unpack` tell its progress.
-        seconds: processor seconds that it takes, for the estimate of the time left.
+        title: name on the screen.
+        command: the program and its arguments. Lines such as ` 42% unpack` report its progress.
+        seconds: processor seconds that it takes, to estimate the time left.
     """
 
     title: str
@@ -57,7 +57,7 @@ class Stage:
 
 
 class Lane:
-    """Stages that run one after the other in a thread. `news` lists those that have ended."""
+    """Stages that run one after another in a thread. `news` lists those that have ended."""
 
     def __init__(self, name: str, stages: list[Stage]) -> None:
         self.stages, self.log = stages, cache_folder() / f"first-run-{name}.log"
@@ -70,17 +70,17 @@ class Lane:
 
     @property
     def left(self) -> float:
-        """Return the processor seconds that are still to come."""
+        """Return the processor seconds that remain."""
         return sum(stage.seconds * (1 - stage.fraction) for stage in self.stages)
 
     @property
     def line(self) -> str:
-        """Return the running stage in one line."""
+        """Return the running stage as one line."""
         stage = self.at
         return f"{stage.fraction:4.0%}  {stage.title}{f': {stage.note}' if stage.note else ''}"
 
     def stop(self) -> None:
-        """End what still runs, with everything that it has started."""
+        """End everything that still runs, with its children."""
         self._stopped = True
         while self.thread.is_alive():
             # The thread may be about to start another stage.
@@ -104,7 +104,7 @@ class Lane:
 
     def _execute(self, stage: Stage, log: IO[str]) -> float | None:
         """Run a stage. Return its processor seconds, or None if it failed."""
-        # A session of its own, so that nothing outlives the end of the demo.
+        # Use a separate session, so that no process outlives the demo.
         self._process = subprocess.Popen(
             stage.command,
             cwd=ROOT,
@@ -126,13 +126,13 @@ class Lane:
 
 
 def lanes(*, local: bool) -> list[Lane]:
-    """Return the work of a first run. Stages that have nothing to do end at once."""
+    """Return the lanes of a first run. Stages without work end at once."""
     install = [Stage("install packages", ["scripts/install.sh"], 60)]
     if not local:
         return [Lane("packages", install)]
     model = [str(PYTHON), "-m", "kvpilot_smallmodels.models", "smollm2-135m"]
     compiling = [sys.executable, "-c", "from kvpilot_localcluster.build import tell; tell(newer=False)"]
-    # The first lane ends in something to watch, so it gets the processor when both want it.
+    # The first lane ends in visible output, so it gets the processor when both want it.
     stages = [*install, Stage("convert the model", model, 25)]
     if build.find(newer=False) is None:
         stages.append(Stage("a first answer", [str(PYTHON), "-m", "kvpilot_demo.preview"], 45))
@@ -143,7 +143,7 @@ def lanes(*, local: bool) -> list[Lane]:
 
 
 class Board:
-    """The lanes on the screen: lines that are drawn again in place, or plain lines if something has changed."""
+    """Lanes on the screen: lines that are redrawn in place, or plain lines after a change."""
 
     def __init__(self, work: list[Lane], *, plain: bool) -> None:
         self._work, self._plain = work, plain
@@ -153,7 +153,7 @@ class Board:
         self._told = 0.0
 
     def draw(self) -> None:
-        """Show the state."""
+        """Draw the current state."""
         for lane in self._work:
             while lane.news:
                 self._clear()
@@ -180,7 +180,7 @@ class Board:
 
 
 def run(work: list[Lane], *, plain: bool) -> Lane | None:
-    """Run all lanes. Return one that failed, or None. Nothing runs afterwards."""
+    """Run all lanes. Return a lane that failed, or None. No process remains."""
     board = Board(work, plain=plain)
     try:
         for lane in work:
@@ -197,7 +197,7 @@ def run(work: list[Lane], *, plain: bool) -> Lane | None:
 
 
 def main() -> int:
-    """Prepare, then become the demo. Return only if it does not begin."""
+    """Prepare, then become the demo. Return only if the demo cannot start."""
     status = prepare(options := sys.argv[1:])
     if status == 0:
         os.execv(PYTHON, [str(PYTHON), "-m", "kvpilot_demo", *options])  # noqa: S606
@@ -205,7 +205,7 @@ def main() -> int:
 
 
 def prepare(options: list[str]) -> int:
-    """Check the machine and do the work of a first run. Return the exit status."""
+    """Check the machine and prepare a first run. Return the exit status."""
     local = "--cluster" not in options
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     found = faults(local=local, installed=(cache_folder() / "uv").exists())
@@ -224,7 +224,7 @@ def prepare(options: list[str]) -> int:
         print(f"The demo failed at: {failed.at.title}\n  why: {why}\n  log: {failed.log}", file=sys.stderr)
         return 1
     if local:
-        # Everything else stays on loopback, where a proxy would only be in the way.
+        # All other traffic stays on loopback, where a proxy would only disturb.
         for name in PROXIES:
             os.environ.pop(name, None)
     return 0

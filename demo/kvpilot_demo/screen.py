@@ -21,7 +21,7 @@ from kvpilot_demo.load import Stats
 
 _KEPT_NOTES = 14
 _EVENT_WIDTH = 150
-# Columns that change all the time: plain lines are not repeated for them.
+# Columns that change all the time. Plain lines are not repeated for them.
 _RESTLESS = ("CACHE USED", "ANSWERED")
 Row = list[tuple[str, str]]
 
@@ -85,7 +85,7 @@ class Screen:
         self.note(text if len(text) <= _EVENT_WIDTH else f"{text[: _EVENT_WIDTH - 3]}...")
 
     def waits_for(self, what: str, state: str) -> None:
-        """Tell the reader what the step waits for, and how far it is."""
+        """Tell the reader what the step waits for, and its progress."""
         waiting = f"waits for {what} ({state})"
         if self.plain and waiting != self._waiting:
             self._line(f"   {waiting}")
@@ -165,7 +165,7 @@ class Screen:
 
 
 def service_row(service: dict[str, Any] | None, load: Stats | None) -> Row:
-    """Return the table's columns: the service in words, its canary and the load."""
+    """Return the table's columns: the service's state in words, its canary and the load."""
     if service is None:
         return []
     status = service.get("status") or {}

@@ -58,7 +58,7 @@ class DemoService:
         return Observation((service or {}).get("status") or {}, await self.pods(), self.work())
 
     def work(self) -> int:
-        """Return a number that grows while engines start or answer; 0 if that cannot be seen."""
+        """Return a number that grows while engines start or answer; 0 if it is unknown."""
         return 0
 
     async def events(self) -> list[Object]:

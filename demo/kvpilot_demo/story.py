@@ -1,4 +1,4 @@
-"""Steps of the demo. A step ends when its promised effect was observed, or fails when nothing moves any more."""
+"""Steps of the demo. A step ends when its promised effect is observed, or fails when there is no more progress."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Story:
         )
         self.record.good_probe = after.status["accuracy"]["last"]
         self.record.capacity_after = after.status["kvCache"]["capacityTokens"]
-        # Only after the old engine has drained is it certain that the change lost no request.
+        # Check after the old engine has drained that the change lost no request.
         await self._until(lambda o: len(o.pods) == 1, "the last requests of the old engine")
         await self._end_load()
 
@@ -196,7 +196,7 @@ class Story:
         """Return the first observation that is `seen`.
 
         Raises:
-            StoryFailed: nothing has moved for a long time.
+            StoryFailed: there was no progress for a long time.
         """
         patience = Patience()
         while True:

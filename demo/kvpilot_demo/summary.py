@@ -8,7 +8,7 @@ from kvpilot_demo.story import BAD, GOOD, USERS, Record
 
 
 def summary(record: Record, limit: int) -> list[tuple[str, str]]:
-    """Return the lines of the summary as pairs of a title and a text. `limit` is the allowed damage in millinats."""
+    """Return the lines of the summary as (title, text). `limit` is the allowed KL divergence (nats x 1000)."""
     good, bad = record.good_probe, record.bad_probe
     return [
         ("Problem", f"With 16 bits the KV cache held {record.capacity_before:,} tokens. {USERS} users filled it."),

@@ -1,4 +1,4 @@
-"""The demo on the cluster of kubectl's current context, where kvpilot is installed already."""
+"""The demo on the cluster of kubectl's current context, where kvpilot is already installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class UserCluster(DemoService):
     @classmethod
     @contextlib.asynccontextmanager
     async def up(cls, folder: Path, image: str, model: str) -> AsyncIterator[UserCluster]:
-        """Make the namespace, and delete it with everything in it at the end."""
+        """Create the namespace. Delete it with everything in it at the end."""
         await asyncio.to_thread(kubectl, "create", "namespace", NAMESPACE)
         try:
             await config.load_kube_config(config_file=os.environ["KUBECONFIG"])
@@ -98,7 +98,7 @@ def current_context(folder: Path) -> Iterator[None]:
 
 
 def plan(image: str, model: str) -> str:
-    """Describe the run for the question that comes first.
+    """Describe the run for the question before it.
 
     Raises:
         DemoError: there is no usable cluster, or kvpilot is not installed there.

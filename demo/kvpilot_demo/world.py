@@ -64,10 +64,10 @@ class World(DemoService):
         """Build missing parts, start everything, and stop it at the end.
 
         Args:
-            folder: the folder for this run's files.
-            report: gets the steps and their progress.
-            table: the list of images.
-            newer: start the server that enforces CEL rules. Its build takes as long as all others together.
+            folder: folder for this run's files.
+            report: callback with the steps and their progress.
+            table: the image table.
+            newer: True starts the server that enforces CEL rules. Its build takes as long as all others together.
         """
         local = await asyncio.to_thread(LocalCluster, folder, table=table, report=report, newer=newer)
         await asyncio.to_thread(smollm2_135m, report)

@@ -106,7 +106,7 @@ def _terminated(_: int, __: FrameType | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command, and return the exit status."""
     args = _parser().parse_args(argv)
     if args.command != "node":
         signal.signal(signal.SIGTERM, _terminated)

@@ -17,11 +17,12 @@ _held: deque[socket.socket] = deque()
 
 
 def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
-    """Claim the first of these numbers that no process on this machine holds under this name. Closing the socket
-    releases it.
+    """Claim the first of these numbers that no process on this machine holds under this name.
+
+    Closing the socket releases the number.
 
     Raises:
-        LocalClusterError: all are held.
+        LocalClusterError: all numbers are held.
     """
     for number in numbers:
         # An abstract socket serves as a lock that the kernel releases even if its holder is killed.
@@ -47,7 +48,7 @@ class Addresses:
         kept.write_text(str(self._block))
 
     def take(self, address: str | None = None) -> str:
-        """Take a free address, or the given one. Addresses are not reused at once."""
+        """Take a free address, or this one. A released address is not reused at once."""
         if address is None:
             for _ in range(254):
                 self._last = self._last % 254 + 1
@@ -60,7 +61,7 @@ class Addresses:
         return address
 
     def release(self, address: str) -> None:
-        """Give an address back."""
+        """Release an address."""
         self._used.discard(address)
 
 

@@ -34,13 +34,13 @@ def flags(policy: Path, log: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Write:
-    """Request for a change, with times of the API server.
+    """Request for a change, with the API server's times.
 
     Attributes:
         what: verb and path, e.g. "patch /apis/apps/v1/namespaces/a/deployments/b".
-        lease: the Lease (NAMESPACE/NAME) that it is about, or None.
+        lease: the Lease (NAMESPACE/NAME) that it changes, or None.
         status: the HTTP status of the answer.
-        answer: the object in the answer, of Leases only.
+        answer: the object in the answer, only for Leases.
     """
 
     user: str
@@ -81,12 +81,12 @@ def _time(text: str) -> datetime:
 
 @dataclass(frozen=True)
 class Term:
-    """One replica's time as the holder of a Lease; `released` and `followed` are None while it lasts.
+    """Time in which one replica held the Lease. `released` and `followed` are None while it lasts.
 
     Attributes:
-        claimed: when the API server received the claim.
-        released: when it received the holder's own release.
-        followed: when it received the next holder's claim.
+        claimed: time when the API server received the claim.
+        released: time when it received the holder's own release.
+        followed: time when it received the next holder's claim.
     """
 
     holder: str

@@ -1,4 +1,4 @@
-"""The back-off of container restarts, as in a kubelet. Pure."""
+"""The back-off of container restarts, as in a kubelet. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Backoff:
     def delay(self, runs: Sequence[float]) -> float:
         """Return the seconds from the last end to the next start.
 
-        The first restart is immediate; then the wait is the initial one, and doubles up to the cap.
+        The first restart is immediate. The next wait is the initial one, and then the wait doubles up to the maximum.
 
         Args:
             runs: durations of the runs so far, in seconds, oldest first.

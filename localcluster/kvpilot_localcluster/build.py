@@ -1,8 +1,8 @@
 """Programs of the control plane: found in KUBEBUILDER_ASSETS or the cache, else built once from Debian packages.
 
 The cache is ${KVPILOT_CACHE:-~/.cache/kvpilot}/controlplane. A finished build is one folder NAME-KEY, which is renamed
-into place. KEY covers the file names, and so the versions, of all input packages. A killed build leaves its work
-folder, and the next build resumes it at the step that it had reached. A finished build removes it.
+into place. KEY is a hash of the file names, and so of the versions, of all input packages. A killed build leaves its
+work folder, and the next build resumes there at the unfinished step. A finished build removes the work folder.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def builds_folder() -> Path:
 
 
 def find(*, newer: bool = True) -> Binaries | None:
-    """Return existing programs from KUBEBUILDER_ASSETS or the cache, or None if they must be built.
+    """Find the programs in KUBEBUILDER_ASSETS or the cache, or return None if they must be built.
 
     With `newer` they include the server that enforces CEL rules, whose build takes longer than all others together.
 
     Raises:
-        MissingTool: KUBEBUILDER_ASSETS is set and does not hold etcd and a kube-apiserver of 1.29 or newer.
+        MissingTool: KUBEBUILDER_ASSETS is set but lacks etcd, or a kube-apiserver of 1.29 or newer.
     """
     if assets := os.environ.get("KUBEBUILDER_ASSETS"):
         return _of_assets(Path(assets))
@@ -122,7 +122,7 @@ def build(report: Report | None = None, *, newer: bool = True) -> Binaries:
 
 
 def tell(*, newer: bool = True) -> Binaries:
-    """Return the programs, and print the progress of their build: a line such as ` 42% unpack` for each percent."""
+    """Build and return the programs. Print the progress: a line such as ` 42% unpack` for each percent."""
     said = ""
 
     def report(step: str, part: float) -> None:

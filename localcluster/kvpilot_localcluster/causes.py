@@ -33,7 +33,7 @@ _OFFLINE = re.compile(
 
 
 def cause(log: str, variables: Mapping[str, str] | None = None) -> str:
-    """Return the cause of the failure that a log ends with, and its remedy. Passwords of proxies are left out."""
+    """Return the cause of the failure at the end of a log, and its remedy. Passwords of proxies are left out."""
     given = os.environ if variables is None else variables
     end = log[-20_000:]
     if _FULL.search(end):

@@ -25,7 +25,7 @@ def down(folder: Path) -> list[str]:
 
 
 class LocalCluster:
-    """Start and stop one cluster; a context manager.
+    """One local cluster, as a context manager that starts and stops it.
 
     Attributes:
         folder: the run folder: controlplane/, node/ (logs in node/logs/) and node.log.
@@ -43,7 +43,7 @@ class LocalCluster:
         newer: bool = True,
         report: build.Report | None = None,
     ) -> None:
-        """Args: see `ControlPlane` for audit, `Options` for the rest, `build` for newer and report."""
+        """Take the arguments of `ControlPlane` (audit), `build` (newer, report) and `Options` (all others)."""
         self.folder = folder.absolute()
         self._table = table
         self._resources = dict(resources or {})

@@ -46,7 +46,7 @@ def sweep(folder: Path) -> list[str]:
 
 
 class ControlPlane:
-    """Start and stop one control plane; a context manager.
+    """One control plane, as a context manager that starts and stops it.
 
     Attributes:
         folder: the run folder; its content is replaced at start.

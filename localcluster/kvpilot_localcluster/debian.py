@@ -1,6 +1,6 @@
 """Fetch Debian packages into a private folder, without root and without changes to the machine's own apt.
 
-The archive is the one of the machine's own apt, with another suite, so this module names no host.
+The archive is that of the machine's own apt, with another suite, so this module names no host.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def check_tools(tools: Iterable[str] = tuple(_TOOLS)) -> None:
 
 
 def with_suite(sources: str, suite: str) -> str:
-    """Return the Debian main archive of an apt sources file with another suite, as deb822.
+    """Return an apt sources file's Debian main archive with another suite, as deb822.
 
-    Stanzas of third parties and of security and update suites are left out; empty if nothing remains.
+    Third-party, security and update stanzas are left out. The result is empty if none remains.
     """
     return "\n".join(_deb822(sources, suite) or _one_line(sources, suite))
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def served_paths(definition: Definition) -> Iterable[str]:
-    """Return the paths of a CRD's collections, one for each served version."""
+    """Yield the paths of a CRD's collections, one for each served version."""
     spec = definition["spec"]
     for version in spec["versions"]:
         if version["served"]:
@@ -57,7 +57,7 @@ def undefine(server: Rest, definition: Definition) -> None:
 
 
 class Aggregation:
-    """Registration that lets an older core server forward requests to servers on localhost with newer APIs."""
+    """Registration at an older core server, which then forwards requests to servers on localhost with newer APIs."""
 
     def __init__(self, core: Rest) -> None:
         self._core = core
@@ -78,9 +78,9 @@ class Aggregation:
         self._stopped.set()
 
     def route(self, group: str, version: str, port: int, *, priority: int = 1000, version_priority: int = 1) -> None:
-        """Pass this version of a group on to the server at `port`; the core's own one, if any, is replaced.
+        """Forward this version of a group to the server at `port`. It replaces the core's own version, if there is one.
 
-        Clients prefer the version with the highest priority. The core's own versions have 9 or more.
+        Clients prefer the version with the highest priority. The core's own versions have at least 9.
         """
         name = f"{version}.{group}"
         body: dict[str, Any] = {
@@ -107,7 +107,7 @@ class Aggregation:
             self._core.call("PUT", f"{_ROUTES}/{name}", body)
 
     def take_definitions(self, newer: Rest, port: int) -> None:
-        """Let `newer`, which listens at `port`, keep all definitions and serve their objects, from now on."""
+        """Let `newer`, which listens at `port`, store all definitions and serve their objects from now on."""
         self.route("apiextensions.k8s.io", "v1", port, priority=16700, version_priority=20)
         # The aggregator reports Available before it has the route. So wait until it returns a definition that only
         # `newer` has.

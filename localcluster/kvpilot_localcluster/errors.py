@@ -2,7 +2,7 @@
 
 
 class LocalClusterError(Exception):
-    """The root of every error that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class MissingTool(LocalClusterError):
@@ -18,7 +18,7 @@ class StartFailed(LocalClusterError):
 
 
 class InvalidPod(LocalClusterError):
-    """Error for a pod that needs something that the node agent does not support; the pod's status shows the message."""
+    """Error for a pod that needs an unsupported feature of the node agent. The pod's status shows the message."""
 
 
 class UnknownImage(InvalidPod):

@@ -1,4 +1,4 @@
-"""Environment variables and arguments of a container, as a kubelet computes them; pure."""
+"""Environment variables and arguments of a container, as a kubelet computes them. This module does no I/O."""
 
 from __future__ import annotations
 

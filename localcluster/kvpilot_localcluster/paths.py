@@ -1,4 +1,4 @@
-"""Convert paths of a container's file system to paths of this machine. Pure.
+"""Convert paths of a container's file system to paths of this machine. This module does no I/O.
 
 A container here has no file system of its own, so paths in its command, arguments or environment are rewritten. A path
 below a mount point, or below a folder of the image, becomes the path of the real folder.

@@ -1,4 +1,4 @@
-"""One pod on this node: its volumes, its containers in order, its status, its end."""
+"""One pod on this node: its volumes, its containers in order, its status and its end."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class PodWorker:
             log.error("%s: the pod is no longer looked after", self._path, exc_info=error)
 
     async def _tell(self, reason: str, message: str) -> None:
-        """Post an Event of the pod, once for each message, like a kubelet."""
+        """Post an Event about the pod, once for each message, like a kubelet."""
         if message in self._told:
             return
         self._told.add(message)

@@ -1,4 +1,4 @@
-"""A kubelet's report about a pod, computed from the states of its containers. Pure."""
+"""A kubelet's report about a pod, computed from the states of its containers. This module does no I/O."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a request that broke off: the base class would print its traceback on the user's screen."""
+        """Log a request that broke off. The base class would print a traceback on the user's screen."""
         log.debug("a request from %s broke off", client_address, exc_info=True)
 
 
@@ -41,7 +41,7 @@ class PolicyServer:
     """Server of the aggregator's requests for policy/v1; it acts as the user that the aggregator names."""
 
     def __init__(self, core: Rest, folder: Path) -> None:
-        """Listen with the certificate in `folder`, and accept the aggregator's if the authority there signed it."""
+        """Listen with the certificate in `folder`. Accept the aggregator's certificate if the CA there signed it."""
         self._server = _Server(("127.0.0.1", 0), _handler(core))
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / "ca.crt"))
         tls.verify_mode = ssl.CERT_REQUIRED
@@ -104,7 +104,7 @@ def _handler(core: Rest) -> type[BaseHTTPRequestHandler]:
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _pass_on  # noqa: N815 - the base class asks for these names
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Write nothing: the core's own log has the requests."""
+            """Write nothing, because the core's own log has the requests."""
 
     return Handler
 

@@ -34,7 +34,7 @@ class ProcessId:
         return start_time(self.pid) == self.start
 
     def signal(self, number: int, *, group: bool = False) -> bool:
-        """Send a signal to the process, or to the group that it leads; False if it is gone."""
+        """Send a signal to the process, or to the group that it leads. Return False if it is gone."""
         if not self.alive:
             return False
         try:
@@ -84,7 +84,8 @@ def read_record(path: Path) -> ProcessId | None:
 
 
 def kill_all_of(*places: Path) -> set[int]:
-    """Kill -9 every process of ours that belongs to one of these folders or files, and wait for it; return the pids.
+    """Kill our processes that belong to one of these folders or files, wait for them, and return their IDs.
+
     This also finds processes without a record or a living parent. It looks at the variable `MARK` and at their output
     files, because a process that sets its title overwrites its environment.
     """
@@ -150,7 +151,7 @@ def spawn(
 
 
 def end(record: Path, *, grace: float = 10.0) -> bool:
-    """End the process group that a record names (SIGTERM, SIGKILL after `grace` seconds); True if it was running."""
+    """End the process group that a record names: SIGTERM, then SIGKILL after `grace` seconds. Return True if it ran."""
     found = read_record(record)
     if found is not None:
         found.signal(signal.SIGTERM, group=True)

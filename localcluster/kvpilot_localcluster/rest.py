@@ -15,8 +15,9 @@ from typing import Any
 import yaml
 
 HANGS = 300.0
-"""Seconds after which a wait counts as hanging: ten times the usual limit of 30 s on quiet cores. Slower waits name
-their own."""
+"""Seconds after which a wait counts as hanging: ten times the usual limit of 30 s on idle cores. Slower waits have
+their own limit.
+"""
 
 
 class ApiError(Exception):
@@ -136,11 +137,12 @@ class Rest:
 
 
 def until(question: Callable[[], Any], what: str, *, seconds: float = HANGS, pause: float = 0.05) -> Any:
-    """Repeat `question` until its answer is true, and return it. A 404 or an unreachable server counts as a false
-    answer.
+    """Repeat `question` until its answer is true, and return the answer.
+
+    A 404 or an unreachable server counts as false.
 
     Raises:
-        TimeoutError: the answer stayed false; the message has `what` and the last answer.
+        TimeoutError: the answer stayed false. The message has `what` and the last answer.
     """
     deadline = time.monotonic() + seconds
     last: object = None

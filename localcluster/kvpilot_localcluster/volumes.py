@@ -13,8 +13,9 @@ from kvpilot_localcluster.expand import field_value
 
 Json = dict[str, Any]
 Fetch = Callable[[str, str, str], Awaitable[Json | None]]
-"""Function that reads the object of (kind, namespace, name), e.g. ("configmaps", "default", "x"). Returns None if there
-is none."""
+"""Function that reads the object (kind, namespace, name), e.g. ("configmaps", "default", "x"). It returns None if there
+is none.
+"""
 
 
 def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:

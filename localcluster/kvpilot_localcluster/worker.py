@@ -16,7 +16,7 @@ from kvpilot_localcluster.podstatus import ContainerView, Run
 from kvpilot_localcluster.probes import Target, act, probe
 from kvpilot_localcluster.tasks import cancelled
 
-# A kubelet leaves a process this long after a preStop hook that has used up the whole grace period.
+# A kubelet gives a process this long after a preStop hook that used up the whole grace period.
 _LEAST_GRACE = 2.0
 
 
@@ -26,8 +26,9 @@ def restarts(policy: str, exit_code: int) -> bool:
 
 
 class ContainerWorker:
-    """Runner of one container. Its history is the folder of its runs, so a new worker continues where a killed one
-    stopped.
+    """Runner of one container.
+
+    Its history is the folder of its runs, so a new worker continues where a killed one stopped.
 
     Attributes:
         view: the container's status.

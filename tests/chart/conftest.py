@@ -1,4 +1,4 @@
-"""Fixtures of the chart's tests: its folder, its rendering with the values of tests/chart/values, and a cluster."""
+"""Fixtures of the chart tests: its folder, its output for each value file in tests/chart/values, and a cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chart() -> Path:
 
 @pytest.fixture(scope="session")
 def installable(chart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the chart without its minimum Kubernetes version, because the local core reports 1.20."""
+    """Return a copy of the chart without its minimum Kubernetes version: the local API server reports 1.20."""
     made = tmp_path_factory.mktemp("charts") / "kvpilot"
     shutil.copytree(chart, made)
     about = made / "Chart.yaml"
@@ -47,7 +47,7 @@ def installable(chart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rendered(chart: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """Render the chart with a named value set, once for each set."""
+    """Render the chart with a named value file. Each file is rendered only once."""
     known: dict[str, list[dict[str, Any]]] = {}
 
     def of(name: str) -> list[dict[str, Any]]:
@@ -61,10 +61,10 @@ def rendered(chart: Path) -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Yield a local cluster with one node, which pretends to have four GPUs and holds none of our objects.
+    """Yield a local cluster with one node, four simulated GPUs and no kvpilot objects.
 
-    The operator's image runs as its pod's own account. The runtime image of docs/install.md is replaced by a cheap
-    engine, because its model cannot be downloaded here.
+    The operator's image runs as the ServiceAccount of its pod. A cheap engine replaces the runtime image of
+    docs/install.md, because tests cannot download that image's model.
     """
     folder = tmp_path_factory.mktemp("chart")
     operator = {

@@ -1,7 +1,7 @@
-"""Stand-in for a container runtime that runs the operator's image: it mounts the service account at the usual path.
+"""Stand-in for a container runtime that runs the operator's image: it mounts the ServiceAccount at the usual path.
 
 The node agent runs pods as plain processes. So the token lies in a volume folder beside the pod's home, and the pod
-listens on its own address. Only the API server's address comes from CLUSTER_KUBECONFIG; the identity is the pod's own.
+listens on its own address. Only the API server's address comes from CLUSTER_KUBECONFIG. The pod has its own identity.
 """
 
 import json

@@ -27,7 +27,7 @@ def bundle(root: Path) -> Bundle:
 
 
 def courier_says(folder: Path, manifests: Path, package: str) -> tuple[int, list[str]]:
-    """Return operator-courier's exit status and errors for these manifests in the older layout that it supports."""
+    """Return operator-courier's exit status and errors for these manifests, in the old layout that it supports."""
     flat = folder / "flat"
     flat.mkdir()
     for kind in ("clusterserviceversion", "quantizedllmservices"):

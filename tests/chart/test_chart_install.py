@@ -1,4 +1,4 @@
-"""The chart on a real API server: install, test, upgrade, remove. The operator has no rights beyond its roles.
+"""The chart on a real API server: install, test, upgrade, uninstall. The operator has only the rights of its roles.
 
 Pods use only the token of the chart's ServiceAccount (operator_image.py). If a role lacks a verb, the operator's log
 has a rejection.
@@ -29,27 +29,27 @@ UNCHECKED = "--disable-openapi-validation"
 
 VERBS = {"GET": "get", "LIST": "list", "WATCH": "watch", "POST": "create", "PATCH": "patch", "PUT": "update"}
 NOT_USED_HERE = {
-    # The audit log counts a watch only when it ends, after five minutes. The later checks fail without these watches.
+    # The audit log records a watch only when it ends, after five minutes. Later checks fail if a watch is not allowed.
     *(("watch", kind) for kind in ("quantizedllmservices", "deployments", "pods", "services")),
-    # A get follows only a conflict, and a patch is the write of a status.
+    # Reads by name follow only a conflict. Patches write only the status.
     ("get", "quantizedllmservices"),
     ("patch", "quantizedllmservices/status"),
     # This write opens a readiness gate. The audit log counts it as a write of the pod.
     ("patch", "pods/status"),
     # Only an admission plugin requires this right, and it is off here.
     ("update", "quantizedllmservices/finalizers"),
-    # One replica gets no disruption budget, which would block node drains for ever.
+    # A single replica gets no disruption budget, which would block node drains for ever.
     *((verb, "poddisruptionbudgets") for verb in ("create", "patch", "delete")),
     # This API server lacks the Gateway API, its extension and LeaderWorkerSet.
     *((verb, kind) for verb in ("get", "create", "patch", "delete") for kind in ("httproutes", "inferencepools")),
     *((verb, "leaderworkersets") for verb in ("get", "list", "watch", "create", "patch", "delete")),
     # Only the StatefulSet of a LeaderWorkerSet has Events that the operator reads.
     ("list", "events"),
-    # These verbs come later: for surplus services and baselines, and for repeated events.
+    # These verbs are used only later: to delete surplus services and old baselines, and to count repeated Events.
     ("delete", "services"),
     ("delete", "configmaps"),
     ("patch", "events"),
-    # Server-side apply requires this right to create an object, but the request is a patch.
+    # The request is a PATCH, but server-side apply also needs the right to create.
     *(("create", kind) for kind in ("deployments", "services", "configmaps")),
 }
 

@@ -1,4 +1,4 @@
-"""checkov reports nothing unexplained about the rendered chart and the objects of a service."""
+"""checkov reports only documented exceptions for the rendered chart and for the objects of a service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.crd import apply_defaults
 
 HERE = Path(__file__).parent
 SETS = sorted(path.stem for path in (HERE / "values").glob("*.yaml"))
-# No update check and no downloaded policies: the installed version decides alone.
+# No update check and no downloaded policies: only the installed version decides.
 OFFLINE = {"CKV_SKIP_PACKAGE_UPDATE_CHECK": "true", "BC_SKIP_MAPPING": "TRUE"}
 
 
@@ -27,7 +27,7 @@ OFFLINE = {"CKV_SKIP_PACKAGE_UPDATE_CHECK": "true", "BC_SKIP_MAPPING": "TRUE"}
 def chart_manifests(rendered, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chart")
     for name in SETS:
-        # Skip the CRD: it is an API, not a workload, and most of the text.
+        # Skip the CRD: it is not a workload, and it is most of the text.
         objects = [one for one in rendered(name) if one["kind"] != "CustomResourceDefinition"]
         (folder / f"{name}.yaml").write_text(yaml.safe_dump_all(objects))
     return folder
@@ -52,7 +52,7 @@ def engine_manifests(root, tmp_path_factory):
 
 
 def unexplained(findings, exceptions):
-    """Return findings (check, kind, message) without an exception, and exceptions without a finding."""
+    """Return findings (check, kind, message) that have no exception, and exceptions that match no finding."""
     assert all(one["reason"].strip() for one in exceptions)
     excused = {(one["check"], kind) for one in exceptions for kind in one["kinds"]}
     found = {(check, kind) for check, kind, _ in findings}

@@ -36,7 +36,7 @@ def pod_specs(objects):
 
 
 def without_copies(objects):
-    """Leave out content copied from another file, which has its own test."""
+    """Leave out content that is copied from another file: it has its own test."""
     objects = copy.deepcopy(objects)
     for one in find(objects, "CustomResourceDefinition"):
         one["spec"] = "as in crds/"

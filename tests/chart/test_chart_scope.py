@@ -1,6 +1,6 @@
-"""Two operators never manage the same services: Helm refuses the second, and only one has the rights at a time.
+"""Two operators never manage the same services: Helm refuses the second one, and only one has the rights at a time.
 
-A real API server and Helm are used; the releases have no pods.
+The tests use a real API server and Helm. The releases have no pods.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Releases:
         assert done.returncode == 0, done.stderr
 
     def may_write(self, namespace, where):
-        """Query the API server whether a release's operator may write services' Deployments there."""
+        """Ask the API server if a release's operator may write Deployments in this namespace."""
         asked = {"verb": "patch", "group": "apps", "resource": "deployments", "namespace": where}
         user = f"system:serviceaccount:{namespace}:kvpilot-operator"
         body = {"spec": {"user": user, "groups": ["system:authenticated"], "resourceAttributes": asked}}

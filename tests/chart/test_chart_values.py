@@ -198,7 +198,7 @@ def test_the_schema_knows_every_value_and_no_other(chart):
         if "properties" not in described or not isinstance(known, dict) or not known:
             return
         assert described["additionalProperties"] is False, path
-        # Two values of Helm's own, and one that only some users set.
+        # Helm defines two of these values, and only some users set the third.
         optional = {"global", "claims", *(["enabled"] if path == "values" else [])}
         assert known.keys() == described["properties"].keys() - optional, path
         for key, value in known.items():

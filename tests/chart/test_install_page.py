@@ -1,7 +1,7 @@
 """The commands of docs/install.md and docs/upgrade.md run on a real API server, section by section, in one cluster.
 
-The chart is a copy without its minimum version, because the local cluster's core is Kubernetes 1.20. Alternatives to
-the first section (plain manifests, some namespaces only) run after the page's removal commands.
+The chart is a copy without its minimum version, because the local API server is Kubernetes 1.20. Alternatives to the
+first section (plain manifests, selected namespaces only) run after the page's commands for removal.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Person:
         return done.stderr
 
     def watches(self, one: Command, column: str, value: str) -> str:
-        """Read a command's continuous output until this column has this value, end it, and return that line."""
+        """Read a command's continuous output until a column has this value. Then stop it and return the line."""
         with subprocess.Popen(invocation(one), stdout=subprocess.PIPE, text=True, env=self._environment) as shown:
             assert shown.stdout is not None
             heading = shown.stdout.readline().split()
@@ -171,7 +171,7 @@ def test_with_helm(person: Person) -> None:
     found = person.runs(pods)
     assert len(re.findall(r"^pod/kvpilot-operator-\S+ +1/1 +Running", found, re.MULTILINE)) == 2
     assert "lease.coordination.k8s.io/kvpilot-operator" in found
-    # A server publishes a CRD's schema some seconds after it serves the kind.
+    # An API server publishes a CRD's schema some seconds after it serves the kind.
     until(lambda: person.tries(explain).returncode == 0, "the API is explained", pause=3)
     assert "ladder" in person.runs(explain)
 
@@ -192,7 +192,7 @@ def test_serve_a_model(person: Person) -> None:
 
 
 def served(person: Person) -> set[str]:
-    """Return the models of the ready engines that serve the page's service."""
+    """Return the models of the ready engines behind the page's service."""
     pods = person.rest.get("/api/v1/namespaces/models/pods?labelSelector=kvpilot.io/service=chat")["items"]
     ready = [pod for pod in pods if pod["status"]["containerStatuses"][0]["ready"]]
     told = [argument.partition("=") for pod in ready for argument in pod["spec"]["containers"][0]["args"]]

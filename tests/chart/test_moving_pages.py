@@ -1,6 +1,6 @@
 """The commands of docs/migrate.md, undo.md, day-2.md and leave.md run in this order, with Helm's operator and load.
 
-Engines have no model: the page's images are replaced by a cheap engine. The operator is the real one, in its own pods.
+The operator is the real one, in its own pods. A cheap engine without a model replaces the pages' images.
 """
 
 from __future__ import annotations

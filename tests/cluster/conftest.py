@@ -28,7 +28,7 @@ def _definitions() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Yield the local cluster with crds/ and one node with four simulated GPUs. Containers restart after a second."""
+    """Yield the local cluster with the CRD and one node of four simulated GPUs. Containers restart after one second."""
     folder = tmp_path_factory.mktemp("cluster")
     with LocalCluster(folder, backoff=1.0, resources={"nvidia.com/gpu": "4"}) as running:
         define(running.rest, _definitions())
@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="session")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """Yield a control plane without nodes and without crds/, with the namespaces `models` and `empty`."""
+    """Yield a control plane without nodes and without the CRD, with the namespaces `models` and `empty`."""
     with ControlPlane(tmp_path_factory.mktemp("plane"), build.build()) as running:
         for name in ("models", "empty"):
             running.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
@@ -48,23 +48,23 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest.fixture
 def namespace(cluster: LocalCluster) -> Iterator[str]:
-    """Yield a namespace of the test's own on `cluster`, and delete it afterwards."""
+    """Create a namespace on `cluster` for one test, and delete it afterwards."""
     name = f"test-{next(_NUMBERS)}"
     cluster.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
     yield name
-    # Do not wait for the removal of pods, which can take their grace period.
+    # Do not wait until the pods are gone: that can take their grace period.
     cluster.rest.delete(f"/api/v1/namespaces/{name}")
 
 
 @pytest.fixture
 def tenant(cluster: LocalCluster, namespace: str) -> Tenant:
-    """Yield that namespace with helpers for tests."""
+    """Return a `Tenant`: the namespace with helpers for tests."""
     return Tenant(cluster, namespace)
 
 
 @pytest.fixture(scope="module")
 def operator(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
-    """Yield the operator's process, connected to that cluster."""
+    """Start an operator process that is connected to `cluster`, and yield it."""
     folder: Path = tmp_path_factory.mktemp("operator")
     one = Operator("a", folder, cluster.kubeconfig)
     try:
@@ -83,5 +83,5 @@ def answers(operator: Operator) -> bool:
 
 @pytest.fixture
 def rest(cluster: LocalCluster, operator: Operator) -> Rest:
-    """Return a client of the cluster's administrator, while that operator runs."""
+    """Return a client with the administrator's rights on `cluster`, while the operator runs."""
     return cluster.rest

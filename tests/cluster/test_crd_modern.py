@@ -1,4 +1,4 @@
-"""Each manifest of the corpus is refused by the judge that bad_manifests.yaml names: the server or the operator."""
+"""Each invalid manifest is refused by the judge that bad_manifests.yaml names: the API server or the operator."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def create(cluster: LocalCluster, manifest: dict[str, Any]) -> tuple[int, dict[s
 
 
 def causes(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (field, message) of each fault, without notes on /scale and on rules that the server skipped."""
+    """Return (field, message) of each error, without notes about /scale and about rules that the server skipped."""
     found = [(cause.get("field", ""), cause["message"]) for cause in answer["details"]["causes"]]
     return [(field, message) for field, message in found if field not in ("<nil>", "") and not field.startswith(".")]
 
 
 def places(fields: list[str]) -> set[str]:
-    """Return field names without list indices, which the server omits from schema faults."""
+    """Return field names without list indices, which the server omits from schema errors."""
     return {re.sub(r"\[\d+\]", "", field) for field in fields}
 
 
@@ -73,7 +73,7 @@ def rules_of(schema: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def is_of(rule: dict[str, str], message: str) -> bool:
-    """Return True if a message belongs to the rule. Compare only its end if it contains a value."""
+    """Return True if a message belongs to the rule. If it contains a value, compare only its end."""
     remedy = rule["message"].rpartition(": ")[2]
     return message.endswith(remedy if "messageExpression" in rule else rule["message"])
 

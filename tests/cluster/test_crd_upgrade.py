@@ -1,4 +1,4 @@
-"""Services survive a replacement of their CRD."""
+"""Services survive when their CRD is replaced."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Defined:
         return f"{DEFINITIONS}/{PLURAL}.{self.group}"
 
     def services(self, version: str = "v1alpha1") -> str:
-        """Return the path of services in the namespace default, in that version."""
+        """Return the path of services in the namespace `default`, in this API version."""
         return f"/apis/{self.group}/{version}/namespaces/default/{PLURAL}"
 
     def definition(self, change: Callable[[Json], None] = lambda _: None) -> Json:
@@ -63,7 +63,7 @@ class Defined:
         define(self.rest, [definition])
 
     def replace(self, definition: Json) -> None:
-        """Change the CRD, and wait for the moment that the server takes to apply it."""
+        """Change the CRD, and wait until the server applies it."""
         now = self.rest.get(self.path)["metadata"]["resourceVersion"]
         metadata = {**definition["metadata"], "resourceVersion": now}
         self.rest.call("PUT", self.path, {**definition, "metadata": metadata})
@@ -89,7 +89,7 @@ class Defined:
         return found
 
     def would_be(self, manifest: Json, version: str = "v1alpha1") -> Json:
-        """Return the server's defaulted form of a new service by a dry run."""
+        """Return a new service with the server's defaults, by a dry run."""
         made: Json = self.rest.create(f"{self.services(version)}?dryRun=All", manifest)
         return made
 
@@ -99,7 +99,7 @@ class Defined:
 
 
 def with_successor(definition: Json, *, stored: str) -> None:
-    """Serve v1beta1 beside v1alpha1 with the same schema and no webhook; one of them is the storage version."""
+    """Serve v1beta1 beside v1alpha1 with the same schema and no webhook. One of them is the storage version."""
     (alpha,) = definition["spec"]["versions"]
     beta = {**copy.deepcopy(alpha), "name": "v1beta1"}
     definition["spec"]["versions"] = [{**one, "storage": one["name"] == stored} for one in (alpha, beta)]
@@ -111,14 +111,14 @@ _NUMBERS = itertools.count(1)
 
 @pytest.fixture
 def defined(cluster: LocalCluster) -> Iterator[Defined]:
-    """Return an API group of the test's own, without a CRD."""
+    """Yield an API group for one test, without a CRD."""
     made = Defined(cluster.plane, f"upgrade-{next(_NUMBERS)}.kvpilot.io")
     yield made
     made.remove()
 
 
 def auto_by_default(definition: Json) -> None:
-    """Return the CRD from the time when Auto was the default mode."""
+    """Return the old CRD, in which Auto was the default mode."""
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     mode = spec["properties"]["kvCache"]["properties"]["mode"]
     assert mode["default"] == "Recommend"
@@ -154,7 +154,7 @@ def test_a_service_of_the_time_when_auto_was_the_default_stays_in_auto_and_a_new
     listed = defined.rest.get(defined.services())["items"]
     assert {mode(one) for one in listed} == {"Auto"}
 
-    # Neither a user's repeated apply, nor other edits, nor the operator's writes change it.
+    # The user may apply the manifest again, and others or the operator may write: the value stays.
     for one in told_nothing.values():
         defined.apply({**one, "spec": {**one["spec"], "replicas": 2}})
     defined.apply(
@@ -183,7 +183,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def examples(defined: Defined) -> dict[str, Json]:
-    """Return every service of examples/, each under its own name in the test's group."""
+    """Return every service of examples/, each under its own name, in the API group of the test."""
     found = {}
     for path in sorted(EXAMPLES.glob("*.yaml")):
         for document in yaml.safe_load_all(path.read_text()):
@@ -193,7 +193,7 @@ def examples(defined: Defined) -> dict[str, Json]:
 
 
 def a_status() -> Json:
-    """Return the status that the operator's rules write after pressure, a trial and a promotion."""
+    """Return the status that the operator writes after memory pressure, a trial and a promotion."""
     cluster = ModelCluster(
         manifest(kvCache={"pressure": {"sustainedSeconds": 30}}, canary={"steps": []}), demand=9000, start_ticks=2
     )
@@ -204,7 +204,7 @@ def a_status() -> Json:
 
 
 def content(service: Json) -> Json:
-    """Return an object's content, independent of the API version in which it is read."""
+    """Return an object's content, which does not depend on the API version of the request."""
     metadata = {name: service["metadata"][name] for name in ("name", "uid", "generation")}
     return {"metadata": metadata, "spec": service["spec"], "status": service.get("status")}
 
@@ -242,12 +242,12 @@ def test_v1alpha1_becomes_v1beta1_without_a_webhook_and_no_service_changes(defin
         defined.rest.merge(f"{defined.services(writer)}/{name}/status", {"status": {"replicas": replicas}})
         found = defined.get(name, reader)
         assert (found["spec"]["replicas"], found["status"]["replicas"]) == (replicas, replicas)
-    # A field applied in one version and omitted in the other is removed, as within one version.
+    # If a field is applied in one version and omitted in the other, the server removes it, as within one version.
     defined.apply(defined.manifest("applied", ALPHA, replicas=3, kvCache={"mode": "Auto"}), "--server-side")
     defined.apply(defined.manifest("applied", BETA, replicas=3), "--server-side")
     assert mode(defined.get("applied", ALPHA)) == "Recommend"
 
-    # v1alpha1 may be removed once every object is rewritten. The server refuses it before.
+    # v1alpha1 may be removed once every object has been rewritten. Before that, the server refuses.
     with pytest.raises(ApiError, match="storedVersions"):
         defined.replace(defined.definition(without_alpha))
     listed = defined.rest.get(defined.services(BETA))["items"]

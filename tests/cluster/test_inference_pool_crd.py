@@ -63,7 +63,7 @@ def server_1_6(server: Rest) -> Iterator[Rest]:
 
 @pytest_asyncio.fixture
 async def cluster_of_pools(cluster: LocalCluster, server: Rest) -> AsyncIterator[Cluster]:
-    """Return the operator's view of the server."""
+    """Yield the operator's client for the server."""
     configuration = Configuration()
     kubeconfig = str(cluster.kubeconfig)
     await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)

@@ -1,4 +1,4 @@
-"""Baselines on a real API server: few are kept, and other objects with their label are neither read nor deleted."""
+"""Baselines on a real API server: the operator keeps few, and never reads or deletes other objects with their label."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def cluster(plane: ControlPlane) -> AsyncIterator[Cluster]:
 async def test_old_baselines_go_and_a_tenants_many_large_config_maps_stay_unread(
     plane: ControlPlane, cluster: Cluster
 ) -> None:
-    # They sort after the baselines in a list, and are older.
+    # These objects come after the baselines in a list, and are older.
     large = {"filler": "x" * 50_000}
     for number in range(2 * MAX_SEEN):
         about = {"name": f"zzz-{number}", "labels": {SERVICE_LABEL: KEY.name}}

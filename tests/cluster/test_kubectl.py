@@ -35,7 +35,7 @@ def kvpilot(kubeconfig: Path, *argv: str, program: Path = PROGRAM) -> subprocess
 
 @dataclass
 class World:
-    """API server with one service, whose Fixed dtype the operator's rules have denied."""
+    """API server with one service. The operator has denied the dtype that the service fixes."""
 
     plane: ControlPlane
     without_crd: subprocess.CompletedProcess[str]
@@ -70,7 +70,7 @@ def world(plane: ControlPlane) -> World:
     metadata = {"name": "chat", "namespace": "models"}
     made = plane.rest.create(SERVICES, {**cluster.obj, "metadata": metadata})
     world.status = json.loads(json.dumps(cluster.status))
-    # The denials have the model cluster's dates, and must not expire here.
+    # The denials have the model cluster's dates. They must not expire here.
     for one in world.status["kvCache"]["denied"]:
         one["until"] = "2999-01-01T00:00:00Z"
     plane.rest.merge(f"{SERVICES}/chat/status", {"status": world.status})
@@ -163,7 +163,7 @@ def reader(world: World) -> Path:
 
 
 def user(world: World, name: str) -> Path:
-    """Return the client configuration of a user whose only rights are those bound to the name."""
+    """Return a client configuration for a new user, who has only the rights that are bound to this name."""
     certs.certificate(world.plane.folder, name, f"/CN={name}")
     return certs.kubeconfig(world.plane.folder, name, world.plane.rest.server)
 

@@ -30,13 +30,14 @@ def running_processes(mark: str) -> list[int]:
 
 
 EACH_SECOND = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 60}
-"""Probe settings: the first failure counts, and a slow machine causes none."""
+"""Probe settings: the first failure counts, and a slow machine causes no failure."""
 
 
 def test_a_failing_liveness_probe_restarts_the_container(tenant: Tenant) -> None:
     probe = {"exec": {"command": ["test", "!", "-e", "/state/hung"]}, **EACH_SECOND}
     mounts = [{"name": "state", "mountPath": "/state"}]
-    # The first run makes the probe fail. The second finds the file removed, because the trap precedes the file.
+    # The first run makes the probe fail. The second run starts without the file: the trap is set before the file
+    # exists.
     script = (
         "[ -e /state/once ] || { trap 'rm /state/hung; exit 3' TERM; touch /state/once /state/hung; }; sleep 900 & wait"
     )
@@ -84,7 +85,7 @@ def test_a_crashing_container_is_restarted_with_growing_pauses(tenant: Tenant) -
         for run in range(4)
     ]
     _, second, third = (after - before for before, after in itertools.pairwise(times))
-    assert second >= 0.9  # pauses of one second and then two; a busy machine adds to both
+    assert second >= 0.9  # pauses of one and then two seconds, longer on a busy machine
     assert third >= 1.9
 
 
@@ -201,13 +202,13 @@ def test_pretended_gpus_are_scheduled_by_number(tenant: Tenant) -> None:
 
 
 def until_bound(tenant: Tenant) -> Json:
-    """Wait until one of the two pods is bound, and return the pod `fits`."""
+    """Wait until one of the two pods is bound, and return `fits`."""
     until(lambda: any("nodeName" in tenant.pod(name)["spec"] for name in ("fits", "waits")), "one is bound")
     return tenant.pod("fits")
 
 
 def test_a_cluster_whose_starter_was_killed_is_ended_at_the_next_start(tmp_path: Path) -> None:
-    # One record of a killed starter, and one whose process id now belongs to another process.
+    # One record names a killed process, and one a process ID that another process has now.
     child = procs.spawn(tmp_path / "etcd.pid", ["sleep", "600"], log=tmp_path / "log")
     mine = json.dumps({"pid": os.getpid(), "start": 1})
     (tmp_path / "kube-apiserver.pid").write_text(mine)

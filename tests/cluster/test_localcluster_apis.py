@@ -1,4 +1,4 @@
-"""The local cluster serves APIs that its Kubernetes 1.20 core lacks: policy/v1, and CRDs with CEL rules."""
+"""The local cluster serves APIs that its Kubernetes 1.20 server lacks: policy/v1, and CRDs with CEL rules."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def running(mark: str) -> list[str]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Tenant]:
-    """Yield a cluster of the test's own, which the test may stop and kill."""
+    """Yield a separate cluster, which the test may stop and kill."""
     with LocalCluster(tmp_path / "own", backoff=0.1) as cluster:
         yield Tenant(cluster, "default")
 
@@ -70,7 +70,7 @@ def test_a_stopped_cluster_leaves_no_process(own: Tenant, tmp_path: Path) -> Non
 
 
 def test_a_cluster_whose_starter_is_killed_ends(tmp_path: Path) -> None:
-    # All its processes have the pod's folder in their command lines, and nothing else uses that folder.
+    # All processes of the pod have its folder in their command lines, and no other process uses that folder.
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom kvpilot_localcluster.cluster import LocalCluster\n"
         "LocalCluster(Path(sys.argv[1])).start()\nprint('up', flush=True)\ntime.sleep(600)\n"

@@ -24,7 +24,7 @@ IN_THE_MESH = {"metadata": {"labels": {"security.istio.io/tlsMode": "istio"}}}
 
 
 def answers(rest: Rest, namespace: str, address: str) -> None:
-    """Set the service's pod status as a kubelet would for an engine that answers at this address."""
+    """Set the status of the service's pod, as a kubelet would for an engine that answers at this address."""
     pods = f"/api/v1/namespaces/{namespace}/pods"
     until(lambda: rest.get(pods)["items"], "a pod of the engine's")
     pod = rest.get(pods)["items"][0]["metadata"]["name"]

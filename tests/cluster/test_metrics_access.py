@@ -67,7 +67,7 @@ def accounts(plane: ControlPlane) -> None:
 
 @pytest_asyncio.fixture
 async def port(plane: ControlPlane, tmp_path: Path) -> AsyncIterator[int]:
-    """Serve the operator's endpoints, which query the API server as the operator's own ServiceAccount."""
+    """Serve the operator's endpoints. They query the API server as the operator's own ServiceAccount."""
     known = yaml.safe_load(plane.kubeconfig.read_text())
     known["users"] = [{"name": "operator", "user": {"token": token(plane, "kvpilot-operator")}}]
     known["contexts"][0]["context"]["user"] = "operator"

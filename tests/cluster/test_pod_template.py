@@ -65,7 +65,7 @@ TEMPLATE: Json = {
 
 
 def missing(asked: Any, found: Any, path: str) -> list[str]:
-    """Return paths at which the stored object differs from the request. Items of object lists are matched by name."""
+    """Return the paths at which the stored object differs from the request. Match items of object lists by name."""
     if isinstance(asked, dict):
         return [
             one for key, value in asked.items()
@@ -143,7 +143,7 @@ def test_a_missing_secret_of_a_volume_is_named_in_the_status_and_its_kubelets_wo
 
 
 def user(cluster: LocalCluster, namespace: str, role: str) -> Rest:
-    """Return a client that has only this cluster role, in that namespace."""
+    """Return a client that has only this ClusterRole, in this namespace."""
     name = f"{role}-of-{namespace}"
     bound = {
         "metadata": {"name": name},
@@ -157,7 +157,7 @@ def user(cluster: LocalCluster, namespace: str, role: str) -> Rest:
 
 
 def by_hand(theirs: Rest, namespace: str, template: Json) -> None:
-    """Send dry-run creates of a Deployment and a pod with this template."""
+    """Create a Deployment and a pod with this template by dry runs."""
     labels = {"made": "by-hand"}
     template = copy.deepcopy(template)
     template["metadata"]["labels"] |= labels

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Invalid service and the expected words of the message; `before` is created in the namespace first."""
+    """Invalid service and the words that the message must have. `before` is created in the namespace first."""
 
     name: str
     reason: str
@@ -78,7 +78,7 @@ def test_what_is_refused_is_told_with_field_and_words(rest: Rest, namespace: str
     for words in case.words:
         assert words in found["message"]
     if "(Deployment " in found["message"]:
-        # There is no engine that could have a reason of its own.
+        # No engine exists, so the condition has no reason from an engine.
         ready = told(rest, namespace, "Ready", case.reason)
         assert ready["status"] == "False"
         assert case.words[0] in ready["message"]
@@ -152,7 +152,7 @@ def replaced(rest: Rest, namespace: str, path: str) -> Json:
 
 
 def test_the_server_itself_refuses_to_merge_our_deployment_into_another_one(rest: Rest, namespace: str) -> None:
-    """Return the changes that let a new Deployment work without a claim of its name."""
+    """Check that server-side apply cannot change the immutable selector of another owner's Deployment."""
     key, spec = ServiceKey(namespace, "chat"), spec_of(manifest())
     ours = workload(key, "u-1", pod_template("chat", spec, "auto"), 1, 600)
     about = {"name": ours["metadata"]["name"], "namespace": namespace}

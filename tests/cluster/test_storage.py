@@ -20,7 +20,7 @@ SECONDS = 600
 
 @pytest.fixture(scope="module", autouse=True)
 def waiting(cluster: LocalCluster, operator: Operator) -> str:
-    """Create a service whose pod waits for a volume. The condition says so a minute later, after other tests."""
+    """Create a service whose pod waits for a volume. After a minute the condition says so, in another test."""
     rest, namespace = cluster.rest, "waiting"
     rest.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
     rest.create(
@@ -48,7 +48,7 @@ def ask(rest: Rest, namespace: str, size: str, **more: str) -> None:
 
 
 def bound(rest: Rest, namespace: str, *, grows: bool) -> str:
-    """Create a service with a claim of 2 GiB and a class that may allow resizing; return the name of the class."""
+    """Create a service with a claim of 2 GiB. Its storage class may allow resizing. Return the name of the class."""
     name = f"class-{namespace}"
     rest.create(
         "/apis/storage.k8s.io/v1/storageclasses",
@@ -79,7 +79,7 @@ def test_a_claim_is_bound_and_grows_where_its_class_allows(rest: Rest, namespace
     found = told(rest, namespace, "Stalled", "Invalid")
     assert "spec.cache.weights: a claim keeps its class" in found["message"]
     assert rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi"
-    # The previously requested size is the actual one, so nothing is refused any more.
+    # The old size is the actual one, so the server refuses nothing any more.
     ask(rest, namespace, "5Gi")
     until(lambda: condition(rest, namespace, "Stalled")["status"] == "False", "nothing is refused")
     assert rest.get(claim(namespace))["spec"]["storageClassName"] == name

@@ -1,6 +1,6 @@
 """A real HorizontalPodAutoscaler and the operator share an example's service, and each writes only its own fields.
 
-Cheap engines (`kvpilot_localcluster.engines.faulty`) suffice, because the test looks only at the writers.
+Cheap engines (`kvpilot_localcluster.engines.faulty`) suffice, because the test checks only who writes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Json = dict[str, Any]
 
 
 class World:
-    """Cluster whose operator has its own name in the audit log, and the load of the engines."""
+    """Cluster whose operator has its own user name in the audit log, and the load of the engines."""
 
     def __init__(self, cluster: LocalCluster, operator: str) -> None:
         self.cluster, self.rest, self.operator = cluster, cluster.rest, operator
         self.adapter = Adapter(cluster.rest, lambda: operator)
         self.load: dict[str, Json] = {}
-        """Return the sum of the engines' metrics. The Service spreads requests over the engines."""
+        """Metrics of each service in all. `_spread` divides them among its engines, as a Service would."""
         self._rounds = 0
 
     def status(self, name: str) -> Json:
@@ -74,9 +74,9 @@ class World:
         return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
 
     def apply_example(self, file: str, **changes: Any) -> str:
-        """Create both objects of an example, with the autoscaler as v2beta2, which this server supports.
+        """Apply both objects of an example, and return their name.
 
-        Return their name.
+        The autoscaler is created as v2beta2, which this server supports.
         """
         service, autoscaler = yaml.safe_load_all((EXAMPLES / file).read_text())
         service["spec"] |= changes
@@ -101,7 +101,7 @@ class World:
             raise TimeoutError(f"{error}; {told}") from None
 
     def _spread(self) -> None:
-        # The operator would reject a constant usage while requests come and go.
+        # The operator would reject a usage that stays constant while requests come and go.
         self._rounds += 1
         wobble = 0.01 * (self._rounds % 2)
         for name, figures in self.load.items():
@@ -176,7 +176,7 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
     scale = world.scale(name)
     assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (3, 3)
 
-    # The test holds the canary in the middle of its probes. No request waits meanwhile, or the baseline would yield.
+    # The test stops the canary in the middle of its probes. No request waits now, so the probes do not yield to users.
     world.load[name] = {"usage": 0.3, "running": 130, "waiting": 0}
     world.rest.merge(f"{SERVICES}/{name}", {"spec": {"kvCache": {"dtype": "fp8"}}})
     world.until(lambda: world.status(name).get("canary", {}).get("stage") == "Probing", "the canary is probed")
@@ -191,7 +191,7 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
     (selector,) = set(world.adapter.asked["vllm_requests_in_flight"])
     assert f"{REVISION_LABEL}={stable}" in selector
 
-    # The test releases the canary, which then replaces the four replicas while the autoscaler keeps polling.
+    # The test lets the canary continue. It replaces the four replicas while the autoscaler keeps polling.
     _post(probed, {"completions": ""})
     world.until(lambda: world.deployments(name) == {canary: 4}, "the canary has been promoted")
     world.until(lambda: world.status(name)["kvCache"]["activeDtype"] == "fp8", "the status says so")
@@ -237,7 +237,7 @@ def _ours(pod: Json) -> bool:
 
 
 def _operator_wrote_no_number(world: World, name: str) -> None:
-    """Check the API server's audit log and the managers of the fields."""
+    """Check in the API server's audit log, and by the managers of fields, that the operator never wrote replicas."""
     writes = world.writes(f"{SERVICES}/{name}")
     assert (OPERATOR, "patch /status") in writes
     assert {what for user, what in writes if user == OPERATOR} == {"patch /status"}

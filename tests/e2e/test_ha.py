@@ -1,7 +1,7 @@
 """Two operators and one Lease on a real API server with an audit log: one leads, and the other takes over.
 
-No pods run, because the test looks only at the writers. Services change all the time, so a leader always has something
-to write.
+No pods run, because the test checks only who writes. Services change all the time, so a leader always has a write to
+do.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def test_of_two_replicas_one_acts_and_the_other_is_ready_and_writes_nothing(pair
 
 
 def replaced(pair, number):
-    """End the leader by a signal; return its exit status, its term, and the seconds until the other's first write."""
+    """End the leader by a signal. Return its exit status, its term, and the seconds until the other's first write."""
     leader, _ = pair.settle()
     holder, since = pair.holder(), now()
     leader.process.send_signal(number)
@@ -196,7 +196,7 @@ def test_a_leader_that_is_cut_off_ends_before_the_other_takes_over(pair):
 
 
 def away(pair, length):
-    """Kill the API server, restart it after so many seconds, and return the time of its first answer."""
+    """Kill the API server, restart it after this many seconds, and return the time of its first answer."""
     server = Component(pair.plane.folder, "kube-apiserver")
     server.kill()
     time.sleep(length)
@@ -213,7 +213,7 @@ def away(pair, length):
 
 
 def test_an_api_server_that_restarts_costs_nobody_the_leadership(pair):
-    # The API server may take ten times as long to return as on quiet cores, where the default of 15 s is enough.
+    # The API server may take ten times as long to return as on idle cores, where the default of 15 s is enough.
     with pair.flags("--lease-seconds=150"):
         leader, _ = pair.settle()
         holder = pair.holder()
@@ -262,7 +262,7 @@ def test_in_a_dozen_random_ends_of_leaders_no_write_is_out_of_place(pair):
 
 
 def test_the_audit_log_convicts_an_operator_that_does_not_ask(pair):
-    """The check above can fail: it finds an extra operator without --leader-elect at once."""
+    """Check that the audit detects a fault: an extra operator without --leader-elect."""
     pair.settle()
     assert pair.faults() == []
     lonely = pair.start("c")

@@ -1,4 +1,4 @@
-"""Queries of the KEDA example, evaluated by Prometheus' own engine (promtool) over the pages of a small fleet."""
+"""Queries of the KEDA example. Prometheus' own engine (promtool) evaluates them over pages of a small fleet."""
 
 from __future__ import annotations
 

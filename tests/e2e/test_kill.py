@@ -1,6 +1,6 @@
-"""kill -9 of the operator at many moments of the story leads to the same final state as the undisturbed story.
+"""The operator is killed (SIGKILL) at many moments of the story, and the final state is always the same.
 
-Two faster tests run every time: tests/unit/test_decide_rollout.py kills between any two writes, and
+Two faster tests run every time. tests/unit/test_decide_rollout.py kills between any two writes.
 tests/faults/test_unprobed_pods.py uses a real API server and the operator's process.
 """
 
@@ -34,7 +34,7 @@ def canary(dtype, stage):
     return lambda s: at(s, "canary", "dtype") == dtype and at(s, "canary", "stage") == stage
 
 
-# Each moment occurs once, in any order: the observation, and the seconds from it to the kill.
+# Each moment occurs once, in any order: an observation, and the seconds from it to the kill.
 MOMENTS = [
     ("the object is new", lambda s: True, 0.0),
     ("the first revision is chosen", lambda s: bool(at(s, "stable")), 0.0),

@@ -21,7 +21,7 @@ NAMESPACE = "default"
 SLOT = "kvpilot.test/slot"
 # Each wait includes an engine's start and the filling of its cache, at most two minutes on quiet cores.
 HANGS = 1200
-# Random weights give no meaningful answers. These limits let every canary pass, and limits of zero let none pass.
+# The model has random weights, so its answers mean nothing. These limits let every canary pass; zero lets none pass.
 LENIENT = {"probeSets": ["builtin/general"], "maxExcessKLMillinats": 100000, "minTop1AgreementPercent": 0}
 PATIENT = {
     "warmUpSeconds": 5,
@@ -128,7 +128,7 @@ async def test_pressure_at_the_end_of_the_ladder_adds_a_replica_and_calm_takes_i
     async with users(world, "scaled", 12) as load:
         await until(world, "scaled", lambda s: at(s, "scaling", "desiredReplicas") == 2)
     assert load.stats.failed == 0, list(load.stats.failures)
-    # The trial does not end before the second engine has started, however long that takes.
+    # The trial ends only after the second engine has started, however long that takes.
     status = await until(world, "scaled", lambda s: at(s, "readyReplicas") == 2)
     added = next(d for d in status["decisions"] if d["action"] == "ScaleOut")
     assert added["options"][0]["outcome"] == "Chosen"
@@ -162,7 +162,7 @@ async def test_recommend_mode_names_the_step_and_changes_nothing(world):
 
 @pytest.mark.long
 async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_through_its_steps(world):
-    """On a CPU plain torch reads our pages at half the speed of vLLM's own kernels: a real regression."""
+    """On a CPU plain torch reads our pages at half the speed of vLLM's own kernels, which is a real regression."""
     await world.cluster.create(
         service(
             world,
@@ -180,7 +180,7 @@ async def test_a_slower_canary_is_caught_under_live_load_and_a_good_one_goes_thr
         )
     )
     await until(world, "stepped", lambda s: at(s, "readyReplicas") == 2)
-    # Users come after the canary answers: earlier load would only slow its engine's start.
+    # Users come only after the canary answers: earlier load would slow down its start.
     await patch(world, "stepped", kvCache={"dtype": "k4v4"})
     await until(world, "stepped", lambda s: at(s, "canary", "stage") in ("Probing", "Shifting"))
     async with users(world, "stepped", 4, prompt_tokens=50, output_tokens=8) as load:

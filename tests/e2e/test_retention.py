@@ -1,4 +1,4 @@
-"""A bounded cache in a real cluster with real engines: one that forgets is rolled back, another promoted."""
+"""A bounded cache in a real cluster with real engines: a window that forgets is rolled back, a wider one promoted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_bound_that_forgets_is_rolled_back_and_one_longer_than_the_probe
         print(last["message"], measured["sample"], sep="\n")
         assert (last["verdict"], last["reason"]) == ("Failed", "AccuracyRegressed")
         assert measured["excessKLMicronats"] > 20_000
-        # The dtype is not to blame, and the serving revision has kept every token all along.
+        # The dtype did no damage, and the serving revision has kept every token.
         assert "denied" not in status["kvCache"]
         assert "retention" not in status["kvCache"]
         assert status["accuracy"]["baseline"]["controlTop1AgreementPermille"] > 990

@@ -1,6 +1,6 @@
-"""Services side by side: each is served, scaled by /scale and cleaned up on its own.
+"""Services side by side: the operator serves, scales (by /scale) and deletes each of them independently.
 
-A fault of one service is reported in the API or a condition, and the others stay served.
+The fault of one service appears in the API or a condition, and the others stay served.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HANGS = 600
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def world(whole_world):
-    """Return the cluster with a service `twin` that answers in each of two namespaces."""
+    """Return the cluster with one service `twin` in each of two namespaces. Both answer."""
     for name in NAMESPACES:
         await asyncio.to_thread(whole_world.rest.create, "/api/v1/namespaces", {"metadata": {"name": name}})
         await whole_world.cluster.create(service(whole_world, namespace=name))

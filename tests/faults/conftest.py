@@ -1,4 +1,4 @@
-"""One cluster of cheap engines and one operator for all fault tests; each test leaves them healthy."""
+"""One cluster of cheap engines and one operator for all fault tests. Each test leaves both healthy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.faulty_world import FaultyWorld
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def whole_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyWorld]:
-    """Yield a cluster with the service `steady`, whose two engines have users, and `dial`, whose replicas tests change.
+    """Yield a cluster with two services: `steady` has two engines under load; tests change the replica count of `dial`.
 
     Measurements go to pytest's folder for the session, unless KVPILOT_FAULTS_RECORD names another file.
     """
@@ -29,12 +29,12 @@ async def whole_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(whole_world: FaultyWorld) -> AsyncIterator[FaultyWorld]:
-    """Return that cluster. The API server has no fault at the start and end of a test."""
+    """Yield that cluster. The API server is free of faults at the start and end of each test."""
     yield whole_world
     whole_world.api.storm = None
     try:
         whole_world.check()
     except AssertionError:
-        # Let the next tests begin with an empty record.
+        # Start the next test with an empty record.
         await whole_world.start_operator()
         raise

@@ -1,4 +1,4 @@
-"""Runs all tests of faults, long ones included, and writes what they measured into docs/reliability.md.
+"""Run all tests of faults, long ones included, and write their measurements into docs/reliability.md.
 
 python tests/faults/table.py                  # measures all
 python tests/faults/table.py --record FILE    # only the table, from a run with KVPILOT_FAULTS_RECORD=FILE

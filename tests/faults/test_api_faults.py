@@ -1,4 +1,4 @@
-"""The API server restarts, goes away, slows down, drops watches or answers with errors, and the service stays up.
+"""The API server restarts, disappears, slows down, drops watches or answers with errors: the services stay up.
 
 The operator acts on users' changes soon after the fault, and no request to a service fails.
 """
@@ -23,11 +23,11 @@ STORM_SECONDS = 6
 RECOVERS = 60
 """Seconds from a fault's end until the operator has acted on all changes.
 
-It is more than ten times the time on quiet cores, which is mostly below 3 s. A silent watch is reopened after 75 s in
-any case, so the shorter limit reveals a watch that was not reopened.
+The limit is more than ten times the usual time on idle cores, which is mostly below 3 s. A silent watch is reopened
+after 75 s in any case, so a shorter limit shows if a watch was not reopened.
 """
 LATE = 900
-"""Seconds for changes under a fault that lasts, or that the operator notices only after a minute."""
+"""Seconds until changes take effect during a fault, or when the operator notices the fault only after a minute."""
 NUMBERS = itertools.count(1)
 WHAT = "a changed replica count, a new and a deleted service are acted on"
 
@@ -66,13 +66,13 @@ class Changes:
         return [change for change, is_so in done.items() if not is_so]
 
     async def caught_up(self, seconds: float = RECOVERS) -> float:
-        """Wait until the operator has acted on all changes; return the seconds that it took."""
+        """Wait until the operator has acted on all changes, and return the seconds."""
         try:
             taken = await until(self.acted_on, WHAT, seconds)
         except TimeoutError as error:
             error.add_note(f"not acted on: {', '.join(await self.missing())}")
             raise
-        # Kubernetes removes the owned objects, which takes time after an outage, too.
+        # Kubernetes removes the owned objects. After an outage that takes a while.
         await until(self._gone, "the deleted service's Deployment is gone")
         await asyncio.sleep(2 * SCRAPE_SECONDS)
         assert await self._gone(), "a deleted service has come back"
@@ -117,7 +117,7 @@ async def test_after_a_restart_of_the_api_server_changes_are_acted_on(world):
 async def test_after_30_seconds_without_an_api_server_changes_are_acted_on(world):
     # After 40 s without a heartbeat Kubernetes marks every node as lost, and removes all pods from all Services.
     Component(world.local.plane.folder, "kube-controller-manager").start("--node-monitor-grace-period=90s")
-    await asyncio.sleep(10)  # the operator ends if it cannot read the API server at its start
+    await asyncio.sleep(10)  # the operator exits if it cannot read the API server at its start
     await restart(world, 30, "API server away for 30 s")
 
 
@@ -174,7 +174,7 @@ async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_we
             server.kill()  # its watch cache
         core.start()
         await answers(world)
-        definitions.start()  # it reads the core at its start, and ends if it cannot
+        definitions.start()  # it reads the API server at its start, and exits if it cannot
         await until(readable, "services can be read again")
         began = time.monotonic()
         await world.api.back()
@@ -273,7 +273,7 @@ async def test_changes_are_acted_on_in_a_storm_that_fails_every_fourth_request(w
     changes = await Changes.prepared(world)
     world.api.storm = Storm(500, share=0.25)
     await changes.make()
-    # A request may fail several times in a row. RECOVERS covers the pauses after six failures, LATE after twenty.
+    # A request may fail several times in a row. RECOVERS covers the back-off after six failures, LATE after twenty.
     taken = await changes.caught_up(LATE)
     assert world.api.storm is not None
     record("every fourth request answered 500", taken, what=f"{WHAT}, still under the fault")

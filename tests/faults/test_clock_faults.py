@@ -1,4 +1,4 @@
-"""The operator's clock jumps by an hour in either direction: it changes no decision and hides no pressure."""
+"""The operator's clock jumps by an hour in either direction. No decision changes, and pressure stays visible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines with broken metrics or probes delay no other service, change no decision, and are read again once healthy."""
+"""Engines with broken metrics or probes delay no other service and change no decision, and are read again later."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ENGINE = {"image": IMAGE, "nodes": 2}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def groups(whole_world):
-    """Install the CRD after the operator has started, and a controller that replaces that of StatefulSets."""
+    """Install the CRD after the operator has started, and a controller that creates the groups' pods."""
     world = whole_world
     await world.create("early", 1, engine=ENGINE)
 
@@ -59,7 +59,7 @@ async def all_pods(world, name):
 
 
 def moves_groups(written: str) -> bool:
-    """Select these writes only, because other kills are the same for replicas of one pod."""
+    """Return True after a write that concerns groups. Other kills are the same as for replicas of one pod."""
     return written.split()[1].startswith(("services", "leaderworkersets"))
 
 
@@ -72,8 +72,8 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
 
     await until(two_groups_of_two, "only what serves is left")
     second = (await world.status(name))["stable"]["revision"]
-    # Two replicas and one canary group: rollouts never request more than three groups at any moment. The test counts
-    # the groups that sets request in one answer of the API server, because pods outlive their set.
+    # With two replicas and one canary, rollouts never request more than three groups at any moment. Count the requested
+    # groups in one answer of the API server: pods outlive their set.
     assert groups.most[name] == 2 + 1
     [left] = await sets_of(world, name)
     assert left["metadata"]["labels"][REVISION_LABEL] == second

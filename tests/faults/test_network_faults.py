@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-# Program for a network namespace of its own, with a server and our client. It takes the loopback interface down during
-# a write, and up again after the client has given up. It prints the requests that reached the server.
+# Program for its own network namespace, with a server and our client. It takes the loopback interface down during a
+# write, and up again after the client gave up. It prints the requests that reached the server.
 _SCENE = """
 import asyncio, fcntl, json, socket, struct, sys
 from aiohttp import web

@@ -1,6 +1,6 @@
 """A service is recreated during a trial, a namespace terminates, or the operator cannot write files.
 
-The requested objects exist afterwards, and no other service waits.
+In each case the requested objects exist afterwards, and no other service is delayed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_a
         async def settled() -> bool:
             wanted = await world.wanted(name) == 3 and len(await world.pods(name)) == 3
             alone = wanted and await owners(world, name) == {await uid(world, name)}
-            # The first answers may have come from the old service, which then went away.
+            # The first answers may have come from the old service, before its end.
             return alone and await world.condition(name, "Ready") == ("True", "Serving")
 
         await until(settled, "only the new service owns anything, and it serves")
@@ -168,7 +168,7 @@ exec "$@"
 
 
 def refusal(pid: int, folder: str) -> int | None:
-    """Return the errno that prevents a process from writing a file there, or None if it can."""
+    """Return the errno of a write by this process, or None if it can write."""
     try:
         Path(f"/proc/{pid}/root{folder}/file").write_text("x")
     except OSError as error:

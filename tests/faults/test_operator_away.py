@@ -1,4 +1,4 @@
-"""While no operator runs, a new pod gets no requests, and the runbook's commands help: the tests run them."""
+"""While no operator runs, a new pod gets no requests, and the runbook's commands help."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Malformed pages and streams reach the real scraper and prober over sockets.
 
-Each one ends in a typed error, soon, with little memory and a short message.
+Each of them leads to a typed error, soon, with little memory and a short message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 
 
 def answering(chunk: bytes, *, first: bytes = b"", times: int = 1, pause: float = 0.0):
-    """Serve `first` and then the chunk so many times for every request, and close."""
+    """Serve `first` and then the chunk this many times for every request, and close the connection."""
 
     async def handler(_path, _body, writer):
         writer.write(first)
@@ -42,7 +42,7 @@ def answering(chunk: bytes, *, first: bytes = b"", times: int = 1, pause: float 
 
 
 async def refusal(handler) -> str:
-    """Return the scraper's answer for a server. No server may keep it for ever."""
+    """Return the scraper's error for a server. No server may occupy the scraper for ever."""
     async with asyncio.timeout(10 * scrape.TIMEOUT_SECONDS), engine(handler) as url, scraping() as scraper:
         with pytest.raises(ScrapeError) as caught:
             await scraper.scrape(KEY, url, ignore)
@@ -149,7 +149,7 @@ def test_any_page_is_read_or_refused_and_nothing_else_happens(lines):
 
 
 async def probed(handler, seconds: float):
-    """Capture a baseline from this server, within so many seconds in all."""
+    """Capture a baseline from this server within this many seconds."""
     prompt = packs.ProbePrompt(pack="p", name="n", messages=(packs.Message("user", "Say something."),))
     settings = Settings(deadline_seconds=seconds)
     async with engine(handler) as url:

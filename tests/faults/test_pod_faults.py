@@ -1,6 +1,6 @@
-"""Engines and nodes end abruptly: only their requests in flight are lost, the others are served.
+"""Engines and nodes end abruptly: requests in flight are lost, and all others are served.
 
-The pilot takes this for an outage and no reason to change anything.
+The pilot recognizes an outage and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MEMORY = Path("/sys/fs/cgroup/memory")
 
 @contextlib.contextmanager
 def memory_limit(pid: int, mebibytes: int) -> Iterator[bool]:
-    """Limit a process' memory while the block runs; yield False if this machine allows no limit.
+    """Limit a process's memory while the block runs. Yield False if this machine allows no limit.
 
-    It supports control groups of version 1 only, and only for root.
+    The limit needs control groups of version 1, and root.
     """
     group = _MEMORY / f"kvpilot-fault-{pid}"
     try:
@@ -134,7 +134,7 @@ async def cordon(world: FaultyWorld, node: str, closed: bool) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def second(whole_world, tmp_path_factory):
-    """Yield a second node, and a service `pair` with one engine on each; a node is lost after 16 s of silence."""
+    """Yield a second node, and a service `pair` with one engine per node. A node is lost after 16 s of silence."""
     world = whole_world
     controllers = Component(world.local.plane.folder, "kube-controller-manager")
     controllers.start("--node-monitor-grace-period=16s", "--node-monitor-period=1s")
@@ -161,7 +161,7 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{name}"
     before = await decisions(world, "pair")
     async with world.load("pair") as load:
-        # As a kubelet short of memory does: the process ends, and the pod stays as Failed for inspection.
+        # Act as a kubelet that lacks memory: the process ends, and the pod stays as Failed for inspection.
         second.pause()
         second.kill_engines()
         began = time.monotonic()
@@ -187,7 +187,7 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
 
 
 async def test_when_a_node_is_gone_its_engine_is_started_on_another(world, second):
-    # The evicted engine's successor runs on the first node, so a new one goes to the second.
+    # The first node runs the evicted engine's successor, so a new engine goes to the second node.
     await cordon(world, "local", True)
     await cordon(world, second.name, False)
     await world.scale("pair", 3)

@@ -1,6 +1,6 @@
-"""No request reaches a pod whose revision has not passed its probes, whichever label selects it.
+"""No request reaches a pod before its revision has passed its probes, by whatever label a client selects pods.
 
-This holds over a whole canary and a rollback, wherever the operator is killed.
+The tests cover a whole canary and a rollback, wherever the operator is killed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(360
 
 
 def moves_traffic(written: str) -> bool:
-    """Return True after a write that moves traffic: only then is a kill worth its time in a short test."""
+    """Return True after a write that moves traffic. A short test has time only for these kills."""
     return written.split()[1].startswith(("quantizedllmservices", "services", "inferencepools", "httproutes"))
 
 
 def moves_route(written: str) -> bool:
-    """Return True after a write of a route or its backends; another test already kills in the stages of a trial."""
+    """Return True after a write of a route or its backends. Another test kills at the stages of a trial."""
     return written.split()[1].startswith(("services", "inferencepools", "httproutes"))
 
 
 def moves_share(written: str) -> bool:
-    """Return True after a write of a route or its backends, or of the status while the canary has a share."""
+    """Return True after a write of a route or its backends, or of the status while the canary gets requests."""
     return moves_route(written) or "Shifting" in written
 
 

@@ -39,7 +39,7 @@ class Builder:
         return run([str(buildah()), *self._store, *command], cwd=cwd)
 
     def make_base(self) -> None:
-        """Commit BASE: Debian's Python 3.11 with venv and pip, unpacked from packages, without maintainer scripts."""
+        """Commit BASE: Debian's Python 3.11 with venv and pip, unpacked from packages without their install scripts."""
         archive = Archive(self.folder / "apt", "bookworm")
         archive.update()
         archive.fetch(sorted({*archive.closure(_PACKAGES, ".*"), *_PACKAGES}))
@@ -56,7 +56,7 @@ class Builder:
         shutil.rmtree(root)
 
     def build(self, dockerfile: Path, context: Path, tag: str, arguments: Mapping[str, str]) -> None:
-        """Build a Dockerfile with this machine's access to the package index, which leaves no trace in the image."""
+        """Build a Dockerfile with this machine's access to the package index. The image keeps no trace of it."""
         options = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
         options += [part for mount in self._index() for part in ("--volume", mount)]
         self(
@@ -94,7 +94,7 @@ class Builder:
             self("rm", name)
 
     def _index(self) -> Iterator[str]:
-        """Return this machine's pip settings, its certificate authorities and their folders, all for mounting."""
+        """Yield mounts: this machine's pip settings, its certificate authorities and their folders."""
         listed = run([str(tools_folder() / "bin" / "pip"), "config", "list"])
         settings = dict(line.split(".", 1)[1].split("=", 1) for line in listed.splitlines() if "=" in line)
         settings = {name: value.strip("'") for name, value in settings.items()}
@@ -129,14 +129,14 @@ def bytes_in(root: Path) -> int:
 def container(
     root: Path, folder: Path, config: Mapping[str, object], arguments: Sequence[str], mounts: Mapping[Path, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run the image's entry point as its own user, without capabilities, on a read-only root.
+    """Run the image's entry point as the image's user, without capabilities, on a read-only root.
 
     Args:
         root: the image's file system.
-        folder: where the bundle, runc's state and output.log go.
+        folder: the folder for the OCI bundle, runc's state and output.log.
         config: the image's configuration.
-        arguments: of the entry point.
-        mounts: files and folders of this machine and where they are seen, to be read only.
+        arguments: arguments of the entry point.
+        mounts: files and folders of this machine, with their read-only mount points.
     """
     bundle = folder / "bundle"
     bundle.mkdir(parents=True)
@@ -187,6 +187,6 @@ def _bundle(
             "capabilities": {kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")},
         },
         "mounts": [*hidden, *seen],
-        # Share the network: the API server of the test listens on this machine's loopback.
+        # Share the network, because the test's API server listens on this machine's loopback.
         "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "ipc"}, {"type": "uts"}]},
     }

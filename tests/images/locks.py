@@ -12,6 +12,6 @@ def pinned(lock: Path) -> dict[str, str]:
 
 
 def hashes(lock: Path) -> dict[str, int]:
-    """Return how many files of each package the lock permits, by name; 0 means any file."""
+    """Return the number of files that the lock permits for each package; 0 means any file."""
     packages = re.split(r"^(?=\w)", lock.read_text(), flags=re.MULTILINE)[1:]
     return {text.partition("==")[0]: len(re.findall(r"--hash=sha256:[0-9a-f]{64}\b", text)) for text in packages}

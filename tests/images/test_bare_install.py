@@ -1,4 +1,4 @@
-"""`pip install .` without an extra, in an environment of its own: commands work, or name the extra that they need."""
+"""`pip install .` without extras, in a new environment: each command works, or names the extra that it needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LACKING = {
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the programs of an environment with kvpilot and its own dependencies. Cached files need no index."""
+    """Return the programs of an environment with only kvpilot and its dependencies. Cached files need no index."""
     env = tmp_path_factory.mktemp("bare") / "env"
     uv = subprocess.run([ROOT / "scripts/uv.sh"], capture_output=True, text=True, check=True).stdout.strip()
     cache = Path(os.environ.get("KVPILOT_CACHE") or Path.home() / ".cache/kvpilot") / "uv"

@@ -1,4 +1,4 @@
-"""Both images, really built on a base of Debian's packages; the operator's also runs against a real API server.
+"""Both images are built on a base of Debian's packages. The operator's image also runs against a real API server.
 
 The Dockerfiles' own bases come from registries. The base here has the same Python and Debian, without the official
 image's additions (see `image_builder`).
@@ -150,7 +150,7 @@ def test_the_runtimes_image_starts_our_entry_point_with_a_home_that_can_be_writt
 def test_a_user_that_the_cluster_chose_has_a_name_and_a_home_in_the_runtimes_image(
     builder: Builder, runtime: str, tmp_path: Path
 ) -> None:
-    """OpenShift runs containers under a user id of the namespace, in group 0."""
+    """OpenShift runs containers under a user ID of the namespace, in group 0."""
     program = "import getpass, pathlib; print(getpass.getuser(), pathlib.Path.home())"
     config = {**builder.config(runtime), "User": "1000650000:0", "Entrypoint": ["python3", "-c", program]}
     with builder.mounted(runtime) as root:
@@ -185,7 +185,7 @@ def service() -> dict[str, object]:
 
 
 def portable(kubeconfig: Path, to: Path) -> Path:
-    """Write the kubeconfig with embedded files, readable by the container's user, for the test's throw-away cluster."""
+    """Write the kubeconfig with embedded certificates. The container's user can read it: the cluster is temporary."""
     config = yaml.safe_load(kubeconfig.read_text())
     for part in (config["clusters"][0]["cluster"], config["users"][0]["user"]):
         for name in ("certificate-authority", "client-certificate", "client-key"):
@@ -205,7 +205,7 @@ def free_port() -> int:
 
 
 def answer(port: int, path: str, process: subprocess.Popen[str], log: Path) -> str:
-    """Return the body of a 200, or an empty one while nothing answers. Fail when the container has ended."""
+    """Return the body of a 200 answer, or an empty one while nothing answers. Fail if the container has ended."""
     assert process.poll() is None, log.read_text()[-4000:]
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as found:

@@ -1,4 +1,4 @@
-"""Scripts of a release: the audit distinguishes a vulnerability from a missing answer, and all packages are hashed."""
+"""Release scripts: the audit distinguishes a vulnerability from a missing answer, and all packages are hashed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = {"id": "PYSEC-1", "affected": [{"package": {"ecosystem": "PyPI", "name":
 
 @contextmanager
 def vulnerabilities(of: str, status: int) -> Iterator[str]:
-    """Serve OSV's API on loopback, with one vulnerability of the package of this name."""
+    """Serve OSV's API on loopback. It knows one vulnerability of the package of this name."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -90,7 +90,7 @@ def test_a_lock_of_tools_has_a_hash_for_every_package(lock: str) -> None:
 
 
 def test_what_is_locked_is_installed_without_an_index_once_the_cache_has_it(small_env: Path, tmp_path: Path) -> None:
-    """Packages are requested only once: a slow index made the operator's environment take nine minutes."""
+    """Each package is requested only once. A slow index once made the operator's environment take nine minutes."""
     nowhere = {**os.environ, **dict.fromkeys(["ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")}
     command = [ROOT / "scripts/locked.sh", tmp_path / "env", ROOT / "docker/build.lock"]
     subprocess.run(command, check=True, capture_output=True, env=nowhere)

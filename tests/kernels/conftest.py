@@ -1,7 +1,7 @@
 """GPU kernels run in Triton's interpreter here: on a CPU, from the same source, with the same numbers.
 
-Triton reads the variable when a kernel is defined, including those of its own library. It is unset again before any
-test runs, so that processes which tests start do not see it.
+Triton reads TRITON_INTERPRET when it defines a kernel, also for the kernels of its own library. The variable is unset
+before the first test, so that processes which tests start do not see it.
 """
 
 import os
@@ -16,7 +16,8 @@ import torch
 if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
     raise pytest.UsageError("triton is already there to compile: run tests/kernels in a process of its own")
 
-# Tensors are small: threads would mostly wait, and their number would change the order of sums.
+# Use one thread: tensors are small, so more threads would mostly wait. Their number would also change the order of
+# sums.
 torch.set_num_threads(1)
 
 before = os.environ.get("TRITON_INTERPRET")

@@ -1,7 +1,7 @@
-"""A layer of the CUDA backend on a CPU, step by step: real metadata, our kernels, and FlashAttention in plain torch.
+"""One layer of the CUDA backend on a CPU, step by step: real metadata and kernels, and FlashAttention in plain torch.
 
-FlashAttention and the merge of its parts run only on GPUs. Their stand-ins also multiply rows behind the last token by
-zero, so that NaN in padding shows.
+FlashAttention, and vLLM's kernel that merges partial results, run only on GPUs. Their stand-ins also multiply the rows
+after the last token by zero, so that a NaN in the padding shows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
                     causal: bool, softcap: float, fa_version: int, out: torch.Tensor | None = None,
                     return_softmax_lse: bool = False) -> Any:  # fmt: skip
-    """Attend with variable lengths, causally at the bottom right; a sequence without keys gets zeros and -inf."""
+    """Attend with variable lengths and a causal mask aligned to the last key. Without keys return 0 and -inf."""
     assert fa_version == 3
     assert softcap == 0
     result = torch.full_like(query, torch.nan) if out is None else out
@@ -41,7 +41,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         new, old = q.stop - q.start, k.stop - k.start
         assert new <= max_seqlen_q
         assert old <= max_seqlen_k
-        # The last tile goes past the sequence's end, to the end of the tensor.
+        # Read the last tile beyond the sequence's end, as the GPU does, at most to the end of the tensor.
         tile = slice(k.start, min(k.start + -(-old // 128) * 128, key.shape[0]))
         keys, values = (x[tile].repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         scores = torch.einsum("ihd,thd->hit", query[q], keys) * softmax_scale
@@ -57,7 +57,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 def merge(out: torch.Tensor, one: torch.Tensor, one_lse: torch.Tensor, two: torch.Tensor, two_lse: torch.Tensor,
           out_lse: torch.Tensor | None = None) -> None:  # fmt: skip
-    """Merge partial results by their log-sums; one of two may be empty."""
+    """Merge two partial results by their log-sums. One of them may be empty."""
     both = torch.logaddexp(one_lse, two_lse)
     weights = [(lse - both).exp().T[..., None] for lse in (one_lse, two_lse)]
     out.copy_(one * weights[0] + two * weights[1])
@@ -80,9 +80,9 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
-    # Small tiles, and a wave of 2 programs a KV head.
+    # Use small tiles and a wave of 2 programs per KV head.
     monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
-    monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # steps meet all of `store`'s blocks
+    monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # steps use all block sizes of `store`
     # The interpreter takes as long for a program of 8 tokens as for one of 64.
     stores = {dim: (few, Block(64, many.warps)) for dim, (few, many) in tuning.STORES.items()}
     monkeypatch.setattr(tuning, "STORES", stores)
@@ -103,13 +103,13 @@ STEP = SimpleNamespace(attn_metadata=None)
 
 
 class Engine:
-    """Sequences that grow by steps through one layer of the backend, with the expected result of each step."""
+    """Sequences that grow step by step in one layer of the backend. A reference checks every step's output."""
 
     def __init__(
         self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0,
         chunk: int = 0, heads: int = HEADS, sinks: torch.Tensor | None = None, shared: bool = False, dim: int = DIM,
     ) -> None:  # fmt: skip
-        """Make sequences; `shared` adds a second layer that uses the cache of the first, and asks it instead."""
+        """Create the layer. `shared` adds one that reads the first one's cache, and checks its output instead."""
         from kvpilot_runtime.backends import packed
 
         self.dim, self.width, self.recent, self.drafts, self.chunk = dim, width, recent, drafts, chunk
@@ -135,7 +135,7 @@ class Engine:
             other.recent = recent
             layers["y"] = SimpleNamespace(impl=other, layer_name="model.layers.1.self_attn.attn")
         self.layers = list(layers.values())
-        # Only keys at position 0 have a mean, so every step must know them.
+        # Only the first key has its own mean, so every step must know where position 0 is.
         self.factors = Factors.identity(KV_HEADS, self.dim)
         self.factors.key_first.copy_(torch.arange(self.dim).cos())
         for one in self.layers:
@@ -149,7 +149,7 @@ class Engine:
             parallel_config=SimpleNamespace(enable_dbo=False, ubatch_size=0),
         )  # fmt: skip
         kind = getattr(module, backend_class(name))
-        if chunk:  # as vLLM makes the backend of such a layer
+        if chunk:  # as vLLM creates the backend of a layer that shares a cache
             made = pytest.importorskip("vllm.model_executor.layers.attention.chunked_local_attention")
             kind = made.create_chunked_local_attention_backend(kind, chunk)
         spec = SimpleNamespace(block_size=BLOCK)
@@ -160,7 +160,7 @@ class Engine:
         self.tables: dict[str, list[int]] = {}
         self.ring_tables: dict[str, list[int]] = {}
         if recent:
-            # The rings are pages of the same pool.
+            # Ring pages come from the same pool as KV pages.
             for one in self.layers:
                 one.impl.ring = SimpleNamespace(kv_cache=self.cache, layer_name="ring")
             kept = recent + drafts
@@ -174,10 +174,11 @@ class Engine:
         self, new: dict[str, int], padding: int, wrong: dict[str, int] | None = None, resumed: bool = False,
         images: dict[str, list[tuple[int, int]]] | None = None,
     ) -> None:  # fmt: skip
-        """Run new tokens by sequence, decodes first; rows of padding follow, all NaN. Check the output of every row.
+        """Run one step with `new` tokens for each sequence, decodes first, and check every output row.
 
-        The last `wrong` of a sequence's new tokens are rejected. Sequences of many tokens are in their prompts, unless
-        they are `resumed`. The tokens of `images`, from the first to the last, attend to each other both ways.
+        NaN rows of padding follow the tokens. The last `wrong` tokens of a sequence are rejected afterwards. Sequences
+        with more tokens than a decode are prefilling, unless they are `resumed`. The tokens of each range in `images`
+        (first to last) attend to each other in both directions.
         """
         images = images or {}
         counts = list(new.values())
@@ -212,7 +213,7 @@ class Engine:
             num_reqs=len(new), causal=True, max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
             query_start_loc_cpu=(starts := torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)),
             query_start_loc=starts,
-            # As if all earlier drafts had been accepted, except in a prompt.
+            # Upper bound: as if all earlier drafts had been accepted. Prompts have no drafts.
             seq_lens_cpu_upper_bound=torch.where(prompts, lens, lens + self.drafts), is_prefilling=prompts,
             block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),
@@ -257,7 +258,7 @@ class Engine:
     def pieces(
         self, new: dict[str, int], before: dict[str, int], images: dict[str, Any]
     ) -> Iterator[tuple[str, int, int, int, bool]]:
-        """Return new tokens [first, end) of a sequence that see it from `seen` on, and True if they decode."""
+        """Yield parts of new tokens: sequence, first visible token, first and end, and True for a decode."""
         number, decodes = itertools.count(1), True
         for name, count in new.items():
             first, last = before[name], before[name] + count
@@ -270,7 +271,7 @@ class Engine:
                 first = end
 
     def rings(self, common: Any, names: list[str]) -> Any:
-        """Build the ring layers' metadata of the step; sequences get pages as they grow."""
+        """Build the step's metadata of the ring layers. Sequences get ring pages as they grow."""
         blocks, tokens = self.ring_builder.kv_cache_spec.ring_blocks, self.ring_builder.kv_cache_spec.ring_tokens
         table = torch.zeros(len(names), max(self.width, blocks), dtype=torch.int32)
         for i, name in enumerate(names):
@@ -281,7 +282,7 @@ class Engine:
         return self.ring_builder.build(0, SimpleNamespace(**{**vars(common), "block_table_tensor": table}))
 
     def with_window(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Attend from one query with a recent window."""
+        """Attend from one query. Read the last `recent` tokens from the ring, and the others from quantized pages."""
         near = (torch.arange(len(keys)) >= len(keys) - self.recent)[:, None, None]
 
         def read(x: torch.Tensor, side: str) -> torch.Tensor:

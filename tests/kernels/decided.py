@@ -1,7 +1,8 @@
-"""Rows whose bytes do not depend on the order of float32 sums, so any implementation must produce the same bytes.
+"""Rows whose bytes do not depend on the order of float32 sums, so that all implementations must agree.
 
-With exact elements, two results of a group still depend on sums: the encoder's range with the smallest squared error,
-and the nearest value of a stretched scale. Of 1,440 rows of one to four groups, 21 were too close to a tie.
+Two results of a group depend on sums even if its elements are exact. They are the encoder's range of least squared
+error, and the nearest stored value of a stretched scale. Of 1,440 rows of one to four groups, 21 were too close to a
+tie.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK
 from kvpilot_kernels.reference.quantize import encode_range, split
 
 SUMS = 1e-4
-"""Margin over a squared error, far above the error of float32 sums of 64 elements."""
+"""Relative margin between squared errors, far above the error of float32 sums of 64 elements."""
 
 
 def decided(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Return True for rows [..., D], float32, whose groups of `group` elements have decided codes of `bits` bits."""
+    """Return True for rows whose codes do not depend on the order of sums.
+
+    `x` is float32 [..., D], quantized in groups of `group` elements to `bits` bits.
+    """
     x = split(x, x.shape[-1] // group)
     lo, hi = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     tried = [encode_range(x, lo * factor, hi * factor, (1 << bits) - 1) for factor in SHRINK[bits]]

@@ -1,7 +1,7 @@
-"""Coverage of Triton's key of a compiled kernel: run by a process that compiles kernels, prints JSON.
+"""Find values that are missing in Triton's key of a compiled kernel. A process that compiles kernels runs this.
 
-Triton follows functions and constexpr globals. Attributes of a module that a function reads, and plain globals in a
-`constexpr_function`, are in no key. With a cache that outlives a version, an old kernel would run.
+Triton follows functions and constexpr globals. No key covers attributes of a module that a function reads, nor plain
+globals in a `constexpr_function`. If a cache outlives a kvpilot version, an old kernel would run. The report is JSON.
 """
 
 import ast
@@ -24,7 +24,7 @@ CHANGED = {
 
 
 def functions() -> dict[str, JITCallable]:
-    """Return every function of the package that Triton compiles, or runs while it compiles, by module and name."""
+    """Return every function of the package that Triton compiles or runs during compilation, by module and name."""
     gpu = importlib.import_module("kvpilot_kernels.gpu")
     modules = [importlib.import_module(f"{gpu.__name__}.{one.name}") for one in pkgutil.iter_modules(gpu.__path__)]
     return {
@@ -36,7 +36,7 @@ def functions() -> dict[str, JITCallable]:
 
 
 def unseen(function: JITCallable) -> list[str]:
-    """Return names that a function reads and whose value is in no key."""
+    """Return the names that a function reads and whose values are in no key."""
     nodes, scope = list(ast.walk(function.parse())), function.get_capture_scope()
     own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -52,7 +52,7 @@ def _seen(value: Any) -> bool:
 
 
 def keys(constant: str = "") -> dict[str, str]:
-    """Return the key of each function, imported again with one of `CHANGED` changed."""
+    """Return the key of each function, after a new import with one of `CHANGED` changed."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("kvpilot_formats", "kvpilot_kernels")]:
         del sys.modules[name]
     if constant:

@@ -1,4 +1,4 @@
-"""Small batches of latent pages on a CPU: entries as models make them, ragged sequences, poison everywhere else."""
+"""Small batches of latent pages on a CPU: realistic entries, ragged sequences, poison in all unused memory."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def poisoned(blocks: int, block_size: int, fmt: LatentFormat) -> torch.Tensor:
 def some_entries(count: int, rng: torch.Generator, outliers: int = 12, size: float = 1.0) -> torch.Tensor:
     """Return realistic entries, float32 [count, 576].
 
-    Latents are as after an RMSNorm with a learned weight, some channels 8 times the others, with a mean that tokens
-    share. RoPE parts have their own large channels, and no norm.
+    Latents look like the output of an RMSNorm with a learned weight: some channels are 8 times the others, and tokens
+    share a mean. RoPE parts have their own large channels, and no norm.
     """
     weight = torch.rand(ENTRY, generator=rng) + 0.5
     weight[torch.randperm(ENTRY, generator=rng)[:outliers]] *= 8
@@ -43,7 +43,7 @@ def some_entries(count: int, rng: torch.Generator, outliers: int = 12, size: flo
 
 
 def some_factors(rng: torch.Generator) -> LatentFactors:
-    """Return factors with an effect: means of the size of the data, scales from a half to twice."""
+    """Return factors with an effect: means of the data's size, and scales from a half to two."""
     scale = (torch.rand(ENTRY, generator=rng) * 2 - 1).exp2()
     return LatentFactors(torch.randn(ENTRY, generator=rng), scale)
 
@@ -56,12 +56,14 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class LatentBatch:
-    """Sequences of `lengths` tokens, stored by the CPU's own code through a shuffled block table.
+    """Sequences of `lengths` tokens, stored by the CPU code through a shuffled block table.
 
     Attributes:
-        heads, tile, stages, warps, wave: launch of decode; a small wave makes splits of many tiles.
-        cache: all bytes but those of stored tokens are 0xFF. table: int32 [sequences, blocks]. lens: int32 [sequences].
-        entries: of each sequence, [length, 576].
+        heads, tile, stages, warps, wave: launch parameters of decode; a small wave makes splits of many tiles.
+        cache: all bytes outside stored tokens are 0xFF.
+        table: int32 [sequences, blocks].
+        lens: int32 [sequences].
+        entries: the exact entries of each sequence, [length, 576].
     """
 
     name: str
@@ -123,13 +125,13 @@ class LatentBatch:
         return out
 
     def assert_within_rounding(self, out: torch.Tensor, wanted: torch.Tensor, query: torch.Tensor, i: int) -> None:
-        """Compare sequence i's output [heads, 512] with the reference's, within the rounding of the kernels to float16.
+        """Compare sequence i's output [heads, 512] with the reference, within the kernels' rounding to float16.
 
-        A prepared query's elements q_i are off by e_i, up to 2^-11 of themselves, and with p the probabilities, x the
-        rotated entries and v the values the output o moves by sum_i e_i scale sum_t p_t x_ti (v_t - o). Each token's
-        weight is off by up to 2^-11 of its contribution. These are independent and uniform, a third of their largest
-        square
-        on average: the root of the summed squares is one standard deviation.
+        Decode rounds twice. An element q_i of the prepared query is off by e_i, up to 2^-11 of itself. The output o
+        then moves by sum_i e_i scale sum_t p_t x_ti (v_t - o), with probabilities p, rotated entries x and values v.
+        Each token's weight is off by up to 2^-11 of its contribution. These errors are independent and uniform, so the
+        mean of their squares is a third of the largest square. The root of the summed squares is one standard
+        deviation.
         """
         back = round_trip(self.entries[i], self.fmt, self.factors)
         mean, scale = self.factors.mean.double(), self.factors.scale.double()

@@ -1,4 +1,4 @@
-"""Sequences with a recent window, in pages and rings of one pool: stored by the CPU's code or the GPU's, and judged."""
+"""Sequences with a recent window, in pages and rings of one pool. The CPU or the GPU code stores them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Sequences:
         cache: pages and rings, as blocks of one pool; every unwritten byte is 0xFF.
         table: int32 [sequences, blocks].
         ring_table: int32 [sequences, ring_blocks].
-        drafts: tokens of a step that may be rejected, for which the rings have room.
+        drafts: largest number of draft tokens in a step; the rings have room for them.
         keys, values: [length, kv_heads, dim] for each sequence.
         fine: bool [length] for each sequence, True for tokens written to the ring.
-        plain, refined: float64 [2, length, kv_heads, dim] for each sequence, keys and values as read from pages or the
-            ring.
+        plain: keys and values as read from pages, float64 [2, length, kv_heads, dim] for each sequence.
+        refined: the same, as read from the ring.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Sequences:
         return self.table[sequence].long()[at // self.block_size] * self.block_size + at % self.block_size
 
     def ring_slots(self, sequence: int, begin: int, end: int) -> torch.Tensor:
-        """Return int64 [end - begin] slots in the ring, for a step that ends at `end`."""
+        """Return the ring slots of tokens [begin, end), int64, for a step that ends at `end`."""
         at = torch.arange(begin, end)
         rows = self.ring_table[sequence].expand(len(at), -1)
         return ring_slots(at, torch.full_like(at, end), rows, self.recent + self.drafts, self.ring_tokens)
 
     def store(self, sequence: int, begin: int, end: int, ring: bool = True) -> None:
-        """Store tokens [begin, end) in one step; without `ring` like another sequence that owned these pages."""
+        """Store tokens [begin, end) in one step. Without `ring`, act like an earlier owner of these pages."""
         ring_slots = self.ring_slots(sequence, begin, end)
         if not ring:
             ring_slots = torch.full_like(ring_slots, -1)
@@ -85,13 +85,13 @@ class Sequences:
             ordinals(begin, end),
         )  # fmt: skip
         self.fine[sequence][new] = ring_slots >= 0
-        # Use the same batch: another order of sums would sometimes move a code.
+        # Use the same batch, because another order of sums would sometimes change a code.
         for side, (name, x) in enumerate((("key", self.keys), ("value", self.values))):
             for kept, recent in ((self.plain, False), (self.refined, True)):
                 kept[sequence][side, new] = round_trip(x[sequence][new], self.fmt, name, self.factors, recent, begin)
 
     def poison_rings(self) -> None:
-        """Fill every ring with whole rows of tokens that are in no page."""
+        """Fill every ring with valid rows of tokens that are in no page."""
         tokens = self.ring_table.shape[1] * self.ring_tokens
         for i in range(len(self.lengths)):
             key, value = (torch.randn(tokens, self.kv_heads, self.dim, generator=self.rng) for _ in "kv")
@@ -113,20 +113,20 @@ class Sequences:
         return self.cpu.decode(query, self.table, lens, self.scale, ring_table=self.ring_table)
 
     def read_back(self, sequence: int, length: int, window: int = 0) -> torch.Tensor:
-        """Return keys and values, float64 [2, tokens, kv_heads, dim], of the last `window` (0: all) tokens."""
+        """Return keys and values of the last `window` tokens (0: all), float64 [2, tokens, kv_heads, dim]."""
         fine = self.fine[sequence][:length] & (torch.arange(length) >= length - self.recent)
         plain, refined = self.plain[sequence][:, :length], self.refined[sequence][:, :length]
         return torch.where(fine[:, None, None], refined, plain)[:, -window:]
 
     def wanted(self, query: torch.Tensor, sequence: int, length: int, window: int = 0) -> torch.Tensor:
-        """Return the reference's answer, float64 [heads, dim], to a query of the last `window` tokens (0: all)."""
+        """Return the reference's answer to a query over the last `window` tokens (0: all), float64 [heads, dim]."""
         key, value = self.read_back(sequence, length, window)
         return attend(query[None], key, value, self.scale)[0]
 
     def assert_decode_equals_the_reference(
         self, order: list[int] | None = None, lengths: list[int] | None = None
     ) -> None:
-        """Compare every head of every sequence, in this order of the batch."""
+        """Compare every head of every sequence with the reference. `order` is the order of the batch."""
         order, lengths = order or list(range(len(self.lengths))), lengths or self.lengths
         query = self.queries()
         lens = torch.tensor([lengths[i] for i in order])

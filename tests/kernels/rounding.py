@@ -1,18 +1,18 @@
-"""Allowed error of a decode step in float16 against the reference, from its rounding, so that no draw exceeds it.
+"""Allowed error of a decode step in float16, derived from its rounding, so that no random input exceeds it.
 
-Decode rounds twice; all else is float32 and far smaller:
+Decode rounds twice. All other errors come from float32 and are far smaller.
 
-- a rotated query's elements q_i, to 2^-14 of the largest. With e_i the error of element i, p the
-  probabilities, and k' the rotated keys as they are read back, the output o moves by
+- It rounds the elements q_i of a rotated query to 2^-14 of the largest element. Let e_i be the error of element i, p
+  the probabilities, and k' the rotated keys as read back. Then the output o moves by
 
       sum_i e_i scale sum_t p_t k'_ti (v_t - o)
 
-- each token's weights p_t s of the value's codes, to float16: at most 2^-11 of the token's contribution, for each
-  group on its own. A group's codes span less than twice its largest element.
+- It rounds each token's weight p_t s of the value's codes to float16. The error is at most 2^-11 of the token's
+  contribution, independently for each group. A group's codes span less than twice its largest element.
 
-Errors of rounding are independent and uniform, a third of their largest square on average. The root of the summed
-squares is one standard deviation, and no draw reaches `DEVIATIONS` of them: of 5,657 heads in 300 random batches, the
-furthest was 1.4 off, half were below 0.25.
+Rounding errors are independent and uniform, so the mean of their squares is a third of the largest square. The root of
+the summed squares is one standard deviation. No input reaches `DEVIATIONS` of them: of 5,657 heads in 300 random
+batches, the furthest was off by 1.4, and half by less than 0.25.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ def assert_within_rounding(
     softcap: float = 0.0,
     begin: int = 0,
 ) -> None:
-    """Compare one sequence's output, [heads, dim], with the reference's.
+    """Compare one sequence's output [heads, dim] with the reference.
 
     Args:
-        query: [heads, dim]. key, value: float64 [tokens, kv_heads, dim], as they are read back, of all tokens seen.
-        factors: of the cache. scale, softcap: of the scores. begin: position of the first token.
+        query: [heads, dim].
+        key, value: all visible tokens as read back, float64 [tokens, kv_heads, dim].
+        factors: factors of the cache.
+        scale, softcap: scale and soft cap of the scores.
+        begin: position of the first token.
     """
     heads, dim = query.shape
     ratio = heads // key.shape[1]

@@ -1,4 +1,4 @@
-"""Packed pages reject bad input with an error that names the field, before they write anything."""
+"""Packed pages reject bad input before any write. The error names the field."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Call = Callable[[PackedPages], object]
 
 
 def cache(fmt: formats.Format = K4V4, dim: int = DIM) -> torch.Tensor:
-    """Return a cache whose every byte is 0xFF: all scales are NaN."""
+    """Return a cache whose bytes are all 0xFF, so that all scales are NaN."""
     return torch.full((BLOCKS, HEADS, SIZE, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
 
 
 def filled(seed: int = 0, fmt: formats.Format = K4V4, dim: int = DIM) -> tuple[PackedPages, torch.Tensor, torch.Tensor]:
-    """Store sequences of 40 and 20 tokens in blocks 1 to 3 and 4 to 5; return pages, keys and values."""
+    """Store sequences of 40 and 20 tokens in blocks 1 to 3 and 4 to 5. Return pages, keys and values."""
     rng = torch.Generator().manual_seed(seed)
     pages = PackedPages(cache(fmt, dim), fmt, dim)
     key, value = (torch.randn(60, HEADS, dim, generator=rng) for _ in range(2))
@@ -122,7 +122,7 @@ BAD_READS: dict[str, tuple[str, Call]] = {
 
 
 def swapped(block: int) -> torch.Tensor:
-    """Return TABLE with this block in the middle of the first sequence."""
+    """Return TABLE with this block as the middle one of the first sequence."""
     table = TABLE.clone()
     table[0, 1] = block
     return table
@@ -212,7 +212,7 @@ def test_a_nan_token_reaches_no_other_sequence_of_the_batch(name: str, at: int, 
     spoilt[side][at] = float("nan")
     pages.store(*spoilt, SLOTS)
     out = pages.decode(QUERY, TABLE, LENGTHS, 0.125)
-    assert out[0].isnan().all()  # the broken token's own sequence gets NaN instead of a guess
+    assert out[0].isnan().all()  # the sequence with the broken token gets NaN instead of a guess
     assert torch.equal(out[1], clean[1])
     args = (QUERY, key[40:42], value[40:42], TABLE[1], 20, 0.125)
     assert pages.prefill(*args).isfinite().all()

@@ -30,7 +30,7 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
     from kvpilot_runtime.bounded.attention import KeptTables, bounded_backend
 
     engine = Engine(cuda, "k4v4", blocks=40, width=8)
-    # Then a token's answer does not depend on its chunk of the prompt.
+    # A token's answer then does not depend on the chunk in which its prompt is computed.
     engine.impl.read_back = engine.builder.read_back = True
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
     engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)

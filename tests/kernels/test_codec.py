@@ -143,8 +143,8 @@ def test_a_head_with_zeros_behind_is_read_back_as_if_they_had_been_stored_and_cu
     fmt, wide, x = formats.parse(name), formats.stored_dim(dim), normal(seed, 4, dim)
     padded = torch.nn.functional.pad(x, (0, wide - dim))
     back, own = round_trip(padded, fmt, "value")[:, :dim], round_trip(x, fmt, "value")
-    # Rounding depends on the length of a sum. A code or a scale may then be the next one, which moves its whole row by
-    # less than the codec's error.
+    # Rounding depends on the length of a sum. A code or a scale may move by one, which changes its row by less than the
+    # codec's error.
     assert ((own - back).norm(dim=1) <= 2 * (own - x).norm(dim=1)).all()
 
 

@@ -109,7 +109,7 @@ def launch_all(launch: Callable[[], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run two processes, the second with the first one's cache, and then compile an impossible kernel."""
+    """Run two processes, the second with the first one's cache. Then compile an impossible kernel."""
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
@@ -134,7 +134,7 @@ LAUNCHES, VARIANTS = 3, 2
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the report of a separate process that compiles kernels. This process can only interpret them."""
+    """Return the report of a process that compiles kernels. This process can only interpret them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("ahead")), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

@@ -50,7 +50,7 @@ def test_more_pieces_of_chunks_than_sequences_may_decode_are_served_as_prompts_a
     for name in names:
         engine.step({name: BLOCK - 1}, padding=0)
     assert 2 * len(names) > most
-    engine.step(dict.fromkeys(names, 2), padding=0)  # each sequence has one token in a chunk and one in the next
+    engine.step(dict.fromkeys(names, 2), padding=0)  # the chunk boundary lies between the two tokens of each sequence
 
 
 @pytest.mark.parametrize(("name", "recent"), [("k4v4", 0), ("k4v4", 64), ("k2v2", 64)])
@@ -121,7 +121,7 @@ def test_tokens_of_an_image_see_each_other_both_ways_beside_whatever_else_a_step
     if read_back:
         engine.impl.read_back = engine.builder.read_back = True
     engine.step({"a": 50}, padding=0, images={"a": [(3, 20), (30, 45)]})
-    # b has one more image of a single token. Of the next one, some tokens are already cached, as after a prefix hit.
+    # b has another image of one token. Of its next image some tokens are already cached, as after a prefix hit.
     engine.step({"a": 1, "b": 40}, padding=9, images={"b": [(0, 9), (12, 12), (30, 70)]})
     engine.step({"a": 1, "c": 20, "b": 60}, padding=3, images={"b": [(0, 9), (30, 70), (90, 99)], "a": [(3, 20)]})
     engine.step({"b": 1, "a": 1, "c": 1}, padding=0, images={"b": [(90, 99)]})
@@ -221,7 +221,7 @@ def test_a_step_with_drafts_does_not_overlap_with_its_store(cuda: Any) -> None:
 
 
 class Launches:
-    """Wrapper of a kernel that records the variants that Triton would compile."""
+    """Wrapper of a kernel that records which variants Triton would compile."""
 
     def __init__(self, kernel: Any, seen: set[Any]) -> None:
         self.kernel, self.seen = kernel, seen

@@ -32,7 +32,7 @@ def some_factors(kv_heads: int, dim: int, seed: int) -> Factors:
 
 
 def stored(key: torch.Tensor, value: torch.Tensor, fmt: formats.Format, factors: Factors | None) -> PackedPages:
-    """Store tokens in blocks 1, 2, ... of a cache whose every byte was 0xFF."""
+    """Store tokens in blocks 1, 2, ... of a cache whose bytes were all 0xFF."""
     tokens, kv_heads, dim = key.shape
     cache = torch.full((tokens // 16 + 2, kv_heads, 16, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
     pages = PackedPages(cache, fmt, dim, factors)
@@ -104,7 +104,7 @@ def test_factors_of_another_shape_are_refused_with_the_right_one() -> None:
 
 
 def damage(x: torch.Tensor, gradient: torch.Tensor, factors: Factors) -> float:
-    """Return the cost of an error: the mean of (gradient . error)^2."""
+    """Return the damage of an error: the mean of (gradient . error)^2."""
     off = round_trip(x, formats.parse("k4v4"), "key", factors) - x
     return float((gradient * off).sum(-1).square().mean())
 
@@ -122,8 +122,8 @@ def test_a_fit_spares_the_channels_that_matter() -> None:
     gradient = torch.randn(600, 2, 64, generator=rng) * torch.logspace(0.5, -0.5, 64)
     factors = fitted(x[:400], gradient[:400])
     assert damage(x[400:], gradient[400:], factors) < 0.4 * damage(x[400:], gradient[400:], Factors.identity(2, 64))
-    # Importance and size have opposite slopes: the best scale is (g / x)^(1/2), which spans a factor of ten over the
-    # channels.
+    # Importance g and size x have opposite slopes. The best scale is (g / x)^(1/2), which spans a factor of ten over
+    # the channels.
     assert factors.key_scale[0, 0] / factors.key_scale[0, -1] == pytest.approx(10, rel=0.3)
 
 
@@ -166,7 +166,7 @@ def observed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale:
 def told_by_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recent: int, scale: float, softcap: float, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return g^2 of one head's keys [tokens, D] and values [tokens], straight from the formula."""
+    """Return g^2 of one head's keys [tokens, D] and values [tokens], computed directly from the formula."""
     for_key, for_value = torch.zeros_like(key), torch.zeros(len(key), dtype=key.dtype)
     for i in range(len(query)):
         first = max(0, i - window + 1)
@@ -203,7 +203,7 @@ def test_what_attention_tells_is_as_the_formula_says(
         for_key, for_value = told_by_attention(*one, tokens // 8, 0.7, softcap, window)
         of_keys[:, kv] += for_key
         of_values[:, kv] += for_value
-    assume(of_keys[1:].sum((0, 2)).min() > 1e-3)  # a query that sees only itself gives nothing but rounding errors
+    assume(of_keys[1:].sum((0, 2)).min() > 1e-3)  # a query that attends only to itself yields only rounding errors
     keys.add(key[1:], of_keys[1:])
     values.add(value, of_values[..., None].expand(value.shape))
     factors = found.factors()

@@ -41,7 +41,7 @@ def test_every_vllm_dtype_is_either_offered_or_left_out_for_a_reason() -> None:
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
         pytest.skip("vLLM is not installed")
-    # Read it from the source: once vLLM is imported, the literal also contains the names of plugins.
+    # Read the source text: once vLLM is imported, the literal also contains the names of plugins.
     tree = ast.parse((Path(vllm.origin).parent / "config" / "cache.py").read_text())
     [literal] = [node.value for node in tree.body if isinstance(node, ast.Assign) and "CacheDType" in ast.unparse(node)]
     assert isinstance(literal, ast.Subscript)

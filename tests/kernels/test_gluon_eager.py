@@ -1,4 +1,4 @@
-"""The interpreter of Gluon kernels detects each kind of mistake that it checks for."""
+"""The interpreter of Gluon kernels detects each kind of mistake that it is made for."""
 
 import inspect
 import re
@@ -120,7 +120,7 @@ def test_a_transpose_swaps_a_threads_row_and_column_in_each_register() -> None:
         assert moved[g, t + 4 * half] == x[2 * t + half, g // 2 + 4 * (g % 2)]
 
 
-# Each entry breaks the kernel's source at a place where hardware would show no error.
+# Each entry breaks the kernel's source where the hardware would report no error.
 MISTAKES = {
     "a wait for one group too few": ("wait_group(STAGES - 1)", "wait_group(STAGES)"),
     "a prefetch into the tile that is read": ("next_stage = stage + STAGES - 1", "next_stage = stage + STAGES"),
@@ -157,7 +157,7 @@ def broken(right: str, wrong: str) -> types.ModuleType:
     for part in (operands, columns, recent, tile, wide, decode):
         source = inspect.getsource(part)
         found += source.count(right)
-        # Each module sees the others' names as defined here, and line numbers do not change.
+        # Each module sees the others' names as defined here, and line numbers stay the same.
         source = OWN_IMPORT.sub(lambda match: "\n" * match[0].count("\n"), source).replace(right, wrong)
         exec(compile(source, part.__file__, "exec"), module.__dict__)  # noqa: S102
     assert found == 1

@@ -1,10 +1,10 @@
-"""Kernels compile to machine code with the installed Triton, without a GPU.
+"""All kernels compile to machine code with the installed Triton, without a GPU.
 
-A program that spills is slow, and one that asks for too much shared memory fails at the first request: `tuning` chooses
-neither on any of these GPUs.
+A program that spills registers is slow. A program that asks for too much shared memory fails at the first request.
+`tuning` chooses neither on any of these GPUs.
 
-A program is compiled once for each state of the kernels' source (`kernel_cache`); its resources are read from its
-machine code each time. Triton's key of a program covers all that its kernel reads.
+Each program is compiled once for each version of the kernels' source (`kernel_cache`). Its resources are read from the
+machine code each time. Triton's key of a program covers everything that its kernel reads.
 """
 
 import fcntl
@@ -32,14 +32,14 @@ UNUSED = 14 * 24 * 3600
 
 
 def source_key(*packages: Path) -> str:
-    """Return a hash of all source files below some folders, independent of the folders' own names."""
+    """Return a hash of all source files in some folders. Names of the folders themselves do not count."""
     files = [(package, one) for package in packages for one in sorted(package.rglob("*.py"))]
     told = "".join(f"{one.relative_to(top)} {hashlib.sha256(one.read_bytes()).hexdigest()}\n" for top, one in files)
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def kernel_cache(*packages: Path) -> Path:
-    """Return Triton's cache for the current kernels, and remove unused ones: Triton itself never removes a program."""
+    """Return Triton's cache for the current kernels, and delete old caches. Triton itself never deletes a program."""
     cache = cache_folder() / "kernels"
     cache.mkdir(parents=True, exist_ok=True)
     found = cache / source_key(*(packages or PACKAGES))
@@ -60,7 +60,7 @@ CAPABILITIES = (80, 86, 89, 90, 100, 120)
 
 
 def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) -> subprocess.CompletedProcess[str]:
-    """Run a process that compiles the package's kernels; this one interprets them."""
+    """Run a process that compiles the package's kernels. This process can only interpret them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_STORE_BINARY_ONLY": "1", "PYTHONPATH": str(package.parent)}
     return subprocess.run(
@@ -145,7 +145,7 @@ triton.knobs.compilation.listener = tell
 for _ in range(2):
     compile_for(decode_variant("int8", 64, 4, 0, 80), 80)
 """
-    # Both versions use one cache, like pods of two versions that share a claim.
+    # Both versions use one cache, like pods of two kvpilot versions that share a volume claim.
     cache = tmp_path / "cache"
     found = [python("-c", code, cache=cache, timeout=900, package=package) for package in (formats_package, changed)]
     programs = [done.stdout.split() for done in found]

@@ -198,7 +198,7 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     batch.rotate(query, plan)
     prepared = [(part, part.clone()) for part in (plan.rotated, plan.sums, plan.units, plan.apart)]
     stored = [i for i, n in enumerate(lengths) if n]
-    # Not stored yet: the step's own token, and the end of a block that another sequence fills in the same step.
+    # These are not stored yet: the step's own token, and the end of a block that another sequence fills in this step.
     late = torch.cat([batch.slots[i][-2:] for i in stored])
 
     def hold_back() -> None:

@@ -1,4 +1,4 @@
-"""Decode of several query tokens per sequence: each token sees the pages up to itself, which are read only once."""
+"""Decode with several query tokens per sequence. Each sees the tokens up to itself, and pages are read once."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_soft_cap_bends_the_scores_of_each_token(softcap: float) -> None:
 
 @pytest.mark.parametrize("zero", [0.0, 1e-20])
 def test_a_token_that_sees_nothing_of_a_split_adds_nothing_to_it(zero: float) -> None:
-    """Only the last token sees the second tile. Beyond it are NaN scales and the largest codes."""
+    """Only the last token sees the second tile. After the last token come NaN scales and the largest codes."""
     batch = Batch("k2v2", 64, [17], seed=8, ratio=3, wave=8)
     query = torch.randn(4, 6, 64, generator=batch.rng) * zero
     out = decode_rows(batch.pages, batch.table, [17], [4], query, batch.scale)
@@ -101,7 +101,7 @@ def test_a_query_that_is_not_a_number_spoils_no_other() -> None:
 
 
 def test_more_rows_than_two_thousand_are_cut_and_merged() -> None:
-    """Use as many sequences as a large engine has, with three tokens each; most are padding."""
+    """Use as many sequences as a large engine has, with three tokens each. Most rows are padding."""
     lengths, counts = [20, *[0] * 800, 33], [3, *[0] * 800, 3]
     batch = Batch("k4v4", 64, [20, 33], seed=2, kv_heads=1, ratio=1, wave=4)
     table = torch.full((802, batch.table.shape[1]), PAST_THE_END, dtype=torch.int32)

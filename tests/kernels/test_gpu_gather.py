@@ -1,4 +1,4 @@
-"""Gather: any chunk of any sequence equals the CPU code's result."""
+"""Gather returns the same as the CPU code for any chunk of any sequence."""
 
 import pytest
 import torch

@@ -45,8 +45,8 @@ def test_store_writes_the_bytes_of_the_cpus_code_and_no_other(
     # zeros: none of their bytes is 255
     LatentPages(blank, fmt).store(0 * entries[:, :RANK], 0 * entries[:, RANK:], slots)
     assert (ours[blank == 255] == 255).all()
-    # A different order of sums may move an element across a boundary, and rarely all 64 of a group, if its range
-    # changes. The accuracy stays the same.
+    # Another order of sums may move an element across a boundary. Rarely it changes a group's range, and so all its 64
+    # codes. The accuracy stays the same.
     assert (ours != theirs).sum() <= 2e-3 * ours.numel() + 2 * 66
     read = [LatentPages(x, fmt, factors).read(torch.arange(BLOCKS), BLOCKS * block_size) for x in (ours, theirs)]
     kept = slots >= 0
@@ -83,7 +83,7 @@ def test_queries_that_decode_are_prepared_whatever_their_size(
     plan, cache = LatentPlan(shape, tokens), poisoned(1, 16, parse("mla4"))
     plan.rotated.fill_(torch.nan)
     plan.sums.fill_(torch.nan)
-    # As in vLLM: the absorbed queries of a token are adjacent, and each contains its RoPE part.
+    # As in vLLM: absorbed queries of one token are adjacent, and each contains its RoPE part.
     wide = torch.cat([torch.full((tokens, heads, 32), torch.nan), query[..., RANK:]], -1)
     GpuLatentPages(cache, shape, factors).prepare(
         query[:decodes, :, :RANK].contiguous(), wide[:decodes, :, 32:], plan, 0.07

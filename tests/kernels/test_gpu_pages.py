@@ -1,4 +1,4 @@
-"""Pages on a GPU: errors before a launch, and all kernels in sequence."""
+"""Pages on a GPU: errors before a launch, and all kernels one after another."""
 
 import itertools
 
@@ -76,7 +76,7 @@ def test_every_shape_has_a_choice_whose_tile_lies_in_one_block(dim: int, queries
     assert choice.programs >= 1
 
 
-# Start of the error message, and the wrong arguments of `store`.
+# Start of the error message, and the invalid arguments of `store`.
 BAD_TOKENS = {
     "key of another head_dim": ("key .*64", {"key": torch.zeros(4, 2, 128)}),
     "value of other heads": ("value .*2, 64", {"value": torch.zeros(4, 1, 64)}),
@@ -104,7 +104,7 @@ def test_tokens_that_do_not_fit_are_refused_before_anything_is_written(what: str
     assert plan.units.isnan().all()
 
 
-# Start of the error message, and the wrong arguments of `decode`.
+# Start of the error message, and the invalid arguments of `decode`.
 BAD_STEPS = {
     "a table of int64": ("block_table .*int64.*int32", {"block_table": torch.zeros(2, 1, dtype=torch.int64)}),
     "lengths of int64": ("seq_lens .*int64.*int32", {"seq_lens": torch.ones(2, dtype=torch.int64)}),
@@ -130,7 +130,7 @@ def test_a_step_that_does_not_fit_is_refused_before_anything_is_written(what: st
     [("k4v4", 64, 3), ("k8v4", 96, 1), ("int8", 128, 5), ("k4v2", 128, 9), ("k2v2", 256, 2)],
 )
 def test_sequences_grow_token_by_token_as_the_reference_says(name: str, dim: int, ratio: int) -> None:
-    """Store prompts at once, and then run steps that store one token per sequence and decode, with one plan."""
+    """Store prompts at once. Then run steps that store and decode one token per sequence, all with one plan."""
     rng, fmt, heads, prompts, steps = generator(7), formats.parse(name), 2, [30, 1, 47], 3
     factors, shape = some_factors(heads, dim, rng), Shape(fmt, dim, heads, ratio, 16, CPU)
     launch_as(shape, 16, 3, 2)

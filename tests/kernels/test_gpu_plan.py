@@ -1,4 +1,4 @@
-"""The plan of decode puts every tile of every sequence into exactly one split, in order."""
+"""A decode plan puts every tile of every sequence into exactly one split, in order."""
 
 import heapq
 import itertools
@@ -21,7 +21,7 @@ from support.gpu_batch import CPU, launch_as, several
 
 
 def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return splits [count, 4] and spans [sequences, 2], in buffers that were filled with 77."""
+    """Return splits [count, 4] and spans [sequences, 2]. Their buffers are filled with 77 before."""
     sequences = len(lengths)
     count = most_splits(sequences, wave, beyond(1))
     # An extra row shows writes past the end.
@@ -33,7 +33,7 @@ def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Te
     return splits[:-1], spans[:-1]
 
 
-# Possible steps: two sequences of 1 and 4095 tiles, one without tokens, or many of one tile.
+# Possible steps: sequences of 1 and 4,095 tiles, one without tokens, or many of one tile.
 @example([16, 16 * 4095, 0, 1], 16, 2, 0)
 @example([1] * 40, 64, 1, 0)
 @example([10**6], 64, 1056, 0)
@@ -88,7 +88,7 @@ def test_no_program_waits_for_another_to_end(lengths: list[int]) -> None:
 
 
 def takes(splits: torch.Tensor, wave: int, tile: int) -> int:
-    """Return the total time in tiles if programs start in order, each when one of the `wave` running ones ends."""
+    """Return the total time in tiles. Programs start in order, each when one of the `wave` running ones ends."""
     ends = [0] * wave
     for _, start, end, _ in splits[splits[:, 0] >= 0].tolist():
         heapq.heapreplace(ends, ends[0] + -(-(end - start) // tile) + int(FIXED))
@@ -100,7 +100,7 @@ def takes(splits: torch.Tensor, wave: int, tile: int) -> int:
     ([100000] * 3 + [500] * 250, 198), ([4096] * 1024, 198), ([16000 + 37 * i for i in range(27)], 45),
 ])  # fmt: skip
 def test_a_gpu_is_busy_nearly_all_of_the_time_whatever_the_number_of_sequences(lengths: list[int], wave: int) -> None:
-    """Keep plans near the shortest time; one split each, or one wave, often takes 1.4 to 1.6 times as long."""
+    """Keep near the shortest time. One split per sequence, or one wave, often takes 1.4 to 1.6 times as long."""
     splits, _ = cut(lengths, 64, wave, 0)
     least = -(-sum(-(-n // 64) for n in lengths) // wave) + int(FIXED)
     assert takes(splits, wave, 64) <= 1.3 * least
@@ -146,7 +146,7 @@ def test_each_split_has_a_result_of_its_own_for_each_row_and_reads_what_any_of_t
     assert results <= most_results(sum(counts), most, wave, len(counts))
 
 
-# (rows, tokens) of sequences. Some have none, as eager steps with drafts allow.
+# (rows, tokens) of sequences. Some have no rows, which eager steps with drafts allow.
 idle = st.one_of(st.just((0, 0)), st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 3000))))
 
 
@@ -198,7 +198,7 @@ def test_preflight_counts_what_a_plan_of_latents_takes() -> None:
 
 
 def test_thousands_of_sequences_are_cut_like_a_few() -> None:
-    """A program counts fewer sequences at a time, so sums take several rounds and splits take many programs."""
+    """A program counts only some of the sequences, so sums take several rounds and many programs."""
     lengths = [(i * 37) % 400 for i in range(2500)]
     splits, spans = cut(lengths, 16, 700, 0)
     used = 0
@@ -213,7 +213,7 @@ def test_thousands_of_sequences_are_cut_like_a_few() -> None:
 
 
 def test_a_plan_that_is_held_while_weights_load_is_as_large_as_the_one_that_serves() -> None:
-    """vLLM sets torch's default dtype to the model's while it loads weights."""
+    """vLLM sets torch's default dtype to that of the model while it loads weights."""
     shapes = Shape(parse("k4v4"), 128, 2, 4, 64, CPU), LatentShape(parse_latent("mla4"), 16, 64, CPU)
 
     def buffers() -> list[dict[str, torch.dtype]]:

@@ -1,4 +1,4 @@
-"""Recent window in the GPU's kernels: the ring's bytes equal the CPU's, and decode reads them."""
+"""Recent window in the GPU kernels: the ring's bytes equal those of the CPU code, and decode reads them."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_ring_rows_are_the_cpus_and_no_other_byte_changes(
     name: str, dim: int, block_size: int, recent: int, tokens: int, seed: int
 ) -> None:
     s = Sequences(name, dim, [tokens], recent, seed, block_size=block_size)
-    # Whole numbers, and a power of 2 as the root of D, make the rotation exact in any order.
+    # Whole numbers, and a power of 2 as the square root of D, make the rotation exact in any order.
     key, value = (torch.randint(-100, 101, (tokens, 2, dim), generator=s.rng).float() * 0.25 for _ in "kv")
     key, value = (x * decided(x @ rotation(dim), side.bits, 64)[..., None]
                   for x, side in ((key, s.fmt.key), (value, s.fmt.value)))  # fmt: skip
@@ -154,7 +154,7 @@ def test_sliding_windows_and_soft_caps_go_with_it() -> None:
 
 
 def test_no_byte_of_a_ring_is_read_before_the_step_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode starts while `store` still runs. The newest rows are missing until decode waits for it."""
+    """Decode starts while `store` still runs. The newest rows are missing until decode has waited for `store`."""
     s = Sequences("k4v4", 64, [70, 33], 32, seed=7)
     for i, n in enumerate(s.lengths):
         s.store(i, 0, n - 1)

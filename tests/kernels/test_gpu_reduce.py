@@ -1,4 +1,4 @@
-"""Reduce: partial results of any splits merge to the result of a single split over all tokens."""
+"""Reduce: partial results of any splits merge to the result of one split over all tokens."""
 
 from unittest import mock
 
@@ -18,7 +18,7 @@ FMT = formats.parse("k4v4")
 
 
 class Merge:
-    """Rotated scores and values of tokens in float64, and pages whose plan can hold their partial results."""
+    """Rotated scores and values of tokens in float64, and pages with a plan that can hold their partial results."""
 
     def __init__(self, lengths: list[int], dim: int, kv_heads: int, ratio: int, spread: float, seed: int) -> None:
         rng = generator(seed)
@@ -29,7 +29,7 @@ class Merge:
         self.values = [torch.randn(n, kv_heads, self.shape.row_dim, generator=rng).double() for n in lengths]
 
     def wanted(self) -> torch.Tensor:
-        """Return float64 [sequences, heads, dim]: softmax to base 2, then the rotation and the factors undone."""
+        """Return float64 [sequences, heads, dim]: the softmax to base 2, with rotation and factors undone."""
         f, dim, out = self.factors, self.shape.head_dim, []
         for scores, values in zip(self.scores, self.values, strict=True):
             o = torch.einsum("thr,thd->hrd", (scores * 0.6931471805599453).softmax(0), values)
@@ -38,7 +38,7 @@ class Merge:
         return torch.stack(out)
 
     def merged(self, cuts: list[list[int]]) -> torch.Tensor:
-        """Return the result of `reduce` for splits that end at `cuts`; every other row of the scratch is NaN."""
+        """Return the result of `reduce` for splits that end at `cuts`. All other rows of the scratch memory are NaN."""
         kv_heads, ratio, row = self.shape.kv_heads, self.shape.ratio, self.shape.row_dim
         plan, first = Plan(self.shape, len(cuts)), 0
         count = sum(map(len, cuts)) + 1
@@ -59,7 +59,7 @@ class Merge:
 
 @st.composite
 def ends(draw: st.DrawFn, length: int) -> list[int]:
-    """Draw the ends of splits: any subset of the tokens, plus the last one."""
+    """Draw the ends of splits: any subset of the tokens and always the last one."""
     inner = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=20)) if length > 1 else set()
     return sorted(inner | {length}) if length else []
 

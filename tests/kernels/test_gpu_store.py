@@ -1,4 +1,4 @@
-"""Store writes the same bytes as the CPU's code, changes nothing else, and rotates queries for decode."""
+"""Store writes the same bytes as the CPU code, changes no other byte, and rotates queries for decode."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def scattered_slots(tokens: int, block_size: int, rng: torch.Generator, padding:
 
 
 def whole(tokens: int, dim: int, rng: torch.Generator) -> torch.Tensor:
-    """Return keys or values [tokens, kv_heads, dim], whole numbers times a power of 2 per token, for exact sums."""
+    """Return keys or values [tokens, kv_heads, dim]: whole numbers times a power of 2, so that sums are exact."""
     x = torch.randint(-100, 101, (tokens, KV_HEADS, dim), generator=rng).float()
     x[torch.rand(tokens, generator=rng) < 0.1] = 0.0
     return x * torch.randint(-18, 13, (tokens, 1, 1), generator=rng).float().exp2()
@@ -44,13 +44,13 @@ def store(cache: torch.Tensor, fmt: formats.Format, key: torch.Tensor, value: to
 
 
 def rotated_once(x: torch.Tensor, fmt: formats.Format) -> torch.Tensor:
-    """Return rows of whole numbers, whose rotation is exact except for one division by the root of D."""
+    """Return rows of whole numbers. Their rotation is exact except for one division by the square root of D."""
     dim = x.shape[-1]
     return (x @ rotation(dim).sign()) * fmt.row_dim(dim) ** -0.5
 
 
 def decided_rows(x: torch.Tensor, fmt: formats.Format, bits: int) -> torch.Tensor:
-    """Replace rows whose bytes depend on the order of a sum by zeros."""
+    """Replace rows whose bytes depend on the order of a sum with zeros."""
     rows = decided(rotated_once(x, fmt), bits, fmt.group_size(x.shape[-1]))
     return torch.where(rows[..., None], x, 0.0)
 
@@ -96,8 +96,8 @@ def test_what_is_read_back_is_as_close_as_the_cpus(
     store(ours, fmt, key, value, slots, factors, numbers)
     cpu = PackedPages(theirs, fmt, dim, factors)
     cpu.store(key, value, slots, ordinals=numbers)
-    # A different order of sums may move an element across a boundary, and rarely all 64 of a group, if its range
-    # changes. The accuracy stays the same.
+    # Another order of sums may move an element across a boundary. Rarely it changes a group's range, and so all its 64
+    # codes. The accuracy stays the same.
     assert (ours != theirs).sum() <= 2e-3 * ours.numel() + 2 * 66
     read, wanted = PackedPages(ours, fmt, dim, factors).read(table, tokens), cpu.read(table, tokens)
     for x, mine, his in zip((key, value), read, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""Weigh: each stretch of a sequence gets the attention that a plain softmax gives its tokens."""
+"""Weigh: each stretch of a sequence gets the attention that a plain softmax gives to its tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def masses(batch: Batch, query: torch.Tensor, sequence: int, sinks: torch.Tensor
 def weighed(
     batch: Batch, query: torch.Tensor, wanted: int = 1, times: int = 1, room: int | None = None
 ) -> torch.Tensor:
-    """Return the totals after `times` calls of `weigh`; every total starts at 3.
+    """Return the totals after `times` calls of `weigh`. Every total starts at 3.
 
-    There is one sequence and one stretch (`room`) more than needed, to show writes past the end.
+    The buffers have one sequence and one stretch (`room`) more than needed, to show writes past the end.
     """
     plan, out = batch.plan(), torch.empty_like(query)
     batch.rotate(query, plan)

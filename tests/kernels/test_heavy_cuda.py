@@ -31,18 +31,18 @@ STEPS = (
     ({"a": 31, "b": 31, "c": 64}, False),
     ({"a": 1, "b": 1, "c": 1}, True),
 )
-"""New tokens of each sequence, and True if single ones are measured."""
+"""New tokens of each sequence, and True for a step that measures single tokens."""
 
 
 def after_freeing(rng: random.Random, held: list[int], before: int) -> list[int]:
-    """Free random pages between sinks and window until the budget is kept, as a scheduler may."""
+    """Free random pages between sinks and window until the cache is within its budget, as a scheduler may."""
     between = [at for at in held if 1 <= at < BOUND.first_page(before, BLOCK)]
     gone = rng.sample(between, max(0, min(len(held) - BOUND.pages(BLOCK), len(between))))
     return [at for at in held if at not in gone]
 
 
 def attention(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return float64 [heads, tokens] of a query [heads, DIM] to keys [tokens, kv_heads, DIM]."""
+    """Return the attention of one query [heads, DIM] to keys [tokens, kv_heads, DIM], float64 [heads, tokens]."""
     keys = key.repeat_interleave(HEADS // KV_HEADS, 1).double()
     return torch.einsum("hd,thd->ht", query.double(), keys).mul(DIM**-0.5).softmax(-1)
 
@@ -51,7 +51,7 @@ def attention(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
     cuda: Any, name: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences are weighed in one batch, with a context in pieces or at once. Freed pages are full of NaN."""
+    """Measure sequences in one batch, with a context in several pieces or in one. Freed pages are full of NaN."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from kvpilot_runtime.bounded import heavy, heavy_cuda
@@ -59,7 +59,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
 
     monkeypatch.setattr(cuda, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * room)
     engine, rng = Engine(cuda, name, blocks=40, width=9), random.Random(7)
-    # Then a token's answer does not depend on its chunk of the prompt.
+    # A token's answer then does not depend on the chunk in which its prompt is computed.
     engine.impl.read_back = engine.builder.read_back = True
     engine.builder.__class__ = bounded_backend(cuda.CudaBackend).get_builder_cls()
     engine.builder.kv_cache_spec = SimpleNamespace(bound=BOUND, block_size=BLOCK)

@@ -13,7 +13,7 @@ from kvpilot_kernels.latent.reference import attend, round_trip
 seeds = st.integers(0, 2**31)
 every = st.sampled_from(names())
 BOUNDS = {8: 1e-4, 4: 0.014}
-"""Mean squared error over the signal's power, by width; measured 4.6e-5 and 0.0113 (docs/decisions/0025)."""
+"""Limit of the mean squared error over the signal's power, by bits; measured 4.6e-5, 0.0113 (docs/decisions/0025)."""
 
 
 def share_lost(x: torch.Tensor, back: torch.Tensor) -> float:
@@ -78,11 +78,14 @@ def test_zeros_come_back_as_zeros_and_a_constant_within_a_few_percent(name: str)
 def unabsorbed(
     query: torch.Tensor, entries: torch.Tensor, up_key: torch.Tensor, up_value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return the same attention as the model defines it: each head's keys and values are computed from the latents.
+    """Return the same attention by the model's definition: compute each head's keys and values from the latents.
 
     Args:
-        query: [tokens, heads, nope + 64], before it is absorbed. entries: [context + tokens, 576].
-        up_key: [heads, nope, 512], W_UK. up_value: [heads, 512, value], W_UV. scale: factor on the scores.
+        query: [tokens, heads, nope + 64], not absorbed.
+        entries: [context + tokens, 576].
+        up_key: W_UK, [heads, nope, 512].
+        up_value: W_UV, [heads, 512, value].
+        scale: factor on the scores.
 
     Returns:
         float64 [tokens, heads, value].

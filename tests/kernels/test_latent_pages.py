@@ -34,7 +34,7 @@ def test_what_is_read_is_what_the_reference_gives_back(name: str, length: int, c
     batch = LatentBatch(name, [length], seed, calibrated=calibrated)
     wanted = round_trip(batch.entries[0], batch.fmt, batch.factors)
     read = batch.cpu.read(batch.table[0], length)
-    # A different order of sums may move an element across a boundary, by at most one code.
+    # Another order of sums may move an element across a boundary, by at most one code.
     off = (read - wanted).square().sum(-1) / wanted.square().sum(-1)
     assert (off < 1e-3).all()
     assert off.median() < 1e-8

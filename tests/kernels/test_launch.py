@@ -1,4 +1,4 @@
-"""Launches without Triton's Python launcher: their assumptions about the installed Triton and about our kernels."""
+"""Launches without Triton's Python launcher rely on properties of the installed Triton and of our kernels."""
 
 import ast
 import inspect

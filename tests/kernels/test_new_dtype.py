@@ -1,4 +1,4 @@
-"""A dtype of known widths is one row of the table: pages on a CPU and on a GPU serve it without other changes."""
+"""A new dtype of known bit widths is one row of the table: pages on CPUs and GPUs need no other change."""
 
 import pytest
 import torch

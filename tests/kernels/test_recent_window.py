@@ -116,7 +116,7 @@ def test_rows_of_another_token_have_other_tags(bits: int, dim: int, seed: int) -
 
 
 def test_rows_of_other_tokens_pass_no_more_often_than_their_bits_say() -> None:
-    """14 bits a side at head_dim 64: of 4 million pairs about 240 pass on one side, and none on both."""
+    """A row has 14 bits a side at head_dim 64. Of 4 million pairs about 240 pass on one side, and none on both."""
     rng = generator(11)
     sides = []
     for _ in "kv":
@@ -145,7 +145,7 @@ def test_decode_reads_the_last_tokens_with_the_ring_and_the_others_without(
 def test_tokens_that_came_by_a_prefix_hit_are_read_from_their_pages_whatever_the_ring_held(
     name: str, lengths: list[int], recent: int, hit: int, seed: int
 ) -> None:
-    """Ring blocks first hold another sequence's rows: stale rows at the same positions, and then the correct ones."""
+    """Ring blocks first hold another sequence's rows at the same positions, and then the correct ones."""
     s = Sequences(name, 64, lengths, recent, seed)
     s.poison_rings()
     for i, n in enumerate(lengths):
@@ -187,7 +187,7 @@ def test_a_nan_in_a_ring_or_in_an_old_row_reaches_nobody() -> None:
 
 
 def test_the_window_is_what_makes_four_bits_accurate() -> None:
-    """Attention favours recent tokens, as in language models, so the window reduces the error by a large factor."""
+    """Attention prefers recent tokens, as in language models, so the window reduces the error by a large factor."""
     rng, fmt = generator(5), formats.parse("k4v4")
     key, value, query = (torch.randn(200, h, 128, generator=rng) for h in (1, 1, 1))
     query = query[:1] + key[-20:].mean(0, keepdim=True) * 8

@@ -1,4 +1,4 @@
-"""A stored value of NaN makes every answer that attends to it NaN, and leaves all others unchanged."""
+"""A NaN in a stored value makes every answer that attends to it NaN, and leaves all others unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ counts = st.sampled_from([None, [1, 1], [4, 2], [7, 5]])
 
 def restore(pages: GpuPages, key: torch.Tensor, value: torch.Tensor, slot: torch.Tensor, at: int,
             element: float | None, ring_slot: torch.Tensor | None = None) -> None:  # fmt: skip
-    """Store one token again by the GPU's kernel, unchanged or with one spoilt element of its second KV head's value."""
+    """Store one token again by the GPU kernel, either unchanged or with one NaN in its second KV head's value."""
     value = value.clone()
     if element is not None:
         value[0, 1, at % value.shape[-1]] = element

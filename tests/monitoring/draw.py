@@ -1,4 +1,4 @@
-"""Draw the time series of a dashboard's panels from a Prometheus, as figures for docs/. They are no screenshots."""
+"""Draw a dashboard's panels from a Prometheus as figures for docs/. The figures are not screenshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real operator as a pod, a real vLLM that it serves, and a real Prometheus that discovers and scrapes both."""
+"""A real operator in a pod, a real vLLM that it manages, and a real Prometheus that discovers and scrapes both."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ROOT = Path(__file__).parents[2]
 OPERATOR, NAMESPACE, NAME = "kvpilot-system", "models", "chat"
 SERVICES = f"/apis/kvpilot.io/v1alpha1/namespaces/{NAMESPACE}/quantizedllmservices"
 SCRAPES = "5s"
-"""Interval and timeout of scrapes: after a timeout, no series has a value until the next scrape.
+"""Interval and timeout of scrapes. After a timeout no series has a value until the next scrape.
 
-A page takes up to 0.02 s on quiet cores, and up to 1.4 s if eleven processes share two.
+A scrape takes up to 0.02 s on idle cores, and up to 1.4 s if eleven processes share two cores.
 """
 _LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/component": "operator"}
 
@@ -65,7 +65,7 @@ def _service() -> dict[str, Any]:
     made["spec"]["engine"]["extraArgs"] = ["--enforce-eager", "--max-num-seqs=16", "--kv-cache-memory-bytes=2M"]
     made["spec"]["engine"]["resources"] = {"requests": {"cpu": "50m", "memory": "1Gi"}}
     made["spec"]["kvCache"] = {"mode": "Fixed", "dtype": "auto"}
-    # Random weights give no meaningful answers, so these limits let every canary pass.
+    # The model has random weights, so its answers mean nothing. These limits let every canary pass.
     made["spec"]["accuracy"] = {
         "probeSets": ["builtin/general"],
         "maxExcessKLMillinats": 100000,
@@ -83,7 +83,7 @@ def documented() -> dict[str, Any]:
 
 
 def without_discovery(config: dict[str, Any], targets: Path) -> dict[str, Any]:
-    """Return that configuration with pods from a file: Debian's Prometheus lacks the discovery of Kubernetes' pods."""
+    """Return that configuration with pods from a file: Debian's Prometheus lacks Kubernetes service discovery."""
     for job in config["scrape_configs"]:
         assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
         job["file_sd_configs"] = [{"files": [str(targets)]}]
@@ -120,7 +120,7 @@ class Prometheus:
     @classmethod
     @asynccontextmanager
     async def up(cls, folder: Path) -> AsyncIterator[Prometheus]:
-        """Run it with the documented scrape configuration for the current content of `folder`/targets.json."""
+        """Run Prometheus with the documented scrape configuration for the targets in `folder`/targets.json."""
         config, address = folder / "prometheus.yml", f"127.0.0.1:{free_port()}"
         times = {"scrape_interval": SCRAPES, "scrape_timeout": SCRAPES, "evaluation_interval": "1s"}
         whole = {"global": times, "rule_files": [str(RULES)]}
@@ -130,7 +130,7 @@ class Prometheus:
         log = folder / "prometheus.log"
         process = procs.spawn(folder / "prometheus.pid", command, log=log, env=dict(os.environ))
         try:
-            # It listens before its database is open, and until then answers in plain text.
+            # Prometheus listens before its database is open. Until then it answers in plain text.
             async with asyncio.timeout(HANGS):
                 while not await _ready(f"http://{address}/-/ready"):
                     assert process.poll() is None, procs.tail(log)
@@ -140,7 +140,7 @@ class Prometheus:
             procs.end(folder / "prometheus.pid")
 
     async def ask(self, path: str, **parameters: str | float) -> Any:
-        """Return the `data` of one request to its API."""
+        """Return the `data` field of one answer of Prometheus' HTTP API."""
         async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
             found = (await client.get(f"{self._url}/{path}", params=parameters)).json()
         assert found["status"] == "success", found

@@ -72,7 +72,7 @@ def metric_names(expression: str) -> set[str]:
 
 
 def label_names(expression: str) -> set[tuple[str, str, str]]:
-    """Yield (metric, label, value) of every matcher."""
+    """Return (metric, label, value) of every matcher."""
     found = set()
     for metric, inside in re.findall(r"([a-z_][a-zA-Z0-9_:]*)\{([^}]*)\}", expression):
         for label, value in re.findall(r'([a-z_]+)\s*[=!]~?\s*"([^"]*)"', inside):

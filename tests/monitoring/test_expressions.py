@@ -51,7 +51,7 @@ def telemetry() -> Telemetry:
 
 @pytest.fixture(scope="module")
 def existing(telemetry) -> dict[str, set[str]]:
-    """Return the labels of every series, by name: ours from registries, and vLLM's from its page."""
+    """Return the labels of every series, by name. Ours come from registries, and vLLM's from its page."""
     ours = page_of(generate_latest(telemetry.registry).decode())
     for family in FAMILIES:
         ours.setdefault(family.series, set()).update({"namespace", "name", *family.labels})
@@ -135,7 +135,7 @@ def test_each_alert_fires_when_it_should_and_only_then():
 
 
 def own(name: str, existing: dict[str, set[str]]) -> bool:
-    """Return True if a series is about the operator itself, and so has the namespace of its target."""
+    """Return True if a series is about the operator itself, so that it has the namespace of its target."""
     return "namespace" not in existing[name]
 
 
@@ -149,10 +149,10 @@ def test_every_series_of_the_operator_is_asked_for_by_its_job_and_namespace(wher
 
 
 def hostile(existing: dict[str, set[str]]) -> list[dict[str, str]]:
-    """Return series for every selector of every alert, as a page in the tests' namespace could forge them.
+    """Return a page that a tenant could forge, with series for every selector of every alert.
 
-    Values are low, high and growing. Engines' series come through the chart's PodMonitor. Those about the operator also
-    come through a Service with the operator's name that is scraped in the tenant's own namespace.
+    Values are low, high and growing. The chart's PodMonitor scrapes the forged engine series. A Service with the
+    operator's name, in the tenant's namespace, serves forged operator series.
     """
     made = {}
     for rule in alerts():
@@ -181,7 +181,7 @@ def test_a_tenants_series_neither_raise_nor_silence_any_alert(tmp_path, existing
 
 
 def firing() -> dict[str, list[set[str]]]:
-    """Return, by alert, the labels that it fires with in each of its tests; an empty set if it must stay silent."""
+    """Return the labels with which each alert fires in each of its tests; an empty set means that it stays silent."""
     found: dict[str, list[set[str]]] = {}
     for case in yaml.safe_load((HERE / "rules_test.yaml").read_text())["tests"]:
         fired: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""A real Prometheus, set up as the docs say, fills the dashboards, and the runbooks' commands run unchanged."""
+"""A real Prometheus, set up as the docs say, fills the dashboards, and the commands of the runbooks work unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Prometheus over our registry and a real vLLM's page: every panel and alert has data at some point.
+"""A real Prometheus reads our registry and a real vLLM's page: every panel and alert has data at some point.
 
 `test_live.py` does the same with a running operator and engine, which have no rollback and no denied dtype.
 """
@@ -55,7 +55,7 @@ OPERATOR_LABELS = {"app.kubernetes.io/name": "kvpilot", "app.kubernetes.io/compo
 
 
 def address() -> str:
-    """Return a loopback address of the test's own, as pods have one, because the ports are the documented ones."""
+    """Return a separate loopback address, as a pod has one, because the ports are the documented ones."""
     return f"127.{random.randint(128, 254)}.{random.randint(1, 254)}.{random.randint(1, 254)}"
 
 
@@ -100,7 +100,7 @@ def eventful(now: datetime) -> Status:
 
 
 def passes(telemetry: Telemetry) -> None:
-    """Reconcile the service and record metrics as the operator's loop does, with a past added to the decision."""
+    """Reconcile the service and record metrics as the operator's loop does. Add past events to the decision."""
     now = datetime.now(UTC).replace(microsecond=0)
     objective = {"metric": "TTFT", "percentile": 95, "milliseconds": 500}
     asked = manifest(scaling={"objectives": [objective]}, kvCache={"mode": "Auto", "offload": {"cpuMemoryGiB": 8}})

@@ -55,7 +55,7 @@ class Apart:
         """Return the answer to the last question.
 
         Raises:
-            RuntimeError: the engine has ended instead, with the end of its output.
+            RuntimeError: the engine has ended. The message has the end of its output.
         """
         if select.select([self.line], [], [], HANGS)[0]:
             if said := self.lines.readline():

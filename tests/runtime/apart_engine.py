@@ -1,6 +1,6 @@
-"""A real vLLM that prefills for another engine, or decodes for one, under the control of a socket.
+"""A real vLLM that prefills for another engine, or decodes for one, controlled through a socket.
 
-`python -m apart_engine ADDRESS`: connects to a Unix socket, and answers each line of JSON with one.
+`python -m apart_engine ADDRESS` connects to a Unix socket, and answers each line of JSON with one line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Engine:
-    """Engine that can be asked: each method is a question, its arguments and answer are JSON."""
+    """Engine that answers questions. Each method is a question; arguments and answers are JSON."""
 
     extension = "apart_worker.ApartWorker"
 
@@ -55,7 +55,7 @@ class Engine:
         return found
 
     def take_down(self, scheduled: Any) -> None:
-        """Record a step's requests, as in `support.stepped_engine.Told`; the pages are the first group's."""
+        """Record a step's requests, as in `support.stepped_engine.Told`. The blocks are those of the first group."""
         cached = scheduled.scheduled_cached_reqs
         found = [(r.req_id, r.num_computed_tokens, r.block_ids, True) for r in scheduled.scheduled_new_reqs]
         for i, request in enumerate(cached.req_ids):
@@ -73,7 +73,7 @@ class Engine:
         """Do nothing after a step; subclasses may."""
 
     def serve(self, prompts: list[list[int]], tokens: list[int], params: list[Any]) -> dict[str, Any]:
-        """Answer prompts together, each with its `kv_transfer_params`; also return their reads, and all steps."""
+        """Answer prompts together, each with its `kv_transfer_params`. Also return what they read, and all steps."""
         from vllm import SamplingParams
 
         first = self.requests
@@ -113,7 +113,7 @@ class Engine:
         return [list(rank) for rank in ranks]
 
     def poison(self, seed: int) -> dict[str, Any]:
-        """Fill every free block without a cached prefix with rows of others' rings, or random bytes."""
+        """Fill every free block without a cached prefix with ring rows of others, or with random bytes."""
         nobodys = [b.block_id for b in self.pool.free_block_queue.get_all_free_blocks() if b.block_hash is None]
         held = [b.block_id for b in self.pool.blocks if b.ref_cnt or b.block_hash is not None]
         for i, block in enumerate(nobodys):
@@ -121,7 +121,7 @@ class Engine:
         return {"poisoned": len(nobodys)}
 
     def lease(self, seconds: float) -> None:
-        """Set how long the blocks of a prompt are kept for the other engine."""
+        """Set how long an engine keeps the blocks of a prompt for the other engine."""
         self.core.scheduler.connector.connector_scheduler._kv_lease_duration = seconds
 
     def look_away(self, seconds: float) -> None:
@@ -130,7 +130,7 @@ class Engine:
         self.workers("look_away", True)
 
     def step(self, seconds: float = 0.0) -> dict[str, Any]:
-        """Run an idle engine for so long, at least once: it learns of others' reads, and frees blocks."""
+        """Run an idle engine for this long, at least one step: it learns which blocks were read, and frees them."""
         until = time.perf_counter() + seconds
         while True:
             self.core.step()

@@ -13,13 +13,13 @@ class ApartWorker(RingWorker):
     """Methods that vLLM adds to each of its workers."""
 
     def digests(self, blocks: list[int]) -> list[str]:
-        """Return the hash of each block's bytes in all layers of this rank; the rings' are blocks of the same pool."""
+        """Return the hash of each block's bytes in all layers of this rank. Rings are blocks of the same pool."""
         caches = [layer.kv_cache for layer in our_layers(self.vllm_config).values()]
         whole = (b"".join(cache[block].numpy().tobytes() for cache in caches) for block in blocks)
         return [hashlib.sha256(one).hexdigest() for one in whole]
 
     def watch_reads(self) -> None:
-        """Record the content of blocks that were read, before any step of theirs."""
+        """Record the content of blocks that a transfer filled, before any step uses them."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         worker = get_kv_transfer_group().connector_worker

@@ -1,4 +1,4 @@
-"""Report of a process that `support.own_process` asks on its environment; it then makes a mess, or waits."""
+"""Process that reports its environment to a test of `support.own_process`, and then changes its state or waits."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from support.vllm_forks import IMPORTED
 
 @dataclass
 class Asked:
-    """Request; with `waits` the answer never comes, and the ids of its process and its child go to that file."""
+    """Request. With `waits` no answer comes: the process writes its own ID and its child's ID to that file."""
 
     waits: str = ""
 
 
 @dataclass
 class Told:
-    """Environment and folder of a process, our modules at its start, and True if it sees another process' effects.
+    """Environment and folder of a process, our modules at its start, and True if it sees another process's changes.
 
-    `spawned`: the same for a process that it spawns after its own changes.
+    `spawned` has the same for a process that it spawns after its own changes.
     """
 
     environment: dict[str, str]

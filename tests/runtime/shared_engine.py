@@ -1,4 +1,4 @@
-"""Engine like `apart_engine` that shares pages through LMCache; its steps include the moves."""
+"""Engine like `apart_engine` that shares pages through LMCache. Its steps include the copies to and from LMCache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class SharedEngine(apart_engine.Engine):
     extension = "shared_worker.SharedWorker"
 
     def start(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Make the engine.
+        """Create the engine.
 
-        vLLM 0.32's CPU platform looks for kernels in all modules, and ends at one of numba, which LMCache imports: that
-        one answers every attribute.
+        vLLM 0.32's CPU platform searches all modules for kernels, and crashes on a module of numba, which LMCache
+        imports. A fake attribute of that module prevents the crash.
         """
         import llvmlite.binding.ffi
 
@@ -26,9 +26,9 @@ class SharedEngine(apart_engine.Engine):
         return super().start(model, options)
 
     def take_down(self, scheduled: Any) -> None:
-        """Fill the rings that requests get with others' rows or random bytes as well.
+        """Record a step's requests. Also fill the rings that they get with other rows or random bytes.
 
-        A restarted request could find its own rows there.
+        Otherwise a restarted request could find its own rows there.
         """
         super().take_down(scheduled)
         cached = scheduled.scheduled_cached_reqs

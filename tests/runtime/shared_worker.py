@@ -12,7 +12,7 @@ class SharedWorker(ApartWorker):
     """Methods that vLLM adds to each of its workers."""
 
     def watch_reads(self) -> None:
-        """Record the blocks that go to LMCache and come from it, and their content then."""
+        """Record the blocks that go to LMCache and come from it, with their content at that moment."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.moves: list[dict[str, Any]] = []
@@ -32,7 +32,7 @@ class SharedWorker(ApartWorker):
         store, retrieve, block = context.submit_store, context.submit_retrieve, self.vllm_config.cache_config.block_size
 
         def move(what: str, key: Any, blocks: list[int], skipped: int = 0) -> None:
-            """Record each block with the hash of all tokens up to its end, which is its key at LMCache."""
+            """Record each block with its key: the hash of all tokens up to its end."""
             found = []
             for i, one in enumerate(blocks):
                 end = key.start + (i + 1) * block

@@ -1,4 +1,4 @@
-"""Our parser of vLLM's arguments has the same options as vLLM's own, and reads any arguments alike."""
+"""Our parser of vLLM's arguments has the same options as vLLM's own parser, and reads any arguments the same way."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Seen(Action):
 
 
 def recording() -> FlexibleArgumentParser:
-    """Return vLLM's parser class with the names and counts of vLLM's options, without their types."""
+    """Return vLLM's parser class with names and value counts of vLLM's options, without their types."""
     parser = FlexibleArgumentParser(prog="vllm serve", add_help=False)
     parser.add_argument("model_tag", nargs="?")
     for action in REAL._actions:
@@ -61,7 +61,7 @@ NAMES = {name: DEST.get(name) or next(a.dest for a in REAL._actions if name in a
 
 
 def theirs(arguments: list[str]) -> list[tuple[str, tuple[str, ...], bool]] | None:
-    """Return the options that vLLM's parser reads; None if it refuses them."""
+    """Return the options that vLLM's parser reads, or None if it rejects the arguments."""
     RECORDING.seen = []
     try:
         with redirect_stderr(StringIO()):
@@ -87,13 +87,13 @@ def beginnings() -> Iterator[str]:
 
 
 def test_every_beginning_of_every_name_is_read_as_vllm_reads_it() -> None:
-    tried = sorted(set(beginnings()) - {"--config"})  # vLLM would read the named file, and kvpilot refuses the option
+    tried = sorted(set(beginnings()) - {"--config"})  # vLLM would read the named file, but kvpilot rejects this option
     assert len(tried) > 2000
     for beginning in tried:
         arguments = [f"{beginning}=x"]
         found = read(arguments)
         if (expected := theirs(arguments)) is None:
-            # Python 3.11 rejects -t=2 for -tp=2, which later versions accept. Recognizing it is harmless.
+            # Python 3.11 rejects -t=2 for -tp=2, and later versions accept it. To recognize it is harmless.
             later = re.fullmatch("-[a-z]+=x", arguments[0])
             assert found.faults or not found.given or later, arguments
         else:

@@ -1,4 +1,4 @@
-"""`auto` against the pinned vLLM: the dtype that it becomes for a checkpoint, and the size of the cache."""
+"""The dtype that `auto` becomes for a checkpoint, and the size of its cache, compared with the pinned vLLM."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ LLAMA = {
 
 
 def written() -> list[dict[str, Any]]:
-    """Return objects in every form that checkpoints use, and in some invalid ones."""
+    """Return objects in every form that checkpoints use, and some invalid ones."""
     found: list[dict[str, Any]] = []
     for method, scheme, algorithm in itertools.product(METHODS, SCHEMES, SCHEMES):
-        # One method has all pairs; the others read the two fields alike.
+        # One method uses all combinations, because the others read the two fields in the same way.
         one_alone = method == METHODS[0] or scheme is None or algorithm is None
         if one_alone and not (method in ("fp8", "awq") or isinstance(scheme, str)):
             found.append({"quant_method": method, "kv_cache_scheme": scheme, "kv_cache_quant_algo": algorithm})

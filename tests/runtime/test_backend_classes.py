@@ -1,4 +1,4 @@
-"""Backend classes from the table of formats: found by path in any process, with one dtype each; also on vLLM 0.33."""
+"""Backend classes from the table of formats: any process finds them by path, and each has one dtype."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
     rng = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(tokens, n, dim, generator=rng) for n in (heads, kv_heads, kv_heads))
     factors = Factors.identity(kv_heads, dim)
-    factors.key_first.add_(5.0)  # added only to the key at position 0, which the layer must recognize
+    factors.key_first.add_(5.0)  # This term is added only to the key at position 0, which the layer must recognize.
     impl.set_factors(layer, factors)
     config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=made_up.name), kv_transfer_config=None)
     builder = cls.get_builder_cls()(spec, ["x"], config, torch.device("cpu"))
@@ -129,9 +129,9 @@ def test_a_layer_that_uses_another_layers_cache_has_the_factors_that_its_tokens_
 
 
 def test_where_vllm_has_a_registry_each_dtype_is_given_to_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contract of vLLM 0.33: `register_kv_cache_dtype(name)` only returns a decorator, which makes an instance.
+    """Follow the contract of vLLM 0.33: `register_kv_cache_dtype(name)` returns a decorator, which creates an instance.
 
-    Written after reading 0.33's config/cache.py, which cannot be installed beside the version under test.
+    The test follows the source of 0.33's config/cache.py, because two versions of vLLM cannot be installed together.
     """
     handlers: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Batches of a bounded cache: the visible tokens of each new token, computed in pieces and through the CPU backend."""
+"""Batches with a bounded cache: the tokens that each new token sees, computed in pieces and by the CPU backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 80)), min_siz
 
 
 def attended(bound: SinksAndWindow, page: int, position: int) -> set[int]:
-    """Return the pages of docs/retention.md: sinks and window in whole pages, up to the token itself."""
+    """Return the tokens that docs/retention.md defines: sinks and window in whole pages, up to the token itself."""
     sinks = range(-(-bound.sinks // page) * page)
     window = range(max(0, position - bound.window + 1) // page * page, position + 1)
     return {p for p in (*sinks, *window) if p <= position}

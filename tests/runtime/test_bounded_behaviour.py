@@ -1,4 +1,4 @@
-"""vLLM's cache manager with a bounded cache, compared with the bound, because our subclasses inherit its changes."""
+"""vLLM's cache manager with our bounded subclasses, which inherit its changes, keeps to the bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpilot_runtime.vllm_api import compat, contract
 
 PAGE, CHUNK = 16, 48
 LENGTHS = (7, 150, 1000)
-"""Tokens of the requests: less than a page, about the window, and far more than the window."""
+"""Lengths of requests in tokens: less than a page, about the window, and far more than the window."""
 BOUND = SinksAndWindow(4, 192)
 SHAPE: dict[str, Any] = {"block_size": PAGE, "num_kv_heads": 1, "head_size": 64, "dtype": torch.uint8}
 

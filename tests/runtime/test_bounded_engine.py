@@ -1,6 +1,6 @@
-"""A real engine whose cache keeps sinks and a window: answers are those of that mask, and pages are really freed.
+"""A real engine whose cache keeps sinks and a window: answers match attention with that mask, and pages are freed.
 
-The pool is smaller than a stream, prompts come in chunks, requests are preempted and restart, and freed pages are
+The pool is smaller than one stream. Prompts come in chunks, requests are preempted and restart, and freed pages are
 overwritten at once.
 """
 
@@ -39,7 +39,7 @@ def seen(page: int) -> Callable[[int], torch.Tensor]:
 
 
 def asked(dtype: str, **more: object) -> Asked:
-    """Return different requests at once in a pool that is too small for them; then a prompt, and its continuation."""
+    """Return different requests that share a pool which is too small, and then a prompt and its continuation."""
     rng = random.Random(20261122)
     prompts = [[rng.randrange(3, 49152) for _ in range(length)] for length in (150, 20, 260, 7, 90, 12, 200)]
     rounds = [prompts[:-1], [prompts[-1]], [[*prompts[-1], *prompts[1]], prompts[0]]]
@@ -52,7 +52,7 @@ def asked(dtype: str, **more: object) -> Asked:
 
 
 def unsound(what: Asked, told: Told, oracle: Oracle) -> list[tuple[int, float]]:
-    """Return requests whose answer is not the best by attention with the mask, up to rounding."""
+    """Return the requests whose answer is not the best by attention with the mask, apart from rounding."""
     pairs = list(zip(chain(*what.rounds), chain(*told.answers), strict=True))
     below = [max(oracle.shortfalls(prompt, answer)) for prompt, answer in pairs]
     suspects = [i for i, most in enumerate(below) if not most <= SLACK]
@@ -77,7 +77,7 @@ def test_answers_are_those_of_sinks_and_window_whatever_happened_to_a_request(
     # A request holds the sinks' page, the window and one step, at any alignment. The longest stream has 407 tokens.
     assert told.held <= 1 + -(-(BOUND.window - 1 + 48) // page) + 1
     assert told.blocks * page < 407
-    # vLLM's capacity counts requests of 640 tokens by their kept tokens.
+    # vLLM's capacity counts the kept tokens of requests of 640 tokens.
     assert told.concurrency == pytest.approx(told.blocks / (1 + -(-(BOUND.window - 1 + 48) // page) + 1), rel=0.1)
     bound = f'budget_tokens="",page_tokens="{page}",policy="SinksAndWindow",sink_tokens="4",window_tokens="64"'
     assert f"kvpilot_retention_info{{{bound}}} 1.0" in told.metrics

@@ -1,4 +1,4 @@
-"""`--retention` in kvpilot-serve: its values, options that it refuses by name, and its memory."""
+"""`--retention` in kvpilot-serve: valid values, incompatible options that it names, and the memory that it needs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def held(kv: KVCacheManager, name: str) -> list[int]:
 
 
 def compute(kv: KVCacheManager, asked: Request, tokens: int, cached: Any = None, hit: int = 0) -> bool:
-    """Run one step of `tokens` for a request; return True if it had room."""
+    """Run one step of `tokens` for a request. Return True if it fits."""
     found = kv.allocate_slots(asked, tokens, hit, cached)
     if found is None:
         return False
@@ -73,7 +73,7 @@ def test_what_a_request_holds_is_what_its_next_token_attends_to(sinks: int, wind
 
 
 def test_a_stream_goes_on_past_what_the_pool_holds() -> None:
-    kv = manager(spec(4, 64), 8, 16, 10_000)  # 7 pages of 16 tokens: one for sinks, the rest for the window and a step
+    kv = manager(spec(4, 64), 8, 16, 10_000)  # 7 pages: one for sinks, 6 for the window and a step
     asked = request("a", list(range(9000)))
     for _ in range(9000 // 16):
         assert compute(kv, asked, 16)

@@ -45,7 +45,7 @@ def on_a_gpu() -> Iterator[None]:
 
 @st.composite
 def broken(draw: st.DrawFn) -> str:
-    """Draw the text of a published config.json with missing or arbitrary fields, or truncated."""
+    """Draw the text of a published config.json with missing or arbitrary fields, or a truncated one."""
     config = copy.deepcopy(draw(st.sampled_from(CORPUS))["config"])
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     for _ in range(draw(st.integers(0, 3))):

@@ -1,4 +1,4 @@
-"""A calibration file in a real engine: its factors are applied, and another model's file is refused at start."""
+"""A calibration file in a real engine: the engine applies its factors, and refuses another model's file at start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def write_factors(model: Path, file: Path) -> list[Factors]:
-    """Write factors that change answers: means of half the data's spread (the first key: all of it), scales up to 2."""
+    """Write factors that change answers.
+
+    Means are half of the data's spread (for the first key the whole spread), and scales are at most 2.
+    """
     facts, rng = factors_file.ModelFacts.read(model), torch.Generator().manual_seed(3)
     shape = (facts.kv_heads, facts.head_dim)
 
@@ -46,7 +49,7 @@ def test_answers_are_those_of_the_calibrated_codec(tmp_path: Path) -> None:
     calibrated = Oracle(tiny_llama(), "k4v4", layers)
     wrong = [i for i, (prompt, answer) in enumerate(both) if not calibrated.sound(prompt, answer)]
     assert not wrong
-    # The check can fail: the same codec answers differently without factors.
+    # Control: the same codec answers differently without factors.
     plain = Oracle(tiny_llama(), "k4v4")
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 20
 

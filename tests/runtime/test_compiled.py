@@ -1,4 +1,4 @@
-"""Compiled code on a claim is loaded whole or not at all, only by the same kind of engine, and never stops a start."""
+"""An engine loads compiled code from a claim completely or not at all, only from the same kind, and always starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARGUMENTS = ["/models/m", "--kv-cache-dtype=k4v4", "--host=0.0.0.0", "--port=800
 
 
 def prepared(home: Path, store: object, **more: str) -> tuple[dict[str, str], list[str] | None, list[str]]:
-    """Return the result of `prepare` for a pod with this home, and its warnings."""
+    """Return the result of `prepare` for a pod with this home folder, and its warnings."""
     said: list[str] = []
     environment = {"HOME": str(home), compiled.VARIABLE: str(store), **more}
     variables, command = compiled.prepare(ARGUMENTS, environment, lambda reason, text: said.append(f"{reason} {text}"))
@@ -33,7 +33,7 @@ def prepared(home: Path, store: object, **more: str) -> tuple[dict[str, str], li
 
 @pytest.fixture
 def new_pod(tmp_path: Path) -> Callable[[], Path]:
-    """Return a function that empties the pod's home, whose path is the same in every pod."""
+    """Return a function that empties the pod's home folder. Its path is the same in every pod."""
 
     def made() -> Path:
         home = tmp_path / "home"
@@ -226,7 +226,7 @@ def test_a_home_that_cannot_be_written_to_leaves_everything_as_it_was(tmp_path: 
 
 @pytest.fixture(scope="module")
 def mounts() -> Iterator[list[str]]:
-    """Yield a command prefix that may mount file systems of its own."""
+    """Yield a command prefix that allows mounts in a separate namespace."""
     begin = ["unshare", "--user", "--map-root-user", "--mount"]
     tried = subprocess.run([*begin, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=SECONDS)
     if tried.returncode:

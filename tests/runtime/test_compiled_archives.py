@@ -1,4 +1,4 @@
-"""The archive of compiled code stays whole with concurrent writers, and unpacks nothing outside its folder."""
+"""The archive of compiled code survives concurrent writers, and unpacks no file outside its folder."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_kept_under_its_next_name(
 
     def late(path: str) -> Iterator[os.DirEntry[str]]:
         if Path(path) == folder / "tmp.pid_1_2":
-            Path(path).rename(folder / "KEY")  # Triton renames the folder when all files of a kernel are written
+            Path(path).rename(folder / "KEY")  # Triton renames the folder once all files of a kernel are written
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", late)

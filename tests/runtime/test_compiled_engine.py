@@ -17,12 +17,12 @@ from kvpilot_smallmodels.models import tiny_llama
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 PROMPT = [7] * 8
 Files = dict[str, tuple[str, int]]
-"""Hash and time of writing, in ns, of each file below a folder."""
+"""Hash and modification time (ns) of each file in a folder."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Life of one pod: its answer, its log, its compiled or unpacked files, and seconds until it was ready."""
+    """Life of one pod: its answer, its log, its compiled or unpacked files, and the seconds until it was ready."""
 
     tokens: list[int]
     log: str
@@ -31,7 +31,7 @@ class Start:
 
 
 def pod(folder: Path, claim: Path, dtype: str) -> Start:
-    """Run an engine with an empty home and code on `claim`, until all its files are there."""
+    """Run an engine with an empty home folder and compiled code on `claim`, until all its files exist."""
     home, logs = folder / "home", folder / f"logs-{time.monotonic_ns()}"
     home.mkdir()
     logs.mkdir()
@@ -77,7 +77,7 @@ def test_a_second_pod_runs_what_the_first_compiled_and_adds_nothing(tmp_path: Pa
     print(f"{dtype}: ready after {first.seconds:.1f} s, then {second.seconds:.1f} s, {len(first.files)} files")
     programs = [name for name in first.files if name.endswith(".so")]
     assert len(programs) > 5
-    # Times equal those of the first pod: nothing was compiled again, and the archive did not change.
+    # Times equal those of the first pod, so nothing was compiled again, and the archive is unchanged.
     (archive,) = claim.glob("compiled-*.tar")
     (tmp_path / "look").mkdir()
     assert compiled.unpack(archive, tmp_path / "look", pytest.fail)

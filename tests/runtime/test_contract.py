@@ -1,4 +1,4 @@
-"""Versions of vLLM: a supported one is served, a newer one with a warning, and a part that is missing is named."""
+"""A supported version of vLLM is served, a newer one with a warning. If vLLM lacks a part, the error names it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_an_engines_end_that_vllm_lacks_is_logged_and_costs_auto_nothing(
     assert CacheConfig(cache_dtype="auto").cache_dtype == "auto"
 
 
-# Plugin that passes keys as values to every attention layer, as a changed argument order in a later vLLM might.
+# This plugin passes keys as values to every attention layer, as another argument order in a later vLLM might.
 SWAPS = """
 def register():
     from vllm.model_executor.layers.attention import Attention
@@ -129,7 +129,7 @@ def register():
 
 
 def another_vllm(folder: Path, version: str, plugin_source: str = "") -> dict[str, str]:
-    """Return an environment in which the installed vLLM has this version, and loads another plugin."""
+    """Return an environment in which the installed vLLM reports this version and loads another plugin."""
     info = folder / f"vllm-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
@@ -141,7 +141,7 @@ def another_vllm(folder: Path, version: str, plugin_source: str = "") -> dict[st
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], str]]:
-    """Return the answers and logs of two engines of a later version: one unchanged, one that swaps keys and values."""
+    """Return answers and logs of two engines of a later version: one unchanged, and one that swaps keys and values."""
 
     def run(name: str, start: Any, source: str, more: dict[str, str]) -> tuple[list[int], str]:
         folder = tmp_path_factory.mktemp(name)
@@ -156,7 +156,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[in
         (log,) = folder.glob("*.log")
         return answer, log.read_text(errors="replace")
 
-    # The serving engine has several processes, by vLLM's default, and each imports the plugin anew.
+    # By vLLM's default the serving engine has several processes, and each imports the plugin.
     asked: dict[str, tuple[Any, str, dict[str, str]]] = {
         "served": (engine, "", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
         "swapped": (forked_serve.engine, SWAPS, {}),

@@ -1,7 +1,7 @@
 """Two real engines, one of which prefills for the other over NIXL: pages arrive unchanged, and answers are right.
 
-Both calibrate themselves. Free blocks are full of others' rows, to reveal missing transfers. The test runs if the
-package `nixl` is installed.
+Both engines calibrate themselves. Free blocks are full of other rows, so that a missing transfer shows. The test runs
+if the package `nixl` is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK, LONGEST, TOGETHER = 16, 192, 5
 
 
 def engine(role: str, dtype: str = "k4v4", recent: str = "", **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return options and variables of an engine; by default with its dtype's window and calibrated at start."""
+    """Return an engine's options and variables. By default it has its dtype's window and calibrates itself at start."""
     transfer = {
         "kv_connector": "NixlConnector", "kv_role": role, "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kv_lease_duration": 3600},
@@ -43,7 +43,7 @@ def engine(role: str, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 
 def room(dtype: str, recent: str = "") -> int:
-    """Return the number of blocks for prompts prefilled together, which the first engine keeps until all are read."""
+    """Return the blocks for prompts that are prefilled together. The first engine keeps them until all are read."""
     window = 0 if recent else window_of(dtype)
     ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
     return TOGETHER * (LONGEST // BLOCK + ring)
@@ -55,7 +55,7 @@ def window_of(dtype: str) -> int:
 
 
 class Pair:
-    """Pair of a prefilling and a decoding engine, with their history and an oracle that judges their answers."""
+    """Prefilling and decoding engine, with their history and an oracle that judges their answers."""
 
     def __init__(self, prefill: Apart, decode: Apart, dtype: str, window: int) -> None:
         self.prefill, self.decode, self.dtype = prefill, decode, dtype
@@ -66,7 +66,7 @@ class Pair:
         self.judged, self.free = 0, room(dtype, "" if window else "0")
 
     def prompts(self, count: int) -> list[list[int]]:
-        """Return random prompts; many begin alike, and none is a prefix of another."""
+        """Return random prompts. Many share their beginning, and none is a prefix of another."""
         found = []
         for _ in range(count):
             prefix = [] if self.rng.random() < 0.4 else self.rng.choice(self.shared)[: self.rng.randint(16, 100)]
@@ -77,7 +77,7 @@ class Pair:
     def serve(
         self, engine: Apart, prompts: list[list[int]], params: list[Any], left: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return an engine's answers. Each prompt may use pages that were `left` for it."""
+        """Return an engine's answers. Each prompt may use the pages that the other engine left for it."""
         tokens = [1 if one is LEAVE else self.rng.randint(4, 24) for one in params]
         found = engine.ask("serve", prompts=prompts, tokens=tokens, params=params)
         first, answers = len(self.told.answers[0]), [one["answer"] for one in found["outputs"]]
@@ -89,7 +89,7 @@ class Pair:
             step |= {"request": first + at, "table": blocks}
             read = found["outputs"][at]["read"]
             if read and not any(one["request"] == first + at for one in self.told.steps if "request" in one):
-                # The other engine's ring arrived with the pages, as if the request had begun here.
+                # The ring came with the pages, as if the request had started here.
                 begin, (here, _) = left[at]["cached"], read[0][0]
                 away = left[at]["params"]["remote_block_ids"][0][-len(here) :]
                 places = range(self.judged, self.judged + len(here))
@@ -105,11 +105,11 @@ class Pair:
         return list(found["outputs"])
 
     def name(self, engine: Apart, block: int) -> int:
-        """Return a number that identifies a block of one engine among the blocks of both."""
+        """Return a number for a block of one engine that is unique among the blocks of both engines."""
         return block * 2 + (engine is self.prefill)
 
     def leave(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
-        """Return the transfer parameters of prompts that one engine has prefilled for the other."""
+        """Prefill prompts for the other engine, and return their transfer parameters."""
         for one in (self.prefill, self.decode):
             self.poisoned += one.ask("poison", seed=self.rng.randrange(2**30))["poisoned"]
         return self.serve(self.prefill, prompts, [LEAVE] * len(prompts), [])
@@ -143,12 +143,12 @@ def both() -> Iterator[Pair]:
 
 
 def rows(pairs: list[tuple[int, int]]) -> int:
-    """Count the copies from one engine's blocks to the other's. NIXL merges neighbours that stay neighbours."""
+    """Count the copies between two engines' blocks. NIXL merges blocks that are neighbours on both sides."""
     return sum((h - 1, a - 1) != before for (h, a), before in zip(pairs, [None, *pairs], strict=False))
 
 
 def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1, regions: int = 1) -> dict[str, int]:
-    """Check random requests, all of which are read by transfer, from so many regions per block."""
+    """Check random requests that all use transferred blocks, with this many regions per block."""
     copies = both.decode.ask("copies")
     seen = {"requests": 0, "blocks": 0, "found at prefill": 0, "found at decode": 0}
     for _ in range(rounds):
@@ -255,7 +255,7 @@ def hash_of(one: Apart) -> str:
 
 
 def refused(both: Pair, other: Apart) -> str:
-    """Return the message of an engine that receives blocks with different parameters. It computes the prompt itself."""
+    """Return the message of an engine that receives blocks with other parameters, and so computes the prompt itself."""
     stranger = Pair(both.prefill, other, both.dtype, both.window)
     both.prefill.ask("lease", seconds=0.2)
     left = both.leave(prompts := both.prompts(3))
@@ -283,7 +283,7 @@ def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str) -> Non
     with pair(dtype, recent, roles) as (prefill, decode):
         found = Pair(prefill, decode, dtype, 0 if recent else window_of(dtype))
         assert all(assert_pages_and_answers(found, 4).values())
-        # With a single group of layers, vLLM sends block numbers in another form.
+        # With only one group of layers, vLLM sends block numbers in another form.
         assert_blocks_given_away_are_not_taken(found)
 
 

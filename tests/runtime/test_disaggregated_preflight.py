@@ -1,4 +1,4 @@
-"""Options that preflight and backend refuse if pages travel by NIXL or LMCache."""
+"""Options that preflight and backend refuse if pages are transferred by NIXL or LMCache."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def assert_refused(transfer: dict[str, Any], what: str) -> None:
 
 
 def engine(transfer: dict[str, Any], **more: Any) -> SimpleNamespace:
-    """Return the configuration of an engine with a connector, as far as our backend reads it."""
+    """Return the parts of a configuration with a connector that our backend reads."""
     same = {
         "cache_config": SimpleNamespace(cache_dtype="k4v4", kv_cache_dtype_skip_layers=[]),
         "compilation_config": SimpleNamespace(static_forward_context={}),
@@ -200,7 +200,7 @@ def test_another_release_of_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) 
     ("transfer", "dtype", "heads", "wanted"),
     [
         (DECODE, "k4v4", 8, "BHLNC"), (PREFILL, "k2v2", 2, "BHLNC"),
-        (DECODE, "k4v4", 1, "LBHNC"),  # vLLM copies this one layer by layer, and NIXL merges adjacent parts
+        (DECODE, "k4v4", 1, "LBHNC"),  # vLLM copies this layout layer by layer, and NIXL merges adjacent parts
         (DECODE, "auto", 8, "LBHNC"), (None, "k4v4", 8, None),
     ],
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""A real engine offloads pages to host memory and then to disk: they return unchanged, whatever the disk does.
+"""A real engine offloads pages to host memory and then to disk: they return unchanged, whatever fault the disk has.
 
-Host memory holds a fraction of the ongoing conversations, and the GPU's cache less.
+Host memory holds a fraction of the active conversations, and the GPU's cache even less.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARED = Path("/dev/shm")  # noqa: S108
 
 
 def conversations(dtype: str, folder: Path, faults: dict[int, str] | None = None, **more: Any) -> Asked:
-    """Return 20 conversations of four turns each, all of a turn together, in a random order."""
+    """Return 20 conversations of four turns each. All requests of a turn are sent together, in a random order."""
     rng = random.Random(20261125)
     texts = [[rng.randrange(3, 49152) for _ in range(192)] for _ in range(20)]
     rounds = []

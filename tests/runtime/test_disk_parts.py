@@ -1,4 +1,4 @@
-"""Parts of a disk below offloaded pages: the index of a file's places, the file, and the threads that use it."""
+"""Parts of the disk tier: the index of places in the file, the file itself, and the threads that use it."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_disk_that_does_not_answer_is_given_up_and_what_it_answers_late_lands_
     transfers = DiskTransfers(file, CHUNK, 1, HANGS)
     held = Held(b"k", 0)
     stored(transfers, held, page(1))
-    transfers._patience = 0.2  # set late, so that the first store has all the time that it needs
+    transfers._patience = 0.2  # set only now, so that the first store has enough time
     answers, read = threading.Event(), file.read
     vars(file)["read"] = lambda *given: (answers.wait(HANGS), read(*given))
     into = page(9)

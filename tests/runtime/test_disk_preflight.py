@@ -1,4 +1,4 @@
-"""Refusals of kvpilot-serve for a disk below offloaded pages, and its request to vLLM."""
+"""The disk tier in kvpilot-serve: the options that it refuses, and the arguments that it passes to vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk tier as vLLM's tiering manager calls it, over host memory of a few chunks and a file of fewer or more."""
+"""The disk tier as vLLM's tiering manager calls it, with host memory for a few chunks and a file of fewer or more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HANGS = 60
 
 
 class World:
-    """Tier, with the host memory above it and the calls of vLLM's manager."""
+    """Tier with the host memory above it and the calls of vLLM's manager."""
 
     def __init__(self, folder: Path, places: int = 32) -> None:
         rng = np.random.default_rng(1)
@@ -33,7 +33,7 @@ class World:
         self.jobs = 0
 
     def job(self, keys: list[bytes], chunks: list[int], *, load: bool = False, wait: bool = True) -> Any:
-        """Return the result of moving these keys from, or to, these chunks."""
+        """Move these keys from or to these chunks, and return the result."""
         self.jobs += 1
         asked = TransferJob(self.jobs, keys, np.array(chunks), load, ReqContext("r"))
         (self.tier.submit_load if load else self.tier.submit_store)(asked)

@@ -1,6 +1,6 @@
-"""Speculation by draft models in a real engine: greedy answers equal those without drafts.
+"""Speculation with draft models in a real engine: greedy answers equal those without drafts.
 
-A draft model's own layers have the served model's dtype, pages in its pool, and no recent window.
+The layers of a draft model have the served model's dtype and pages in its pool, but no recent window.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = ("k8v4", "k4v4", "k4v2", "k2v2")
 
 @dataclass(frozen=True)
 class Case:
-    """Way to make a draft model from the served one; `skilled` models draft right by themselves."""
+    """Way to make a draft model from the served one. A `skilled` model drafts well without help."""
 
     method: str
     make: Callable[[Path, Path], Path]
@@ -60,7 +60,7 @@ ALL = [
     if (dtype == "k4v4" or not calibrated) and not ("page" in name and (recent or dtype != "k4v4"))
 ]
 SHORT = ("draft model", "k4v4", WINDOW, True)
-"""Case that `make test` runs; the served model's layers do not depend on the kind of drafts."""
+"""Case that `make test` runs. The served model's layers are the same for all kinds of drafts."""
 
 SERVED = ("model.layers.0.", "model.layers.1.")
 """Prefixes of the names of the served model's layers."""
@@ -77,7 +77,7 @@ class Models:
         self.plain = cache(self._plain)
 
     def _pair(self, name: str) -> tuple[Path, str]:
-        """Return the served model and its draft model. MTP has no draft model."""
+        """Return the served model and its draft model, which MTP does not have."""
         case, folder = CASES[name], self.root / name.replace(" ", "-")
         if case.method == "mtp":
             heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -99,10 +99,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def requests(model: Path, dtype: str, recent: int, calibrated: bool, roomy: bool = False) -> Asked:
-    """Return 24 random requests in two rounds; most begin alike, and the pool is too small for all.
+    """Return 24 random requests in two rounds. Most share a prefix, and the pool is too small for all.
 
-    `roomy`: the pool is large, no prefix is found, and a prompt is one chunk: a window holds the same tokens with
-    drafts and without.
+    With `roomy` the pool is large, prefixes are not cached, and each prompt is one chunk. Then the window holds the
+    same tokens with and without drafts.
     """
     rng = random.Random(20261123)
     shared = [rng.randrange(3, families.VOCABULARY) for _ in range(64)]
@@ -161,13 +161,14 @@ def test_greedy_answers_are_those_without_speculation(
         other = sum(one != another for one, another in pairs)
         record_property("not_equal", other)
         print(f"not_equal: {other}")
-        # With a window, the cut into steps decides which tokens are read at 8 bits. Without one, rounding differs.
+        # With a window, the division into steps decides which tokens are read at 8 bits. Without one, only rounding
+        # differs.
         assert recent or other < 6
     if recent:
-        # The check can fail: a window with a few tokens less gives other answers.
+        # Control: a window with a few tokens less gives other answers.
         assert Judge(asked, told, Oracle(model, dtype, served, WINDOW - 4), rounds=0).wrong
     if served is not None:
-        # The draft's layers have factors, too. The served model's factors and their hash stay the same.
+        # The draft model's layers have factors, too. Factors and hash of the served model stay the same.
         assert all(not torch.equal(one.key_mean, torch.zeros_like(one.key_mean)) for one in factors)
         [line] = [x for x in told.metrics if x.startswith(calibration_info.NAME + "{")]
         assert f'hash="{factors_file.digest(served)}"' in line

@@ -1,4 +1,4 @@
-"""The accuracy table's model of the cache, compared with a real engine at every position decoded from pages."""
+"""The accuracy table's model of the cache matches a real engine at every position that is decoded from pages."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ def test_the_accuracy_tables_model_agrees_with_a_real_engine_within_a_fifth(tmp_
     subprocess.run(command, cwd=ROOT, check=True, timeout=3000)
     (section,) = json.loads(out.read_text()).values()
     row = section["rows"]["k4v4+self+w64"]
-    # With random weights and a thousand tokens, small damage gives a large figure.
+    # With random weights and a thousand tokens, even small damage is a large figure.
     assert row["engine"]["mean_kl"] > 100
     assert row["engine"]["mean_kl"] == pytest.approx(row["model"]["mean_kl"], rel=0.2)
     # The compared distributions are those that the engine answered from.

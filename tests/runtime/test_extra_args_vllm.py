@@ -1,4 +1,4 @@
-"""Every spelling of a vLLM option in spec.engine.extraArgs is refused, or checked as that option."""
+"""The operator refuses every spelling of a vLLM option in spec.engine.extraArgs, or checks it as that option."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def set_to(name: str, action: Action) -> str:
 
 
 def options(parser: FlexibleArgumentParser) -> dict[str, Action]:
-    """Return every option by every full name. --no-x may turn off something that kvpilot wants off."""
+    """Return every option under each of its full names. --no-x may turn off something that kvpilot needs."""
     return {
         name: action
         for name, action in parser._option_string_actions.items()
@@ -48,7 +48,7 @@ def options(parser: FlexibleArgumentParser) -> dict[str, Action]:
 
 
 def beginnings(parser: FlexibleArgumentParser) -> Iterator[tuple[str, str]]:
-    """Yield each prefix that the parser takes for one option, with that option's destination."""
+    """Yield each prefix that the parser accepts as an option, with that option's destination."""
     named = options(parser)
     for name, action in named.items():
         for length in range(3 if name.startswith("--") else 2, len(name) + 1):
@@ -112,7 +112,7 @@ CHECKED = {
     "max_model_len": "4096", "tensor_parallel_size": "2", "gpu_memory_utilization": "0.5",
     "kv_cache_memory_bytes": "64",
 }  # fmt: skip
-"""Options that kvpilot-serve judges before the start, by vLLM's destination, with a value that is not the default."""
+"""Options that kvpilot-serve checks before the start, by vLLM's destination, with a value that is not the default."""
 
 
 def test_every_spelling_of_what_is_checked_is_checked(parser: FlexibleArgumentParser) -> None:

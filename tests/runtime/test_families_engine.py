@@ -1,8 +1,8 @@
-"""Families of models in a real engine, each with another kind of attention: greedy answers match the oracle.
+"""Model families with different kinds of attention in a real engine: greedy answers match the oracle.
 
-Requests come together and in chunks, and half of them begin alike. The oracle (`kvpilot_smallmodels.oracle`) computes
-each alone in plain transformers, as in test_random_requests.py, which also preempts. One process serves all models in
-turn.
+Requests are sent together and computed in chunks, and half of them share a prefix. The oracle
+(`kvpilot_smallmodels.oracle`) computes each request alone in plain transformers. test_random_requests.py does the same
+with preemptions. One process serves all models, one after another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXACT = (
 PREEMPTED = "llama-4, preempted"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in EXACT},
-    # Its full layers have pages of 256 tokens, and prefixes must fill one to be found.
+    # Full layers have pages of 256 tokens here, and only prefixes that fill a page are found.
     "gemma4": ("gemma4", {"longest": 360}),
     PREEMPTED: ("llama-4", {"longest": 112, "answers": (30, 48)}),  # no other test preempts chunked attention
 }
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def turn(
     model: Path, name: str, blocks: int, longest: int = LONGEST, answers: tuple[int, int] = (4, 12)
 ) -> Turn:  # fmt: skip
-    """Return two rounds of random requests, half of which begin like one of the first round."""
+    """Return two rounds of random requests. Half of them begin like a request of the first round."""
     rng = random.Random(20261122)
     shared = [rng.randrange(3, VOCABULARY) for _ in range(longest * 3 // 4)]
 

@@ -1,8 +1,8 @@
-"""Features of vLLM beside `k4v4` in one real engine: answers match an oracle with the same weights and codec.
+"""Features of vLLM with `k4v4` in one real engine: answers match an oracle with the same weights and codec.
 
-Prompts are read from quantized pages and there is no window, so that an answer depends only on the codec
-(`kvpilot_smallmodels.oracle`). No request has a seed: with a seed and a prompt in chunks, vLLM 0.32 crashes on a CPU,
-in any dtype.
+Prompts are read from quantized pages and there is no window, so an answer depends only on the codec
+(`kvpilot_smallmodels.oracle`). No request has a seed: with a seed and a prompt in chunks, vLLM 0.32 crashes on a CPU
+with any dtype.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a random adapter of queries, keys and values, and the model with its weights added."""
+    """Return a random adapter for queries, keys and values, and the model with the adapter merged into its weights."""
     adapter, merged = tmp_path_factory.mktemp("adapter"), tmp_path_factory.mktemp("merged")
     adapters.make(tiny_llama(), adapter, merged)
     return adapter, merged
@@ -81,7 +81,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="module")
 def plain() -> Oracle:
-    """Return the same model with a 16-bit cache, for answers without our codec."""
+    """Return the same model with a 16-bit cache, for answers without the codec."""
     return Oracle(tiny_llama(), "auto")
 
 
@@ -97,7 +97,7 @@ def chatted(client: httpx.Client, **body: Any) -> Any:
 
 
 def apart(found: list[float], wanted: list[float]) -> float:
-    """Return the median difference of log-probabilities. A median ignores the few values that lie between two codes."""
+    """Return the median difference of log-probabilities. It ignores the few values that lie near a code boundary."""
     assert len(found) == len(wanted)
     return median(abs(a - b) for a, b in zip(found, wanted, strict=True))
 
@@ -142,7 +142,7 @@ def test_structured_output_holds_to_its_schema(served: httpx.Client) -> None:
         assert found["city"] in ("Ghent", "Oslo", "Porto")
         assert isinstance(found["warm"], bool)
         assert 1 <= found["days"] <= 9
-    # The check can fail: without the option random weights generate no JSON.
+    # Control: without the option random weights generate no JSON.
     with pytest.raises(json.JSONDecodeError):
         json.loads(chatted(served)["content"])
 

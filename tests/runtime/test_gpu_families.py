@@ -1,4 +1,4 @@
-"""The GPU benchmarks of families and options, run on a CPU with few prompts and without graphs."""
+"""The GPU benchmarks for model families and options, run on a CPU with few prompts and without CUDA graphs."""
 
 import json
 import os

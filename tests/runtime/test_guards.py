@@ -1,4 +1,4 @@
-"""Refusals of our backends when vLLM asks for them, for engines started without preflight."""
+"""Errors that our backends return to vLLM in engines that start without preflight."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def chosen(**asked: Any) -> Any:
-    """Return the class that vLLM's selector takes on a CPU for such a layer."""
+    """Return the backend class that vLLM selects for such a layer on a CPU."""
     plugin.serve_dtype("k4v4")
     return resolve_obj_by_qualname(CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(**asked), 4))
 
@@ -104,7 +104,7 @@ def test_layers_that_attend_within_chunks_have_the_pages_of_those_that_attend_to
 
 
 def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNamespace:
-    """Return the configuration of an engine with a connector, as far as our backend reads it."""
+    """Return the parts of a configuration with a connector that our backend reads."""
     return SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="k4v4"),
         compilation_config=SimpleNamespace(static_forward_context=layers or {}),

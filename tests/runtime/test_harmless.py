@@ -1,4 +1,4 @@
-"""A vLLM with kvpilot installed keeps every attribute, unless its process uses one of our dtypes or options."""
+"""vLLM keeps every attribute when kvpilot is installed, unless the process uses one of our dtypes or options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 PACKAGE = Path(inspect.getfile(kvpilot_runtime)).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# Up to vLLM 0.32, pydantic compiles the dtypes' names into two configuration classes.
+# Up to vLLM 0.32, pydantic compiles the names of dtypes into two configuration classes.
 NAMES = (
     ()
     if hasattr(cache, "register_kv_cache_dtype")
@@ -140,7 +140,7 @@ def test_two_wrappers_of_one_function_are_both_called_once(stock: type[Stock]) -
 def test_a_lookup_of_cached_blocks_is_given_the_arguments_of_a_later_vllm(
     from_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33 passes a second argument to limit the hit. Without it every engine crashed at its first request."""
+    """vLLM 0.33 passes a second argument that limits the hit. Without it every engine crashed at its first request."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     def get_computed_blocks(self: Any, request: Any, max_cache_hit_length: int | None = None, *, more: int = 0) -> Any:
@@ -156,7 +156,7 @@ def test_a_lookup_of_cached_blocks_is_given_the_arguments_of_a_later_vllm(
 
 
 def wrappers() -> dict[str, ast.FunctionDef]:
-    """Return each function that the package gives to `wrap`, by its file and name."""
+    """Return each function that the package passes to `wrap`, by file and name."""
     found = {}
     for file in FILES:
         tree = ast.parse(file.read_text())
@@ -183,7 +183,7 @@ def test_every_wrapper_takes_and_passes_on_whatever_it_is_given(name: str) -> No
 
 
 def put_on_objects() -> dict[str, ast.FunctionDef]:
-    """Return each function of ours that becomes an attribute of another object, by file and name."""
+    """Return each function of ours that the code assigns to an attribute of another object, by file and name."""
     found = {}
     for file in FILES:
         tree = ast.parse(file.read_text())
@@ -218,7 +218,7 @@ def not_taken(ours: Any, theirs: Any) -> list[str]:
 
 
 def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each method of a module's classes, except constructors, beside the method of vLLM that it overrides."""
+    """Yield the methods of a module's classes, except constructors, each with the vLLM method that it overrides."""
     for cls in vars(module).values():
         if not isinstance(cls, type) or cls.__module__ != module.__name__:
             continue

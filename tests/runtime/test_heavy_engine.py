@@ -1,7 +1,7 @@
 """A real engine whose cache keeps heavy hitters: answers match the held pages, and the lightest pages are freed.
 
-The pool is too small for all requests, prompts come in chunks, requests are preempted and restart, one is given up, and
-freed pages are overwritten at once.
+The pool is too small for all requests. Prompts come in chunks, requests are preempted and restart, one is cancelled,
+and freed pages are overwritten at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GIVEN_UP = 3
 
 
 def asked(dtype: str, ahead: bool = False, **more: object) -> Asked:
-    """Return different requests at once in a pool that is too small for them; then a prompt, and its continuation."""
+    """Return different requests that share a pool which is too small, and then a prompt and its continuation."""
     rng = random.Random(20261123)
     prompts = [[rng.randrange(3, 49152) for _ in range(length)] for length in (150, 20, 260, 7, 90, 12, 200)]
     rounds = [prompts[:-1], [prompts[-1]], [[*prompts[-1], *prompts[1]], prompts[0]]]
@@ -56,7 +56,7 @@ def last_life(steps: list[Any]) -> list[Any]:
 
 
 def held(steps: list[Any], page: int, length: int) -> torch.Tensor:
-    """Return the pages that a request had for each token, bool [queries, keys]; all of a cached prefix."""
+    """Return bool [queries, keys]: the tokens whose pages a request held for each query, and all of a cached prefix."""
     mask = torch.ones(length, length, dtype=torch.bool)
     for before, new, places, _ in steps:
         seen = torch.zeros(-(-length // page) * page, dtype=torch.bool).view(-1, page)
@@ -66,7 +66,7 @@ def held(steps: list[Any], page: int, length: int) -> torch.Tensor:
 
 
 class Weighing(Oracle):
-    """Oracle that sums each token's attention to each other, over heads and layers."""
+    """Oracle that also sums the attention from each token to each, over heads and layers."""
 
     given: torch.Tensor | None = None
 
@@ -112,8 +112,7 @@ def test_answers_are_those_of_the_pages_that_were_held(served: tuple[Asked, Told
     assert told.freed > 20
     assert told.preempted > 0
     assert told.chunks > 3
-    # A request holds its budget and one step, at any alignment, plus a second step in flight if scheduling is
-    # asynchronous.
+    # A request holds its budget and one step at any alignment. Asynchronous scheduling adds a second step in flight.
     ahead = what.options["async_scheduling"]
     assert told.held <= bound.budget // page + (1 + ahead) * -(-CHUNK // page) + 1
     assert max(len(places) for steps in told.steps.values() for _, new, places, _ in steps if new == 1) <= most_pages(
@@ -127,7 +126,7 @@ def test_answers_are_those_of_the_pages_that_were_held(served: tuple[Asked, Told
 
 @pytest.mark.parametrize("served", ["auto"], indirect=True)  # the reference does not quantize keys either
 def test_the_lightest_pages_by_the_models_own_attention_are_freed(served: tuple[Asked, Told]) -> None:
-    """Measure one decode step in 32, with weight 32, and the last tokens of a chunk (docs/retention.md)."""
+    """Measure one decode step in 32, with weight 32, and the last tokens of each chunk (docs/retention.md)."""
     what, told = served
     page, bound = PAGE[what.dtype], BOUND[what.dtype]
     mask, drops, middle = torch.zeros(0), 0, 0
@@ -183,7 +182,7 @@ def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: P
         page = running.page()
     assert len(answer) == 500 > 20 * 16
     whole = Oracle(tiny_llama(), "k4v4")
-    # Up to the budget nothing is freed, so the answer equals that of the policy All.
+    # Up to the budget nothing is freed, so the answer equals that with policy All.
     assert whole.sound(prompt, answer, rounds=10, judged=slice(128 - len(prompt)))
     assert max(whole.shortfalls(prompt, answer)) > SLACK
     assert 'budget_tokens="128",page_tokens="16",policy="HeavyHitters",sink_tokens="4",window_tokens="64"' in page

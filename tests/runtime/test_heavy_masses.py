@@ -1,4 +1,4 @@
-"""Masses of pages, the requests that are measured, and the place of keys in vLLM's backends."""
+"""Attention masses of pages, the requests that are measured, and the order of keys in vLLM's backends."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_keys_are_read_from_packed_pages_as_attention_reads_them(name: str) -> N
 
 
 def batch(sequences: list[tuple[int, int]], table: torch.Tensor, **more: Any) -> CommonAttentionMetadata:
-    """Return a batch of vLLM's of (tokens before, new ones); `table`: int32 [sequences, blocks]."""
+    """Return a vLLM batch of pairs (tokens before, new tokens). `table` is int32 [sequences, blocks]."""
     starts = torch.tensor([0, *(n for _, n in sequences)]).cumsum(0).int()
     lens = torch.tensor([context + n for context, n in sequences], dtype=torch.int32)
     return CommonAttentionMetadata(
@@ -117,7 +117,7 @@ def scheduler(ahead: bool) -> SimpleNamespace:
 def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
     table = torch.arange(1, 37).view(3, 12).int()
     told = {"a": kept((0, 3, 4), 6), "b": NOTHING, "c": kept((0, 1, 6), 7)}
-    step = Step(told, True, lambda: "abc")  # with 16 tokens a page: a has 159 tokens, b 64, c 160
+    step = Step(told, True, lambda: "abc")  # pages have 16 tokens: a has 159 tokens, b 64, c 160
     found = held_alone(batch([(158, 1), (0, 64), (159, 1)], table), BOUND, 16, step)
     assert found.block_table_tensor[0, :7].tolist() == [1, 4, 5, 7, 8, 9, 10]
     assert found.block_table_tensor[1, :4].tolist() == [13, 14, 15, 16]
@@ -125,7 +125,7 @@ def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
     assert found.seq_lens.tolist() == [159 - 48, 64, 160 - 64]
     assert found.max_seq_len == 111
     assert found.query_start_loc.tolist() == [0, 1, 65, 66]
-    # The step measures the last two of the 64 tokens in b's chunk, and each decoding token.
+    # The step measures the last two of the 64 tokens in b's chunk, and each token that decodes.
     assert step.weighing is not None
     assert [(one.request, one.row, one.rows, one.weight) for one in step.weighing.sequences] == [
         ("a", 0, slice(0, 1), 32), ("b", 1, slice(63, 65), 32), ("c", 2, slice(65, 66), 32)
@@ -143,7 +143,7 @@ def test_tables_and_lengths_are_those_of_held_pages_alone() -> None:
 
 
 def test_what_no_sequence_holds_is_in_no_table() -> None:
-    """Past a sequence's end the table repeats its own first page, whatever the table held before."""
+    """After a sequence's end the table repeats the sequence's first page, whatever the table held before."""
     table = torch.tensor([[4, -9, 5, 6], [7, 8, -9, -9]], dtype=torch.int32)
     told = {"a": kept((0,), 2), "b": NOTHING}
     found = held_alone(batch([(40, 20), (10, 10)], table), BOUND, 16, Step(told, requests=lambda: "ab"))
@@ -170,7 +170,7 @@ def test_steps_of_one_token_of_each_are_in_buffers_that_stay_where_they_are() ->
         assert found.seq_lens.tolist() == [length - 48, 21]
         places.add((found.block_table_tensor.data_ptr(), found.seq_lens.data_ptr()))
     assert len(places) == 1
-    # Graphs are captured with the whole table, and with lengths for any context.
+    # vLLM captures graphs with the whole table, and with lengths for any context.
     longest = batch([(4000, 1)], torch.zeros(1, 300, dtype=torch.int32))
     captured = buffers.put(held_alone(longest, BOUND, 16, Step()))
     assert (captured.max_seq_len, captured.seq_lens.tolist()) == (144, [144])
@@ -178,7 +178,7 @@ def test_steps_of_one_token_of_each_are_in_buffers_that_stay_where_they_are() ->
 
 
 def test_a_step_that_runs_ahead_has_room_for_what_was_in_flight() -> None:
-    """vLLM frees pages by the available results, which exclude a chunk in flight."""
+    """vLLM frees pages by the results that are available. These do not include a chunk in flight."""
     assert most_pages(BOUND, 16, scheduler(False)) == 9
     assert most_pages(BOUND, 16, scheduler(True)) == 9 + 4  # chunks have 50 tokens
 
@@ -229,7 +229,7 @@ def test_a_batch_that_is_not_causal_is_refused_by_name() -> None:
 
 
 class Scrambled:
-    """Backend that stores keys in its own order, with `bits` of their numbers."""
+    """Backend that stores keys in its own random order; `lossy` halves them."""
 
     def __init__(self, heads: int, tokens: int, dim: int, lossy: bool = False) -> None:
         self.order = torch.randperm(2 * tokens * dim, generator=torch.Generator().manual_seed(1))[: tokens * dim]

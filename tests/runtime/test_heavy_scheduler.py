@@ -85,7 +85,7 @@ def held(kv: KVCacheManager, name: str) -> list[int]:
 
 
 def compute(kv: KVCacheManager, asked: Request, tokens: int, cached: Any = None, hit: int = 0) -> bool:
-    """Run one step of `tokens` for a request; return True if it had room."""
+    """Run one step of `tokens` for a request. Return True if it fits."""
     if kv.allocate_slots(asked, tokens, hit, cached) is None:
         return False
     asked.num_computed_tokens += hit + tokens
@@ -96,7 +96,7 @@ BOUND = HeavyHitters(4, 32, 128)
 
 
 def test_a_heavy_page_stays_however_far_the_window_goes_and_light_ones_go() -> None:
-    kv = manager(BOUND, 14)  # 13 pages: 8 of a stream of 3,000 tokens, and the rest for a step
+    kv = manager(BOUND, 14)  # 13 pages: 8 for a stream of 3,000 tokens, the others for a step
     asked = request("a", list(range(3000)))
     for _ in range(3000 // 50):
         assert compute(kv, asked, 50)
@@ -161,7 +161,7 @@ def test_a_page_that_another_request_has_too_stays_with_that_one() -> None:
 
 
 def test_of_a_cached_prefix_no_more_than_the_budget_is_taken() -> None:
-    """Pages beyond it were computed without the freed pages. Up to it, any request computes the same ones."""
+    """Later pages were computed without the freed pages. Up to the budget, any request computes the same pages."""
     kv = manager(BOUND, 100, 400)
     first = request("a", list(range(400)))
     assert compute(kv, first, 400)

@@ -1,4 +1,4 @@
-"""Worker of offloading on a CPU, with vLLM's own descriptions of a transfer: bytes return unchanged."""
+"""Offloading worker on a CPU, with vLLM's own descriptions of a transfer: bytes return unchanged."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NAMES = formats.own_names()
 
 
 def caches(names: list[str], seed: int) -> list[torch.Tensor]:
-    """Return a cache of packed pages for each name, uint8 [blocks, heads, tokens, row bytes], of random bytes."""
+    """Return a cache of random packed pages for each name, uint8 [blocks, heads, tokens, row bytes]."""
     rng = torch.Generator().manual_seed(seed)
     shapes = [(BLOCKS, HEADS, TOKENS, formats.parse(name).row_bytes(DIM)) for name in names]
     return [torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8) for shape in shapes]
 
 
 def described(layers: list[torch.Tensor], groups: list[int]) -> Any:
-    """Return vLLM's description of them: a tensor of pages per layer, and the groups."""
+    """Return vLLM's description of these caches: a tensor of pages per layer, and the groups."""
     tensors = [CanonicalKVCacheTensor(cache.view(torch.int8).view(BLOCKS, -1), cache[0].numel()) for cache in layers]
     refs = [CanonicalKVCacheRef(i, cache[0].numel()) for i, cache in enumerate(layers)]
     return CanonicalKVCaches(tensors, [[r for r, g in zip(refs, groups, strict=True) if g == i] for i in (0, 1)])
@@ -39,7 +39,7 @@ def described(layers: list[torch.Tensor], groups: list[int]) -> Any:
 
 @st.composite
 def transfers(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], int, list[int]]]]:
-    """Draw blocks of a chunk, and of each of two groups: blocks of the cache, the first one's place, chunks."""
+    """Draw the blocks per chunk, and for each of two groups its blocks, the index of the first one, and its chunks."""
     per_chunk = draw(st.integers(1, 3))
     blocks = draw(st.permutations(range(BLOCKS)))
     chunks = draw(st.permutations(range(CHUNKS)))
@@ -52,7 +52,7 @@ def transfers(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], int, list[int
 
 
 def specs(groups: list[tuple[list[int], int, list[int]]], moved_to: list[int] | None = None) -> tuple[Any, Any]:
-    """Return vLLM's two ends of a transfer, or the same with other blocks of the cache."""
+    """Return vLLM's two specs of a transfer, optionally with other blocks of the cache."""
     blocks = [b for own, _, _ in groups for b in own]
     device = GPULoadStoreSpec(moved_to or blocks, [len(own) for own, _, _ in groups], [first for _, first, _ in groups])
     return device, CPULoadStoreSpec([c for _, _, chunks in groups for c in chunks])

@@ -1,7 +1,7 @@
-"""Real vLLM with image prompts whose image tokens attend both ways: answers match the oracle.
+"""Real vLLM with image prompts whose image tokens attend in both directions: answers match the oracle.
 
-PaliGemma stands for its kind. vLLM imports some of the others only beside torchvision. Gemma 3 has layers with a
-window, for which vLLM's own CPU backend does not support such images.
+PaliGemma represents such models. vLLM imports some of the others only if torchvision is installed. Gemma 3 has layers
+with a window, for which vLLM's own CPU backend does not support such images.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXACT = {"KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0", "KVPILOT_P
 
 @dataclass
 class Question:
-    """Request to one engine: prompts, each with the image of a seed before it; `options` go to vLLM's LLM."""
+    """Request to one engine: prompts, each after the image of a seed; `options` go to vLLM's LLM."""
 
     model: str
     dtype: str
@@ -39,7 +39,7 @@ class Question:
 
 @dataclass
 class Answered:
-    """Results: `prompts` with the tokens of the images; `cached` tokens of each from the prefix cache."""
+    """Results. `prompts` have the image tokens. `cached` is the number of tokens of each from the prefix cache."""
 
     prompts: list[list[int]]
     answers: list[list[int]]
@@ -73,7 +73,7 @@ def answer(question: Question) -> Answered:
 
 def main() -> None:
     """Serve the request on stdin."""
-    # vLLM imports Pixtral's module to compare encoders. It needs torchvision, and no model here uses it.
+    # vLLM imports Pixtral's module to compare encoders. The module needs torchvision, but no model here uses it.
     pixtral = ModuleType("vllm.model_executor.models.pixtral")
     pixtral.PixtralHFEncoderInfo = pixtral.PixtralVisionConfig = type("Nothing", (), {})  # type: ignore[attr-defined]
     sys.modules[pixtral.__name__] = pixtral
@@ -111,7 +111,7 @@ def make(folder: Path) -> Path:
     torch.manual_seed(20261125)
     model = transformers.PaliGemmaForConditionalGeneration(config)
     for name, weight in model.named_parameters():
-        # Make answers depend on attention: Gemma's embeddings are large, and are also the output's weights.
+        # Make answers depend on attention: Gemma's embeddings are large, and serve as output weights, too.
         if "vision" not in name and name.endswith(("q_proj.weight", "k_proj.weight")):
             weight.data.mul_(3)
         if "vision" not in name and name.endswith(("o_proj.weight", "down_proj.weight", "projector.linear.weight")):
@@ -127,7 +127,7 @@ def _words() -> list[str]:
 
 
 def _rename(file: Path) -> None:
-    """Rename weights as in published checkpoints, which vLLM knows; transformers 5 omits a part."""
+    """Rename weights as in published checkpoints, which vLLM knows. transformers 5 omits a part of the names."""
     found = load_file(file)
     long = {name: name.replace("vision_tower.", "vision_tower.vision_model.", 1) for name in found}
     save_file({long[name]: weight for name, weight in found.items()}, file, {"format": "pt"})
@@ -154,7 +154,7 @@ def pixels(model: Path) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module", params=["int8", "k4v4"])
 def answered(request: pytest.FixtureRequest, model: Path) -> tuple[str, list[int], Answered]:
-    """Return a dtype, the image of each prompt, and the answers: in chunks, preempted, and some from the cache."""
+    """Return a dtype, the image of each prompt, and answers after chunks, preemptions and prefix hits."""
     rng, images = random.Random(5), [i % IMAGES for i in range(16)]
     prompts = [[2, *(rng.randrange(5, VOCABULARY) for _ in range(rng.randint(4, 90)))] for _ in images]
     options = {"dtype": "float32", "max_model_len": 160, "max_num_batched_tokens": 48, "max_num_seqs": 4,
@@ -171,7 +171,7 @@ def test_every_answer_is_that_of_the_codec_and_of_images_seen_both_ways(
     oracle = Oracle(model, dtype)
     for i, (prompt, answer) in enumerate(zip(found.prompts, found.answers, strict=True)):
         assert oracle.sound(prompt, answer, picture=Picture(pixels[images[i]], SPAN)), i
-    # The check can fail: many answers differ with a causal mask.
+    # Control: with a causal mask many answers differ.
     others = [
         max(oracle.shortfalls(prompt, answer, picture=Picture(pixels[images[i]], ())))
         for i, (prompt, answer) in enumerate(zip(found.prompts, found.answers, strict=True))

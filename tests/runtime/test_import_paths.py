@@ -1,4 +1,4 @@
-"""Import paths that vLLM gets as text lead to modules with the named classes."""
+"""Import paths that vLLM gets as text name modules with the right classes."""
 
 from __future__ import annotations
 

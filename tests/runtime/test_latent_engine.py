@@ -1,4 +1,4 @@
-"""Multi-head latent attention in a real engine on a CPU, with latent pages, against an oracle without pages."""
+"""Multi-head latent attention in a real engine on a CPU with latent pages, compared with an oracle without pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def some_requests(count: int) -> list[tuple[list[int], int]]:
-    """Return random prompts and lengths of answers; half of the prompts begin alike, within groups of 40."""
+    """Return random prompts and answer lengths. In groups of 40 requests, half of the prompts share a prefix."""
     rng = random.Random(20261122)
 
     def drawn(tokens: int) -> list[int]:
@@ -55,11 +55,11 @@ def test_paging_changes_no_token_of_latent_attention(name: str, model: Path) -> 
     prompts = [prompt for prompt, _ in requests]
     asked = list(zip(prompts, answers, strict=True))
     suspects = [(p, a) for p, a in asked if max(oracle.shortfalls(p, a)) > SLACK]
-    # Rounding may change any number of answers, so each is judged alone. A broken engine shows in the first three.
+    # Rounding may change any number of answers, so judge each one alone. A broken engine fails in the first three.
     wrong = list(itertools.islice((p for p, a in suspects if not oracle.sound(p, a)), 3))
     assert not wrong
 
-    # The check can fail: answers of a 16-bit cache, or with a misread block, differ.
+    # Control: answers differ with a 16-bit cache, or with a misread block.
     plain = Oracle(model, "auto")
     assert sum(max(plain.shortfalls(p, a)) > SLACK for p, a in asked) > len(asked) / 8
     long = [(p, a) for p, a in asked if len(p) > CHUNK and len(a) > 8][:6]

@@ -31,7 +31,7 @@ def test_vllms_socket_is_reached_by_either_family(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("which", ["no IPv6", "an IPv6 of its own"])
 def test_a_node_whose_sockets_do_not_take_both_serves_ipv4(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    """Simulate a kernel without IPv6 or with net.ipv6.bindv6only, which a test cannot set."""
+    """Simulate a kernel without IPv6 or with net.ipv6.bindv6only: a test cannot set these."""
     made = socket.socket
 
     class Other(made):  # type: ignore[misc,valid-type]

@@ -1,6 +1,6 @@
 """Real engines that share pages through LMCache: pages arrive unchanged, and answers match the oracle.
 
-The engines calibrate themselves, and their free blocks are full of others' rows. The test runs if the package `lmcache`
+The engines calibrate themselves, and their free blocks are full of other rows. The test runs if the package `lmcache`
 is installed.
 """
 
@@ -31,7 +31,7 @@ BLOCK, LONGEST, TOGETHER = 16, 192, 6
 
 
 def engine(port: int, dtype: str = "k4v4", recent: str = "", **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return options and variables of an engine whose cache holds a fraction of its requests."""
+    """Return options and variables of an engine whose cache holds only some of its requests."""
     transfer = {
         "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
@@ -48,7 +48,7 @@ def engine(port: int, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 
 def room(dtype: str, recent: str) -> int:
-    """Return the blocks for little more than two of the longest requests, or five of the shortest, with rings."""
+    """Return the blocks for slightly more than two of the longest requests, or five of the shortest, with rings."""
     window = window_of(dtype, recent)
     ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
     return max(44, 24 + 5 * ring)
@@ -60,14 +60,14 @@ def window_of(dtype: str, recent: str = "") -> int:
 
 
 class Shared:
-    """Engines of one model and dtype, with their history, judged by an oracle of their model."""
+    """Engines with one model and dtype, their history, and an oracle that judges their answers."""
 
     def __init__(self, each: list[Apart], dtype: str, window: int) -> None:
         self.each, self.dtype, self.window, self.rng = each, dtype, window, random.Random(20261125)
         self.asked = Asked(str(tiny_llama()), dtype, [[]], [[]], {})
         self.told = Told(answers=[[]], block_size=BLOCK)
         self.places: dict[str, int] = {}
-        self.left: dict[tuple[str, int], str] = {}  # content of the block that was stored first, by place and rank
+        self.left: dict[tuple[str, int], str] = {}  # content of the block that was stored first, by key and rank
         self.seen = dict.fromkeys(("stored", "loaded", "changed", "from the other", "preempted", "poisoned"), 0)
         self.by: dict[str, Apart] = {}
         self.texts = [[self.rng.randrange(3, 49152) for _ in range(LONGEST)] for _ in range(3 * TOGETHER)]
@@ -77,7 +77,7 @@ class Shared:
         return [text[: LONGEST * turn // 3 - self.rng.randrange(8)] for text in self.rng.sample(self.texts, TOGETHER)]
 
     def serve(self, engine: Apart, prompts: list[list[int]]) -> int:
-        """Return the number of blocks that an engine loaded to answer prompts."""
+        """Send prompts to an engine, and return the number of blocks that it loaded."""
         self.seen["poisoned"] += engine.ask("poison", seed=self.rng.randrange(2**30))["poisoned"]
         tokens = [self.rng.randint(4, 60) for _ in prompts]
         found = engine.ask("serve", prompts=prompts, tokens=tokens, params=[None] * len(prompts))
@@ -94,7 +94,7 @@ class Shared:
         return self.seen["loaded"] - before
 
     def moved(self, engine: Apart, ranks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the blocks that each rank stored or loaded; LMCache keeps the first of two equal ones."""
+        """Yield the blocks that each rank stored or loaded. Of two equal blocks, LMCache keeps the first one."""
         for rank, move in enumerate(ranks):
             for what, blocks in move.items():
                 self.seen[what] += len(blocks)
@@ -113,7 +113,7 @@ class Shared:
                     yield {what: pairs}
 
     def name(self, engine: Apart, block: int) -> int:
-        """Return a number that identifies a block of one engine among the blocks of all engines."""
+        """Return a number for a block of one engine that is unique among the blocks of all engines."""
         return block * len(self.each) + self.each.index(engine)
 
     def assert_answers(self) -> None:

@@ -1,4 +1,4 @@
-"""Facts of a model for the operator: from config.json through kvpilot-serve's environment to a gauge."""
+"""Facts about a model for the operator: from config.json through kvpilot-serve's environment to a metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of published models (published.json) against the KV-cache specs that vLLM builds for them."""
+"""Layers of published models (published.json), compared with the KV-cache specs that vLLM builds for them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from support.own_process import ask
 ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
 BUILT = [entry for entry in CORPUS if "vllm" not in entry]
-"""Models that the CPU build of vLLM builds; the others have a reason."""
+"""Models that vLLM's CPU build can build. The others state a reason."""
 LARGEST_FIRST = sorted(BUILT, key=lambda entry: -read(entry["config"]).layers)
 ONE_OF_EACH = list({(entry["family"], read(entry["config"]).idle_window): entry for entry in LARGEST_FIRST}.values())
-"""Smallest model of each family, with and without a window that it leaves idle."""
+"""Smallest model of each family, with and without an unused window."""
 SPECS = {
     "FullAttentionSpec": Kind.FULL, "MLAAttentionSpec": Kind.FULL, "SlidingWindowSpec": Kind.WINDOW,
     "ChunkedLocalAttentionSpec": Kind.CHUNKED, "MambaSpec": Kind.STATE, "CrossAttentionSpec": Kind.NONE,
@@ -28,7 +28,7 @@ SPECS = {
 
 
 def built(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the layers that vLLM builds, asked as kvpilot-serve asks for our dtypes."""
+    """Return the layers that vLLM builds, with the arguments that kvpilot-serve passes for our dtypes."""
     asked = {
         entry["model"]: (entry["config"], {"disable_sliding_window": read(entry["config"]).idle_window})
         for entry in entries
@@ -38,7 +38,7 @@ def built(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def vllms(found: dict[str, Any]) -> tuple[Any, ...]:
-    """Return groups as (kind, KV heads, key, value, window, bytes of a token, layers), states, shared layers."""
+    """Return groups as (kind, KV heads, key, value, window, bytes of a token, layers), states, and shared layers."""
     groups = [
         (SPECS[spec].value, *rest) for spec, *rest in found["groups"] if SPECS[spec] not in (Kind.STATE, Kind.NONE)
     ]

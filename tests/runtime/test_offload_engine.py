@@ -1,7 +1,7 @@
-"""A real engine that offloads to host memory: pages return unchanged, and answers are those without it.
+"""A real engine that offloads to host memory: pages return unchanged, and answers equal those without offloading.
 
-Its cache holds a fraction of the ongoing conversations, so most hits of a turn come from host memory. The rings are
-full of other tokens' rows whenever a request gets them, even if its pages were loaded.
+The engine's cache holds a fraction of the active conversations, so most hits of a turn come from host memory. Rings are
+full of other tokens' rows when a request gets them, even if its pages were loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def conversations(dtype: str, count: int, longest: int, blocks: int, **more: Any) -> Asked:
-    """Return `count` conversations of three turns each, all of a turn together, in a random order."""
+    """Return `count` conversations of three turns each. All requests of a turn are sent together, in a random order."""
     rng = random.Random(20261122)
     texts = [[rng.randrange(3, 49152) for _ in range(longest)] for _ in range(count)]
     rounds = []

@@ -1,4 +1,4 @@
-"""Engines that are forked from a process that has imported vLLM behave as if started by themselves."""
+"""Engines that are forked from a process with vLLM behave as if they were started separately."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def alive(number: int) -> bool:
 
 
 def numbers(file: Path) -> tuple[int, ...]:
-    """Return the ids of a process that waits, and of its child, once both are known."""
+    """Return the process IDs of a waiting process and of its child, once both are known."""
     deadline = time.monotonic() + HANGS
     while not (file.exists() and file.read_text().endswith("\n")):
         assert time.monotonic() < deadline

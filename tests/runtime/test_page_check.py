@@ -1,4 +1,4 @@
-"""Page check at an engine's start: on every platform, three requests, one beyond its bound."""
+"""The page check at an engine's start: on every platform, with three requests, one of them beyond its limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.own_process import ask
 def measured(loses: bool = False, **environment: str) -> float:
     """Return the error of a real engine's answers.
 
-    `loses` replaces the first entry of each block table before the step of all requests.
+    `loses` replaces the first entry of each block table before the step that computes all requests.
     """
     asked = {"KVPILOT_CALIBRATION": "off", **environment}
     return float(ask("test_page_check", {"loses": loses}, **asked)["off"])

@@ -1,4 +1,4 @@
-"""Two stages of pipeline parallelism calibrate themselves: the text passes both, and each keeps its own factors."""
+"""Two stages of pipeline parallelism calibrate themselves: the text passes both, and each has its own factors."""
 
 from __future__ import annotations
 

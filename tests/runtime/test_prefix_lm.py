@@ -1,4 +1,4 @@
-"""Image tokens of a step, and the later tokens that they see, for any images and chunks."""
+"""Image tokens in a step and the later tokens that they see, for any images and chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, int]:
-    """Draw images of a prompt by their first and last token, tokens before a chunk of it, and tokens of the chunk."""
+    """Draw a prompt's images (first and last token), the tokens before a chunk, and the tokens of the chunk."""
     images, at = [], 0
     for length in draw(lengths):
         first = at + draw(st.integers(0, 4))

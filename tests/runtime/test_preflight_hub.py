@@ -1,4 +1,4 @@
-"""A model on the hub is judged by its config.json, which is in the hub client's cache or fetched into it."""
+"""Preflight judges a hub model by its config.json, from the client's cache or fetched into it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvpilot_runtime.preflight.request import Request
 from kvpilot_smallmodels.models import tiny_llama
 
 MODEL, COMMIT = "some-team/some-model", "0123456789abcdef0123456789abcdef01234567"
-# Run it in a separate process, since the client reads its environment once; print the command instead of running it.
+# Use a separate process, because the client reads its environment only once. Print the command instead of running it.
 BECOME = """
 import json, os, sys
 from kvpilot_runtime import serve

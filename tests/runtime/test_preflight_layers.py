@@ -1,4 +1,4 @@
-"""Models of unknown type: preflight uses the layers that vLLM itself builds."""
+"""Models of unknown type: preflight takes the layers that vLLM itself builds."""
 
 from __future__ import annotations
 

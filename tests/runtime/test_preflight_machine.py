@@ -1,4 +1,4 @@
-"""Preflight on machines with unknown figures: it warns, and leaves the check to vLLM."""
+"""Preflight on machines whose properties are unknown: it warns, and leaves the check to vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 2**20
 
 @pytest.fixture
 def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Pretend that the driver's nvidia-smi prints these lines, with vLLM's build for GPUs."""
+    """Pretend that the driver's nvidia-smi prints these lines, and that vLLM is its GPU build."""
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
 
     def prints(*lines: str, code: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Preflight of a model, a machine and options: our dtypes on GPUs, mixed layers, calibration."""
+"""Preflight of models, machines and options: our dtypes on GPUs, mixed layers, calibration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))
 A100 = machine.Gpu("NVIDIA A100", 80 * 2**30, 0, (8, 0))
 T4 = machine.Gpu("Tesla T4", 16 * 2**30, 0, (7, 5))
 
-# Enough of each family's config.json for its shape to be recognized; no weights are needed to refuse it.
+# These fields of each family's config.json suffice to recognize its shape. A refusal needs no weights.
 SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
 REFUSED = {
     "MLA": {**SMALL, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512},
@@ -37,7 +37,7 @@ WORDS = {
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretend that this machine has these GPUs, and vLLM's build for them."""
+    """Pretend that this machine has these GPUs, and that vLLM is its GPU build."""
 
     def pretend(*gpus: machine.Gpu) -> None:
         monkeypatch.setattr(machine, "platform", lambda: "cuda")
@@ -209,7 +209,7 @@ def test_a_window_is_one_that_can_be_served_and_not_longer_than_the_context() ->
 
 
 def test_a_default_window_longer_than_the_context_is_cut_and_only_what_is_left_of_it_is_counted() -> None:
-    # 256 tokens of 144 bytes. The ring adds pages of 128 tokens, as many as 256 tokens take at head_dim 64.
+    # 256 tokens of 144 bytes. The ring adds pages of 128 tokens, as many as 256 tokens need at head_dim 64.
     pages = formats.parse("k2v2").ring_blocks(256, 64, 128)
     exact = Request(str(tiny_llama()), "k2v2", max_model_len=256, kv_bytes=(256 + 128 * pages) * 144)
     assert silent(check(exact))
@@ -333,7 +333,7 @@ def test_a_model_whose_config_leaves_out_what_its_class_says_is_served(
     gpu(H200)
     findings = check(Request(served(tmp_path, PUBLISHED[name]), dtype, max_model_len=8192))
     assert findings.warnings == []
-    # vLLM gives Phi's layers their window of 262,144 tokens unless told otherwise, and our backend takes no window.
+    # vLLM gives Phi's layers their window of 262,144 tokens unless told otherwise, and our backend supports no window.
     assert findings.disable_window == (dtype == "k4v4" and name == "phi-4-mini")
     assert findings.skip_layers == (("sliding_window",) if dtype == "k4v4" and name != "phi-4-mini" else ())
 

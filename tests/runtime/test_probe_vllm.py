@@ -1,6 +1,6 @@
-"""Probes of real vLLM with real weights tell noise, damage and garbage apart, and so does `kvpilot probe`.
+"""Probes of real vLLM with real weights distinguish noise, damage and garbage, and so does `kvpilot probe`.
 
-Each dtype is a separate vLLM on the CPU.
+Each dtype has its own vLLM on the CPU.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def reference(sixteen: str) -> tuple[Baseline, Measurement]:
-    """Return the 16-bit engine's answers, after a round trip through the codec, and its noise against itself."""
+    """Return the answers of the 16-bit engine, also after encoding and decoding, and its noise against itself."""
     prompts = packs.load(["builtin/general"])
 
     async def both(url: str) -> tuple[Baseline, Measurement]:
@@ -98,7 +98,7 @@ def test_k4v4_stays_within_the_default_limits_from_its_pages_and_from_host_memor
     for found in (k4v4, returned):
         judgement = judge(found, described(kept, ""), DEFAULTS)
         assert judgement.verdict == Verdict.PASSED, judgement.message
-    # Prefixes come from the cache, unless a probe tests the tier: then every whole block is loaded.
+    # Prefixes come from the cache, unless a probe tests the tier. Then every whole block is loaded.
     assert stayed == 0
     assert came_back >= sum((len(prompt.tokens) - 1) // 16 * 16 for prompt in kept.prompts) > 200
 
@@ -145,7 +145,7 @@ def test_the_gate_says_that_fp8_misses_the_default_limits_with_this_model_yet_is
 
 @pytest.fixture(scope="module")
 def garbage(sixteen: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    """Return the gate's verdict on an engine that answers garbage, asked as by the operator's own probes."""
+    """Return the gate's verdict on an engine that answers garbage, with the requests of the operator's own probes."""
     with engine(smollm2_135m(), BROKEN, tmp_path_factory.mktemp("broken"), KV_MEMORY) as running:
         return gated(sixteen, running.url, *GENERAL)
 
@@ -158,7 +158,7 @@ def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_co
     measured, noise = found["measured"], found["control"]
     assert measured["mean_kl_micronats"] - noise["mean_kl_micronats"] > 500_000
     assert measured["top1_agreement_permille"] < 700
-    # For half of each prompt, the whole prompt and its resumptions, and one answer to show.
+    # The requests are half of each prompt, the whole prompt, its continuations, and one answer to show.
     assert found["baseline"]["prompts"] == 8
     assert measured["requests"] <= 8 * (SETTINGS.max_resumes + 2) + 1
     assert measured["sample"]["canary"] != measured["sample"]["stable"]

@@ -1,7 +1,7 @@
-"""Random requests through a real engine whose cache is far too small for them, against an oracle without.
+"""Random requests through a real engine whose cache is far too small for them, compared with an oracle without a cache.
 
-The engine preempts, finds prefixes in its cache and cuts prompts into chunks. The oracle (`kvpilot_smallmodels.oracle`)
-computes each request alone in plain transformers.
+The engine preempts requests, finds prefixes in its cache and cuts prompts into chunks. The oracle
+(`kvpilot_smallmodels.oracle`) computes each request alone in plain transformers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from support.forked_serve import engine
 pytestmark = pytest.mark.timeout(3600)
 
 CHUNK = 48
-# float32, no factors, no recent window (test_recent_engine.py has it), and prompts read from quantized pages: answers
+# Use float32, no factors, no recent window (see test_recent_engine.py), and prompts that read quantized pages. Answers
 # then depend only on the codec.
 EXACT = ("--dtype=float32", f"--max-num-batched-tokens={CHUNK}", "--max-num-seqs=16", "--recent-tokens=0")
 FROM_PAGES = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
 
 
 class Request:
-    """Prompt of up to `longest` tokens, which may begin like others, and the number of tokens to answer."""
+    """Prompt of up to `longest` tokens that may share a prefix with others, and the number of tokens to answer."""
 
     def __init__(self, rng: random.Random, shared: list[int], longest: int) -> None:
         self.alone = rng.random() < 0.5
@@ -44,7 +44,7 @@ class Request:
 
 
 def drawn(count: int, longest: int, seed: int) -> list[Request]:
-    """Return `count` random requests; groups of 40 share a prefix, so that some find it still cached."""
+    """Return `count` random requests. Each group of 40 shares a prefix, so that some of them find it in the cache."""
     rng = random.Random(seed)
     shared = [[rng.randrange(3, 49152) for _ in range(longest * 3 // 4)] for _ in range(count // 40 + 1)]
     return [Request(rng, shared[i // 40], longest) for i in range(count)]
@@ -63,7 +63,7 @@ def served(running: Engine, count: int, longest: int, seed: int) -> list[Request
 
 
 def served_in_turn(model: Path, count: int, longest: int, blocks: int, seed: int) -> tuple[list[Request], Answered]:
-    """Answer the same requests, with all of them queued from the start."""
+    """Answer the same requests, all queued from the start."""
     requests = drawn(count, longest, seed)
     options: dict[str, Any] = {
         "dtype": "float32", "max_num_batched_tokens": CHUNK, "max_num_seqs": 16, "block_size": 16,
@@ -123,7 +123,7 @@ def test_paging_changes_no_token_of_requests_that_come_and_go(
 def judge(
     model: Path, requests: list[Request], figures: dict[str, float], record_property: Callable[[str, object], None]
 ) -> None:
-    """Check that all answers match the oracle, and that there were preemptions, prefix hits and chunks."""
+    """Check that all answers match the oracle, and that preemptions, prefix hits and chunks occurred."""
     assert [len(r.answer) for r in requests] == [r.tokens for r in requests]
     oracle = Oracle(model, "k4v4")
     below = [max(oracle.shortfalls(r.prompt, r.answer)) for r in requests]
@@ -131,7 +131,7 @@ def judge(
     told = {
         **figures,
         "tokens": sum(len(r.answer) for r in requests),
-        # Half of the prompts share nothing with others, so the long ones among them must come in chunks.
+        # Half of the prompts share no prefix, so the long ones among them must come in chunks.
         "certainly_chunked": sum(r.alone and len(r.prompt) > CHUNK for r in requests),
         "worst": max(below),
         "not_equal": len(suspects),
@@ -139,16 +139,16 @@ def judge(
     for name, value in told.items():
         record_property(name, value)
         print(f"{name}: {value}")
-    # It suffices that each occurred: their number depends on the machine's speed.
+    # One occurrence of each suffices, because their number depends on the machine's speed.
     assert all(figures.values())
     assert told["certainly_chunked"] > len(requests) / 10
-    # Rounding may change any number of answers, so each is judged alone. A broken engine shows in the first three.
+    # Rounding may change any number of answers, so judge each one alone. A broken engine fails in the first three.
     unsound = (i for i in suspects if not oracle.sound(requests[i].prompt, requests[i].answer))
     wrong = list(itertools.islice(unsound, 3))
     assert not wrong, [(i, below[i]) for i in wrong]
 
-    # The check can fail. With a 16-bit cache, 81 to 98 of 100 answers differ, by the model. With a misread block, 179
-    # of 180 are not the best ones any more, and rounding does not explain them.
+    # Control. With a 16-bit cache, 81 to 98 of 100 answers differ, depending on the model. With a misread block, 179 of
+    # 180 are not the best ones any more, and rounding does not explain them.
     plain = Oracle(model, "auto")
     assert sum(max(plain.shortfalls(r.prompt, r.answer)) > SLACK for r in requests[:80]) > 40
     long = sorted((r for r in requests if len(r.prompt) > CHUNK), key=lambda r: len(r.prompt))[:6]

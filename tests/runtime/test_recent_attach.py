@@ -1,4 +1,4 @@
-"""Layers that get a ring, the spec of its pages, and the reasons for having none."""
+"""Layers that get a ring, the spec of its pages, and the reasons why other layers get none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def attached(
     config: Any, dim: int = 128, kv_heads: tuple[int, int] = (8, 8), shared: str | None = None,
     names: Sequence[str] = NAMES,
 ) -> list[Any]:  # fmt: skip
-    """Return two layers as vLLM has them, after their weights were loaded."""
+    """Return two layers as vLLM has them after it loaded their weights."""
     dtype, context = config.cache_config.cache_dtype, config.compilation_config.static_forward_context
     cls = getattr(cpu, compat.backend_class(dtype))
     for name, heads in zip(names, kv_heads, strict=True):
@@ -145,7 +145,7 @@ def test_a_draft_models_layers_are_in_one_group_without_rings_of_their_own(
     assert [layer.impl.drafting for layer in (*served, *drafting)] == [False, False, True, True]
     assert [layer.impl.recent for layer in (*served, *drafting)] == [64, 64, 0, 0]
     assert not any(layer.impl.ring for layer in drafting)
-    # vLLM names a builder by its backend, and layers with and without a window need two.
+    # vLLM names a metadata builder by its backend. Layers with a window need another builder than layers without.
     own, of_model = (layers[0].get_attn_backend() for layers in (drafting, served))
     assert own.full_cls_name() != of_model.full_cls_name()
     assert issubclass(own, of_model)
@@ -163,7 +163,7 @@ def test_a_draft_models_layers_are_in_one_group_without_rings_of_their_own(
     if groups == 2:
         refuse_other_groups(config, found, set(names))
         return
-    # vLLM's proposer would store the draft's tokens by the served model's block table.
+    # vLLM's proposer would store the draft model's tokens by the served model's block table.
     with pytest.raises(UnsupportedModelError, match=r"other heads or head_dim .* KVPILOT_RECENT_TOKENS to 0"):
         refuse_other_groups(config, found, set(names))
 

@@ -1,6 +1,6 @@
-"""The recent window in a real engine: requests share prefixes, come in chunks, are preempted and change places.
+"""The recent window in a real engine: requests share prefixes, come in chunks, are preempted and change rows.
 
-Rings are full of other tokens' rows whenever a request gets them. Each step of the engine is recorded, so that the
+Rings are full of other tokens' rows when a request gets them. The test records each step of the engine, so that the
 oracle knows the window and the ring's content at every position.
 """
 
@@ -27,7 +27,7 @@ BLOCK, CHUNK = 16, 48
 def asked(
     model: Path, dtype: str, count: int, longest: int, blocks: int, seed: int, vocabulary: int = 49152, **more: Any
 ) -> Asked:
-    """Return three rounds of random requests; most of a round's begin alike, and so do some of another round's."""
+    """Return three rounds of random requests. Most share a prefix within their round, some with another round."""
     rng = random.Random(seed)
     shared = [[rng.randrange(3, vocabulary) for _ in range(longest * 3 // 4)] for _ in range(2)]
 
@@ -73,7 +73,7 @@ def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_i
         record_property(name, value)
         print(f"{name}: {value}")
     assert not found.wrong
-    if told.block_size > BLOCK:  # Gemma's full layers have blocks of 256 tokens, and no prefix here is as long
+    if told.block_size > BLOCK:  # Gemma's full layers have blocks of 256 tokens, and no prefix here is that long
         del figures["cached"]
     assert all(figures.values())
     assert found.judged == sum(map(sum, question.tokens))
@@ -99,7 +99,7 @@ def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pag
     question = asked(model, "k4v4", 30, 160, 60, seed=20261122, vocabulary=VOCABULARY)
     question.options |= {"kv_cache_dtype_skip_layers": ["sliding_window"]}
     told = serve(question)
-    # A 16-bit page is as large as several of ours, so vLLM merges ours into one block. It was asked for rings before.
+    # A 16-bit page is as large as several of ours, so vLLM merges ours into one block. The ring is sized before that.
     assert told.block_size > BLOCK
     found = Judge(question, told, Oracle(model, "k4v4", recent=64))
     assert not found.wrong

@@ -1,4 +1,4 @@
-"""Features that our backend does not serve are refused in vLLM itself too, started without preflight."""
+"""vLLM itself also refuses features that our backend does not support, when it starts without preflight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that calibrate themselves: factors of the built-in text, the same at every start, and reported."""
+"""Engines that calibrate themselves find the same factors of the built-in text at every start, and report them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def told(page: list[str]) -> dict[str, str]:
 
 
 def asked(model: Path, dtype: str, prompts: list[list[int]], calibration: str = "") -> Asked:
-    """Return these prompts at once, 16 tokens each, for an engine without a window."""
+    """Send these prompts together, with 16 tokens each, to an engine without a window."""
     options = {"max_num_batched_tokens": CHUNK, "max_model_len": CONTEXT, "kv_cache_memory_bytes": 64 << 20}
     return Asked(str(model), dtype, [prompts], [[16] * len(prompts)], options, recent=0, calibration=calibration)
 
@@ -66,7 +66,7 @@ def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[
     calibrated = Oracle(model(), "k4v4", factors_of(model(), CHUNK, CONTEXT))
     wrong = [i for i, (prompt, answer) in enumerate(both) if not calibrated.sound(prompt, answer)]
     assert not wrong
-    # The check can fail: the same codec answers differently without factors.
+    # Control: the same codec answers differently without factors.
     plain = Oracle(model(), "k4v4")
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 10
 
@@ -95,7 +95,7 @@ def test_the_text_is_long_enough_repeats_and_begins_as_a_prompt_does() -> None:
     ids = text_ids(tokenizer, 10_000)
     assert len(ids) == 10_000
     assert ids[:90] == text_ids(tokenizer, 100)[:90]
-    # The last tokens are ones that begin prompts, or any of the text if the tokenizer has none.
+    # The last tokens are those that begin prompts, or any tokens of the text if the tokenizer has none.
     assert ids[-lone(10_000) :] == [ids[i * 10_000 // 64] for i in range(64)]
     assert len(set(ids[-64:])) > 30
     assert len(set(ids[:4000])) > 800
@@ -124,8 +124,7 @@ def test_the_text_is_read_at_positions_all_over_the_context_and_never_beyond_it(
     assert found[0][1] == 0
     assert found[0][0] >= tokens // 2
     last = max(first + length for length, first in found)
-    # Sequences spread evenly over the doublings of the context, so the last one begins in the upper half of the
-    # doublings.
+    # Sequences are spread evenly over the doublings of the context, so the last one begins in the upper half of them.
     assert last >= min(context, 1024 * ((context / 1024 + 1) ** 0.75 - 1))
 
 

@@ -36,7 +36,7 @@ def capacity(model: Path, dtype: str, folder: Path, *arguments: str) -> int:
 
 @dataclass(frozen=True)
 class Life:
-    """One engine with our dtype, from its start to its end by SIGTERM while it answers."""
+    """One engine with our dtype, from its start until SIGTERM ends it during an answer."""
 
     capacity: int
     text: str
@@ -48,7 +48,7 @@ class Life:
     url: str
 
 
-# The answer takes seconds, while the time between two polls is milliseconds.
+# The answer takes seconds, and polls are milliseconds apart.
 ANSWER_TOKENS = 2000
 SAME = ("--kv-cache-memory-bytes=64M",)
 
@@ -71,7 +71,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
 
 
 def running_page(running: Engine, answer: Future[list[int]]) -> tuple[str, PodMetrics]:
-    """Return the first page of the engine that shows the request running; all assertions are about this one."""
+    """Return the engine's first page on which the request runs. All assertions use this page."""
     while not answer.done():
         text = running.page()
         if (page := parse_page(text)).running:
@@ -101,7 +101,7 @@ def test_its_page_says_that_it_has_calibrated_itself(life: Life) -> None:
 
 @pytest.fixture(scope="module")
 def sixteen_bits() -> dict[Path, int]:
-    """Return the tokens of an engine's 16-bit cache, by model, in the memory that the other tests give theirs."""
+    """Return the capacity in tokens of a 16-bit cache, by model, with the memory that the other tests use."""
     models = {tiny_llama(): 2048, tiny_gemma3(): 4096}
     most = {"kv_cache_memory_bytes": 64 << 20}
     few = {tiny_llama(): {}, tiny_gemma3(): {"max_num_batched_tokens": 64, "max_num_seqs": 8}}

@@ -1,4 +1,4 @@
-"""Impossible requests are refused before vLLM is imported: one JSON line with field, value and remedy, and code 78."""
+"""Invalid requests are refused before vLLM is imported: a JSON line with field, value and remedy, exit code 78."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that drains finishes all requests that it has received, even those that wait for its step to end."""
+"""An engine that drains finishes all requests that it has received, even those that wait for the end of its step."""
 
 from __future__ import annotations
 

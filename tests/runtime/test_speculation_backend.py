@@ -1,8 +1,7 @@
-"""Steps with draft tokens through the CPU backend, against the same tokens one at a time.
+"""Steps with draft tokens in the CPU backend, compared with the same tokens one at a time.
 
-The stand-in for the model runner drafts right and wrong tokens, rejects the wrong ones, and lets sequences come in
-chunks, change places and restart in other pages. All pages and rings come from one pool, as in vLLM, and are never
-cleared.
+The stand-in for the model runner drafts right and wrong tokens, and rejects the wrong ones. Sequences come in chunks,
+change rows, and restart in other pages. As in vLLM, all pages and rings come from one pool, which is never cleared.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ HEADS, KV_HEADS, DIM, BLOCK, LAYER = 4, 2, 64, 16, "model.layers.0.self_attn.att
 
 @dataclass
 class Part:
-    """Part of a sequence in a step: tokens from `begin` on, [tokens, heads, DIM] of each kind."""
+    """Part of a sequence in a step: tokens from `begin` on. Queries, keys and values are [tokens, heads, DIM]."""
 
     name: str
     begin: int
@@ -73,7 +72,7 @@ class Runner:
             blocks.append(self.free.pop(self.choose.randrange(len(self.free))))
 
     def forget(self, name: str) -> None:
-        """End or preempt a sequence; its pages and rings return to the pool unchanged."""
+        """End or preempt a sequence. Its pages and rings return to the pool unchanged."""
         self.free += self.tables.pop(name, []) + self.rings.pop(name, [])
 
     def step(self, parts: list[Part], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -111,14 +110,14 @@ class Runner:
 
 
 class Sequence:
-    """Sequence whose right tokens are known; `done` of them are stored, the first `prompt` are its prompt."""
+    """Sequence whose right tokens are known. `done` tokens are stored, and the first `prompt` tokens are its prompt."""
 
     def __init__(self, name: str, choose: random.Random, rng: torch.Generator) -> None:
         self.name, self.done, self.prompt, self.length = name, 0, choose.randint(1, 100), choose.randint(110, 180)
         self.right = [torch.randn(self.length, heads, DIM, generator=rng) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
     def part(self, count: int, right: int, rng: torch.Generator, prompt: bool = False) -> Part:
-        """Return the next `count` tokens, of which the first `right` are right."""
+        """Return the next `count` tokens. Only the first `right` of them are right."""
         rows = [x[self.done : self.done + right] for x in self.right]
         rows = [torch.cat([x, torch.randn(count - right, *x.shape[1:], generator=rng)]) for x in rows]
         return Part(self.name, self.done, *rows, prompt=prompt)
@@ -163,7 +162,7 @@ def test_tokens_with_drafts_among_them_get_the_answers_of_tokens_that_come_one_a
                     for i in range(right)
                 ]  # fmt: skip
                 wanted = torch.cat(alone)
-            # An element on the boundary between two codes may fall to either side, because the order of sums differs.
+            # An element near the boundary between two codes may get either code, because the order of sums differs.
             assert ((answer[:right] - wanted).norm(dim=-1) < 2e-3 * wanted.norm(dim=-1)).all(), (s.name, s.done)
             exact += int((answer[:right] - wanted).abs().max() < 1e-5)
             judged += 1
@@ -189,7 +188,7 @@ def test_a_ring_without_room_for_drafts_would_be_seen(monkeypatch: pytest.Monkey
     runner = Runner(monkeypatch, "k4v4", 64, 0, 1)
     wide = Runner(monkeypatch, "k4v4", 64, 7, 1)
     assert enough(wide.fmt, 64, DIM, BLOCK) < enough(wide.fmt, 71, DIM, BLOCK)
-    # The ring has the same size as without drafts, and steps reject seven tokens.
+    # The ring is as large as without drafts, and each step rejects seven tokens.
     wide.impl.drafts, wide.ring.kv_cache_spec = 0, runner.ring.kv_cache_spec
     rng, choose = generator(1), random.Random(1)
     s = Sequence("s", choose, rng)

@@ -1,4 +1,4 @@
-"""Speculative decoding in a real engine: greedy answers are those without it, for all drafts and rejections."""
+"""Speculative decoding in a real engine: greedy answers equal those without it, for all drafts and rejections."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def asked(model: Path, dtype: str, count: int, blocks: int, longest: int = 120, **more: Any) -> Asked:
-    """Return two rounds of random requests of a few repeated words: some drafts are right, and some are not.
+    """Return two rounds of random requests, made of few repeated words. Some drafts are right, and some are wrong.
 
-    Most prompts begin like others, of their round or of the other.
+    Most prompts share a prefix with others of either round.
     """
     rng = random.Random(20261122)
     words = [[rng.randrange(3, 49152) for _ in range(rng.randint(2, 5))] for _ in range(12)]
@@ -77,7 +77,7 @@ def figures(question: Asked, told: Told) -> dict[str, int]:
 def test_greedy_answers_are_those_without_speculation(
     model: Callable[[], Path], dtype: str, count: int, blocks: int, record_property: Callable[[str, object], None]
 ) -> None:
-    # Without a window, and with prompts read from quantized pages, an answer depends only on its tokens.
+    # Without a window, and if prompts read quantized pages, an answer depends only on its tokens.
     question = asked(model(), dtype, count, blocks, recent=0)
     plain = serve(question)
     assert plain.drafted == 0
@@ -93,7 +93,7 @@ def test_greedy_answers_are_those_without_speculation(
     other = [(prompt, answer) for prompt, answer, wanted in pairs if answer != wanted]
     record_property("not_equal", len(other))
     print(f"not_equal: {len(other)}")
-    # Rounding may change the choice between two equally good tokens, and then it explains the answer.
+    # Rounding may change the choice between two equally good tokens. The oracle checks that this explains the answer.
     oracle = Oracle(model(), dtype)
     assert all(max(oracle.shortfalls(*each)) <= SLACK or oracle.sound(*each, rounds=20) for each in other)
     assert len(other) < count // 2
@@ -102,7 +102,7 @@ def test_greedy_answers_are_those_without_speculation(
 def test_suffix_decoding_answers_as_without_it(record_property: Callable[[str, object], None]) -> None:
     pytest.importorskip("arctic_inference", reason="suffix decoding needs the package arctic-inference")
     question = asked(tiny_llama(), "k4v4", 16, 60, recent=0)
-    # Repeat the requests: by now their answers are in the suffix trees.
+    # Repeat the requests, because their answers are now in the suffix trees.
     question.rounds, question.tokens = [question.rounds[0]] * 2, [question.tokens[0]] * 2
     plain = serve(question)
     question.drafts, question.method = 6, "suffix"
@@ -136,8 +136,8 @@ def test_drafts_that_were_taken_back_cost_the_window_no_token_and_are_never_read
         record_property(name, value)
         print(f"{name}: {value}")
     assert not found.wrong
-    if told.block_size > 16:  # Gemma's full layers have blocks of 256 tokens, and no prefix here is as long
+    if told.block_size > 16:  # Gemma's full layers have blocks of 256 tokens, and no prefix here is that long
         del seen["cached"], seen["preempted"]
     assert min(seen.values()) > 0
-    # The check can fail: a window with one token less gives other answers.
+    # Control: a window with one token less gives other answers.
     assert Judge(question, told, Oracle(model(), dtype, recent=60), rounds=0).wrong

@@ -1,4 +1,4 @@
-"""Features of vLLM beside our dtypes: impossible ones are refused before vLLM starts, all others pass."""
+"""Features of vLLM with our dtypes: impossible combinations are refused before vLLM starts, and all others pass."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ OF_A_MODEL = [
     ('-sc={"method": "mtp", "num_speculative_tokens": 1}',), ("--spec-method=mimo_mtp",),
     ('-sc={"method": "eagle", "model": "org/head", "parallel_drafting": false}',),
 ]  # fmt: skip
-"""Drafts from a separate model, or from layers of the served model."""
+"""Drafts from a separate model, or from extra layers of the served model."""
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_stages_and_data_parallel_engines_share_weights_and_stages_share_the_cac
     cards.append(H200)
     check(asked("--pipeline-parallel-size=2", model=model))
     check(asked("-dp", "2", model=model))
-    # 4,096 tokens of 272 bytes in each of two layers: each of two stages has half.
+    # Two layers with 4,096 tokens of 272 bytes each. Each of two stages has half.
     short = ("--max-model-len=4096", "--recent-tokens=0", f"--kv-cache-memory-bytes={4096 * 272 * 2 // 2 // 2}")
     assert refusal(asked(*short, "--tensor-parallel-size=1", model=model)).reason == "DoesNotFit"
     check(asked(*short, "-pp", "2", model=model))

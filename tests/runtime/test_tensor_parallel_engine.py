@@ -1,7 +1,7 @@
 """Two ranks of tensor parallelism in a real engine: each has its own KV heads, rings and factors.
 
-Requests share prefixes, come in chunks and are preempted, and rings are full of other tokens' rows at first, as in
-`test_recent_engine.py`; a rank that read another's factors or rows would give other answers.
+As in `test_recent_engine.py`, requests share prefixes, come in chunks and are preempted, and rings start full of other
+tokens' rows. A rank that read another rank's factors or rows would give other answers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def joined(ranks: Sequence[Sequence[Factors]]) -> list[Factors]:
 
 
 def assert_answers(question: Asked, told: Told, factors: list[Factors], record: Any) -> None:
-    """Check that answers match all heads' factors and windows, and differ from those of exchanged factors."""
+    """Check that answers match the factors and windows of all heads, and differ if two ranks exchange factors."""
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4", factors, recent=64))
     figures = {
         "judged": found.judged, "windowed": found.windowed, "preempted": found.preempted, "moved": told.moved,

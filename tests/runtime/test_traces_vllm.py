@@ -1,4 +1,4 @@
-"""A real vLLM's spans join the trace of the probe that asks it, with the options of docs/tracing.md."""
+"""A real vLLM's spans join the trace of the probe that sends it requests, with the options of docs/tracing.md."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_each_question_of_a_probe_is_a_span_of_the_engine_below_the_probes(
             tiny_llama(), "auto", tmp_path, "--kv-cache-memory-bytes=64M", *options, env=environment
         ) as running:
             asyncio.run(probe(running.url))
-            # This request belongs to no trace, so the page's sampler drops it.
+            # This request belongs to no trace, so the sampler of docs/tracing.md drops it.
             running.tokens([7] * 16, 4)
         # The engine has ended after it sent all its spans.
         (own,) = (span for span in collector.spans() if span.name == "probe")
         theirs = [span for span in collector.spans() if span.name == "llm_request"]
-    # A prompt is answered for the baseline, and then followed for the control.
+    # The probe answers a prompt for the baseline, and then scores that answer for the control.
     assert len(theirs) >= 2 * questions
     assert {(span.trace_id, span.parent_span_id) for span in theirs} == {(own.trace_id, own.span_id)}

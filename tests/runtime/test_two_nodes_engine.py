@@ -1,4 +1,4 @@
-"""Two processes of kvpilot-serve, as on two nodes, are one engine: each computes a rank of it."""
+"""Two kvpilot-serve processes, as on two nodes, form one engine: each computes one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT32 = {"KVPILOT_PREFILL_FROM_PAGES": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def random_factors(facts: factors_file.ModelFacts) -> list[Factors]:
-    """Return different factors for each layer and head: a rank with another's would give other answers."""
+    """Return different factors for each layer and head. A rank with those of another rank would answer differently."""
     rng = torch.Generator().manual_seed(5)
 
     def one() -> Factors:

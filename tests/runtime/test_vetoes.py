@@ -1,4 +1,4 @@
-"""Our exclusions against the pinned vLLM: its backends on GPUs that are not here, and on this CPU."""
+"""The dtypes that we exclude, compared with the pinned vLLM: its backends on GPUs that are absent, and on this CPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def served(capability: tuple[int, int], dtype: Any, head_dim: int, latent: bool) -> bool:
-    """Return True if the backend that vLLM chooses there takes the dtype."""
+    """Return True if the backend that vLLM chooses for this GPU accepts the dtype."""
     import torch
     import vllm.platforms
     from vllm.platforms.cuda import CudaPlatformBase
@@ -98,7 +98,7 @@ def served(capability: tuple[int, int], dtype: Any, head_dim: int, latent: bool)
 
 
 def _made(candidate: Any, head_dim: int, dtype: str) -> bool:
-    """Return False if a Triton implementation refuses to be made; other backends refuse earlier."""
+    """Return False if a Triton implementation refuses its arguments. Other backends refuse earlier."""
     if not candidate.backend.name.startswith("TRITON"):
         return True
     more = {} if candidate.backend.name != "TRITON_MLA" else {
@@ -120,7 +120,7 @@ CAPABILITIES = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0),
 HEADS = (64, 80, 96, 128, 192, 256, 512)
 VLLMS = [name for name in formats.names() if not formats.parse(name).ours]
 NOT_HERE = ("nvfp4", "turboquant")
-"""Dtypes that we never exclude on a GPU; their backends do not load without one."""
+"""Dtypes that we never exclude on a GPU. Their backends do not load without a GPU."""
 
 QUESTIONS = [
     (capability, dtype, head_dim, is_latent)

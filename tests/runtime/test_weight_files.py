@@ -1,4 +1,4 @@
-"""Files of a model's weights: those that vLLM's own loader reads, counted once, in preflight and planner."""
+"""Weight files of a model: preflight and planner count the files that vLLM's own loader reads, each once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Weights of 8 and 4 bits with one of our KV caches: the cache does as much damage as with 16-bit weights.
+"""8-bit and 4-bit weights with one of our KV caches: the cache does as much damage as with 16-bit weights.
 
 These engines compute in bfloat16, where a key's codes differ slightly from the oracle's, so answers are not equal. The
 test measures how far an answer's tokens are below the oracle's best ones. With `auto` and dequantized weights the
-distance is next to nothing. With `k4v4` it is as large as with 16-bit weights, and smaller if the oracle has the codec.
+distance is nearly zero. With `k4v4` it is as large as with 16-bit weights, and smaller if the oracle has the codec.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from support.engines_in_turn import Answered, Turn, serve
 from support.processors import quantized_weights_by_vllm
 
 GROUP = 32
-"""Elements of a weight's row that share a scale, in formats of 4 bits."""
+"""Elements of a weight row that share a scale, in 4-bit formats."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Column in each nibble of a group of eight, from the lowest."""
+"""Order of a group's eight columns in the nibbles of an int32, from the lowest nibble."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Pack eight codes of 4 bits of the last dimension into an int32."""
+    """Pack each eight 4-bit codes of the last dimension into an int32."""
     eights = codes.long().view(*codes.shape[:-1], -1, 8)[..., list(order)]
     words = (eights << (4 * torch.arange(8))).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int()
@@ -147,7 +147,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tu
 
 
 def below(folder: Path, codec: str, turn: Turn, told: Answered) -> float:
-    """Return the mean distance, in logits, of an answer's tokens below the oracle's best ones."""
+    """Return the mean distance, in logits, of an answer's tokens from the oracle's best ones."""
     oracle = Oracle(folder, codec)
     found = [x for prompt, answer in zip(turn.rounds[0], told.answers[0], strict=True)
              for x in oracle.shortfalls(prompt, answer)]  # fmt: skip

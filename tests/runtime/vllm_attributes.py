@@ -1,7 +1,7 @@
-"""Attributes of vLLM's modules and classes that a registered plugin replaces, found in a separate process.
+"""Find the attributes of vLLM's modules and classes that a registered plugin replaces, in a separate process.
 
-The process imports vLLM and all that the plugin may wrap, registers the plugin, perhaps configures something, and
-reports the attributes that are other objects than before.
+The process imports vLLM and every module that the plugin may wrap. It registers the plugin, may configure an option,
+and reports the attributes that have become other objects.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Asked:
 
 @dataclass
 class Told:
-    """Replaced attributes, `module.Class.name`: after registration, and after the configurations.
+    """Replaced attributes, as `module.Class.name`: after registration, and after the configurations.
 
-    `environment` has our variables then, which later processes inherit.
+    `environment` has our variables at that time, which later processes inherit.
     """
 
     registered: list[str]
@@ -47,7 +47,7 @@ def replaced(dtypes: tuple[str, ...] = (), **environment: str) -> Told:
 
 
 def attributes() -> dict[str, Any]:
-    """Return each attribute of vLLM's modules, and of the classes that they define, by its dotted name."""
+    """Return each attribute of vLLM's modules, and of the classes that they define, by dotted name."""
     found: dict[str, Any] = {}
     for name, module in sorted(sys.modules.items()):
         if not (name == "vllm" or name.startswith("vllm.")):
@@ -60,7 +60,7 @@ def attributes() -> dict[str, Any]:
 
 
 def others(before: dict[str, Any]) -> list[str]:
-    """Return attributes that were replaced or removed; additions by imports do not count."""
+    """Return attributes that were replaced or removed. Attributes that imports add do not count."""
     now = attributes()
     return sorted(name for name, value in before.items() if now.get(name) is not value)
 

@@ -54,7 +54,7 @@ def test_no_pass_and_no_scrape_fails(measured):
 
 
 def test_services_that_do_not_change_cost_no_requests(measured):
-    # A change costs one status write, one or two objects, and sometimes a watch, at any size of the fleet.
+    # A change costs one status write, writes of one or two objects, and sometimes a watch, at any size of the fleet.
     for one in measured:
         assert one["api_requests_per_second"] < 4 * CHANGES_PER_SECOND
         assert one["passes_per_second"] > one["services"] / 5 / 2

@@ -1,8 +1,8 @@
-"""Fifty hostile services of every kind beside fifty good ones (benchmarks/operator/hostile.py) must not starve these.
+"""Fifty hostile services of every kind must not starve fifty good ones (benchmarks/operator/hostile.py).
 
-The test counts waits of good services and does not time them, because machines differ. It counts cycles of the scrape
-loop, edits with a new status, and finished probes. docs/benchmarks/operator-hostile.md has seconds. Good services have
-as many namespaces as hostile ones, because reconciles and permits are shared by namespace.
+The test counts cycles of the scrape loop, edits with a new status, and finished probes of the good services. It does
+not time them, because machines differ: docs/benchmarks/operator-hostile.md has seconds. Good services have as many
+namespaces as hostile ones, because namespaces share reconciles and permits.
 """
 
 import json
@@ -38,7 +38,7 @@ def measured(tmp_path_factory):
 
 
 def test_engines_of_every_hostile_kind_were_asked(measured):
-    # The API server or the operator refuses the service whose route name climbs out of its path.
+    # The API server or the operator refuses the service whose route name leaves its path (`..`).
     kinds = {"label", "quoted", "large", "lines", "hang", "drip", "objects", "probe-hang", "maps", "yaml", "spec"}
     assert measured["engines"].keys() >= kinds
 
@@ -67,7 +67,7 @@ def test_every_edit_of_a_good_service_reaches_its_status_and_every_probe_of_one_
 def test_the_operator_answers_the_kubelet_all_the_time(measured):
     for phase in ("quiet", "hostile"):
         # Each user asks again 0.25 s after an answer. A cycle waits for the operator's loop once for each of at least
-        # 50 services, and an answer about ten times, on any machine.
+        # 50 services, and an answer about ten times. This holds on any machine.
         assert measured[phase]["healthz"]["count"] > measured[phase]["cycles"]
 
 

@@ -15,12 +15,14 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Server that answers every request by `answer`.
+    """Server that passes every request to `answer`.
 
     Attributes:
-        url, cluster: its address, and a client for it.
+        url: the server's address.
+        cluster: a client for it.
         asked: the requests.
-        told, wrote: the client's reports of requests, and of writes.
+        told: the client's reports of requests.
+        wrote: the client's reports of writes.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Wrong QuantizedLLMServices, each with the field that is at fault and a word of the remedy: bad_manifests.yaml.
+"""Invalid QuantizedLLMServices, each with the field at fault and a word of the remedy: bad_manifests.yaml.
 
-One table for the operator's own check (tests/unit/test_api_faults.py) and the real API server
-(tests/cluster/test_crd.py).
+Two tests share this table: tests/unit/test_api_faults.py for the operator's own check, and tests/cluster/test_crd.py
+for the real API server.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Judge = Literal["schema", "rule", "operator", "kubernetes", "administrator"]
 
 @dataclass(frozen=True)
 class Bad:
-    """Case: `judge` refuses GOOD with `changes` at `field`.
+    """Case: `judge` rejects GOOD with `changes`, and reports the error at `field`.
 
-    `changes` maps a dotted path to a value; None removes the field. Messages of "rule", "operator" and "administrator"
-    contain `word`. bad_manifests.yaml describes each judge.
+    `changes` maps a dotted path to a value; None removes the field. Messages of the judges "rule", "operator" and
+    "administrator" contain `word`. bad_manifests.yaml describes each judge.
     """
 
     name: str
@@ -58,7 +58,7 @@ _JUDGES: tuple[Judge, ...] = ("schema", "rule", "operator", "kubernetes", "admin
 
 BAD = tuple(Bad(judge=judge, **row) for judge in _JUDGES for row in _TABLE[judge])
 GOOD_GPU_LIMITS: tuple[tuple[int, int | str], ...] = tuple((size, limit) for size, limit in _TABLE["gpu_limits"])
-"""Pairs of a tensorParallelSize and a sufficient limit of nvidia.com/gpu, in all its spellings."""
+"""Pairs of a tensorParallelSize and a sufficient limit of nvidia.com/gpu, in every accepted spelling."""
 
 
 def with_gpus(size: int, limit: int | str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""A real vLLM in one process with a bounded cache; pages that it frees are overwritten before the next step.
+"""A real vLLM in one process with a bounded cache. Pages that it frees are overwritten before the next step.
 
-`python -m support.bounded_engine`: a JSON object of `Asked`'s fields on stdin, `Told`'s on stdout (the last line).
+`python -m support.bounded_engine` reads the fields of `Asked` as a JSON object from stdin. It writes those of `Told` as
+the last line of stdout.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Asked:
         rounds: prompts by round; the prompts of a round are sent together.
         tokens: tokens of each answer.
         options: options of vLLM's LLM.
-        retention: value of the environment variable.
-        poison: freed pages are overwritten and leave the prefix cache. Otherwise they stay until they are reused, as in
-            vLLM.
-        spoil_sinks: the first page of every request is overwritten like a freed one, to show that it is read.
-        abort: by number over all rounds, requests to give up once they have so many tokens.
+        retention: value of KVPILOT_RETENTION.
+        poison: True overwrites freed pages and evicts them from the prefix cache. False leaves them until they are
+            reused, as vLLM does.
+        spoil_sinks: True overwrites the first page of every request, to show that the engine reads it.
+        abort: requests to cancel, by number over all rounds, with the number of tokens at which to cancel.
     """
 
     model: str
@@ -53,14 +54,14 @@ class Told:
         freed: pages that returned to the pool while their request ran.
         held: largest number of pages of one request.
         chunks: steps with several tokens of a request, without its first step.
-        preempted: requests that had to restart.
+        preempted: number of preemptions.
         blocks, tokens_of_cache: blocks of the pool, and its `kv_cache_size_tokens`.
         usage: largest use of the pool, 0 to 1.
-        steps: steps of each request, by its number. A step has the tokens before it, the new tokens, the places in the
-            table that have a page, and True if single tokens are measured for heavy hitters.
-        begun: tokens of each request's answer at its start or last restart.
+        steps: steps of each request, by its number. A step has the tokens before it, the new tokens, the indices of the
+            block table that have a page, and True if only single tokens are measured for heavy hitters.
+        begun: number of output tokens of each request at its start or last restart.
         left: pages that are not free at the end.
-        metrics: our lines on /metrics.
+        metrics: kvpilot's lines on /metrics.
     """
 
     answers: list[list[list[int]]] = field(default_factory=list)
@@ -85,12 +86,12 @@ def serve(asked: Asked) -> Told:
 
 
 def name_of(request: str) -> str:
-    """Return a request's original name: vLLM appends to it."""
+    """Return a request's original name: vLLM appends a suffix to it."""
     return request.partition("-")[0]
 
 
 class Watched:
-    """Hook before an executor's `execute_model` and after a manager's `remove_skipped_blocks`."""
+    """Hooks that run before the executor's `execute_model` and after the manager's `remove_skipped_blocks`."""
 
     def __init__(self, core: Any, asked: Asked, told: Told) -> None:
         self.told, self.asked = told, asked
@@ -108,7 +109,7 @@ class Watched:
             told.freed += len(gone)
             if asked.poison:
                 for block in (self.pool.blocks[i] for i in gone):
-                    if block.ref_cnt == 0:  # no other request has it
+                    if block.ref_cnt == 0:  # no other request holds it
                         self.pool._maybe_evict_cached_block(block)
                         self.freed.append(block.block_id)
 
@@ -145,9 +146,9 @@ class Watched:
         return {b.block_id for b in self.manager.req_to_blocks.get(request, ()) if not b.is_null}
 
     def poison(self, block: int) -> None:
-        """Fill a page of each layer with large numbers; packed, with the largest codes and NaN for scales.
+        """Overwrite a page of each layer: quantized pages with the largest codes and NaN scales, others with 10,000.
 
-        Elements are not NaN: vLLM's own kernel multiplies values past a sequence's end by zero.
+        Elements are not NaN, because vLLM's own kernel multiplies values after a sequence's end by zero.
         """
         for cache in self.caches:
             cache[block].fill_(255 if cache.dtype == torch.uint8 else 1e4)

@@ -1,4 +1,4 @@
-"""Factors that an engine should find in the built-in text, computed without an engine."""
+"""Factors that an engine should compute from the built-in calibration text, computed without an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvpilot_runtime.calibration.text import lone, passes, text_ids
 
 
 def factors_of(folder: Path, chunk: int, context: int) -> list[Factors]:
-    """Return the factors from `chunk` tokens in plain transformers, float32, for a context of `context` positions."""
+    """Compute the factors from the first `chunk` tokens, in plain transformers and float32.
+
+    `context` is the number of positions that the engine serves.
+    """
     seen: dict[int, Observed] = {}
     tokens = torch.tensor(text_ids(AutoTokenizer.from_pretrained(folder), chunk))
 
@@ -45,7 +48,7 @@ def factors_of(folder: Path, chunk: int, context: int) -> list[Factors]:
                 tokens[None, at : at + length], position_ids=torch.arange(first, first + length)[None], use_cache=False
             )
         at += length
-    assert chunk - at == lone(chunk)  # that stand alone
+    assert chunk - at == lone(chunk)  # these tokens are passed one by one
     with torch.inference_mode():
         model(tokens[at:, None], use_cache=False)
     return [seen[layer].factors() for layer in sorted(seen)]

@@ -1,7 +1,7 @@
-"""What catalogs ask of a bundle for OLM and of a chart's annotations, as far as their documentation and checks say.
+"""Requirements of catalogs on an OLM bundle and on a chart's annotations, from their documentation and validators.
 
-Written out for where their own programs cannot be had: operator-sdk's and opm's checks of a bundle (default checks,
-OperatorHub, good practices), and Artifact Hub's of a chart. Each function returns what is wrong, in words.
+The validators themselves cannot be installed here: operator-sdk and opm for a bundle (default checks, OperatorHub, good
+practices), and Artifact Hub for a chart. Each function returns the faults as texts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collector of spans by OTLP over HTTP on loopback. OpenTelemetry's own definitions decode the requests."""
+"""Collector of OTLP spans over HTTP on loopback. OpenTelemetry's own definitions decode the requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector:
-    """Collected `requests`, with the `headers` of each by lower-case names. With `hold` it answers once that is set."""
+    """Collected `requests`, and the `headers` of each by lower-case name. Answers wait for `hold`, if it is given."""
 
     def __init__(self, hold: threading.Event | None) -> None:
         self.hold = hold
@@ -58,7 +58,7 @@ def collecting(hold: threading.Event | None = None) -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log nothing, because nobody reads it."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     collector.url = f"http://127.0.0.1:{server.server_port}"
@@ -73,7 +73,7 @@ def collecting(hold: threading.Event | None = None) -> Iterator[Collector]:
 
 
 def parsed(traceparent: str) -> tuple[str, str, bool]:
-    """Return trace, span and sampled flag of a `traceparent`."""
+    """Return the trace ID, the span ID and the sampled flag of a `traceparent` header."""
     version, trace, span, flags = traceparent.split("-")
     assert version == "00"
     return trace, span, bool(int(flags, 16) & 1)

@@ -1,4 +1,4 @@
-"""CRDs of other projects, as far as tests need them."""
+"""CRDs of other projects, reduced to the fields that tests need."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def definition(group: str, kind: str, plural: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the CRD of a namespaced kind, v1, with this schema of its spec.
+    """Return the CRD of a namespaced kind, version v1, with this schema of its spec.
 
-    Other controllers write the status, so it has none.
+    The status has no schema, because other controllers write it.
     """
     status = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     schema = {"type": "object", "required": ["spec"], "properties": {"spec": spec, "status": status}}

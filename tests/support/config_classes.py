@@ -1,10 +1,10 @@
-"""Facts of transformers' own config classes, in a process without torch, which they would load first::
+"""Facts of transformers' own config classes. The process runs without torch, which these classes would otherwise load::
 
     python config_classes.py < '{"NAME": CONFIG, ...}' > '{"NAME": {"kinds": [...], "heads": 32, ...}, ...}'
     python config_classes.py defaults > '{"MODEL_TYPE": CONFIG, ...}'
 
-The first leaves out configs of a model_type that transformers does not have. The second prints the default config of
-each class of decoders, with the class of the model that it is for.
+The first command skips configs with a model_type that transformers does not know. The second prints the default config
+of each decoder class, with the name of its model class.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def facts(config: Any) -> dict[str, Any]:
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     found: dict[str, Any] = {"kinds": kinds, "window": getattr(text, "sliding_window", None)}
-    # Falcon's: older ones have either one KV head or one for each query head
+    # old Falcon configs have either one KV head or one for each query head
     by_groups = getattr(text, "new_decoder_architecture", False)
     if not getattr(text, "is_heterogeneous", False):
         found |= {

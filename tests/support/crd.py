@@ -1,4 +1,4 @@
-"""The installed CRD, and an API server's defaulting for tests without a server."""
+"""The installed CRD, and the API server's defaulting for tests without a server."""
 
 from __future__ import annotations
 

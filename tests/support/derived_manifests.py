@@ -1,8 +1,8 @@
-"""Wrong QuantizedLLMServices that follow from the CRD's schema: one for each limit of each field of the spec.
+"""Invalid QuantizedLLMServices, derived from the CRD's schema: one for each limit of each field of the spec.
 
-A new field of the schema gets its cases automatically. The operator (tests/unit/test_derived_faults.py) and the API
-server (tests/cluster/test_crd_modern.py) judge them. The server gets many at once, since it lists all faults of an
-object. Fields of podTemplate are Kubernetes' own and have no case.
+A new field of the schema gets its cases automatically. Two tests use them: tests/unit/test_derived_faults.py for the
+operator, and tests/cluster/test_crd_modern.py for the API server. An object for the server combines many cases, because
+the server lists all faults of an object. Fields of podTemplate are Kubernetes' own and have no cases.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WRONG_TEXTS = ("A b!", "..", "a")
 
 @dataclass(frozen=True)
 class Wrong:
-    """Case: `value` at `path` of the spec breaks `keyword` of the schema. A missing field has no value.
+    """Case: `value` at `path` of the spec violates `keyword` of the schema. A missing field has no value.
 
     The error must name `field`, and its message must contain `remedy`.
     """
@@ -45,7 +45,7 @@ class Wrong:
 
 @cache
 def derived() -> tuple[Wrong, ...]:
-    """Return a case for every limit of every field except the rules, in the schema's order."""
+    """Return a case for every limit of every field, without CEL rules, in the schema's order."""
     return tuple(
         case
         for path, schema in _nodes(root_schema()["properties"]["spec"], ())
@@ -55,7 +55,7 @@ def derived() -> tuple[Wrong, ...]:
 
 
 def service_with(cases: Sequence[Wrong]) -> dict[str, Any]:
-    """Return a service that is wrong only in these ways. No path may be a prefix of another one."""
+    """Return a service that is invalid only in these ways. No path may be a prefix of another path."""
     obj: dict[str, Any] = copy.deepcopy(GOOD)
     for case in cases:
         here, schema = obj["spec"], root_schema()["properties"]["spec"]
@@ -73,7 +73,7 @@ def service_with(cases: Sequence[Wrong]) -> dict[str, Any]:
 
 
 def together(most: int = 45) -> list[list[Wrong]]:
-    """Combine cases of one keyword into manifests with at most `most` cases and about 64 KiB each."""
+    """Combine cases of one keyword into manifests of at most `most` cases and about 64 KiB each."""
     groups: list[list[Wrong]] = []
     sizes: list[int] = []
     for case in derived():

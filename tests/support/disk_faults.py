@@ -1,6 +1,6 @@
-"""Faults of the disk below host memory while an engine serves: each function applies one to a `DiskTier`.
+"""Faults of the disk tier while an engine serves. Each function applies one fault to a `DiskTier`.
 
-The file has no name, so its descriptor in the engine's own process is used.
+The tier's file has no name, so the functions use its file descriptor in the engine's own process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def truncated(tier: Any) -> None:
-    """Cut the file's content to half, at unchanged length."""
+    """Truncate the file to half its length."""
     opened = _file(tier)
     os.ftruncate(opened, os.fstat(opened).st_size // 2)
 
@@ -29,7 +29,7 @@ def garbled(tier: Any) -> None:
 
 
 def full(tier: Any) -> None:
-    """Fill the disk: the kernel answers ENOSPC to each write, and old content is lost."""
+    """Fill the disk: the kernel answers each write with ENOSPC, and old content is lost."""
     _replace(tier, "/dev/full", os.O_RDWR)
 
 
@@ -39,7 +39,7 @@ def read_only(tier: Any) -> None:
 
 
 def dead(tier: Any) -> None:
-    """Refuse reads and writes."""
+    """Refuse both reads and writes."""
     _replace(tier, "/", os.O_RDONLY | os.O_DIRECTORY)
 
 
@@ -51,7 +51,7 @@ def removed(tier: Any) -> None:
 
 
 def silent(tier: Any) -> None:
-    """Accept requests and never answer, like a network disk that has lost its server."""
+    """Accept requests and never answer them, like a network disk whose server is gone."""
     never = threading.Event()
     file = tier._transfers._file
     file.read = file.write = lambda *_: never.wait()

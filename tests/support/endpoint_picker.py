@@ -1,8 +1,8 @@
-"""Endpoint picker of our own that speaks the protocol of the Gateway API Inference Extension over gRPC.
+"""Minimal endpoint picker that speaks the gRPC protocol of the Gateway API Inference Extension.
 
-A gateway reports each HTTP request by a stream of Envoy's external processing. The picker names an endpoint of its pool
-in a header and in dynamic metadata, or answers 503. Bodies pass through it unchanged, a chunk at a time. At the end the
-gateway reports the endpoint that served. The picker also answers gRPC's health checks.
+A gateway reports each HTTP request in a stream of Envoy's external processing. The picker names an endpoint of its pool
+in a header and in dynamic metadata, or answers 503. Bodies pass through unchanged, one chunk at a time. At the end the
+gateway reports the endpoint that served the request. The picker also answers gRPC health checks.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/docs/proposals/004-endpoint-picker-protocol
 """
@@ -50,7 +50,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 CHOICE, HINT = "envoy.lb", "envoy.lb.subset_hint"
-"""Metadata namespaces of the chosen and the serving endpoint, and of the candidates."""
+"""Metadata namespaces: the first holds the chosen and the serving endpoint, the second the candidates."""
 PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 

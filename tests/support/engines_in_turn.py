@@ -1,6 +1,7 @@
-"""Real vLLMs on a CPU one after another in one process, which imports vLLM once, and their answers.
+"""Real vLLM engines on a CPU, one after another in one process that imports vLLM only once, and their answers.
 
-`python -m support.engines_in_turn`: a JSON list of `Turn`s on stdin, one of `Answered` on stdout (the last line).
+`python -m support.engines_in_turn` reads a JSON list of `Turn`s from stdin. It writes a list of `Answered` as the last
+line of stdout.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _PLAIN = {"KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0"}
 
 @dataclass
 class Turn:
-    """One engine: `rounds` of prompts, each round's together, `tokens` of each; `options` go to vLLM's LLM."""
+    """One engine and its requests. The prompts of one round are sent together.
+
+    `tokens` are the answer lengths by round and prompt. `options` go to vLLM's LLM.
+    """
 
     model: str
     dtype: str
@@ -35,9 +39,9 @@ class Answered:
 
     Attributes:
         answers: answers by round and prompt.
-        cached: tokens of each prompt from the prefix cache.
+        cached: tokens from the prefix cache, by round and prompt.
         preempted: number of preemptions.
-        groups: kind of each group, tokens of a block, used bytes of a page and all of them.
+        groups: KV-cache groups: spec class, tokens of a block, and bytes of a page without and with padding.
         capacity: `kv_cache_size_tokens`, the tokens that fit the cache.
     """
 
@@ -49,13 +53,13 @@ class Answered:
 
 
 def serve(turns: Sequence[Turn], env: Mapping[str, str] | None = None) -> list[Answered]:
-    """Ask the engines in their own process. Prompts are read from quantized pages, and nothing is calibrated."""
+    """Ask the engines in their own process. Prompts are read from quantized pages, and calibration is off."""
     asked = [asdict(turn) for turn in turns]
     return [Answered(**found) for found in ask("support.engines_in_turn", asked, **{**_PLAIN, **(env or {})})]
 
 
 def refused(model: Path, env: Mapping[str, str] | None = None, dtype: str = "k4v4", **options: Any) -> str:
-    """Return the message of an engine that does not start with these options, without a preflight."""
+    """Return the output of an engine that fails to start with these options. No preflight runs before."""
     small = {"load_format": "dummy", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 256}
     turn = Turn(str(model), dtype, [], [], {**small, **options})
     code, out, err = run("support.engines_in_turn", [asdict(turn)], **{**_PLAIN, **(env or {})})
@@ -65,7 +69,7 @@ def refused(model: Path, env: Mapping[str, str] | None = None, dtype: str = "k4v
 
 
 def answer(turn: Turn) -> Answered:
-    """Run one engine, from its start to its end."""
+    """Run one engine from start to shutdown."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import destroy_model_parallel
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -95,12 +99,12 @@ def answer(turn: Turn) -> Answered:
     llm.llm_engine.engine_core.shutdown()
     del llm, core
     gc.collect()
-    destroy_model_parallel()  # models with experts need groups that others lack
+    destroy_model_parallel()  # MoE models need process groups that others lack
     return Answered(answers, cached, preempted, found, capacity)
 
 
 def used(spec: Any) -> tuple[int, int]:
-    """Return the used bytes of a group's page, and all."""
+    """Return the bytes of a group's page without and with padding."""
     from dataclasses import replace
 
     return replace(spec, page_size_padded=None).page_size_bytes, spec.page_size_bytes

@@ -1,4 +1,7 @@
-"""Make questions of a reconcile fail as an unforeseen error would: at their end, when every decision is made."""
+"""Inject an unexpected error into a question of a reconcile.
+
+It is raised at the end of the question, when every decision is made.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from kvpilot_operator.decide.context import Draft
 from kvpilot_operator.decide.decide import Rule
 from kvpilot_operator.state.questions import Question
 
-SECRET = "hunter2"  # neither a condition nor a log may repeat this
+SECRET = "hunter2"  # neither conditions nor logs may contain this text
 
-# The package attribute of this name is a function, not the module.
+# The package attribute of the same name is the function, not the module.
 decide = importlib.import_module("kvpilot_operator.decide.decide")
 
 
 @contextmanager
 def failing(questions: Collection[Question], asked: set[Question] | None = None) -> Iterator[None]:
-    """Make these questions' rules raise while the block runs; `asked` collects the questions that were reached."""
+    """Make the rules of these questions raise in the block. `asked` collects the questions that were reached."""
 
     def watched(rule: Rule[Draft]) -> Rule[Draft]:
         def answer(draft: Draft) -> Draft:

@@ -1,6 +1,6 @@
-"""Proxy between the operator and the API server that injects faults of a network and a server.
+"""Proxy between the operator and the API server that injects network and server faults.
 
-The operator speaks plain HTTP with the proxy, which connects to the API server as the cluster's administrator. Tests
+The operator speaks plain HTTP to the proxy. The proxy connects to the API server as the cluster's administrator. Tests
 that need the true state ask the API server directly.
 """
 
@@ -40,7 +40,7 @@ def is_write(seen: Seen) -> bool:
 
 @dataclass
 class Storm:
-    """Error answers to a share of the requests, which are then not passed on."""
+    """Error answers to a share of the requests. The proxy does not pass these on."""
 
     status: int
     share: float = 1.0
@@ -48,7 +48,7 @@ class Storm:
     """"writes" or "watches"; an empty string means all requests."""
     retry_after: int | None = None
     event: bool = False
-    """Watches are answered 200 and get the error as an event, as an API server reports its own errors."""
+    """True answers a watch with 200 and sends the error as an event, as an API server does."""
 
 
 @dataclass
@@ -61,7 +61,9 @@ class FaultyApi:
     storm: Storm | None = None
     seen: list[Seen] = field(default_factory=list)
     on_write: Callable[[str, str, bytes], None] = lambda *_: None
-    """Callback with method, path and body of a write after the API server accepted it and before the operator knows."""
+    """Callback with method, path and body, after the API server accepted a write and before the operator gets the
+    answer.
+    """
 
     @classmethod
     @asynccontextmanager
@@ -102,19 +104,19 @@ class FaultyApi:
         self.port = self._runner.addresses[-1][1]
 
     def drop_watches(self) -> int:
-        """Reset every open watch; return their number."""
+        """Reset every open watch, and return their number."""
         dropped = list(self._watches)
         for transport in dropped:
             transport.abort()
         return len(dropped)
 
     def silence_watches(self) -> int:
-        """Keep every open watch connected but silent; return their number."""
+        """Keep every open watch connected but silent, and return their number."""
         self._silent |= self._watches
         return len(self._watches)
 
     def count(self, since: float, of: Callable[[Seen], bool] = lambda _: True) -> int:
-        """Return the number of requests of a kind since a monotonic time."""
+        """Return the number of requests of a kind since this monotonic time."""
         return sum(one.time >= since and of(one) for one in self.seen)
 
     def _hang_up(self) -> None:

@@ -1,4 +1,4 @@
-"""Faults of a control plane's processes and of nodes: killed, restarted, or stopped for a while."""
+"""Faults of control-plane processes and of nodes: killed, restarted, or paused."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Component:
         procs.end(self._record)
 
     def start(self, *more: str) -> None:
-        """Restart it with its old flags and then these, which take precedence."""
+        """Restart it with its old flags and these additional ones, which take precedence."""
         procs.end(self._record)
         procs.spawn(self._record, [*self._command, *more], log=self._folder / f"{self._name}.log", cwd=self._folder)
 
     def pause(self) -> None:
-        """Freeze it with its connections open."""
+        """Pause it with its connections open."""
         self._process().signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -58,7 +58,7 @@ class Component:
 
 
 def compact(store: Component) -> int:
-    """Make etcd forget every revision except the newest; return that."""
+    """Make etcd forget every revision except the newest, and return the newest."""
     url = store.flag("--listen-client-urls")
     key = base64.b64encode(b"/").decode()
     revision = int(_etcd(url, "range", {"key": key})["header"]["revision"])
@@ -73,7 +73,7 @@ def _etcd(url: str, verb: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 class SecondNode:
-    """Node agent beside the cluster's own agent, which alone forwards Services."""
+    """Second node agent. It forwards no Services: the cluster's own agent does."""
 
     def __init__(self, folder: Path, kubeconfig: Path, table: Path, name: str = "second") -> None:
         self.name = name
@@ -89,7 +89,7 @@ class SecondNode:
         until(lambda: self._takes_pods(rest), f"node {self.name} is ready")
 
     def pause(self) -> None:
-        """Freeze the agent; its containers continue."""
+        """Pause the agent. Its containers continue."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -97,20 +97,20 @@ class SecondNode:
         self._signal(signal.SIGCONT)
 
     def vanish(self) -> None:
-        """Kill the agent and all its containers at once, without a message to the API server."""
+        """Kill the agent and all its containers at once. The API server gets no message."""
         self._signal(signal.SIGKILL)
         self.kill_engines()
 
     def kill_engines(self) -> None:
         """Kill every process of every pod of this node."""
         for state in (self._folder / "node" / "pods").glob("*/*/[0-9]*/state.json"):
-            # Kill the shim first, because it would report the end.
+            # Kill the shim first, because it would report the engine's end.
             for record in (state.with_name("shim.json"), state):
                 if (found := procs.read_record(record)) is not None:
                     found.signal(signal.SIGKILL, group=True)
 
     def stop(self) -> None:
-        """End its remaining processes."""
+        """Stop its remaining processes."""
         self._signal(signal.SIGCONT)
         procs.end(self._record, grace=10)
         self.kill_engines()
@@ -125,7 +125,7 @@ class SecondNode:
 
 
 def engine_process(agent_folder: Path, uid: str) -> procs.ProcessId:
-    """Return the engine process of the pod with this uid, below the folder of its node agent."""
+    """Return the engine process of the pod with this UID, from the folder of its node agent."""
     for state in sorted((agent_folder / "pods" / uid).glob("engine/[0-9]*/state.json"), reverse=True):
         if (found := procs.read_record(state)) is not None:
             return found

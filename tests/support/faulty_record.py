@@ -1,4 +1,4 @@
-"""Measurements of the fault tests, one JSON object a line, in the file that KVPILOT_FAULTS_RECORD names."""
+"""Measurements of the fault tests, one JSON object per line, in the file that KVPILOT_FAULTS_RECORD names."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ VARIABLE = "KVPILOT_FAULTS_RECORD"
 
 
 def record(fault: str, recovered_seconds: float, *, what: str, answered: int | None = None, failed: int = 0) -> None:
-    """Append one measurement, unless no file is named.
+    """Append one measurement. Do nothing if the environment names no file.
 
     Args:
         fault: the row of the table in docs/reliability.md.
-        recovered_seconds: seconds to `what` from the fault's end, or from its start if it does not end.
+        recovered_seconds: seconds from the fault's end to `what`, or from its start if the fault does not end.
         what: the event that ends the measurement.
-        answered: users' requests that were answered meanwhile; None without users.
-        failed: users' requests that failed.
+        answered: user requests that were answered in that time; None without users.
+        failed: user requests that failed in that time.
     """
     seconds = round(recovered_seconds, 1)
     _append({"fault": fault, "seconds": seconds, "what": what, "answered": answered, "failed": failed})
 
 
 def record_machine(kubernetes: str) -> None:
-    """Append the versions and the machine of the following measurements."""
+    """Append the machine and the software versions of the measurements that follow."""
     versions = {name: version(name) for name in ("kvpilot", "kubernetes", "aiohttp")}
     _append(
         {

@@ -41,11 +41,11 @@ SCRAPE_SECONDS = 1.0
 
 
 class FaultyWorld:
-    """`async with FaultyWorld.up(folder)`.
+    """Cluster, operator and proxy. Use `async with FaultyWorld.up(folder)`.
 
     Attributes:
-        api: the proxy through which the operator sees the API server.
-        cluster: a client of ours, straight to the API server.
+        api: the proxy between the operator and the API server.
+        cluster: the tests' own client, which does not use the proxy.
     """
 
     def __init__(self, folder: Path, local: LocalCluster, table: Path, api: FaultyApi, cluster: Cluster) -> None:
@@ -118,7 +118,7 @@ class FaultyWorld:
             )
 
     async def stop_operator(self) -> None:
-        """Send SIGTERM, and SIGKILL after half a minute."""
+        """Send SIGTERM, and SIGKILL after 30 s."""
         if self._operator is None or self._operator.poll() is not None:
             return
         self._operator.send_signal(signal.SIGTERM)
@@ -128,13 +128,13 @@ class FaultyWorld:
             self._operator.kill()
 
     def kill_operator(self) -> None:
-        """Send SIGKILL and wait for the end, because until then the process counts as running."""
+        """Send SIGKILL and wait for the process's end: until then it counts as running."""
         if self._operator is not None:
             self._operator.kill()
             self._operator.wait()
 
     def check(self) -> None:
-        """Check that the operator's process lives, because no fault may end it."""
+        """Check that the operator's process still runs, because no fault may end it."""
         if self._operator is None or self._operator.poll() is not None:
             raise AssertionError(f"the operator has ended: {tail(self.folder / 'operator.log', 4000)}")
 
@@ -156,20 +156,20 @@ class FaultyWorld:
         return f'name="{name}"' in text
 
     async def figure(self, name: str, metric: str) -> float:
-        """Return a service's figure in the operator's own metrics; 0 before the first.
+        """Return a service's value of one of the operator's own metrics; 0 before the first value.
 
-        The operator writes the status at most every half minute if only figures change.
+        The operator's status can be half a minute old if only figures change, so tests read metrics.
         """
         _, text = await self._ask(f"{self.operator_url}/metrics")
         found = [line for line in text.splitlines() if line.startswith(f"{metric}{{") and f'name="{name}"' in line]
         return next((float(line.rpartition(" ")[2]) for line in found), 0.0)
 
     async def newest_scrape(self, name: str) -> float:
-        """Return the Unix time, by the operator's clock, of a service's last scrape; 0 before the first."""
+        """Return the Unix time of the last scrape of a service, by the operator's clock; 0 before the first scrape."""
         return await self.figure(name, "kvpilot_engine_metrics_timestamp_seconds")
 
     async def create(self, name: str, replicas: int, **spec: Any) -> None:
-        """Create a service of cheap engines in a fixed number; `spec` overrides sections."""
+        """Create a service with a fixed number of cheap engines. `spec` replaces sections of its spec."""
         base: dict[str, Any] = {
             "replicas": replicas,
             "model": {"source": "file:///models/tiny-1m", "servedName": name, "maxModelLen": 4096},
@@ -189,7 +189,7 @@ class FaultyWorld:
         await self.until_ready(name, replicas)
 
     async def until_ready(self, name: str, replicas: int) -> None:
-        """Wait until the status reports this number of ready engines and requests no other."""
+        """Wait until the status reports this number of ready engines and requests no other number."""
 
         async def ready() -> bool:
             status = await self.status(name)
@@ -198,7 +198,7 @@ class FaultyWorld:
         await until(ready, f"{name} has {replicas} engines that answer")
 
     async def define(self, *definitions: Object) -> None:
-        """Install these CustomResourceDefinitions unless an earlier test of this world has."""
+        """Install these CustomResourceDefinitions unless an earlier test has installed them."""
         groups = (await asyncio.to_thread(self.rest.get, "/apis"))["groups"]
         served = {group["name"] for group in groups}
         await asyncio.to_thread(define, self.rest, [one for one in definitions if one["spec"]["group"] not in served])
@@ -245,20 +245,20 @@ class FaultyWorld:
         return await self.cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={name}")
 
     async def make_ill(self, pod: Object, **faults: Any) -> None:
-        """Give one engine this fault from now on."""
+        """Apply this fault to one engine from now on."""
         async with httpx.AsyncClient(timeout=HANGS, trust_env=False) as http:
             url = f"http://{pod['status']['podIP']}:{ENGINE_PORT}/faults"
             (await http.post(url, json=faults)).raise_for_status()
 
     async def service_url(self, name: str) -> str:
-        """Return the Service's own address."""
+        """Return the address of the Service itself."""
         found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, name))
         address: str = found["spec"]["clusterIP"]
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
 
     @contextlib.asynccontextmanager
     async def load(self, name: str, users: int = 2) -> AsyncIterator[Load]:
-        """Run users of a service until the block ends; each asks again as soon as it is answered."""
+        """Send a closed-loop load to a service until the block ends."""
         load = Load(await self.service_url(name), name, users=users, prompt_tokens=64, output_tokens=32)
         await load.start()
         try:
@@ -267,7 +267,7 @@ class FaultyWorld:
             await load.stop()
 
     async def acted(self, name: str, replicas: int) -> float:
-        """Wait until the operator requests this number of replicas for a service; return the seconds."""
+        """Wait until the operator requests this number of replicas for a service, and return the seconds."""
 
         async def done() -> bool:
             return await self.wanted(name) == replicas
@@ -275,7 +275,7 @@ class FaultyWorld:
         return await until(done, f"{replicas} replicas are written for {name}")
 
     async def dial(self) -> float:
-        """Change the replica count of `dial`, and wait until the operator acts on it; return the seconds."""
+        """Change the replica count of `dial`, wait until the operator acts on it, and return the seconds."""
         replicas = 1 - (await self.wanted("dial") or 0)
         await self.scale("dial", replicas)
         return await self.acted("dial", replicas)
@@ -289,7 +289,7 @@ class FaultyWorld:
 async def until(
     question: Callable[[], Awaitable[bool]], what: str, seconds: float = HANGS, pause: float = 0.1
 ) -> float:
-    """Poll until the answer is yes; return the seconds. A failing API server counts as no."""
+    """Poll until the answer is true, and return the seconds. A failing API server counts as false."""
     began = time.monotonic()
     last = ""
     while time.monotonic() - began < seconds:
@@ -303,7 +303,7 @@ async def until(
 
 
 async def insist(write: Callable[[], Awaitable[object]]) -> None:
-    """Repeat a write until an intermittent API server accepts it. An earlier attempt may already have succeeded."""
+    """Retry a write until an intermittent API server accepts it. An earlier attempt may already have succeeded."""
 
     async def taken() -> bool:
         with contextlib.suppress(Conflict):
@@ -314,7 +314,7 @@ async def insist(write: Callable[[], Awaitable[object]]) -> None:
 
 
 def cheap_image(folder: Path, name: str) -> dict[str, Any]:
-    """Write the cheap engine to `folder` under the real program's name, and return its entry of an image table."""
+    """Write the cheap engine to `folder` under the real program's name, and return its entry for the image table."""
     programs = folder / "bin"
     programs.mkdir(parents=True)
     serve = programs / "kvpilot-serve"

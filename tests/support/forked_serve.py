@@ -1,7 +1,7 @@
-"""`kvpilot-serve` whose vLLM is forked from a process that has imported it.
+"""`kvpilot-serve` whose vLLM process is forked from one that has already imported vLLM.
 
-`python -P -m support.forked_serve ADDRESS ARGUMENTS...`: the process stays, passes signals on, and ends as vLLM does.
-It is for tests that need engines and do not test how one starts; tests/e2e/test_demo.py starts them as users do.
+`python -P -m support.forked_serve ADDRESS ARGUMENTS...` stays alive, passes signals on, and exits with vLLM's status.
+It serves tests that need engines but do not test their start. tests/e2e/test_demo.py starts engines as users do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_runtime import serve
 from support.own_process import QUIET, address, begin, status
 
-# vLLM's import has read these, so an engine with others is not forked.
+# vLLM reads these during its import, so an engine that sets them is not forked.
 _READ = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
@@ -32,13 +32,13 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 def engine(
     model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None
 ) -> Iterator[real.Engine]:
-    """Start an engine, as `kvpilot_localcluster.engines.real.engine`."""
+    """Start a forked engine with the interface of `kvpilot_localcluster.engines.real.engine`."""
     with real.engine(model, dtype, folder, *arguments, env=env, serve=str(_program(folder))) as running:
         yield running
 
 
 def images(folder: Path) -> Path:
-    """Return the local cluster's table of images with such engines."""
+    """Return the local cluster's image table with forked engines."""
     found = yaml.safe_load(DEFAULT_TABLE.read_text())
     for image in found["images"]:
         if image["entrypoint"] == ["kvpilot-serve"]:
@@ -58,7 +58,7 @@ def _program(folder: Path) -> Path:
 
 
 def _become(where: str, program: str, command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace os.execve."""
+    """Replace os.execve: fork vLLM instead."""
     if any(environment.get(name) != QUIET[name] for name in _READ):
         _execve(program, command, environment)
     assert command[:3] == [sys.executable, "-P", "-m"]

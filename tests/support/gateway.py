@@ -68,12 +68,14 @@ _SPEC = {
     },
 }
 ROUTE_CRD = definition("gateway.networking.k8s.io", "HTTPRoute", "httproutes", _SPEC)
-"""HTTPRoute v1 with the limits and defaults of what is written here, in our own words; filters and the status, which
-gateways write, are left open."""
+"""HTTPRoute v1, rewritten here with the limits and defaults of the fields that tests use.
+
+Filters have no schema, nor does the status, which gateways write.
+"""
 
 
 class Gateway:
-    """Gateway that sends every request to one backend of the route's first rule, drawn by weight."""
+    """Gateway that sends every request to one backend of the route's first rule, drawn at random by weight."""
 
     def __init__(self, cluster: Cluster, namespace: str, route: str, port: int) -> None:
         self._cluster, self._namespace, self._route, self._port = cluster, namespace, route, port
@@ -85,7 +87,7 @@ class Gateway:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Gateway]:
-        """Listen on a free loopback port."""
+        """Serve on a free loopback port."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._forward)
         runner = web.AppRunner(app, access_log=None)

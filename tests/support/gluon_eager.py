@@ -1,19 +1,18 @@
-"""The Gluon kernel of decode on a CPU: its own source, run line by line over numpy arrays.
+"""Run the Gluon decode kernels on a CPU: their own source, line by line over numpy arrays.
 
 Triton interprets its own kernels (TRITON_INTERPRET=1) but not Gluon's. `EagerKernel` takes the functions of a Gluon
-module unchanged and gives them another `gl`: values are arrays, layouts mean nothing, a pointer is a buffer with byte
-offsets. Undefined behaviour of hardware becomes as bad as possible, so that a mistake shows:
+module unchanged and gives them another `gl`. Values are arrays, layouts have no effect, and a pointer is a buffer with
+byte offsets. Behaviour that the hardware leaves undefined is made as bad as possible, so that a mistake shows:
 
-- an access outside the tensor that a pointer came from, or off its type's alignment, raises;
-- shared memory starts as 0xFF everywhere: NaN scales, and codes at their largest;
-- an asynchronous copy reads at once (too early, if a writer must be waited for), spoils its target at once
-  (too early, if the last tile there is still read), and lands only at its `wait_group`; two of them on their way to one
-  place raise;
-- a hook before each program and one at its `gdc_wait` can hold back the previous kernel's writes.
+- An access outside the pointer's tensor, or off its type's alignment, raises an error.
+- Shared memory starts as 0xFF everywhere: NaN scales, and the largest codes.
+- An asynchronous copy reads its source at once, which is too early if a writer must be waited for. It also overwrites
+  its target at once, which is too early if the last tile there is still needed. Its data arrive only at its
+  `wait_group`. Two copies in flight to the same place raise an error.
+- One hook before each program and one at its `gdc_wait` can delay the writes of the previous kernel.
 
-Inline PTX works on registers of 32 bits, which hold neighbours of the last dimension. Only the functions that
-`kvpilot_kernels.gpu.decode`, `latent_decode` and their parts use are here; others raise an AttributeError or a
-ValueError.
+Inline PTX works on 32-bit registers, which hold neighbours of the last dimension. This module has only the functions
+that `kvpilot_kernels.gpu.decode`, `latent_decode` and their parts use. Others raise an AttributeError or a ValueError.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ POISON = 0xFF
 
 
 class Block(np.ndarray[Any, Any]):
-    """Value of a kernel. Values never change: `x += y` makes a new one."""
+    """Value of a kernel. Values are immutable: `x += y` makes a new one."""
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Block:
         return block(array)
@@ -51,7 +50,7 @@ class Block(np.ndarray[Any, Any]):
 
 
 def block(x: Any) -> Block:
-    """Return anything as a kernel's value."""
+    """Convert any number or array to a kernel's value."""
     result: Block = np.asarray(x).view(Block)
     return result
 
@@ -64,14 +63,14 @@ class PointerType:
 
 
 class Pointer:
-    """Addresses: bytes of one tensor, offsets of any shape into them, and the type of the elements."""
+    """Addresses: the bytes of one tensor, offsets into them in any shape, and the element type."""
 
     def __init__(self, memory: Any, offsets: Any, dtype: Any) -> None:
         self.memory, self.offsets, self.dtype = memory, np.asarray(offsets, np.int64), np.dtype(dtype)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Pointer:
-        """Return a pointer to the first element of a tensor; it may not reach past the last."""
+        """Return a pointer to the first element of a tensor. Its end is the tensor's last element."""
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         flat = tensor.as_strided((last + 1,), (1,)) if tensor.numel() else tensor.flatten()
         return cls(flat.numpy().view(np.uint8), 0, flat.numpy().dtype)
@@ -85,10 +84,11 @@ class Pointer:
         return Pointer(self.memory, self.offsets, kind.dtype)
 
     def bytes_at(self, mask: Any) -> tuple[Any, Any]:
-        """Return the mask in this pointer's full shape, and the byte indices [..., itemsize] of its true places.
+        """Return this pointer's mask, and the byte indices [..., itemsize] where the mask is true.
 
         Raises:
-            IndexError: one of them lies outside the tensor. ValueError: one is not aligned to its type.
+            IndexError: an address lies outside the tensor.
+            ValueError: an address is not aligned to its type.
         """
         offsets, mask = np.broadcast_arrays(self.offsets, np.asarray(mask))
         wanted = offsets[mask]
@@ -147,7 +147,7 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         """Return the same elements in another shape."""
         seen = self.data.view()
-        seen.shape = tuple(shape)  # raises if that would be a copy
+        seen.shape = tuple(shape)  # raises if numpy would have to copy
         return Shared(seen)
 
     def load(self, layout: Any) -> Block:
@@ -162,21 +162,21 @@ class Shared:
 
 
 class Copies:
-    """Asynchronous copies of one program (`async_copy`), with their targets and content."""
+    """Asynchronous copies of one program (`async_copy`), with their targets and their data."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the copies of the program before."""
+        """Forget the copies of the previous program."""
         self.uncommitted: list[tuple[Any, Block]] = []
         self.groups: list[list[tuple[Any, Block]]] = []
 
     def async_copy_global_to_shared(self, target: Shared, pointer: Pointer) -> None:
-        """Start copying one element for each address.
+        """Start to copy one element for each address.
 
         Raises:
-            RuntimeError: another copy to the same place is in flight, so the last one to land is undefined.
+            RuntimeError: another copy to the same place is in flight, so the final content would be undefined.
         """
         if pointer.offsets.shape != target.data.shape:
             raise ValueError(f"a copy of {pointer.offsets.shape} into {target.data.shape}")
@@ -195,7 +195,7 @@ class Copies:
         self.uncommitted = []
 
     def wait_group(self, pending: int) -> None:
-        """Land all groups but the last `pending`."""
+        """Complete all groups of copies except the last `pending` ones."""
         landed = self.groups[: max(0, len(self.groups) - pending)]
         for target, read in itertools.chain.from_iterable(landed):
             target[...] = read
@@ -203,7 +203,7 @@ class Copies:
 
 
 def mma_v2(a: Block, b: Block, acc: Block) -> Block:
-    """Return a @ b + acc: float16, with subnormals, in float32; or int8 in int32."""
+    """Return a @ b + acc, for float16 (with subnormals) in float32, or for int8 in int32."""
     depth = {"float16": 16, "int8": 32}.get(a.dtype.name, 0)
     sums = np.dtype(np.float32 if depth == 16 else np.int32)
     if not depth or a.dtype != b.dtype or acc.dtype != sums or a.shape[1] % depth or a.shape[0] % 16 or b.shape[1] % 8:
@@ -214,7 +214,7 @@ def mma_v2(a: Block, b: Block, acc: Block) -> Block:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: list[Block], dtype: Any, is_pure: bool, pack: int
 ) -> Block:
-    """Run inline PTX of decode, on registers that hold neighbours of 32 bits in all, the first one lowest."""
+    """Run the decode kernels' inline PTX on 32-bit registers of neighbours, the first one in the lowest bits."""
     if constraints != "=r" + ",r" * (len(set(re.findall(r"\$\d", asm))) - 1):
         raise ValueError(f"{asm} with {constraints}")
     if asm == "cvt.rn.f16x2.f32 $0, $2, $1;":  # d, a, b: a becomes the upper half, b the lower
@@ -240,13 +240,13 @@ def inline_asm_elementwise(
 
 
 def lop3(a: Any, b: Any, c: Any, table: Any) -> Any:
-    """Apply any function of three bits: bit 4 a + 2 b + c of `table`."""
+    """Apply any function of three bits. Its value is bit 4 a + 2 b + c of `table`."""
     terms = [(a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1]
     return functools.reduce(operator.or_, terms)
 
 
 def smaller_halves(a: Any, b: Any) -> Any:
-    """Return the smaller float16 of each half; a number rather than NaN."""
+    """Return the smaller float16 in each half of the registers. Prefer a number to NaN."""
     halves = (np.ascontiguousarray(x)[..., None].view(np.float16) for x in (a, b))
     return np.fmin(*halves).view("<u4")[..., 0]
 
@@ -258,11 +258,11 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def transpose_registers(x: Block) -> Block:
-    """Apply `movmatrix` to every register of a warp that holds [rows, columns] of 16 bits.
+    """Apply `movmatrix` to every register of a warp that holds [rows, columns] of 16-bit elements.
 
-    A warp's lanes are 8 rows and 4 columns. A thread has columns t, t + 4, ... of rows g, g + 8, ..., columns first,
-    two to a register, as in the layout `operands.SCORES`. A register of all threads is a matrix of 8 rows g and 8
-    columns 2 t + half.
+    The lanes of a warp form 8 rows g and 4 columns t. As in the layout `operands.SCORES`, a thread holds columns t, t +
+    4, ... of rows g, g + 8, .... It counts columns first, two to a register. One register of all threads forms a matrix
+    with rows g and columns 2 t + half.
     """
     rows, columns = x.shape
     by_thread = np.asarray(x).reshape(rows // 8, 8, columns // 4, 4).transpose(0, 2, 1, 3)
@@ -272,21 +272,21 @@ def transpose_registers(x: Block) -> Block:
 
 
 def where(condition: Any, x: Any, y: Any) -> Block:
-    """Stand in for `gl.where`: a number takes the other side's type, two numbers are float32 or int32."""
+    """Stand in for `gl.where`. A number takes the type of the other side; two numbers become float32 or int32."""
     if isinstance(x, (int, float)) and isinstance(y, (int, float)):
         x = np.float32(x) if isinstance(x, float) else np.int32(x)
     return block(np.where(condition, x, y))
 
 
 def checked_multiple(x: Any, of: int) -> Any:
-    """Check `gl.multiple_of`, which the compiler trusts."""
+    """Check the promise of `gl.multiple_of`, which the compiler trusts."""
     if np.any(np.asarray(x) % of):
         raise ValueError(f"{x} is not a multiple of {of}")
     return x
 
 
 def language(program: list[int], grid: tuple[int, ...]) -> SimpleNamespace:
-    """Return `gl` for the program whose place in the grid is in `program`."""
+    """Return `gl` for the program at the grid position in `program`."""
     layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
     dtypes = ("int8", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32")
     return SimpleNamespace(
@@ -309,10 +309,10 @@ class EagerKernel:
     """Kernel of a Gluon module, called like Triton's: `kernel[grid](tensors and numbers, CONSTANT=...)`.
 
     Args:
-        module: of the kernel and the functions that it calls.
-        kernel: its name.
-        on_start: called before each program.
-        on_gdc_wait: called whenever a program waits for the previous kernel.
+        module: the module of the kernel and of the functions that it calls.
+        kernel: the kernel's name.
+        on_start: callback before each program.
+        on_gdc_wait: callback when a program waits for the previous kernel.
     """
 
     def __init__(self, module: ModuleType, kernel: str, on_start: Callable[[], None] = lambda: None,
@@ -320,7 +320,7 @@ class EagerKernel:
         self.module, self.kernel, self.on_start, self.on_gdc_wait = module, kernel, on_start, on_gdc_wait
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return the launcher of a grid; programs run one after another. The number of warps makes no difference."""
+        """Return the launcher of a grid. Programs run one after another, and the number of warps has no effect."""
 
         def launch(*args: Any, num_warps: int, maxnreg: int | None, enable_fp_fusion: bool, launch_pdl: bool = False,
                    **constants: Any) -> None:  # fmt: skip

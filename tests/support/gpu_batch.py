@@ -1,4 +1,4 @@
-"""Small batches for the GPU kernels on a CPU: chosen launches, ragged sequences, poison everywhere else."""
+"""Small batches for the GPU kernels on a CPU, with fixed launch parameters and poison in all unused memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PADDED = (48, 80, 112, 160, 200, 384)
 """Head dimensions whose rows have padding, one for each of `formats.HEAD_DIMS`."""
 DIMS = (*formats.HEAD_DIMS, *PADDED)
 PAST_THE_END = -(2**30)
-"""Entry of a block table past a sequence's end: a read there would leave the cache."""
+"""Entry of a block table after a sequence's end. A read there leaves the cache and so fails."""
 
 
 def generator(seed: int) -> torch.Generator:
@@ -34,13 +34,16 @@ def poisoned(blocks: int, kv_heads: int, block_size: int, fmt: formats.Format, d
 
 
 BLOCK_OUTERMOST = ("BHLNC", "BLHNC")
-"""Layouts of vLLM in which a block has the pages of all layers."""
+"""vLLM's cache layouts in which a block holds the pages of all layers."""
 MINE, OTHERS = 1, (0, 2)
-"""Layer of `among_layers` with the pages, and layers whose bytes must not be touched."""
+"""Layer of `among_layers` that has the pages, and layers whose bytes must not change."""
 
 
 def among_layers(cache: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return uint8 [3, *cache.shape] in memory by `layout`: the cache as layer `MINE`, the others all 0x55."""
+    """Return memory for three layers in vLLM's `layout`, uint8 [3, *cache.shape].
+
+    Layer `MINE` is a copy of the cache. Every byte of the others is 0x55.
+    """
     shape = (3, *cache.shape)
     memory = torch.full([shape["LBHNC".index(dim)] for dim in layout], 0x55, dtype=torch.uint8)
     layers = memory.permute([layout.index(dim) for dim in "LBHNC"])
@@ -49,12 +52,12 @@ def among_layers(cache: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def ordinals(begin: int, end: int) -> torch.Tensor:
-    """Return int32 [end - begin], the ordinals from 1 on of the tokens at positions from `begin` on."""
+    """Return the numbers 1, 2, ... of the tokens at positions `begin` to `end` - 1, int32 [end - begin]."""
     return torch.arange(begin + 1, end + 1, dtype=torch.int32)
 
 
 def some_factors(kv_heads: int, dim: int, rng: torch.Generator) -> Factors:
-    """Return factors with an effect: means of the data's size, twice that for the first key, scales from 0.5 to 2."""
+    """Return factors with an effect: means of the data's size, doubled for the first key, and scales of 0.5 to 2."""
     means = [torch.randn(kv_heads, dim, generator=rng) for _ in "kv"]
     first = 2 * means[0].roll(1, -1)
     scales = [(torch.rand(kv_heads, dim, generator=rng) * 2 - 1).exp2() for _ in "kv"]
@@ -62,7 +65,7 @@ def some_factors(kv_heads: int, dim: int, rng: torch.Generator) -> Factors:
 
 
 def launch_as(shape: Shape, tile: int, stages: int, wave: int) -> Shape:
-    """Return the shape with chosen launches; a small wave makes splits of many tiles."""
+    """Return the shape with these launch parameters. A small wave makes splits of many tiles."""
 
     def cut(tokens: int = 1) -> Cut:
         take = tuning.program_queries(shape.row_dim, shape.ratio, tokens)
@@ -73,7 +76,7 @@ def launch_as(shape: Shape, tile: int, stages: int, wave: int) -> Shape:
 
 
 def several(counts: list[int], padding: int = 0) -> Several:
-    """Return a step's rows: the given number of query tokens for each sequence, and then rows of padding."""
+    """Return the row metadata of a step: `counts` query tokens for each sequence, followed by rows of padding."""
     owners = torch.cat([torch.full((n,), i) for i, n in enumerate(counts)] + [torch.full((padding,), -1)])
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     return Several(starts, owners.int(), max(2, *counts))
@@ -81,9 +84,9 @@ def several(counts: list[int], padding: int = 0) -> Several:
 
 def decode_rows(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts: list[int] | None, query: torch.Tensor,
                 scale: float, rings: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
-    """Decode queries that are not stored in pages: float32 [rows, heads, dim].
+    """Decode queries whose own tokens are not stored in pages: float32 [rows, heads, dim].
 
-    `counts`: rows of each sequence, after which `query` has rows of padding; None if each sequence has one.
+    `counts` are the rows of each sequence; `query` has rows of padding after them. None means one row per sequence.
     """
     rows = None if counts is None else several(counts, len(query) - sum(counts))
     plan = Plan(pages.shape, len(lengths), rows.most if rows else 1, len(query))
@@ -103,12 +106,14 @@ def decode_rows(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts
 
 @dataclass
 class Batch:
-    """Sequences of `lengths` tokens, stored by the CPU's own code through a shuffled block table.
+    """Sequences of `lengths` tokens, stored by the CPU code through a shuffled block table.
 
     Attributes:
-        tile, stages, wave: launch of decode; a small wave makes splits of many tiles.
-        cache: all bytes but those of stored tokens are 0xFF. table: int32 [sequences, blocks]. lens: int32 [sequences].
-        keys, values: of each sequence, [length, kv_heads, dim].
+        tile, stages, wave: launch parameters of decode; a small wave makes splits of many tiles.
+        cache: all bytes outside stored tokens are 0xFF.
+        table: int32 [sequences, blocks].
+        lens: int32 [sequences].
+        keys, values: the exact vectors of each sequence, [length, kv_heads, dim].
     """
 
     name: str
@@ -156,7 +161,7 @@ class Batch:
         return self.table[sequence][at // self.block_size] * self.block_size + at % self.block_size
 
     def plan(self) -> Plan:
-        """Return the step's plan, its scratch all NaN."""
+        """Return the step's plan. All numbers in its scratch memory are NaN."""
         plan = Plan(self.shape, max(1, len(self.lengths)))
         for scratch in (plan.partial, plan.lse, plan.units, plan.apart, plan.level):
             scratch.fill_(torch.nan)
@@ -168,14 +173,14 @@ class Batch:
         return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
 
     def read_back(self, sequence: int, begin: int = 0) -> list[torch.Tensor]:
-        """Return keys and values of the tokens from `begin` on as read from pages, float64 [tokens, kv_heads, dim]."""
+        """Read keys and values of the tokens from `begin` on from the pages, float64 [tokens, kv_heads, dim]."""
         return [
             round_trip(x[sequence][begin:], self.fmt, side, self.factors, begin=begin)
             for x, side in ((self.keys, "key"), (self.values, "value"))
         ]
 
     def rotate(self, query: torch.Tensor, plan: Plan) -> None:
-        """Rotate queries into the plan. `store` does that, and writes no token because every slot is padding."""
+        """Rotate queries into the plan. `store` does that; it writes no token here, because every slot is padding."""
         nothing = torch.full((len(self.lengths), self.kv_heads, self.dim), torch.nan)
         padding = torch.full((len(self.lengths),), -1)
         self.pages.store(query, nothing, nothing, padding, plan, len(self.lengths), self.scale)

@@ -1,6 +1,6 @@
-"""Minimal gateway that follows the weights of an HTTPRoute to InferencePools and Services.
+"""Minimal gateway that splits requests by the weights of an HTTPRoute among InferencePools or Services.
 
-For a pool it asks the pool's endpoint picker, as Envoy does. It sends requests to a Service's Ready pods in turn.
+For a pool it asks the pool's endpoint picker, as Envoy does. For a Service it uses the Ready pods in turn.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Sent = Callable[[str], Awaitable[None]]
 
 
 class Way(Protocol):
-    """Path of requests to pods."""
+    """Way by which requests reach pods."""
 
     async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
-        """Send a request with this body, and read its answer; False is a 503, which no pod has seen.
+        """Send a request with this body, and read the whole answer. Return False after a 503, which reached no pod.
 
         Raises:
             httpx.HTTPError: a pod did not answer properly.
@@ -54,7 +54,7 @@ class Way(Protocol):
 
 
 class ServiceWay:
-    """Way to the Ready pods of a Service, in turn."""
+    """Way to the Ready pods of a Service, used in turn."""
 
     def __init__(self, pods: ReadyPods) -> None:
         self._pods, self._turn = pods, itertools.count()
@@ -71,7 +71,7 @@ class ServiceWay:
 
 
 class PickedWay:
-    """Way to the endpoint that a picker chooses; request and answer pass through the picker."""
+    """Way to the endpoint that a picker chooses. Request and response pass through the picker."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -144,7 +144,7 @@ def _body(response: BodyResponse) -> bytes:
 
 @contextlib.asynccontextmanager
 async def picked(pods: ReadyPods) -> AsyncIterator[PickedWay]:
-    """Yield a way with a picker that serves one pool until the block ends."""
+    """Start a picker for one pool, and yield the way through it until the block ends."""
     async with EndpointPicker(pods.endpoints).listening() as port:
         channel = Channel("127.0.0.1", port)
         try:
@@ -154,9 +154,9 @@ async def picked(pods: ReadyPods) -> AsyncIterator[PickedWay]:
 
 
 class InferenceGateway:
-    """Gateway that sends each request to a backend of a route's first rule, drawn by weight.
+    """Gateway that sends each request to a backend of the route's first rule, drawn at random by weight.
 
-    All backends are of one kind and have these names. A pool names its own picker.
+    All backends have the same kind. Each pool names its own picker.
     """
 
     def __init__(self, cluster: Cluster, namespace: str, route: str, names: Sequence[str], kind: Backend) -> None:

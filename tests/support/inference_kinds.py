@@ -1,4 +1,4 @@
-"""InferencePool of the Gateway API Inference Extension, as far as tests need it."""
+"""InferencePool of the Gateway API Inference Extension, reduced to the fields that tests need."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _SPEC = {
     },
 }
 POOL_CRD = definition("inference.networking.k8s.io", "InferencePool", "inferencepools", _SPEC)
-"""InferencePool v1 with the limits of its spec, rewritten here. Gateways write the status, so it has no schema.
+"""InferencePool v1, with the limits of its spec. The status has no schema, because gateways write it.
 
-Releases v1.0 to v1.5 of the extension require the endpoint picker.
+Releases v1.0 to v1.5 of the extension require an endpoint picker.
 """
 POOL_CRD_1_6 = definition(
     "inference.networking.k8s.io",

@@ -1,4 +1,4 @@
-"""Triton's interpreter for our tests: one error is fixed, and repeated work is cached."""
+"""Triton's interpreter for our tests, with one bug fixed and repeated work cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 
 def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
-    """Patch it by `setattr`, or by a fixture's version that restores it."""
+    """Patch the interpreter by `setattr`, or by a fixture's version of it that undoes the patches."""
     set_attribute(interpreter.InterpreterBuilder, "create_splat", splat)
     set_attribute(interpreter, "_patch_lang", patch_language)
     set_attribute(interpreter, "_patch_builtin", patch_builtins)
@@ -24,20 +24,20 @@ def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
     set_attribute(tl.core.block_type, "__init__", make_block_type)
     options = interpreter.interpreter_builder.options
     if not options.debug:
-        # Checks for integer overflow would slow every sum and product, and report nothing.
+        # Checks for integer overflow would slow down every sum and product, and they report nothing.
         set_attribute(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
 
 
 def splat(self: Any, to: Any, scalar: Any) -> Any:
-    """Spread a scalar over a block.
+    """Broadcast a scalar to a block.
 
-    Triton 3.9's own makes an int32 of a comparison, which is then not a mask.
+    Triton 3.9 turns the result of a comparison into an int32, which cannot be used as a mask.
     """
     return interpreter.TensorHandle(np.full(to.shape, scalar.data, scalar.data.dtype), scalar.dtype.scalar)
 
 
 def patch_language(function: Any) -> Any:
-    """Patch the language as Triton does, unless the calling kernel did: then a function finds it patched."""
+    """Patch the language as Triton does, unless the calling kernel has already patched it."""
     languages = (one for one in (tl, tl.core) if any(one is value for value in function.__globals__.values()))
     if all(is_patched(one) for one in languages):
         return interpreter._LangPatchScope()
@@ -51,10 +51,10 @@ def is_patched(package: Any) -> bool:
 
 
 def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
-    """Let a package's built-in functions be interpreted.
+    """Let the interpreter run a package's built-in functions.
 
-    Triton does that at each call of a function by a kernel, and scans the package each time: a quarter of a kernel's
-    time here. All of them are patched at once, and restored.
+    Triton scans the package each time a kernel calls a function, which takes a quarter of a kernel's time here. This
+    version patches all built-in functions at once, and restores them afterwards.
     """
     if is_patched(package):
         return
@@ -69,7 +69,7 @@ def builtins_of(package: Any) -> tuple[str, ...]:
 
 
 def numpy_dtype(kind: Any) -> Any:
-    """Return the numpy type of a Triton type; Triton builds a table of all of them each time."""
+    """Return the numpy type of a Triton type. Triton itself builds a table of all types on each call."""
     scalar = kind.scalar
     return np.dtype(np.uint64) if scalar.is_ptr() else numpy_scalar(scalar)
 
@@ -78,7 +78,7 @@ numpy_scalar = functools.cache(interpreter._get_np_dtype)
 
 
 def make_tensor(self: Any, handle: Any, kind: Any) -> None:
-    """Replace `tensor.__init__`, which makes constants of each shape again."""
+    """Replace `tensor.__init__`, which creates the constants of a shape on each call."""
     self.handle, self.type, self.dtype = handle, kind, kind.scalar
     self.shape, self.numel = constants_of(tuple(kind.shape) if kind.is_block() else ())
 
@@ -90,7 +90,7 @@ def constants_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def make_block_type(self: Any, element: Any, shape: Any) -> None:
-    """Replace `block_type.__init__`, which checks each shape again."""
+    """Replace `block_type.__init__`, which checks the shape on each call."""
     self.element_ty = element
     self.shape, self.numel, text = checked(tuple(getattr(size, "value", size) for size in shape))
     self.name = f"<{text}, {element}>"
@@ -101,7 +101,7 @@ def checked(shape: tuple[int, ...]) -> tuple[Any, int, str]:
     """Return the shape of Triton's own `block_type`, and its name.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: `block_type` raises these.
     """
     made = object.__new__(tl.core.block_type)
     stock_block_type(made, tl.int8, list(shape))

@@ -1,4 +1,4 @@
-"""Check that an engine's answers are those of attention with a recent window, for any schedule of its requests."""
+"""Check that an engine's answers match attention with a recent window, for any schedule of its requests."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from support.stepped_engine import Asked, Told
 
 
 class Judge:
-    """Judge that follows an engine's steps through its blocks, and compares every answer with the oracle.
+    """Follower of an engine's blocks through its steps. It compares every answer with the oracle.
 
-    A position's history belongs to the block with its keys. Another request may find it there, even after the block was
-    in host memory.
+    For each slot of a block it remembers where the ring begins for the token there, or that a prefill computed the
+    token. Another request may find that token in the block, even after the block was in host memory.
 
     Attributes:
-        wrong: tokens that differ from the oracle's, by request.
+        wrong: requests with wrong tokens, and the judged part of their answers.
         judged: number of compared tokens.
-        windowed: steps of sequences that read the window.
-        preempted: requests that restarted.
+        windowed: decode steps, each of one sequence, which read the window.
+        preempted: number of restarts.
     """
 
     def __init__(self, question: Asked, told: Told, oracle: Oracle, rounds: int = 20) -> None:
@@ -26,12 +26,12 @@ class Judge:
         self.wrong: list[tuple[int, slice]] = []
         self.judged = self.windowed = self.preempted = 0
         size, blocks = told.block_size, dict[tuple[int, int], int | None]()
-        runs: dict[int, tuple[int, list[int]]] = {}  # the start of a request, and its tokens since
+        runs: dict[int, tuple[int, list[int]]] = {}  # first computed position, and known tokens
         rings: dict[int, list[int | None]] = {}
         host: dict[tuple[int, int], int | None] = {}
         for step in told.steps:
             for block, place in step.get("stored", ()):
-                host |= {(place, i): blocks.get((block, i)) for i in range(size)}  # a prompt may fill only part
+                host |= {(place, i): blocks.get((block, i)) for i in range(size)}  # a prompt may fill half a block
             for block, place in step.get("loaded", ()):
                 blocks |= {(block, i): host[place, i] for i in range(size)}
             if "request" not in step:
@@ -43,8 +43,8 @@ class Judge:
                     self.judge(request, runs[request][1], rings[request])
                 runs[request] = begin, []
             first, given = runs[request]
-            # A single token, with its drafts, reads the window. The ring has the tokens stored since the request got
-            # it.
+            # A decode step (one token and its drafts) reads the window. The ring has the tokens that were stored since
+            # the request started or restarted.
             prompt, drafts = len(self.prompts[request]), question.drafts
             decodes = step["tokens"] == 1 or (step["tokens"] <= 1 + drafts and begin >= prompt)
             for at in range(begin, end):
@@ -57,7 +57,7 @@ class Judge:
             self.judge(request, [*given[:1], len(self.answers[request]) - 1], rings[request])
 
     def judge(self, request: int, given: list[int], rings: list[int | None]) -> None:
-        """Judge the tokens between two preemptions of a request, as far as its client waited for them."""
+        """Judge the tokens between two restarts of a request. A client that left early got fewer tokens."""
         prompt, answer = self.prompts[request], self.answers[request]
         if not given or given[0] >= len(answer):
             return

@@ -1,4 +1,4 @@
-"""Kill -9 of the operator after each new kind of write."""
+"""Kill the operator with SIGKILL after each new kind of write."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from support.faulty_world import FaultyWorld
 
 
 class Killer:
-    """Killer of the operator; `killed` lists the writes before each kill.
+    """Killer of the operator. `killed` lists the writes that came before a kill.
 
     An entry has the path below the namespace, and the canary's stage, verdict and step. Only writes for one service
-    count, because a restart takes seconds and other services have no trial.
+    count, because a restart takes seconds and the other services have no trial.
     """
 
     def __init__(self, world: FaultyWorld, name: str, worth: Callable[[str], bool]) -> None:
@@ -25,7 +25,7 @@ class Killer:
     @classmethod
     @contextlib.asynccontextmanager
     async def of(cls, world: FaultyWorld, name: str, worth: Callable[[str], bool]) -> AsyncIterator[Killer]:
-        """Kill the operator after writes for `name` that satisfy `worth`, and restart it, until the block ends."""
+        """Kill and restart the operator after each write for `name` that satisfies `worth`, until the block ends."""
         killer = cls(world, name, worth)
         world.api.on_write = killer._written
         starts = asyncio.create_task(killer._start_again())

@@ -9,7 +9,7 @@ from kubernetes.aio.client import models
 
 
 def unknown(kind: str, value: Any, path: str) -> list[str]:
-    """Return paths in a JSON value that are absent from the official client's model, or have another type there."""
+    """Return the paths of a JSON value that the official client's model lacks, or declares with another type."""
     if (inner := re.fullmatch(r"List\[(.*)\]", kind)) is not None:
         return [f for i, item in enumerate(value) for f in unknown(inner[1], item, f"{path}[{i}]")]
     if (inner := re.fullmatch(r"Dict\[\w+, (.*)\]", kind)) is not None:

@@ -1,6 +1,6 @@
 """kstatus' generic rules (sigs.k8s.io/cli-utils, pkg/kstatus/status), by which Flux and others judge an object.
 
-It also checks invariants of their verdict.
+This module also checks invariants of the resulting status.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def compute(obj: Mapping[str, Any]) -> str:
 
 
 def seen(cluster: ModelCluster) -> dict[str, Any]:
-    """Return the object as a tool reads it."""
+    """Return the object as a client reads it."""
     return {**cluster.obj, "status": cluster.status}
 
 
 def tools_are_told_the_truth(cluster: ModelCluster) -> None:
-    """Check the properties that hold after every single write."""
+    """Check the invariants that hold after every single write."""
     status = cluster.parsed()
     told: dict[str, str] = {one.type: one.status for one in status.conditions}
     assert not told or {told["Reconciling"], told["Stalled"]} <= {"True", "False"}
@@ -45,7 +45,7 @@ def tools_are_told_the_truth(cluster: ModelCluster) -> None:
     assert not told or (told["Ready"] == "True") == ((told["Reconciling"], told["Stalled"]) == ("False", "False"))
     assert all(one.reason != "Settled" for one in status.conditions if (one.type, one.status) == ("Stalled", "True"))
     if not cluster.status:
-        return  # without a status kstatus says Current
+        return  # kstatus reports Current for an object without a status
     word = compute(seen(cluster))
     newest = status.observed_generation == cluster.obj["metadata"]["generation"]
     assert newest or word == "InProgress"

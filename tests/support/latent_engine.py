@@ -1,7 +1,7 @@
-"""A real vLLM in its own process that serves multi-head latent attention, and a model for it.
+"""A real vLLM in its own process that serves a model with multi-head latent attention (MLA), and such a model.
 
-`python -m support.latent_engine`: a JSON object of `Asked`'s fields on stdin; the result of `serve` on stdout (the last
-line).
+`python -m support.latent_engine` reads the fields of `Asked` as a JSON object from stdin. It writes the result of
+`serve` as the last line of stdout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ COUNTED = ("vllm:num_preemptions", "vllm:prefix_cache_hits")
 
 @dataclass
 class Asked:
-    """Request: `engine`, the arguments of `vllm.LLM`; `requests`, prompts and lengths; `interpreted`, see `serve`."""
+    """Request for an engine.
+
+    Attributes:
+        engine: arguments of `vllm.LLM`.
+        requests: prompts and answer lengths.
+        interpreted: see `serve`.
+    """
 
     engine: dict[str, Any]
     requests: list[tuple[list[int], int]]
@@ -29,7 +35,7 @@ class Asked:
 
 
 def make_model(folder: Path) -> Path:
-    """Make a DeepSeek V2 of 2 dense layers with seeded random weights, with the cache's true sizes."""
+    """Create a DeepSeek V2 of 2 dense layers with seeded random weights, and with the real model's cache dimensions."""
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -51,20 +57,21 @@ def serve(
     """Ask an engine for greedy answers to all requests at once.
 
     Args:
-        from_pages: prompts are read from quantized pages.
-        interpreted: the CUDA backend serves, in Triton's interpreter.
+        from_pages: True lets prompts read quantized pages.
+        interpreted: True uses the CUDA backend in Triton's interpreter.
 
     Returns:
-        `answers`, tokens of each; `first`, the log-probability of each one's first; `tokens` that fit the cache; and
-        the counters of `COUNTED`.
+        `answers`: the tokens of each answer. `first`: the log-probability of each answer's first token. `tokens`: the
+        capacity of the cache. Also the counters of `COUNTED`.
 
     Raises:
-        RuntimeError: the engine did not start or failed, with the end of what it said.
+        RuntimeError: the engine did not start, or failed. The message has the end of its output.
     """
     whole = {
         "model": str(model), "dtype": "float32", "kv_cache_dtype": dtype, "skip_tokenizer_init": True, "seed": 0,
         "enforce_eager": True, "disable_log_stats": False,
-        # vLLM's own MLA on a CPU takes no other, but for processors with AMX, where blocks of 128 are the default.
+        # vLLM's own MLA on a CPU accepts only this block size. Processors with AMX are an exception: their default is
+        # 128.
         "block_size": 16, **engine,
     }  # fmt: skip
     environment = {PREFILL_FROM_PAGES: str(int(from_pages))}

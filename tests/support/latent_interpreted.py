@@ -1,6 +1,6 @@
 """The CUDA backend of latent attention on a CPU: its own metadata and buffers, its kernels in Triton's interpreter.
 
-The process must have TRITON_INTERPRET=1 from its start.
+The process must start with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.interpreter import mend
 
 
 class InterpretedBackend(CudaLatentBackend):
-    """Backend with vLLM's blocks of 16 tokens on a CPU, without a GPU to ask."""
+    """Backend with vLLM's CPU blocks of 16 tokens. It asks no GPU for its properties."""
 
     block_step = 16
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
@@ -30,7 +30,7 @@ class InterpretedBackend(CudaLatentBackend):
 
 
 def install() -> None:
-    """Let vLLM's CPU platform serve our dtypes with it."""
+    """Make vLLM's CPU platform use this backend for kvpilot's latent dtypes."""
     vars(latent_pages)["latent_decode_kernel"] = EagerKernel(latent_decode, "latent_decode_kernel")
     mend(setattr)
     vars(latent_cpu)["__getattr__"] = classes_of(InterpretedBackend, names, parse)

@@ -1,8 +1,8 @@
-"""Minimal LeaderWorkerSet: its CRD, and a controller that creates pods as documented.
+"""Minimal LeaderWorkerSet: its CRD, and a controller that creates pods as its documentation says.
 
-Kubernetes 1.20 numbers the pods of every StatefulSet from 0, but LeaderWorkerSet numbers workers from 1. So this
-controller also creates pods, and the cluster's StatefulSet controller must be off. StatefulSets exist as owners: NAME
-owns the leaders, and a StatefulSet with a leader's name, owned by that leader, owns its workers.
+LeaderWorkerSet numbers workers from 1, but Kubernetes 1.20 numbers the pods of every StatefulSet from 0. So this
+controller creates the pods itself, and the cluster's StatefulSet controller must be off. StatefulSets exist only as
+owners. StatefulSet NAME owns the leaders. Each leader owns a StatefulSet of its own name, which owns its workers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LEADER_WORKER_SET_CRD = definition(GROUP, "LeaderWorkerSet", "leaderworkersets",
 
 
 class LeaderWorkerSets:
-    """Controller of one namespace's LeaderWorkerSets, which share one Service for their names (policy Shared)."""
+    """Controller of one namespace's LeaderWorkerSets. Groups share one Service for their names (policy Shared)."""
 
     def __init__(self, rest: Rest, namespace: str) -> None:
         self._rest, self._namespace = rest, namespace
@@ -60,13 +60,13 @@ class LeaderWorkerSets:
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
         self._owners = f"/apis/apps/v1/namespaces/{namespace}/statefulsets"
         self.most: dict[str, int] = {}
-        """Largest number of groups that the sets of a service requested at once."""
+        """Largest number of groups that the sets of a service requested at the same time."""
         self.made_anew: list[str] = []
         """Leaders that were deleted because a pod of their group had ended."""
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[LeaderWorkerSets]:
-        """Reconcile repeatedly until the block ends."""
+        """Reconcile again and again until the block ends."""
         task = asyncio.create_task(self._run())
         try:
             yield self
@@ -83,7 +83,7 @@ class LeaderWorkerSets:
             await asyncio.sleep(0.1)
 
     def reconcile(self) -> None:
-        """Bring every set one step closer to its spec. A concurrent change is handled in the next step."""
+        """Bring every set one step closer to its spec. The next step handles concurrent changes."""
         sets = [one for one in self._rest.get(self._sets)["items"] if not _going(one)]
         self._count(sets)
         for one in sets:
@@ -114,7 +114,7 @@ class LeaderWorkerSets:
             self._rest.merge(f"{self._sets}/{name}/status", {"status": status})
 
     def _group(self, one: Json, leader: Json, by_name: dict[str, Json]) -> None:
-        """Reconcile the workers of a leader; delete the whole group if one of its pods has ended."""
+        """Reconcile the workers of a leader. Delete the whole group if one of its pods has ended."""
         name, template = leader["metadata"]["name"], one["spec"]["leaderWorkerTemplate"]
         owner = self._owner(name, leader, leader["metadata"]["labels"])
         names = [f"{name}-{worker}" for worker in range(1, template["size"])]
@@ -158,13 +158,13 @@ class LeaderWorkerSets:
             "LWS_WORKER_INDEX": str(worker),
         }
         for container in (*made["spec"].get("initContainers", ()), *made["spec"]["containers"]):
-            # Put these first, so that arguments and other variables may refer to them.
+            # Put these variables first, so that arguments and other variables may refer to them.
             first = [{"name": key, "value": value} for key, value in told.items()]
             container["env"] = first + [each for each in container.get("env", ()) if each["name"] not in told]
         self._rest.create(self._pods, {"apiVersion": "v1", "kind": "Pod", **made})
 
     def _owner(self, name: str, above: Json, labels: Json) -> Json:
-        """Return the StatefulSet of this name owned by `above`. Wait while one of an earlier leader terminates."""
+        """Return the StatefulSet of this name owned by `above`. Wait while that of a deleted leader terminates."""
         leader = "containers" in above["spec"]
         reference = _reference(above, *(("v1", "Pod") if leader else (f"{GROUP}/v1", "LeaderWorkerSet")))
         try:

@@ -1,4 +1,4 @@
-"""API server in memory that checks owners and versions, with the operator's cache, decide and Actor."""
+"""In-memory API server that checks UIDs and resource versions, with an operator's cache, decide and Actor."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ What = tuple[str, str]
 
 
 class Killed(BaseException):
-    """End of the operator's process before a write."""
+    """Exception that simulates the operator's death before a write."""
 
 
 class MemoryApi:
-    """Objects by kind and name. It checks uids as a server does, and `refuses` may refuse a write.
+    """Objects by kind and name. The server checks UIDs like a real one; `refuses` may reject a write.
 
     Attributes:
         asked: method, kind and name of each request.
-        left: writes until the operator is killed; None means any number.
+        left: number of writes until the operator is killed; None means any number.
         on_change: callback with a written object, or with (kind, name) of a deleted one.
     """
 
@@ -77,13 +77,13 @@ class MemoryApi:
         self.on_change((what[0], what[1]))
 
     def run_engines(self) -> None:
-        """Give every Deployment the requested pods, all ready."""
+        """Create the requested pods of every Deployment, all ready."""
         for (kind, name), obj in list(self.objects.items()):
             for n in range(obj["spec"]["replicas"] if kind == "Deployment" else 0):
                 self.put(_pod(name, obj["spec"]["selector"]["matchLabels"], n))
 
     def of_kind(self, kind: str) -> list[Object]:
-        """Return the objects of a kind, which the caller must not change."""
+        """Return the objects of a kind. The caller must not change them."""
         return [obj for (known, _), obj in self.objects.items() if known == kind]
 
     def workloads(self) -> dict[str, DeploymentView]:
@@ -98,7 +98,7 @@ class MemoryApi:
         return found
 
     def views(self) -> dict[What, ObjectView]:
-        """Return the objects with a name of the service's, as observe shows them."""
+        """Return the objects that belong to the service, as observe shows them."""
         uid = self.objects[KIND, KEY.name]["metadata"]["uid"]
         found = {}
         for (kind, name), obj in self.objects.items():
@@ -142,10 +142,10 @@ class MemoryApi:
         known = self.objects.get(what)
         self._same(known, manifest["metadata"].get("uid"))
         if known is not None and subresource:
-            # Only the operator writes its applied objects, so fields that it leaves out disappear.
+            # Only the operator writes its applied objects, so a field that it leaves out disappears.
             known = {key: value for key, value in known.items() if key != subresource}
         if known is not None and "selector" in known.get("spec", {}):
-            # Server-side apply treats a selector as one value, whoever wrote its labels.
+            # Server-side apply treats a selector as a single value, even if another manager wrote its labels.
             known = {**known, "spec": {key: value for key, value in known["spec"].items() if key != "selector"}}
         return self.put(_merged(known or {}, manifest))
 
@@ -185,7 +185,7 @@ class MemoryApi:
 
 
 def tell(cache: InformerCache, change: Object | What) -> None:
-    """Send a change to the watches if the object has a service's label. They ignore other deletions."""
+    """Send a change to the watches if the object has a service's label. Watches ignore other deletions."""
     if isinstance(change, tuple):
         cache.wrote(change[0], KEY.namespace, change[1], None)
     elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):
@@ -193,7 +193,7 @@ def tell(cache: InformerCache, change: Object | What) -> None:
 
 
 class Operator:
-    """The operator's cache, decide and Actor over a MemoryApi; `reconcile` runs one reconcile of the only service."""
+    """The operator's cache, decide and Actor over a MemoryApi with one service."""
 
     def __init__(self, api: MemoryApi, obj: Object) -> None:
         self.api = api
@@ -222,7 +222,7 @@ class Operator:
         await self._scraper.close()
 
     async def reconcile(self, seconds: float = 5) -> Decision:
-        """Run one reconcile, some seconds after the last."""
+        """Run one reconcile, some seconds after the last one."""
         self.now += timedelta(seconds=seconds)
         observed = await self._observer.snapshot(self._known, None)
         assert observed is not None

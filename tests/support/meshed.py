@@ -1,4 +1,4 @@
-"""Engines behind a mesh's sidecar: mutual TLS with certificates that name workloads, in front of plain HTTP."""
+"""Engines behind a service mesh's sidecar: mutual TLS with workload certificates, in front of plain HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mesh:
         authority(folder)
 
     def issue(self, namespace: str, account: str, into: Path) -> Path:
-        """Write a workload's certificate, its key and the authority's as Istio's agent does; return the folder."""
+        """Write a workload's certificate and key, and the CA certificate, as Istio's agent does. Return the folder."""
         name = f"{namespace}-{account}"
         certificate(self._folder, name, "/O=workload", f"URI:spiffe://cluster.local/ns/{namespace}/sa/{account}")
         into.mkdir(exist_ok=True)
@@ -38,7 +38,7 @@ class Mesh:
 
 @dataclass
 class Sidecar:
-    """Address of the sidecar, the clients that it admitted, and the traffic of each connection."""
+    """Sidecar's address, the clients that it admitted, and the traffic of each connection."""
 
     url: str = ""
     let_through: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Sidecar:
 async def sidecar(
     engine: str, certificates: Path, speaks: tuple[str, ...] = ("http/1.1",), host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[Sidecar]:
-    """Run mutual TLS on loopback in front of an engine. Refuse plain connections and foreign certificates."""
+    """Terminate mutual TLS on loopback in front of an engine. Refuse plain HTTP and certificates of other CAs."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates / CHAIN, certificates / KEY)
     tls.load_verify_locations(certificates / ROOT)

@@ -1,6 +1,6 @@
 """Minimal metrics adapter: external.metrics.k8s.io and custom.metrics.k8s.io behind the API aggregator.
 
-It reads the operator's and the engines' pages, as Prometheus would, and records the queries.
+It reads the metrics pages of operator and engines, as Prometheus would, and records the queries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def page(url: str) -> list[tuple[str, Mapping[str, str], float]]:
 
 
 class Adapter:
-    """Adapter that answers an autoscaler's queries; `asked` has the label selector of each query, by metric."""
+    """Adapter that answers an autoscaler's queries. `asked` holds the label selector of each query, by metric."""
 
     def __init__(self, rest: Rest, operator: Callable[[], str]) -> None:
         self._rest, self._operator = rest, operator
@@ -60,7 +60,7 @@ class Adapter:
         return None
 
     def _external(self, namespace: str, metric: str, selector: str) -> list[Json]:
-        """Return a gauge of the operator for the requested labels."""
+        """Return one of the operator's gauges for the requested labels."""
         wanted = dict(pair.split("=") for pair in selector.split(",")) | {"namespace": namespace}
         found = [
             value
@@ -84,7 +84,7 @@ class Adapter:
 
 @contextmanager
 def serving(adapter: Adapter, rest: Rest, authority: Path) -> Iterator[None]:
-    """Serve the adapter on loopback, behind the API server; `authority` is the folder of the cluster's certificates."""
+    """Serve the adapter on loopback, behind the API server. `authority` is the folder with the cluster's CA."""
     certs.certificate(authority, "adapter", "/CN=localhost", "DNS:localhost,IP:127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority / "adapter.crt", authority / "adapter.key")
@@ -134,9 +134,9 @@ def _register(rest: Rest, port: int) -> None:
 
 
 def _let_the_autoscaler_read(rest: Rest) -> None:
-    """Grant the controller manager this right, which its role lacks for external metrics.
+    """Grant the controller manager the right to read external metrics, which its role lacks.
 
-    Every adapter's manifests do so.
+    The manifests of every adapter do so.
     """
     name = "metrics-adapter-reader"
     api = "/apis/rbac.authorization.k8s.io/v1"

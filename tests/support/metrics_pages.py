@@ -7,7 +7,7 @@ from kvpilot_operator.observe.pod_metrics import PodMetrics
 
 
 def parse_page(text: str) -> PodMetrics:
-    """Return the parsed page; raise ScrapeError like `PageReader`."""
+    """Return the parsed page. Raise ScrapeError like `PageReader`."""
     reader = PageReader()
     for _ in reader.steps(text.encode("utf-8", errors="replace")):
         pass

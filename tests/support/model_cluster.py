@@ -1,7 +1,6 @@
-"""Model of the cluster for properties of decide: an API server in memory, and engines that start by themselves.
+"""Model of a cluster for property tests of decide: an in-memory API server, and engines that start by themselves.
 
-It runs the real decide and the real Actor. It can kill the operator at any write, as kill -9 would: the operator then
-forgets everything.
+It runs the real decide and the real Actor. At any write it can kill the operator, which then loses all its memory.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def measurement(kl_micronats: int = 5_000, agreement: int = 990, positions: int 
 
 @dataclass
 class ModelCluster:
-    """Cluster with one service. Probes of `bad` dtypes find garbage; `demand` is in tokens."""
+    """Cluster with one service. Probes of `bad` dtypes report garbage. `demand` is in tokens."""
 
     obj: dict[str, Any]
     bad: frozenset[str] = frozenset()
@@ -55,13 +54,13 @@ class ModelCluster:
     """False if engines never become ready."""
     probe_fault: str | None = None
     places: int | None = None
-    """GPUs of the cluster; None means any number."""
+    """Number of GPUs in the cluster; None means unlimited."""
     start_ticks: int = 0
     drain_ticks: int = 0
     requests: float = 0.0
-    """Requests per tick, distributed by the Service's selector and the route."""
+    """Requests per tick, which the Service's selector and the route distribute."""
     slow: dict[str, float] = field(default_factory=dict)
-    """Factor on request durations, by dtype."""
+    """Factor on the duration of requests, by dtype."""
     slow_revisions: frozenset[str] = frozenset()
     """Revisions whose requests take 1.5 times as long, whatever their dtype."""
     failing: dict[str, float] = field(default_factory=dict)
@@ -69,7 +68,7 @@ class ModelCluster:
     odd_factors: frozenset[str] = frozenset()
     """Dtypes for which all engines except the first compute other calibration factors."""
     reports: dict[str, str] = field(default_factory=dict)
-    """Factors that these engines report instead, by dtype; "" means none."""
+    """Calibration factors that engines report, by dtype; "" means that they report none."""
     rules: list[dict[str, Any]] | None = None
     """Rules of the HTTPRoute; None means no route."""
     parents: tuple[Parent, ...] = (Parent("Gateway web/web", True),)
@@ -82,14 +81,14 @@ class ModelCluster:
     probe: ProbeResult | None = None
     writes: int = 0
     unread: tuple[Unanswered, ...] = ()
-    """Parts of the snapshot that currently cannot be observed."""
+    """Parts of the snapshot that cannot be observed now."""
     unanswered: tuple[Question, ...] = ()
     """Questions that the test makes fail. A failure of any other question is a bug in decide."""
     watch: Callable[[ModelCluster], None] = lambda _: None
-    """Callback after every write, for properties that hold at every moment."""
+    """Callback after every write, to check properties that hold at every moment."""
     engines: ModelEngines = field(default_factory=ModelEngines)
     refuses: Callable[[dict[str, Any]], str | None] = lambda _: None
-    """Reason why the API server rejects a manifest; None if it accepts."""
+    """Callback that returns why the API server rejects a manifest, or None if it accepts."""
     _read: tuple[dict[str, Any], tuple[Fault, ...], Spec | None] | None = None
 
     def __post_init__(self) -> None:
@@ -120,17 +119,17 @@ class ModelCluster:
 
     @property
     def deployments(self) -> dict[str, tuple[str, int]]:
-        """Dtype and replicas of each revision's workload."""
+        """Dtype and replicas of each revision's workload, by revision."""
         return {name: (view.dtype, view.replicas) for name, view in self.api.workloads().items()}
 
     @property
     def services(self) -> dict[str, dict[str, str]]:
-        """Selectors of the Services, by name; a Service that only reserves its name has none."""
+        """Selectors of the Services, by name. A Service that only reserves its name has none."""
         return {one["metadata"]["name"]: one["spec"].get("selector", {}) for one in self.api.of_kind("Service")}
 
     @property
     def pools(self) -> dict[str, dict[str, str]]:
-        """Selectors by name of the InferencePools."""
+        """Selectors of the InferencePools, by name."""
         pools = self.api.of_kind("InferencePool")
         return {one["metadata"]["name"]: one["spec"]["selector"]["matchLabels"] for one in pools}
 
@@ -141,7 +140,7 @@ class ModelCluster:
 
     @property
     def traffic(self) -> str | None:
-        """Revision that both the Service and the pool select, or "" for all revisions, as observe reads it."""
+        """Revision that both Service and pool select, or "" for all revisions, as observe reads it."""
         views = self.api.views()
         service = views.get(("Service", KEY.name))
         return together(service.selects if service else None, views.get(("InferencePool", KEY.name)))
@@ -177,7 +176,7 @@ class ModelCluster:
         )
 
     def tick(self, cut_after: int | None = None) -> Decision | None:
-        """Advance time, scrape the engines and run one reconcile, cut off after `cut_after` writes."""
+        """Advance the time, scrape the engines, and run one reconcile that ends after `cut_after` writes."""
         self.now += STEP
         self.engines.tick()
         self._controllers()
@@ -206,7 +205,7 @@ class ModelCluster:
         return Rejected("PATCH", manifest["metadata"]["name"], 422, refused, "Invalid") if refused else None
 
     def _happened(self, change: Object | What) -> None:
-        """Handle a completed write: run the controllers, then the test's watch."""
+        """React to a completed write: run the controllers, then the test's watch."""
         if not isinstance(change, tuple):
             if change["kind"] == "Pod":
                 self._mark(change)
@@ -219,7 +218,7 @@ class ModelCluster:
         self.watch(self)
 
     def _mark(self, pod: Object) -> None:
-        """Apply a condition or an annotation to the engines' pods, and ignore it if the pod is gone."""
+        """Set a condition or an annotation on an engine pod. Ignore it if the pod is gone."""
         name = pod["metadata"]["name"]
         del self.api.objects["Pod", name]
         if "status" in pod:
@@ -231,7 +230,7 @@ class ModelCluster:
             self.do_not_evict = self.do_not_evict - {name}
 
     def settle(self, ticks: int = 200) -> Status:
-        """Tick until nothing is in flight and nothing has changed for a while."""
+        """Tick until no write is in flight and nothing has changed for a while."""
         quiet = 0
         last: dict[str, Any] = {}
         for _ in range(ticks):
@@ -244,7 +243,7 @@ class ModelCluster:
         return parse_status(self.status)
 
     def until(self, seen: Callable[[Status], bool], ticks: int = 400) -> Status:
-        """Tick until the status fulfils `seen`."""
+        """Tick until the status satisfies `seen`."""
         for _ in range(ticks):
             self.tick()
             status = parse_status(self.status)
@@ -283,7 +282,7 @@ class ModelCluster:
         return KEY.name if ("HTTPRoute", KEY.name) in self.api.objects else "web"
 
     def shares(self) -> dict[str, float]:
-        """Return each revision's current share of requests, over revisions with ready pods."""
+        """Return each revision's current share of the requests. Revisions without ready pods get none."""
         if not self.rules:
             return self._behind(self.services.get(KEY.name, {}))
         shares: dict[str, float] = {}
@@ -323,7 +322,7 @@ class ModelCluster:
         shares = self.shares()
         for name, (dtype, _) in self.deployments.items():
             pods = self.engines.answering(name)
-            # Like observe/windows.py after the clock was set back.
+            # Drop samples from the future, as observe/windows.py does after the clock was set back.
             self.samples[name] = [one for one in self.samples.get(name, ()) if one.time < self.now]
             if not pods:
                 continue
@@ -374,7 +373,7 @@ class ModelCluster:
 
 
 def _run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits."""
+    """Run a coroutine that never suspends."""
     try:
         work.send(None)
     except StopIteration:

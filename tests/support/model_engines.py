@@ -1,4 +1,4 @@
-"""Engines of a model cluster: pods that need a place and time to start, and their metrics under load."""
+"""Engines of a model cluster: pods that need a GPU and time to start, and their metrics under load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONE: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ModelPod:
-    """Pod that is ready `starts_in` ticks after it got a place, and gone `leaves_in` ticks after its deletion."""
+    """Pod that becomes ready `starts_in` ticks after it got a GPU, and ends `leaves_in` ticks after its deletion."""
 
     revision: str
     index: int
@@ -33,7 +33,7 @@ class ModelPod:
     starts_in: int = 0
     leaves_in: int | None = None
     ready: bool = False
-    """True if its engine answers. Requests also need the pod's admission."""
+    """True if its engine answers. It gets requests only if its readiness gate is open, too."""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class ModelPod:
 
 @dataclass
 class ModelEngines:
-    """All pods. `places` is the number of GPUs; None means any number."""
+    """All engine pods. `places` is the number of GPUs; None means unlimited."""
 
     places: int | None = None
     start_ticks: int = 0
@@ -72,7 +72,7 @@ class ModelEngines:
     """Names of pods with an open readiness gate."""
 
     def views(self, nodes: Mapping[str, int] = ALONE, do_not_evict: Collection[str] = ()) -> list[PodView]:
-        """Return pods that take requests, as kubelets report them, with workers; `nodes` is the revision's."""
+        """Return the pods that take requests, and their workers, as kubelets report them. `nodes` is per revision."""
 
         def group(leader: PodView) -> PodView:
             names = [f"{leader.name}-{worker}" for worker in range(1, nodes.get(leader.revision, 1))]
@@ -91,7 +91,7 @@ class ModelEngines:
         self.pods = tuple(replace(p, starts_in=max(0, p.starts_in - 1)) if p.placed else p for p in self.pods)
 
     def reconcile(self, wanted: dict[str, int]) -> None:
-        """Act as the controllers: start missing pods, and delete surplus ones, first those that do not answer."""
+        """Act as the controllers: create missing pods, and delete surplus ones. Pods that do not answer go first."""
         for revision in {*wanted, *(p.revision for p in self.pods)}:
             mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
             surplus = len(mine) - wanted.get(revision, 0)
@@ -106,7 +106,7 @@ class ModelEngines:
         self._place()
 
     def evict(self, revision: str) -> None:
-        """Evict the revision's first pod that is not terminating yet; its controller will replace it."""
+        """Evict the revision's first pod that is not terminating. Its controller will replace it."""
         mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
         for one in mine[:1]:
             self.evicted |= {(one.revision, one.index)}
@@ -135,7 +135,7 @@ class ModelEngines:
 
 
 def flows(requests: float, slow: float = 1.0, failing: float = 0.0) -> Flows:
-    """Return the counters after so many requests on engines that take `slow` times the usual time."""
+    """Return the counters after this many requests, on engines that take `slow` times the usual duration."""
     if not requests:
         return Flows()
     first, between = 0.4 * slow, 0.03 * slow
@@ -153,7 +153,7 @@ def flows(requests: float, slow: float = 1.0, failing: float = 0.0) -> Flows:
 
 
 def _spread(count: float, mean: float, bounds: tuple[float, ...]) -> Histogram:
-    """Distribute so many observations over the buckets, log-normally (deviation 0.5 of the log)."""
+    """Distribute this many observations over the buckets, log-normally with a log standard deviation of 0.5."""
     law = NormalDist(math.log(mean) - 0.125, 0.5)
     below = [0.0, *(count * law.cdf(math.log(b)) for b in bounds), count]
     return Histogram(bounds, tuple(b - a for a, b in pairwise(below)), count * mean)

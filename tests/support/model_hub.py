@@ -1,4 +1,4 @@
-"""A hub of models on loopback, for the client's requests: a model's list of files, and their content, by ranges too."""
+"""Model hub on loopback for the Hugging Face client: a model's list of files, and their content, also by range."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LARGE = 1024
 
 
 class Hub:
-    """Files of one model by name. Files of LARGE bytes or more are stored separately (LFS) under their SHA-256.
+    """Files of one model by name. Files of at least LARGE bytes are stored separately (LFS) under their SHA-256.
 
     Attributes:
         asked: method and path of each request.
         sent: bytes sent of each file.
-        before: callback with the name of a file before it is sent; may wait, or raise to break the connection.
-        refuses: X-Error-Code of all answers; if empty, nothing is refused.
+        before: callback with the name of a file before it is sent. It may wait, or raise to break the connection.
+        refuses: X-Error-Code of all answers; an empty string refuses nothing.
     """
 
     def __init__(self, model: str, files: Mapping[str, bytes], host: str = "127.0.0.1") -> None:
@@ -65,7 +65,7 @@ def hub_of(model: str, files: Mapping[str, bytes]) -> Iterator[Hub]:
 
 
 def content_name(content: bytes) -> str:
-    """Return the name of a content at the hub and in its client's cache."""
+    """Return the name under which hub and client's cache store a content."""
     if len(content) >= LARGE:
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

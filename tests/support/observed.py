@@ -68,12 +68,12 @@ def route(*rules: Any) -> dict[str, Any]:
 
 @dataclass
 class FakeCluster:
-    """Reads that an Observer requests from Cluster, over a dict of objects by path."""
+    """Stand-in for Cluster with the reads that an Observer needs, over a dict of objects by path."""
 
     objects: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     broken: dict[str, Exception] = field(default_factory=dict)
-    """Errors to raise when an object is read, by its kind."""
+    """Errors to raise when an object of a kind is read, by kind."""
     served: set[str] = field(default_factory=lambda: {HTTP_ROUTE_API, INFERENCE_POOL_API})
 
     async def serves(self, api_version: str) -> bool:
@@ -93,7 +93,7 @@ class FakeCluster:
 
 
 class World:
-    """Observer over a hand-filled cache, with engines that answer from `pages` by URL."""
+    """Observer over a hand-filled cache, with engines that answer from `pages`, by URL."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **facts: bool) -> None:
         self.cluster = FakeCluster({path_of("v1", "Node", "", "node-1"): NODE})

@@ -1,8 +1,8 @@
-"""Hook before the copies of offloading in a stepped engine: it records them, delays them and compares their bytes.
+"""Hook into the offloading copies of a stepped engine: it records them, delays them and compares their bytes.
 
-The bytes of a store are read from the layers' caches when its copy is submitted. They are compared after a later load.
-With `late`, a copy ends so many steps after its submission, or when vLLM waits for it, and moves nothing before, as on
-a GPU. Chunks that go to a disk and return to another place are followed by their keys.
+When a store is submitted, the hook reads its bytes from the layers' caches. It compares them after a later load. With
+`late`, a copy ends that many steps after its submission, or when vLLM waits for it. As on a GPU, no byte moves before.
+The hook follows chunks by their keys when they go to a disk and return to another block.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Transfers:
         connector: vLLM's `OffloadingConnectorWorker`.
         config: its `KVCacheConfig`.
         layers: the layers by name.
-        pages: the group whose blocks are recorded.
-        late: steps by which copies are delayed.
+        pages: index of the KV-cache group whose blocks are recorded.
+        late: number of steps by which copies are delayed.
 
     Attributes:
-        moves: `stored` or `loaded`, with pairs of a block and the number of the stored bytes.
+        moves: records of copies. `stored` or `loaded` holds pairs of a block and the number of the stored bytes.
         loaded, changed, read, unread, unwritten: as in `Told`.
     """
 
@@ -44,7 +44,7 @@ class Transfers:
         self._worker._copy, self._worker.get_finished, self._worker.wait = self._submit, self._finished, self._wait
 
     def follow(self, tier: Any) -> None:
-        """Follow the chunks that a `DiskTier` brings back, and count those that it did, and did not."""
+        """Follow the chunks that a `DiskTier` loads, and count those that it returned and those that it did not."""
         from vllm.v1.kv_offload.base import get_offload_group_idx
 
         ids = [group.group_id for group in self._spec.config.groups]
@@ -53,11 +53,11 @@ class Transfers:
         move, load, finished = tier._move, tier.submit_load, tier.get_finished_jobs
 
         def place(key: Any, at: Any) -> tuple[int, int]:
-            """Return the block that a chunk is here."""
+            """Return the group and the block of a chunk."""
             return ids.index(get_offload_group_idx(key)), int(at)
 
         def moved(job: int, held: Any, at: Any, *, load: bool) -> None:
-            # A chunk computed again may differ in a code, because the disk keeps the first one.
+            # Keep the bytes that the disk keeps: a chunk that is computed again may differ in a code.
             if held is not None and not load:
                 by_key[held.key] = self._kept[place(held.key, at)]
             move(job, held, at, load=load)

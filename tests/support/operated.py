@@ -1,4 +1,4 @@
-"""Services on a real API server with the operator's process: helpers to create one and to read its status."""
+"""Services on a real API server with a real operator process: helpers to create a service and to read its status."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def services(namespace: str) -> str:
 
 
 def create(rest: Rest, namespace: str, **spec: Any) -> None:
-    """Create the service `chat` with a fixed dtype and these sections of its spec."""
+    """Create the service `chat` with a fixed dtype and these sections in its spec."""
     base = {"model": {"source": "hf://Qwen/Qwen3-8B"}, "kvCache": {"mode": "Fixed", "dtype": "auto"}, **engine()}
     body = {
         "apiVersion": "kvpilot.io/v1alpha1",

@@ -1,4 +1,4 @@
-"""Two operator processes and one API server, each behind its own simulated cable, and the audit log of their writes."""
+"""Two operator processes, each behind its own simulated network cable, one API server, and its audit log of writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/kvpilot-opera
 def identity(write: Write) -> str | None:
     """Return the replica that wrote, or None for other clients.
 
-    The user names its place, and the user agent its life.
+    The user names the replica's place, and the user agent names the process.
     """
     if not write.user.startswith("operator-"):
         return None
@@ -37,7 +37,7 @@ def identity(write: Write) -> str | None:
 
 
 class Cable:
-    """Connection from one operator to the API server. While unplugged, it passes and refuses nothing."""
+    """Connection from one operator to the API server. Unplugged, it still accepts connections but drops all data."""
 
     def __init__(self, server: str) -> None:
         host, port = server.removeprefix("https://").split(":")
@@ -49,11 +49,11 @@ class Cable:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def unplug(self) -> None:
-        """Lose everything that is sent from now on."""
+        """Drop everything that is sent from now on."""
         self._plugged = False
 
     def plug(self) -> None:
-        """Restore the connection. Lost data stays lost: connections that lost any are closed."""
+        """Restore the connection. Dropped data stays lost: connections that lost any are closed."""
         for one in self._open:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -82,7 +82,7 @@ class Cable:
 
 
 class Operator:
-    """Operator process; its place in the cluster (a, b or c) outlives it."""
+    """Operator process. Its place in the cluster (a, b or c) outlives it."""
 
     def __init__(self, place: str, folder: Path, kubeconfig: Path, *flags: str) -> None:
         self.place = place
@@ -93,7 +93,7 @@ class Operator:
         self.process = procs.spawn(folder / f"operator-{place}.pid", command, log=self.log, env=env)
 
     def ask(self, path: str) -> tuple[int, str]:
-        """Return status and text of one page of the operator's own HTTP server."""
+        """Return the status and the text of a page of the operator's own HTTP server."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
         try:
             connection.request("GET", path)
@@ -114,7 +114,7 @@ class Operator:
 
 
 class Pair:
-    """Two places for operators, and the API server's view of them."""
+    """Two places for operators, and the API server's view of both."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self.plane, self.rest = plane, plane.rest
@@ -130,7 +130,7 @@ class Pair:
 
     @contextlib.contextmanager
     def flags(self, *flags: str) -> Iterator[None]:
-        """Run both places with these additional flags until the block ends."""
+        """Stop all operators now and at the end. Operators that start in the block get these additional flags."""
         self._flags = flags
         self._leave()
         try:
@@ -138,11 +138,12 @@ class Pair:
         finally:
             self._flags = ()
             self._leave()
-            # A leader keeps the Lease if a write got no answer. Both have ended, so no write can arrive any more.
+            # A leader keeps the Lease if its last write got no answer. Both processes have ended, so no write can
+            # arrive any more.
             self.rest.merge(_LEASE, {"spec": {"holderIdentity": ""}})
 
     def settle(self) -> tuple[Operator, Operator]:
-        """Wait until both places run and one of them leads; return (leader, standby)."""
+        """Wait until both places run an operator and one of them leads. Return (leader, standby)."""
 
         def ready() -> bool:
             for place in "ab":
@@ -171,19 +172,19 @@ class Pair:
         return writes(self.plane.audit_log)
 
     def faults(self) -> list[str]:
-        """Return operators' writes outside their terms as holder of the Lease."""
+        """Return writes of an operator outside its terms as holder of the Lease."""
         return misplaced(self.log(), f"{SYSTEM}/kvpilot-operator", identity)
 
     def term(self, holder: str) -> Term:
-        """Return the time in which this replica held the Lease."""
+        """Return the term in which this replica held the Lease."""
         return next(term for term in terms(self.log(), f"{SYSTEM}/kvpilot-operator") if term.holder == holder)
 
     def wrote(self, holder: str) -> list[datetime]:
-        """Return the times at which this replica wrote anything but the Lease."""
+        """Return the times at which this replica wrote any object but the Lease."""
         return [write.received for write in self.log() if identity(write) == holder and write.lease is None]
 
     def _leave(self) -> None:
-        """Stop all processes in order, so that the holder releases the Lease."""
+        """Stop all processes by SIGTERM, so that the holder releases the Lease."""
         for one in self.operators.values():
             one.process.terminate()
         for one in self.operators.values():

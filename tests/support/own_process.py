@@ -1,6 +1,6 @@
-"""vLLM in its own process: a module of this package gets a question as JSON, and its last line is the answer.
+"""vLLM in its own process: a module of this package reads a question as JSON and prints the answer as its last line.
 
-It is forked from one that has imported vLLM (`support.vllm_forks`), which ends with its caller in every case.
+The process is forked from one that has imported vLLM (`support.vllm_forks`). It always ends when its caller ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 HANGS = 1200
-"""Time limit in seconds, ten times that of the longest question."""
+"""Time limit in seconds: ten times the duration of the longest question."""
 
 QUIET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
@@ -34,7 +34,7 @@ QUIET = {
 
 @dataclass
 class _Server:
-    """Process that forks others at an address."""
+    """Process that forks others on request, and its address."""
 
     process: subprocess.Popen[bytes]
     address: str
@@ -45,20 +45,20 @@ _turn, _starting = threading.Lock(), threading.Lock()
 
 
 def ask(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **environment: str) -> Any:
-    """Return the answer of a module's `main`, with these variables and those that keep an engine small and offline.
+    """Return the answer of a module's `main`. `environment` adds to the variables that keep an engine small.
 
     Raises:
-        RuntimeError: it failed, with the end of its output.
+        RuntimeError: the process failed. The message has the end of its output.
     """
     code, out, err = run(module, asked, **environment)
     if code:
-        raise RuntimeError(out[-2000:] + err[-10_000:])  # leak warnings follow the error
+        raise RuntimeError(out[-2000:] + err[-10_000:])  # leak warnings follow the error message
     return json.loads(out.splitlines()[-1])
 
 
 def run(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **environment: str) -> tuple[int, str, str]:
-    """Do as `ask`, for any end: return the exit status, and all output on stdout and stderr."""
-    # Prompts are read from quantized pages, unless a question says otherwise.
+    """Do as `ask`, and return the exit status, all output on stdout and all output on stderr, even after a failure."""
+    # Prompts read quantized pages, unless the question says otherwise.
     variables = {**_quiet(), "KVPILOT_PREFILL_FROM_PAGES": "1", **environment}
     with TemporaryDirectory() as folder, _turn:
         question, *said = (Path(folder) / name for name in ("question", "out", "err"))
@@ -73,14 +73,14 @@ def run(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **en
 
 
 def address() -> str:
-    """Return the address where any process may `begin` another one, with an environment for small, offline engines."""
+    """Return the address at which any process may `begin` another one, with the variables of small engines."""
     return _server(_quiet())
 
 
 def begin(
     address: str, module: str, arguments: list[str], environment: Mapping[str, str], streams: list[int]
 ) -> socket.socket:
-    """Start a process in this folder, with these streams. Bytes sent to it are signals; it answers by `status`."""
+    """Start a process in this folder with these streams. Each byte sent to it is a signal; `status` reads its end."""
     about = {"module": module, "arguments": arguments, "where": str(Path.cwd()), "environment": dict(environment)}
     conversation = socket.socket(socket.AF_UNIX)
     conversation.connect(address)
@@ -104,7 +104,7 @@ def _quiet() -> dict[str, str]:
 
 
 def _server(variables: Mapping[str, str]) -> str:
-    """Return a server that was started with the same variables, except those that vLLM's import ignores."""
+    """Return a server that was started with the same environment. Ignore variables that vLLM's import does not read."""
     late = ("KVPILOT_", "PYTEST_CURRENT_TEST")
     early = {name: value for name, value in variables.items() if not name.startswith(late)}
     kind = frozenset(early.items())
@@ -129,9 +129,9 @@ def _start(variables: Mapping[str, str]) -> _Server:
 
 
 def end() -> None:
-    """End all servers; their processes end with them."""
+    """Stop all servers. The processes that they forked end with them."""
     while _servers:
         _, server = _servers.popitem()
-        server.process.kill()  # the kernel kills its children with it
+        server.process.kill()  # the kernel kills its children, too
         server.process.wait()
         rmtree(Path(server.address).parent, ignore_errors=True)

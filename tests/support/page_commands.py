@@ -1,4 +1,4 @@
-"""Commands in the shell blocks of a documentation page, and the options that programs support."""
+"""Commands in the shell blocks of a documentation page, and the options that the programs support."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Command(NamedTuple):
 def commands_of(text: str, environment: Mapping[str, str] | None = None) -> list[Command]:
     """Return the commands of a page's shell blocks in order.
 
-    Variables get their values from the page or from `environment`; an unknown one raises KeyError.
+    Variables get their values from the page or from `environment`. An unknown variable raises KeyError.
     """
     found: list[Command] = []
     variables = dict(environment or {})
@@ -72,7 +72,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 @cache
 def options_of(program: Path, *command: str) -> frozenset[str]:
-    """Return the options in the own help of kubectl or Helm for a command."""
+    """Return the options that kubectl or Helm print in their help for a command."""
     said = [
         subprocess.run([program, *argv], capture_output=True, text=True, check=True).stdout
         for argv in ([*command, "--help"], *([["options"]] if program.name == "kubectl" else []))
@@ -81,7 +81,7 @@ def options_of(program: Path, *command: str) -> frozenset[str]:
 
 
 def subcommand(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the subcommand of kubectl or Helm without the options before it: `kubectl -n models get` is get."""
+    """Return the subcommand of kubectl or Helm without the options before it: "get" for `kubectl -n models get`."""
     rest = list(words[1:])
     while rest and rest[0].startswith("-"):
         rest = rest[1 if "=" in rest[0] else 2 :]

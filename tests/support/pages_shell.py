@@ -1,4 +1,4 @@
-"""Shell blocks of pages, run in bash as a reader pastes them, against the local cluster."""
+"""Shell blocks of documentation pages, run in bash against the local cluster, as a reader pastes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kvpilot_localcluster.toolbox.kubectl import kubectl
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# The core publishes CRDs as Kubernetes 1.20 knows them, without CEL rules, so clients must not validate against them.
+# The API server reports CRDs in the form of Kubernetes 1.20, without CEL rules, so clients must not validate against
+# them.
 _PROGRAM = """#!/bin/sh
 for word in "$@"; do
   case $word in apply | install | upgrade) exec {program} "$@" {unchecked} ;; esac
@@ -35,9 +36,9 @@ def blocks(text: str, language: str = "sh") -> list[str]:
 
 
 class Shell:
-    """Bash of a user with kubectl, Helm and `kubectl kvpilot`, in a folder of their own.
+    """Bash of a user with kubectl, Helm and `kubectl kvpilot`, in a folder of its own.
 
-    `chart` takes the place of charts/kvpilot in commands.
+    Commands use `chart` in place of charts/kvpilot.
     """
 
     def __init__(self, folder: Path, kubeconfig: Path, chart: Path, **variables: str) -> None:

@@ -1,4 +1,4 @@
-"""Plans of `kvpilot plan`, read from its JSON."""
+"""JSON plans that `kvpilot plan` prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 
 
 def sequences(document: Any, dtype: str, context: int) -> int:
-    """Return how many sequences of that context fit in a dtype."""
+    """Return how many sequences of this context length fit with this dtype."""
     row = next(row for row in document["dtypes"] if row["dtype"] == dtype)
     found: int = next(fit["sequences"] for fit in row["capacities"] if fit["context_tokens"] == context)
     return found

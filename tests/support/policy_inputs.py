@@ -1,4 +1,4 @@
-"""Inputs of the policy for tests: one replica with full memory, and the changes that tests make to it."""
+"""Inputs of the policy for tests: one replica whose memory is full, and the changes that tests make to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DWELL = 21_600
 
 
 def spec(**changes: Any) -> Spec:
-    """Return the spec. The operator may change both dtype and replicas."""
+    """Return a spec that lets the operator change both dtype and replicas."""
     return spec_of(
         manifest(
             **{"kvCache": {"mode": "Auto", "ladder": ["fp8", "k8v4", "k4v4"]}, "scaling": {"maxReplicas": 4}} | changes
@@ -38,7 +38,7 @@ def workload(
     pods: int = 1,
     **changes: Any,
 ) -> Workload:
-    """Return a workload with `demand` tokens of all replicas together and `capacity` tokens each."""
+    """Return a workload with a total `demand` in tokens, and a `capacity` in tokens per replica."""
     base = Workload(
         kind, "evidence", usage_percent=97, waiting=4.0, running=8.0, pods=pods, capacity_tokens=capacity * pods,
         demand_tokens=demand,

@@ -1,4 +1,4 @@
-"""Reference of a chunk's attention in float64."""
+"""Reference in float64 for the attention of one prefill chunk."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def prefill_reference(
     sinks: torch.Tensor | None = None,
     spans: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
-    """Return attention of a chunk after `context` stored tokens, which come from the cache; the chunk is exact.
+    """Return the attention of an exact chunk after `context` tokens that are read from the cache.
 
     Args:
-        query: [tokens, heads, D]. key, value: [context + tokens, kv_heads, D] before quantization.
-        context: tokens stored before the chunk. fmt, scale, factors: as in `decode_reference`.
+        query: [tokens, heads, D].
+        key, value: [context + tokens, kv_heads, D] before quantization.
+        context: number of tokens stored before the chunk.
+        fmt, scale, factors: as in `decode_reference`.
         softcap, sinks, spans: as in `attend`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Requests of kvpilot-serve, and their refusals by preflight."""
+"""Requests to start kvpilot-serve, and the errors with which preflight refuses them."""
 
 import pytest
 
@@ -10,12 +10,12 @@ from kvpilot_smallmodels.models import tiny_llama
 
 
 def asked(*arguments: str, dtype: str = "k4v4", model: str | None = None) -> Request:
-    """Return kvpilot-serve's reading of its arguments."""
+    """Parse arguments as kvpilot-serve does."""
     return serve.parse([f"--model={model or tiny_llama()}", f"--kv-cache-dtype={dtype}", *arguments])[0]
 
 
 def refusal(request: Request) -> PreflightError:
-    """Return the error of a request."""
+    """Return the error with which preflight refuses a request."""
     with pytest.raises(PreflightError) as caught:
         check(request)
     return caught.value

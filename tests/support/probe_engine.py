@@ -1,4 +1,4 @@
-"""HTTP server with just enough of vLLM's API for a probe, as good or bad as a test wants."""
+"""HTTP server with just enough of vLLM's API for a probe. Tests choose how well it answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = Settings(tokens=8, deadline_seconds=20)
 
 @asynccontextmanager
 async def engine(handler: Handler, heads: list[str] | None = None) -> AsyncIterator[str]:
-    """Serve `handler`, one request a connection, with the path, the JSON body and the answering socket.
+    """Serve requests with `handler`, one per connection. It gets the path, the JSON body and the socket to answer.
 
     The head of each request is added to `heads`.
     """
@@ -69,7 +69,7 @@ def stream(writer: Writer, *events: bytes) -> None:
 
 
 async def counting(path: str, body: Body, writer: Writer) -> None:
-    """Answer like a sound engine: the greedy token is the length of its context."""
+    """Answer like a sound engine: the greedy token is the number of tokens before it."""
     if path == "/tokenize":
         respond(writer, tokens_of(body))
         return
@@ -79,7 +79,7 @@ async def counting(path: str, body: Body, writer: Writer) -> None:
 
 
 async def noisy(path: str, body: Body, writer: Writer) -> None:
-    """Differ from a given answer at every seventh position; give sound answers of its own."""
+    """Differ from a given answer at every seventh position. Answer soundly if no answer is given."""
     if path == "/tokenize":
         respond(writer, tokens_of(body))
         return
@@ -101,7 +101,10 @@ def serving(handler: Handler, *names: str) -> Handler:
 
 
 def completing(*events: bytes) -> Handler:
-    """Return an engine that tokenizes soundly and answers completions with these events, the last one repeated."""
+    """Return an engine that tokenizes soundly and answers completions with these events.
+
+    It repeats the last event.
+    """
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
         if path == "/tokenize":
@@ -113,7 +116,7 @@ def completing(*events: bytes) -> Handler:
 
 
 def ending(after: int, finish: str | None) -> Handler:
-    """Return a sound engine whose answers have at most `after` tokens, and end with this finish_reason."""
+    """Return a sound engine whose answers end after at most `after` tokens with this finish_reason."""
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
         if path == "/tokenize":
@@ -121,7 +124,7 @@ def ending(after: int, finish: str | None) -> Handler:
             return
         start, count = len(body["prompt"]), min(after, body["max_tokens"])
         steps = [event(f"token_id:{i}", {f"token_id:{i}": -0.1}) for i in range(start, start + count)]
-        # vLLM may send the last token first, and the end in a separate chunk.
+        # vLLM may send the last token first, and the finish_reason in a separate chunk.
         done = {"choices": [{"text": "", "logprobs": None, "finish_reason": finish}]}
         stream(writer, *steps, b"data: " + json.dumps(done).encode() + b"\n\n")
 

@@ -1,4 +1,4 @@
-"""Pods behind an InferencePool or a Service: Ready pods that match its selector."""
+"""Ready pods that match the selector of an InferencePool or a Service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def selected_by(backend: Object) -> dict[str, str]:
 
 
 class ReadyPods:
-    """Endpoints of one InferencePool or Service, from watches of that kind and of its namespace's pods."""
+    """Endpoints of one InferencePool or Service, from a watch of that object and of its namespace's pods."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str, kind: Backend = "InferencePool") -> None:
         self._cluster, self._namespace, self._name, self._kind = cluster, namespace, name, kind

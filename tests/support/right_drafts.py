@@ -1,4 +1,4 @@
-"""Stand-in for the skill of draft models, which random weights lack."""
+"""Replacement for the predictions of a draft model, because random weights predict badly."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvpilot_smallmodels.families import VOCABULARY
 
 
 def right_drafts(expected: list[list[int]]) -> None:
-    """Draw this process's drafts from these sequences, prompts with answers; in a third of them one is wrong.
+    """Replace the drafts in this process with tokens from `expected`, which are prompts followed by their answers.
 
-    vLLM's proposer runs unchanged before, with all its stores.
+    30% of the drafts contain a wrong token. vLLM's own proposer still runs before, and stores its keys and values.
     """
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

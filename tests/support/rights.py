@@ -1,4 +1,4 @@
-"""Rights on a real API server, which applies a new binding a moment after it has stored it."""
+"""Rights on a real API server, which applies a new role binding only a moment after it stored it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def until_may(rest: Rest, user: str, **what: Any) -> None:
     """Wait until a user has a right.
 
     Args:
-        rest: a client of the administrator's. what: `nonResourceAttributes` or `resourceAttributes` of a
-            SubjectAccessReview.
+        rest: a client with the administrator's rights.
+        what: `nonResourceAttributes` or `resourceAttributes` of a SubjectAccessReview.
     """
     review = {"spec": {"user": user, "groups": ["system:authenticated"], **what}}
 

@@ -1,4 +1,4 @@
-"""Extension of a stepped engine's workers (vLLM's `worker_extension_cls`), one per rank."""
+"""Methods for a stepped engine's workers, one worker per rank (vLLM's `worker_extension_cls`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ class RingWorker:
     model_runner: Any
 
     def rows_of(self, requests: list[str]) -> list[int]:
-        """Return the rows of requests in the batch."""
+        """Return the row of each request in the batch."""
         rows = self.model_runner.input_batch.req_id_to_index
         return [rows[request] for request in requests]
 
     def poison_ring(self, block: int, other: int | None, seed: int) -> None:
-        """Write another request's ring rows, shifted by one place so that none is of its token, or random bytes."""
+        """Overwrite a ring page with another request's rows, or with random bytes.
+
+        All rows are shifted by one place, so that no row has the tag that its place needs.
+        """
         rng = torch.Generator().manual_seed(seed)
         context = self.vllm_config.compilation_config.static_forward_context
         for ring in (layer for name, layer in context.items() if name.endswith(".recent")):
@@ -45,6 +48,6 @@ class RingWorker:
             page.copy_(rows)
 
     def factors_of_rank(self) -> list[list[Any]]:
-        """Return, layer by layer, the tensors of `Factors`, as lists [kv_heads of this rank, D]."""
+        """Return the tensors of `Factors` for each layer, as lists [kv_heads of this rank, D]."""
         found = [layer.impl.factors(layer) for layer in our_layers(self.vllm_config).values()]
         return [[getattr(one, field.name).tolist() for field in fields(one)] for one in found]

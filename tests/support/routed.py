@@ -1,4 +1,4 @@
-"""Trials by the weights of an HTTPRoute, to our InferencePools or plain Services, with kills of the operator."""
+"""Trials whose traffic an HTTPRoute splits among InferencePools or Services, with kills of the operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fields = Callable[[FaultyWorld, str, Backend], Awaitable[dict[str, Any]]]
 
 
 async def a_users_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, Any]:
-    """Create a user's route to one of our backends, and return the spec fields that name it."""
+    """Create a user's HTTPRoute to one of our backends, and return the spec fields that refer to it."""
     group = INFERENCE_POOL_API.partition("/")[0]
     of_kind = {"group": group} if kind == "InferencePool" else {"port": SERVICE_PORT}
     backend = {"kind": kind, "name": name, "weight": 1, **of_kind}
@@ -45,10 +45,10 @@ def pickers_of(name: str) -> dict[str, Any]:
 async def by_route(
     world: FaultyWorld, name: str, worth: Callable[[str], bool], fields: Fields, kind: Backend, **more: Any
 ) -> tuple[Killer, Requests, float]:
-    """Roll back a canary that has half of a route, and promote another one, with backends of this kind.
+    """Roll back a canary that gets half of the traffic, and promote another one, with backends of this kind.
 
     Returns:
-        The killer (after writes that satisfy `worth`), the requests, and the seconds that both trials took.
+        The killer (it kills after writes that satisfy `worth`), the requests, and the seconds that both trials took.
     """
     spec = {**await fields(world, name, kind), **more}
     steps = [{"weightPercent": 50, "holdSeconds": 3600}]

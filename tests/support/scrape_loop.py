@@ -1,4 +1,4 @@
-"""Pages of a revision's pods, and the scrape loop that passes them to `plausible_sample`."""
+"""Metrics pages of a revision's pods, and the scrape loop that passes them to `plausible_sample`."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class ScrapeLoop:
         return judged
 
     def watch(self, pages: Callable[[int], Mapping[str, PodMetrics]], count: int) -> list[Judged]:
-        """Run `count` scrapes every five seconds; `pages` gets the scrape's number."""
+        """Run `count` scrapes, one every five seconds. `pages` gets the number of the scrape."""
         return [self.scrape(5 * i, pages(i)) for i in range(count)]
 
 
 def busy(i: int) -> PodMetrics:
-    """Return the `i`-th page of a steadily working engine."""
+    """Return page number `i` of an engine under constant load."""
     return counted(BUSY, generation_tokens=1000 * i)
 
 
 def counted(page: PodMetrics, **totals: float | Histogram) -> PodMetrics:
-    """Return the page with these totals."""
+    """Return the page with these counter values."""
     return replace(page, totals=replace(page.totals, **totals))  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
-"""An API server's validation of a QuantizedLLMService without a server: schema, list types and CEL rules.
+"""An API server's validation of a QuantizedLLMService, without a server: schema, list types and CEL rules.
 
-The real server judges the corpus in tests/cluster/test_crd_modern.py.
+tests/cluster/test_crd_modern.py runs the same manifests against the real server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Json = Any
 
 
 def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
-    """Return (field, message) of every objection. Rules run only where the schema has none."""
+    """Return (field, message) of every error. CEL rules run only on values that the schema accepts."""
     root = root_schema()
     schema = {**root, "properties": {name: root["properties"][name] for name in ("metadata", "spec")}}
     value = {name: apply_defaults(obj).get(name) for name in ("metadata", "spec") if obj.get(name) is not None}
@@ -32,7 +32,7 @@ def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
 
 
 def broken_rules(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[str, str]]:
-    """Return (field, message) of each rule that a value, or a part of it, breaks."""
+    """Yield (field, message) of each rule that a value, or a part of it, breaks."""
     rules = schema.get("x-kubernetes-validations", ())
     seen = {"self": _typed(value, schema)} if rules else {}
     for rule in rules:

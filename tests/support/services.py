@@ -1,4 +1,4 @@
-"""Builders of Snapshots for tests of decide: a defaulted service, its pods, samples and status."""
+"""Builders of Snapshots for tests of decide: a service with defaults, its pods, samples and status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBES = "abcdef0123"
 
 
 def manifest(**spec: Any) -> dict[str, Any]:
-    """Return a QuantizedLLMService with defaults; keyword arguments are merged into spec by section."""
+    """Return a QuantizedLLMService with defaults. Keyword arguments are merged into sections of its spec."""
     base: dict[str, Any] = {
         "apiVersion": "kvpilot.io/v1alpha1",
         "kind": "QuantizedLLMService",
@@ -59,7 +59,7 @@ def revision_of(obj: Mapping[str, Any], dtype: str) -> str:
 
 
 def snapshot(obj: Mapping[str, Any], *, status: Status | None = None, **changes: Any) -> Snapshot:
-    """Return a snapshot of the manifest with nothing running."""
+    """Return a snapshot of the manifest without any workload."""
     broken = faults(obj)
     base = Snapshot(
         now=NOW,
@@ -82,7 +82,7 @@ def pod(revision: str, **changes: Any) -> PodView:
 
 
 def running(obj: Mapping[str, Any], dtype: str, *, status: Status | None = None, **changes: Any) -> Snapshot:
-    """Return a snapshot in which `dtype` serves and nothing else happens."""
+    """Return a snapshot in which `dtype` serves and no change is in progress."""
     name = revision_of(obj, dtype)
     stable = Stable(revision=name, dtype=dtype, since=NOW - timedelta(hours=1), ever_ready=True)
     base = status or Status()
@@ -109,7 +109,7 @@ def running(obj: Mapping[str, Any], dtype: str, *, status: Status | None = None,
 def samples(
     *, usage: float, waiting: float, capacity: int = 3000, seconds: int = 400, running: float = 4.0, dtype: str = "auto"
 ) -> tuple[Sample, ...]:
-    """Return steady scrapes every five seconds that end now."""
+    """Return constant scrapes, one every five seconds, the last one now."""
     return tuple(
         Sample(NOW - timedelta(seconds=back), 1, usage, running, waiting, capacity, dtype)
         for back in range(seconds, -1, -5)
@@ -117,7 +117,7 @@ def samples(
 
 
 def reporting(*engines: tuple[str, str]) -> dict[str, tuple[Sample, ...]]:
-    """Return a scrape of each of these idle revisions, with the dtype that its engines report."""
+    """Return one scrape of each of these idle revisions, with the dtype that its engines report."""
     return {revision: (Sample(NOW, 1, 0.0, 0, 0, 3000, dtype),) for revision, dtype in engines}
 
 

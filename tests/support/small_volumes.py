@@ -1,4 +1,4 @@
-"""File systems of a given size, for tests of disks that fill up."""
+"""File systems of a given size, for tests that fill a disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_volume(where: Path, size: str) -> Iterator[Path]:
-    """Mount a file system of `size`, in mount's notation, in a folder; skip the test if mounts are not allowed."""
+    """Mount a file system of `size` (as in mount's options) in a folder. Skip the test if mounts are not allowed."""
     mounting = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", where], capture_output=True, check=False
     )

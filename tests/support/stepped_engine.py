@@ -1,6 +1,7 @@
-"""A real vLLM in one process whose steps are recorded, and whose rings are full of other tokens' rows at first.
+"""A real vLLM in one process that records its steps, and whose rings start full of other tokens' rows.
 
-`python -m support.stepped_engine`: a JSON object of `Asked`'s fields on stdin, `Told`'s on stdout (the last line).
+`python -m support.stepped_engine` reads the fields of `Asked` as a JSON object from stdin. It writes those of `Told` as
+the last line of stdout.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ class Asked:
         rounds: prompts by round; the prompts of a round are sent together.
         tokens: tokens of each answer.
         options: options of vLLM's LLM.
-        recent: tokens of the window, None for the default.
-        drafts: tokens that speculation by `method` may draft for a sequence in a step, 0 for none.
-        right: expected answers, the source of drafts of random length. Some drafts are made wrong. Random weights
-            generate too little repetition to draft from.
-        trusting: unlike our engines, use rows of a ring without a check of their tags.
-        given_up: requests whose client leaves, by number over all rounds, each with the step of its round.
-        late: see `support.offloading`.
-        calibration: a file of factors, `off`, or nothing for an engine that calibrates itself.
+        recent: tokens of the recent window; None for the default.
+        drafts: largest number of draft tokens of a sequence in a step; 0 turns speculation off.
+        method: vLLM's method of speculation.
+        right: expected answers. Drafts of random length come from them, and some get a wrong token. Random weights
+            repeat themselves too rarely for ngram drafts.
+        trusting: True reads ring rows without a check of their tags, unlike our engines.
+        given_up: requests that their client cancels: number over all rounds, and step of its round.
+        late: number of steps by which offloading copies are delayed.
+        calibration: a file of factors, `off`, or an empty string for an engine that calibrates itself.
         drafter: the draft model, if the method needs a separate one.
-        disk: `path` and `size` in bytes of a file below host memory, and `faults` (`support.disk_faults`) by the round
-            that follows each.
-        layout: vLLM's name of a layout for the KV cache, or nothing for its choice.
+        disk: disk tier below host memory: `path` and `size` in bytes of its file, and `faults` (`support.disk_faults`).
+            A fault is applied after the round of its key.
+        layout: vLLM's name of a KV-cache layout; an empty string leaves the choice to vLLM.
     """
 
     model: str
@@ -66,20 +68,20 @@ class Told:
 
     Attributes:
         answers: answers by round and prompt.
-        cached: tokens of each prompt from the prefix cache or host memory, by round and prompt.
-        steps: steps of all requests (numbered over all rounds) in order: request, first position, number of tokens,
-            True if the request restarts (also after a preemption), and its blocks. Between them are offloaded blocks,
-            `stored` or `loaded`: pairs of a block and the number of the stored bytes.
-        loaded, changed: blocks of all groups that came back from host memory, and those with any changed byte.
-        read, unread: chunks that a disk returned, and requested ones that it did not return.
-        unwritten: transfers to the disk of which a part was dropped or failed.
+        cached: tokens from the prefix cache or host memory, by round and prompt.
+        steps: steps of all requests in order. Each has the request's number over all rounds, the first position, the
+            number of tokens, True if the request starts or restarts, and its blocks. Between them are offloading
+            copies: `stored` or `loaded` holds pairs of a block and the number of the stored bytes.
+        loaded, changed: blocks of all groups that came back from host memory, and those with a changed byte.
+        read, unread: chunks that the disk returned, and requested chunks that it did not return.
+        unwritten: transfers to the disk that failed, at least in part.
         block_size: tokens of a block.
-        moved: number of times that a request changed its row of the batch between steps.
-        poisoned: ring pages that were filled with others' rows.
-        drafted, accepted: tokens; the accepted ones without requests' last steps.
+        moved: how often a request changed its row of the batch between steps.
+        poisoned: number of ring pages that were overwritten.
+        drafted, accepted: draft tokens. The last step of a request is missing in `accepted`.
         factors: factors of each rank, see `RingWorker.factors_of_rank`.
-        metrics: our lines on /metrics.
-        groups: kind and layer names of each group of layers that share a block table.
+        metrics: kvpilot's lines on /metrics.
+        groups: spec class and layer names of each KV-cache group.
         layout: layout of the KV cache.
     """
 
@@ -116,7 +118,7 @@ def serve(asked: Asked) -> Told:
 
 
 class Steps:
-    """Hook before an executor's `execute_model` that records each step, and poisons new rings."""
+    """Hook before an executor's `execute_model` that records each step, and overwrites rings that requests get."""
 
     def __init__(self, core: Any, asked: Asked, told: Told) -> None:
         self.told, self.choose, self.pick = told, random.Random(1), random.Random(1)
@@ -136,7 +138,7 @@ class Steps:
         self.tables: dict[str, list[int]] = {}
         self.owned: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
-        self.drafts: dict[str, int] = {}  # position of a request when its tokens were drafted
+        self.drafts: dict[str, int] = {}  # start of the step in which a request's drafts were verified
         told.layout = getattr(self.executor.vllm_config.cache_config, "kv_cache_layout", None)
         execute = self.executor.execute_model
         self.transfers = None
@@ -168,11 +170,11 @@ class Steps:
         self.executor.execute_model = watched
 
     def ask(self, what: str, *args: Any) -> Any:
-        """Ask all ranks, and return the first one's answer."""
+        """Call a method on all ranks, and return the first rank's result."""
         return self.executor.collective_rpc(what, args=args)[0]
 
     def propose(self, most: int, sampled: list[list[int]], lengths: Any, *_: Any, **__: Any) -> list[list[int]]:
-        """Replace vLLM's proposer of ngrams: propose the expected tokens, sometimes with a wrong one."""
+        """Replace vLLM's ngram proposer: propose the expected tokens, sometimes with a wrong one."""
         drafts = []
         for request, tokens, length in zip(self.requests(), sampled, lengths, strict=False):
             draft: list[int] = []
@@ -184,7 +186,7 @@ class Steps:
         return drafts
 
     def before(self, scheduled: Any) -> list[str]:
-        """Record a step's requests, and fill the rings that they get with rows of others."""
+        """Record a step's requests, and fill their new rings with rows of other requests."""
         for request in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
             self.owned.pop(request, None)
             self.rows.pop(request, None)
@@ -217,7 +219,7 @@ class Steps:
         return [request for request, *_ in found]
 
     def poison(self, block: int) -> None:
-        """Fill a ring's page with the rows of another request."""
+        """Fill a ring page with the rows of another request."""
         self.told.poisoned += 1
         live = [b for owned in self.owned.values() for b in owned if b != block]
         other = self.pick.choice(live) if live else None
@@ -225,7 +227,7 @@ class Steps:
 
 
 def expected(asked: Asked) -> list[list[int]]:
-    """Return each request's prompt and expected answer."""
+    """Return each request's prompt followed by its expected answer."""
     pairs = zip(chain(*asked.rounds), chain(*asked.right), strict=True)
     return [prompt + answer for prompt, answer in pairs]
 
@@ -248,7 +250,7 @@ def main() -> None:
         asked.options["speculative_config"] = speculation
     if asked.disk:
         asked.options["kv_transfer_config"] = below_host(asked.disk["path"], asked.disk["size"])
-    # An engine that calibrates itself reads a text, if it has a tokenizer.
+    # An engine with a tokenizer calibrates itself on a text.
     options = {"enforce_eager": True, "skip_tokenizer_init": asked.calibration == "off", **asked.options}
     llm = LLM(
         asked.model, kv_cache_dtype=asked.dtype, dtype="float32",

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 def field(path: str) -> Json:
-    """Return a variable whose value comes from a field of its pod."""
+    """Return an environment variable whose value comes from a field of its pod."""
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 

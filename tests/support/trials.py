@@ -17,7 +17,7 @@ STEPS = [{"weightPercent": 25, "holdSeconds": 90}, {"weightPercent": 50, "holdSe
 ROUTE = [{"backendRefs": [{"name": KEY.name, "port": 80}]}]
 BUSY = 200.0
 _settled: dict[str, ModelCluster] = {}
-"""Cache of converged clusters by their arguments; a test gets a copy."""
+"""Converged clusters by their arguments. A test gets a copy."""
 
 
 def service(
@@ -35,7 +35,7 @@ def service(
 
 
 def on_trial(replicas: int = 3, *, cluster: dict[str, Any] | None = None, **spec: Any) -> ModelCluster:
-    """Return a service that has converged on the old dtype and gets a request for the new one."""
+    """Return a service that has converged on the old dtype and is then asked for the new one."""
     asked = repr((replicas, cluster, spec))
     if asked not in _settled:
         made = ModelCluster(service(OLD, replicas, **spec), **{"start_ticks": 2, "requests": BUSY, **(cluster or {})})
@@ -61,7 +61,7 @@ def edit(cluster: ModelCluster, **spec: Any) -> None:
 def killed_after_each_write(
     make: Callable[[], ModelCluster], watch: Callable[[], Callable[[ModelCluster], None]], end: str
 ) -> None:
-    """Run a trial once for each of its writes, with a kill before that write; each run must reach this end.
+    """Run a trial once for each of its writes, and kill the operator before that write. Each run must reach this end.
 
     The trial before the kill is always the same, so each run continues from a copy of the undisturbed trial.
     """

@@ -1,4 +1,4 @@
-"""A constant stream of requests, as from a gateway, with the proof that none reaches a pod too early."""
+"""A constant stream of requests, as from a gateway, and the check that none reaches a pod before its probes passed."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from support.ready_pods import ReadyPods
 
 PASSED = ("Shifting", "Promoting")
 ACCURACY = {"probeSets": ["builtin/structured"]}
-# A busy machine may take a while to tell the picker that a pod is terminating.
+# On a busy machine it may take a while until the picker learns that a pod terminates.
 DRAIN = {"preStopSeconds": 5, "timeoutSeconds": 20}
-# Without a pause two users take a core, which the operator and its engines need.
+# Without a pause two users take a whole core, which the operator and its engines need.
 PAUSE_SECONDS = 0.05
 
 
 class Witness:
-    """Lookup, in the API server, of the pod behind an address and of revisions that may get requests."""
+    """Look-up in the API server of the pod behind an address, and of the revisions that may get requests."""
 
     def __init__(self, world: FaultyWorld, name: str) -> None:
         self._world, self._name = world, name
         self._passed: set[str] = set()
 
     async def pod_at(self, endpoint: str) -> Object:
-        """Return the pod with this address now. If several had it, return the newest one."""
+        """Return the pod with this address. If several pods had it, return the newest one."""
         address = endpoint.rpartition(":")[0]
         pages = self._world.cluster.pages("v1", "Pod", NAMESPACE, "", fields=f"status.podIP={address}")
         return max(
@@ -80,7 +80,7 @@ class Requests:
 
 @contextlib.asynccontextmanager
 async def requests(world: FaultyWorld, name: str, way: Way, users: int = 2) -> AsyncIterator[Requests]:
-    """Run users of a service until the block ends; each uses this way again shortly after it is answered."""
+    """Send requests by this way until the block ends. Each user pauses shortly after an answer."""
     seen, witness = Requests(), Witness(world, name)
     async with httpx.AsyncClient(
         timeout=300, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
@@ -107,7 +107,7 @@ async def _ask(http: httpx.AsyncClient, name: str, way: Way, seen: Requests, wit
 
     async def sent(endpoint: str) -> None:
         pod.update(await witness.pod_at(endpoint))
-        # The status is written before the gate opens. So a status read now cannot be too late for this request.
+        # The operator writes the status before it opens the gate. So a status read now is new enough for this request.
         if not await witness.may_serve(pod["metadata"]["labels"][REVISION_LABEL]):
             seen.unprobed.append(pod["metadata"]["name"])
 
@@ -122,7 +122,7 @@ async def _ask(http: httpx.AsyncClient, name: str, way: Way, seen: Requests, wit
 
 
 async def ends(world: FaultyWorld, name: str, stage: str, dtype: str) -> float:
-    """Wait until the trial of `dtype` has ended in this stage; return the seconds."""
+    """Wait until the trial of `dtype` ends in this stage, and return the seconds."""
 
     async def ended() -> bool:
         status = await world.status(name)
@@ -136,10 +136,10 @@ async def ends(world: FaultyWorld, name: str, stage: str, dtype: str) -> float:
 async def promoted_and_rolled_back(
     world: FaultyWorld, name: str, worth: Callable[[str], bool], **engine: Any
 ) -> tuple[Killer, Requests, float]:
-    """Promote k4v4 in a service of two replicas, and roll back k8v4, which answers at random. Kill the operator.
+    """Promote k4v4 in a service of two replicas, and roll back k8v4, which answers at random.
 
-    Kills follow writes that satisfy `worth`. Requests go in turn to the Service, and to a pool that selects the
-    label of all pods. Neither may reach a pod too early.
+    The operator is killed after writes that satisfy `worth`. Requests go in turn to the Service, and to a pool that
+    selects all pods. None may reach a pod before its revision has passed its probes.
 
     Returns:
         The killer, the requests, and the seconds that both trials took.

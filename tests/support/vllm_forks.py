@@ -1,10 +1,11 @@
-"""A process that has imported vLLM and forks a new one for each caller, so that no engine imports it again.
+"""A process that has imported vLLM and forks itself for each caller, so that no engine has to import vLLM.
 
-`python -m support.vllm_forks FD`, where FD is a listening socket. A caller sends four files, a question in JSON (see
-`become`) and the new process's stdin, stdout and stderr; any byte that follows is a signal for that process. The answer
-is its exit status, once it has ended. Processes that it starts by `spawn` are forked too, from one in its initial
-state. Nothing of kvpilot is imported before the environment of a question is there, and no question sees another one's
-effects. Nothing outlives the caller, nor the process that holds this one's stdin open.
+`python -m support.vllm_forks FD` listens at the socket FD. A caller sends four files: a question in JSON (see `become`)
+and the new process's stdin, stdout and stderr. Any byte that follows is a signal for that process. When it has ended,
+the answer is its exit status. Processes that it starts by `spawn` are forked, too, from a process in its initial state.
+
+No kvpilot module is imported before the environment of a question is set, and questions do not affect each other. A
+forked process ends with its caller. All end with the process that holds this one's stdin open.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from shutil import rmtree
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
-# Modules that `vllm serve` and `vllm.LLM` import before they read their arguments, and that our plugin inspects. Each
-# wrapper takes what it has imported itself.
+# Modules that `vllm serve` and `vllm.LLM` import before they read their arguments, and that our plugin inspects.
 IMPORTED = (
     "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.serve", "vllm.v1.engine.core",
     "vllm.v1.worker.gpu_model_runner",
@@ -44,8 +44,8 @@ def main() -> None:
         importlib.import_module(module)
     own = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
-    gc.freeze()  # then a collection in a child copies none of the current pages
-    vars(gc)["unfreeze"] = lambda: None  # vLLM calls it after an engine's end, and would then collect these objects
+    gc.freeze()  # a garbage collection in a child then copies none of the current pages
+    vars(gc)["unfreeze"] = lambda: None  # vLLM calls it after an engine's end
     parent = os.getpid()
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         folder = Path(listener.getsockname()).parent
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def leave(do: Callable[[], None]) -> NoReturn:
-    """Do this, and end like a process that has done it, without freeing what the kernel frees anyway."""
+    """Call `do` and exit as a normal process would, but leave the freeing of memory to the kernel."""
     code = 0
     try:
         do()
@@ -73,8 +73,8 @@ def leave(do: Callable[[], None]) -> NoReturn:
 
 
 def answer_all(listener: socket.socket) -> dict[str, Any]:
-    """Fork for each caller. Return only in the child, with its question."""
-    # By connection: the process, and a file that becomes readable at its end.
+    """Fork for each caller. Return the question, and only in the forked child."""
+    # Process of each connection, and a file that becomes readable when the process ends.
     running: dict[socket.socket, tuple[int, int]] = {}
     while True:
         ends = {ended: asker for asker, (_, ended) in running.items()}
@@ -82,7 +82,7 @@ def answer_all(listener: socket.socket) -> dict[str, Any]:
         ready = select.select(sources, [], [])[0]
         if 0 in ready:
             rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
-            os._exit(0)  # the kernel kills its forked processes with it
+            os._exit(0)  # the kernel kills its forked processes, too
         for one in ready:
             if one is listener:
                 asker = listener.accept()[0]
@@ -134,7 +134,7 @@ def _close(files: list[int]) -> None:
 
 
 def _take(files: list[int]) -> dict[str, Any]:
-    """Return the question; the other files become this process's own."""
+    """Return the question. The other three files become this process's stdin, stdout and stderr."""
     about, *streams = files
     with os.fdopen(about) as text:
         question: dict[str, Any] = json.load(text)
@@ -149,10 +149,11 @@ def become(
     own: dict[str, str], sockets: Path, parent: int,
     module: str, arguments: list[str], where: str, environment: dict[str, str],
 ) -> None:  # fmt: skip
-    """Be `python -P -m module ARGUMENTS`, as if started so in this folder.
+    """Become `python -P -m module ARGUMENTS`, as if started that way in this folder.
 
     Args:
-        own: variables that vLLM's import sets by itself. sockets: a folder that only this user reads.
+        own: variables that vLLM's import sets by itself.
+        sockets: a folder that only this user can read.
     """
     _die_with(parent)
     os.chdir(where)
@@ -167,9 +168,9 @@ def become(
 
 
 def fork_what_is_spawned(address: Path) -> None:
-    """Let `spawn` fork processes from one in this state, by the standard library's fork server.
+    """Let `spawn` fork processes from one in this state, with the standard library's fork server.
 
-    Unlike there, they get the environment that their parent has then, as with `spawn`.
+    Unlike that server's processes, these get the current environment of their parent, as with `spawn`.
     """
     described, prepared = spawn.get_preparation_data, spawn.prepare
     server: Any = forkserver._forkserver
@@ -187,7 +188,7 @@ def fork_what_is_spawned(address: Path) -> None:
 
     spawn.get_preparation_data, spawn.prepare = describe, prepare
     contexts["spawn"] = contexts["forkserver"]
-    server.ensure_running = resource_tracker.ensure_running  # this process does that, also for its forks
+    server.ensure_running = resource_tracker.ensure_running  # this process tracks its forks' resources itself
     server._forkserver_address = str(address)
     watched, server._forkserver_alive_fd = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -205,7 +206,7 @@ def fork_what_is_spawned(address: Path) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when this parent ends in any way."""
+    """Let the kernel kill this process when its parent ends in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

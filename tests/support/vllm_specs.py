@@ -1,7 +1,8 @@
 """vLLM's own KV-cache specs of models that are only a config.json: built without weights, on torch's meta device.
 
-Asked by `support.own_process`, since vLLM keeps its builds: `{"NAME": [CONFIG, {"disable_sliding_window": true}],
-...}`. The answer is `{"NAME": {"groups": [...], "shared": 0} or {"failed": "why"}, ...}`.
+Run by `support.own_process`, because vLLM cannot discard the models that it built. The question is `{"NAME": [CONFIG,
+{"disable_sliding_window": true}], ...}`. The answer is `{"NAME": {"groups": [...], "shared": 0} or {"failed": "why"},
+...}`.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ TEXT = {
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
-"""Text model by the model_type of a text part: models with images or sound need torchvision."""
+"""Text model by the model_type of a text part. vLLM's classes for images or sound would need torchvision."""
 
 CLASSES = {"internlm2": "llama", "mimo": "qwen2", "minicpm": "llama", "orion": "llama"}
 """Class of transformers with the same fields, by the model_type of a config class that only a repository has."""
 
 
 def text_alone(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the text part of a model as a model of its own, of a known class, with weights in 16 bits."""
+    """Return the text part of a model as a model of its own, of a known class, with 16-bit weights."""
     text = config.get("text_config", config)
     if text.get("model_type") in TEXT:
         kind, architecture = TEXT[text["model_type"]]
@@ -67,12 +68,12 @@ def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(text_alone(config)))
             return specs(folder, options)
-    except Exception as error:  # any error of vLLM is the answer
+    except Exception as error:  # any error of vLLM is an answer
         return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
 
 
 def specs(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return layers grouped by their specs, as preflight asks for them."""
+    """Return the layers grouped by their specs, as preflight needs them."""
     from vllm.engine.arg_utils import EngineArgs
 
     return cache_specs.specs(EngineArgs(model=folder, **options))

@@ -1,6 +1,6 @@
-"""API server on loopback for answers that a real one rarely gives, and for objects of any shape.
+"""API server on loopback for answers that a real server rarely gives, and for objects of any shape.
 
-It keeps one collection of services and merges patches into them. `answers` by method and path take precedence.
+It keeps one collection of services and merges patches into them. `answers`, by method and path, take precedence.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/models/quantizedllmservices"
 
 
 class LoopbackApi:
-    """Serve until the end of the block.
+    """Server that runs until the end of the block.
 
     Attributes:
-        services: by name.
-        answers: status and body by path, before anything else is looked at.
-        dropped: fields of spec.rollout that the server does not know, and drops.
-        asked: method and path with query of every request.
+        services: services by name.
+        answers: status and body by path; these take precedence over `services`.
+        dropped: fields of spec.rollout that the server does not know and so drops.
+        asked: method and path (with the query) of every request.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,7 +87,7 @@ class LoopbackApi:
 
 
 def client_configuration(server: str, namespace: str = "models") -> Json:
-    """Return a client configuration with the contexts "here", in that namespace, and "bare", without one."""
+    """Return a client configuration with two contexts: "here" in that namespace, and "bare" without one."""
     return {
         "apiVersion": "v1",
         "kind": "Config",

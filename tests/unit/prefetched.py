@@ -1,4 +1,4 @@
-"""Services whose claim a Job fills before engines start, that Job, and decisions about them."""
+"""Services whose volume claim a Job fills before engines start, that Job, and decisions about both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pod_of(made: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def view(content: str = "", **changes: Any) -> PrefetchView:
-    """Return a running Job of the current spec that has reported nothing."""
+    """Return a running Job of the current spec that has reported no progress."""
     whole = content or made()["metadata"]["annotations"]["kvpilot.io/identity"]
     return replace(PrefetchView(whole, False, None, (worker(),), None, None), **changes)
 
@@ -60,7 +60,7 @@ def deleted(decision: Decision) -> list[str]:
 
 
 def kept(s: Snapshot, phase: CachePhase) -> Snapshot:
-    """Return a snapshot whose status has the claim filled this far for this spec."""
+    """Return a snapshot whose status says how far the claim is filled for this spec."""
     decided = decide(replace(s, prefetch=None)).status
     assert decided.cache is not None
     cache = type(decided.cache)(identity=decided.cache.identity, phase=phase)

@@ -1,4 +1,4 @@
-"""Every state in the table of docs/conditions.md, reached by a service."""
+"""Builders that bring a service into every state in the table of docs/conditions.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.trials import NEW, OLD, ended, on_trial, service, stage
 
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1"
 STATES: dict[str, Callable[[], dict[str, Any]]] = {}
-"""Functions that make a service's stored object, by the name of the table's row."""
+"""Functions that build a service's stored object, by the name of the row in the table."""
 
 
 def state(name: str) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], dict[str, Any]]]:
@@ -56,7 +56,7 @@ def after(cluster: ModelCluster, ticks: int = 3) -> dict[str, Any]:
 
 
 def of_an_engine(**changes: Any) -> dict[str, Any]:
-    """Return a new service whose only pod does not start; its kubelet says why."""
+    """Return a new service whose only pod does not start, with the reason that its kubelet reports."""
     cluster = Kubelet(service(OLD, 1), starts=False)
     cluster.says = lambda number: changes
     return after(cluster)

@@ -1,4 +1,4 @@
-"""A service promoted to a dtype in a model cluster, with the probe runs on its serving replicas."""
+"""A service that was promoted to a dtype in a model cluster, with the probe runs on its serving replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOUND = measurement()
 
 @dataclass
 class ServingFleet(ModelCluster):
-    """Cluster that records each run on a serving replica, and answers it from `outcomes` or by `bad_pods`."""
+    """Cluster that records each probe run on a serving replica. `outcomes` and `bad_pods` decide the results."""
 
     runs: list[str] = field(default_factory=list)
     outcomes: dict[int, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class ServingFleet(ModelCluster):
             super()._answer(decision)
             return
         if request.identity != self.waiting:
-            # An engine takes time, so the answer arrives for the reconcile after the next.
+            # An engine takes time, so the answer arrives two reconciles later.
             self.waiting, self.probe = request.identity, ProbeResult(request, None)
             return
         if self.probe is None or self.probe.outcome is None:

@@ -1,4 +1,4 @@
-"""Objects written by the operator's own rules, and the output of `kubectl kvpilot` for them."""
+"""Objects written by the operator's own rules, and what `kubectl kvpilot` prints for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fixed(dtype: str) -> dict[str, Any]:
 
 @functools.cache
 def story() -> dict[str, dict[str, Any]]:
-    """Return the operator's object at each stage: serving, on trial, promoted after pressure, with a denied dtype."""
+    """Return the object at each stage: serving, on trial, promoted after memory pressure, with a denied dtype."""
     seen = {}
     cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}))
     cluster.settle()

@@ -1,4 +1,4 @@
-"""Names of rows in the accuracy table: the codec that each one stands for, and the forms that are accepted."""
+"""Names of rows in the accuracy table: the codec that each name stands for, and the valid forms of names."""
 
 import sys
 from pathlib import Path

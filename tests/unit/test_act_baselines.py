@@ -1,4 +1,4 @@
-"""The operator keeps a new baseline and only a few old ones, even if listing or deleting the old ones fails."""
+"""The operator keeps a new baseline and only a few old ones, even if it fails to list or delete the old ones."""
 
 from __future__ import annotations
 

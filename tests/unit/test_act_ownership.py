@@ -1,4 +1,4 @@
-"""The operator never writes or deletes objects that the service does not own, even if they existed first."""
+"""The operator never writes or deletes objects that the service does not own, even if they are older."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a decision's writes survives a crash at any point, and never overrides a user's edit."""
+"""A decision's writes have an order that survives a crash at any point, and never override a user's edit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTE = RouteView("web", "41", ({"backendRefs": [{"name": "chat"}]},))
 
 
 class Recorder:
-    """API server that records every write. Objects that were written, or placed in `there`, can be read back."""
+    """API server that records every write. It can read back written objects and those in `there`."""
 
     def __init__(self) -> None:
         self.writes: list[tuple[str, ...]] = []
@@ -97,7 +97,7 @@ async def test_only_the_rules_of_a_users_route_are_written_and_only_as_they_were
 
 
 def figures(number: int, *, status: str = "True") -> Status:
-    """Return the status that results when an engine reports something different at every scrape."""
+    """Return the status after engines reported something different at every scrape."""
     said = f"KV capacity {number} tokens"
     kinds = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD)
     return Status(

@@ -179,7 +179,7 @@ async def test_a_baseline_that_is_refused_is_tried_ever_later_and_what_else_is_d
     for now[0] in map(float, range(400)):
         asked = len(api.asked)
         refused = actor.rejections
-        # Like decide: it accepts a capture only while the API server does not refuse its ConfigMap.
+        # Like decide, accept a capture only while the API server accepts its ConfigMap.
         baseline = None if refused else Baseline("0123456789", "m", "auto", ())
         await actor.perform(s, Decision(s.status, Objects((), {}, frozenset()), baseline))
         if ("create", "ConfigMap", "chat-baseline-01234567") in api.asked[asked:]:

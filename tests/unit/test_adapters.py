@@ -1,4 +1,4 @@
-"""model.adapters: the adapters that engines load, and their report in the status."""
+"""model.adapters: the LoRA adapters that engines load, and their report in the status."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_status_names_the_adapters_that_the_serving_revision_has_loaded() ->
     made = workload(KEY, "u-1", pod_template(KEY.name, spec_of(before), "auto"), 1, 600)
     for ever_ready, told in ((True, ("sql", "acme/chat")), (False, ())):
         status = Status(stable=Stable(revision=name, dtype="auto", ever_ready=ever_ready, since=NOW))
-        # The newest spec drops one adapter. No engine serves that spec yet.
+        # The newest spec drops one adapter, but no engine serves that spec yet.
         observed = running(after, "auto", deployments={name: deployment_view(made)}, pods=())
         assert decide(replace(observed, status=status)).status.adapters == told
 

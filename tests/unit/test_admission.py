@@ -183,7 +183,7 @@ def test_an_operator_that_may_not_write_a_pods_status_says_so():
 
 
 class Everybody:
-    """Client that selects all pods of the service by any label, and checks at every moment which pods it may see."""
+    """Client that selects all pods of the service by any label. At every moment it checks which pods it may see."""
 
     def __init__(self):
         self.passed: set[str] = set()

@@ -1,4 +1,4 @@
-"""The CRD follows API conventions: every field is bounded and described, none is a float, and dtypes have one list."""
+"""The CRD follows API conventions: every field is bounded and described, none is a float, dtypes have one list."""
 
 from __future__ import annotations
 
@@ -181,14 +181,14 @@ def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, lim
     gpus = parse_quantity(limit)
     enough = gpus == int(gpus) and gpus >= size
     accepted = refused(with_gpus(size, limit)) == []
-    # A quantity such as 1.5k is a whole number. The rule refuses it anyway, because nobody counts GPUs that way.
+    # A quantity such as 1.5k is a whole number, but the rule refuses it, because nobody counts GPUs in this way.
     assert accepted == enough or (not accepted and "." in limit)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 @pytest.mark.parametrize("field", ["baseline", "dtype"])
 def test_a_16_bit_dtype_by_name_goes_with_the_same_dtype_of_the_model(name: str, field: str) -> None:
-    """With a dtype other than the model's, the cache gives fluent nonsense without an error."""
+    """If the dtype differs from that of the model, the cache produces fluent nonsense without an error."""
     kv_cache = {"mode": "Fixed", "dtype": "k4v4", field: name}
     same, other = f"--dtype={name}", f"--dtype={({'bfloat16', 'float16'} - {name}).pop()}"
     for arguments, accepted in (

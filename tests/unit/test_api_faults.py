@@ -1,4 +1,4 @@
-"""The operator names the fault in an object that the API server accepted, and shows no secret."""
+"""The operator names the fault in an object that the API server accepted, without revealing a secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/api-stability.md lists exactly the fields, labels, words and pages of the current API."""
+"""docs/api-stability.md lists exactly the fields, labels, enum values and pages of the current API."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def leads_to(schema: Mapping[str, Any], path: str) -> bool:
 
 
 def promised() -> list[str]:
-    """Return the paths below status in the table's first cells.
+    """Return the status paths in the first column of the table.
 
-    A name without a dot belongs to the previous row's section.
+    A name without a dot continues the previous row's section.
     """
     found = []
     for line in PROMISED.splitlines():

@@ -1,4 +1,4 @@
-"""The CRD's schema and the docs list every word that the operator writes into the status."""
+"""The CRD's schema and the docs list every enum value that the operator writes into the status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TAKEN = set(Action) - {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.O
 
 
 def fields(name: str) -> Iterator[Mapping[str, Any]]:
-    """Return the schemas of all status fields with this name."""
+    """Yield the schema of each status field with this name."""
 
     def below(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         for key, child in schema.get("properties", {}).items():

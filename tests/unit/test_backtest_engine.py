@@ -1,4 +1,4 @@
-"""The request-level engine loses no request, never overdraws its blocks, and preempts only when blocks run out."""
+"""The request-level engine loses no request, never exceeds its blocks, and preempts only if blocks run out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def drained(engine: Engine, made: list[Request]) -> Engine:
 
 
 class Watched(Engine):
-    """Engine that checks after every step that the pool agrees with the blocks of all requests."""
+    """Engine that checks after every step that the pool matches the blocks of all requests."""
 
     def _step(self) -> None:
         super()._step()

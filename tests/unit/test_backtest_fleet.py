@@ -1,4 +1,4 @@
-"""The interval model agrees with the request-level one, and the pilots of a fleet decide every minute."""
+"""The interval model agrees with the request-level model, and the pilots of a fleet decide every minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Prometheus history becomes a load. An error about a broken history names field, value and remedy."""
+"""A Prometheus history becomes a load. The error for a broken history names field, value and remedy."""
 
 from __future__ import annotations
 

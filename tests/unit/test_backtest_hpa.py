@@ -1,4 +1,4 @@
-"""The HorizontalPodAutoscaler's algorithm against the worked examples of its documentation."""
+"""The HorizontalPodAutoscaler's algorithm, compared with the worked examples of its documentation."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_desired_is_the_ceiling_of_current_times_use_over_target(
 
 
 def test_pods_that_start_count_as_idle_when_that_would_scale_up() -> None:
-    # Two of four replicas are ready, at 160% of the target. Averaged over all four that is 80%, so the HPA adds none.
+    # Two of four replicas are ready, at 160% of the target. The average over all four is 80%, so the HPA adds none.
     assert one(0.8, 4, 0.5, ready=2) == 4
-    # Three of four replicas are ready, at 180%: 135% averaged over all four.
+    # Three of four replicas are ready, at 180%. The average over all four is 135%.
     assert one(0.9, 4, 0.5, ready=3) == 6
 
 

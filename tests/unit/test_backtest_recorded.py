@@ -1,4 +1,4 @@
-"""A recorded load is read under any known column names. Errors about a broken file name line, column and remedy."""
+"""A recorded load may use any known column names. Errors about a broken file name line, column and remedy."""
 
 from __future__ import annotations
 

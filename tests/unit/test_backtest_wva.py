@@ -1,4 +1,4 @@
-"""llm-d's saturation rules against the worked examples of their documentation, and the HPA that follows them."""
+"""llm-d's saturation rules, compared with the worked examples of their documentation, and the HPA that follows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpilot_cli.backtest.wva import Wva, recommend
         ([(0.65, 0), (0.72, 0)], 2, 2),  # the average has 11.5 points to spare
         ([(0.65, 0), (0.76, 0)], 2, 3),  # the average has 9.5 points to spare
         ([(0.3, 2.5), (0.3, 2.5)], 2, 3),  # 2.5 requests to spare
-        ([(0.9, 0), (0.2, 0)], 2, 2),  # the saturated replica does not count, and the other one cannot be removed
+        ([(0.9, 0), (0.2, 0)], 2, 2),  # the saturated replica does not count, and the other one must stay
         ([(0.9, 0), (0.85, 9)], 2, 3),  # no replica has room
         ([(0.9, 0)], 2, 2),  # one replica is already starting
         ([(0.3, 0), (0.3, 0)], 2, 1),  # after scale-in one replica would be at 60%: 20 points to spare

@@ -1,4 +1,4 @@
-"""Permits of an input: hanging calls block no other tenant, and no permit is lost or counted twice."""
+"""Permits to read input: calls that hang block no other tenant, and no permit is lost or counted twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache never goes back to an older version, whichever source reported it, and drops objects that a list lacks."""
+"""The cache never returns to an older version, whatever its source, and drops objects that a list lacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def thing(version: int, value: int = 0, name: str = "x", service: str = "chat", 
 
 
 class Seen:
-    """Store of the objects' values and of the changes that it announced."""
+    """Store of the objects' values, and of the changes that it announced."""
 
     def __init__(self) -> None:
         self.changed: list[ServiceKey] = []
@@ -126,9 +126,9 @@ def test_a_service_that_is_being_deleted_is_gone() -> None:
 
 
 class Server:
-    """API that lists `now` at `version`.
+    """API server that lists `now` at `version`.
 
-    Each watch plays the next script of events, or fails with the script's error.
+    Each watch plays the next script of events, or fails with the error that the script holds.
     """
 
     def __init__(self, now: list[Any], version: int, *scripts: Any) -> None:
@@ -136,7 +136,7 @@ class Server:
         self.lists = 0
         self.since: list[str] = []
         self.after_a_watch: tuple[list[Any], int] | None = None
-        """Return its list and the resource version once the watch has started."""
+        """List and resource version that the server has once the watch has started."""
 
     async def pages(self, *what: str) -> AsyncIterator[tuple[Sequence[Any], str]]:
         self.lists += 1

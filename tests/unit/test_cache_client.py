@@ -1,4 +1,4 @@
-"""The cache's HTTP client against a loopback server that gives the good and bad answers of API servers."""
+"""The cache's HTTP client, with a loopback server that gives the good and bad answers of API servers."""
 
 from __future__ import annotations
 

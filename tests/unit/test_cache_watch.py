@@ -1,4 +1,4 @@
-"""Watches and their reflectors against a loopback server that gives the good and bad answers of API servers."""
+"""Watches and their reflectors, with a loopback server that gives the good and bad answers of API servers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_a_reflector_follows_a_server_that_lists_and_watches(server: Serve
 
 
 def served_or_not(server: Server, monkeypatch: pytest.MonkeyPatch) -> tuple[Reflector, Store[ServiceKey, str]]:
-    """Return a reflector, with a short retry pause, of a kind that the server may lack."""
+    """Return a reflector, with a short back-off, for a kind that the server may lack."""
     monkeypatch.setattr(watch, "MISSING_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_BACKOFF", Backoff(0.01, 0.01))
     store: Store[ServiceKey, str] = Store(lambda obj: obj["metadata"]["name"], lambda _: CHAT, lambda _: None)

@@ -1,4 +1,4 @@
-"""`make check` refuses commit subjects and Markdown lines or pages that are too long, and names the place."""
+"""`make check` refuses commit subjects and Markdown lines or pages that are too long, and names their place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def git(root: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Return a repository with one commit of history, which breaks every rule."""
+    """Return a repository with one commit of history that violates every rule."""
     root = tmp_path / "repository"
     subprocess.run(["git", "init", "-q", "-b", "main", root], check=True)
     git(root, "commit", "--allow-empty", "-m", "what was done before: " + "x" * 80)

@@ -1,4 +1,4 @@
-"""Checks of the pages in docs/clouds that need no account with the cloud."""
+"""Checks of the pages in docs/clouds that need no cloud account."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_program_is_one_whose_options_are_checked(name: str) -> None:
 
 
 def known(one: Command) -> dict[str, Any] | None:
-    """Return the recorded options of a command: those of the longest listed command that is a prefix of it."""
+    """Return the recorded options of a command: those of the longest recorded prefix of its words."""
     names = [name for name in KNOWN if f"{one.name} ".startswith(f"{name} ")]
     return KNOWN[max(names, key=len)] if names else None
 

@@ -17,7 +17,7 @@ NAMES = sorted(one.name for one in entry_points(group=command.GROUP))
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> Path:
-    """Return the python of an environment that has kvpilot without any dependency."""
+    """Return the Python of an environment that has kvpilot without any dependency."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")

@@ -39,14 +39,14 @@ def view(obj: dict[str, Any]) -> DeploymentView:
 
 
 def serving_old(obj: dict[str, Any], **changes: Any) -> Snapshot:
-    """Return a snapshot in which the old revision serves and the newest spec is `obj`."""
+    """Return a snapshot in which the old revision serves and `obj` is the newest spec."""
     there = running(OLD, "auto")
     given = {"status": there.status, "deployments": {OLD_REVISION: view(OLD)}, "pods": there.pods}
     return replace(running(obj, "auto"), **{**given, "traffic": OLD_REVISION, "samples": {}, **changes})
 
 
 def on_trial(obj: dict[str, Any]) -> tuple[Decision, Decision]:
-    """Return the decision that starts the canary, and a later one after its image could not be pulled."""
+    """Return the decision that starts the canary, and a later decision after a failed image pull."""
     first = decide(serving_old(obj))
     name = revision_of(obj, "auto")
     deployments = {OLD_REVISION: view(OLD), name: view(obj)}

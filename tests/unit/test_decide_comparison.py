@@ -1,4 +1,4 @@
-"""Error rates of the test that compares canary and stable side, by simulation with fixed seeds."""
+"""Error rates of the test that compares canary and stable, by simulation with fixed seeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCRAPE = timedelta(seconds=5)
 
 
 def load(rng: np.random.Generator, scrapes: int, *, swing: float = 0.25, memory: float = 0.8) -> Sequence[float]:
-    """Return a load that drifts around 1: log-normal, with this correlation between successive scrapes."""
+    """Return a log-normal load that drifts around 1. `memory` is the correlation of successive scrapes."""
     drift = [rng.standard_normal()]
     for _ in range(scrapes - 1):
         drift.append(memory * drift[-1] + (1 - memory**2) ** 0.5 * rng.standard_normal())
@@ -48,9 +48,9 @@ def scrapes(
     between: float = 0.03,
     bounds: Sequence[float] = TTFT,
 ) -> tuple[Sample, ...]:
-    """Return samples with about so many requests over the loads.
+    """Return samples with about `requests` requests, distributed by the loads.
 
-    More load is slower, and all tokens of a scrape share one batch's pace.
+    A higher load is slower, and all tokens of one scrape share the pace of one batch.
     """
     made = [Sample(NOW, 1, 0.5, 4.0, 0.0, 1000, "auto")]
     for i, now in enumerate(loads):
@@ -112,7 +112,7 @@ def test_equal_sides_are_not_called_slower():
 
 @pytest.mark.slow
 def test_at_the_very_limit_failures_and_passes_are_as_rare_as_promised():
-    """At a rate of 2.5%, a count of 12 or more in 200 has a probability of 1 in 500."""
+    """If 2.5% of runs are wrong, 12 or more of 200 have a probability of 1 in 500."""
     for apart in (False, True):
         seen = outcomes(200, slow=1.1, requests=400, apart=apart)
         assert seen["Failed"] <= 11
@@ -248,7 +248,7 @@ def test_a_p95_read_from_vllms_buckets_is_near_the_true_one(spread):
 
 
 def test_an_interval_for_the_p95_covers_the_true_change_as_often_as_it_should():
-    """At most 5% of runs (2.5% a side) miss the true change, despite buckets and a drifting load."""
+    """A 95% interval should miss the true change in 5% of runs. Allow 10% of 150, for buckets and a drifting load."""
     outside = 0
     runs = 150
     for seed in range(runs):

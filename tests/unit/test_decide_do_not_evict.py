@@ -134,7 +134,7 @@ def test_pods_on_their_way_out_and_searches_mark_nobody():
 
 
 class Server:
-    """API that records the annotations of each pod. One of the pods has just gone."""
+    """API that records each pod's annotations. One of the pods has just been deleted."""
 
     def __init__(self, gone: str) -> None:
         self.gone = gone

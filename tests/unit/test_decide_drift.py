@@ -1,4 +1,4 @@
-"""The operator acts once on drift after a promotion. A false or unrepeated alarm never counts against the dtype."""
+"""The operator acts once on drift after a promotion. A false or single alarm never counts against the dtype."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_restarts_neither_lose_a_count_nor_count_a_run_twice(cuts, bad):
         assert after.failures - before.failures == (1 if bad and counted else 0)
         assert after.errors == 0
         before = after
-    # The prober makes up for a lost run within its period, so at most the last of ten periods is open.
+    # The prober repeats a lost run within its period, so at most the last of ten periods is open.
     assert before.checked_time is not None
     assert cluster.now - before.checked_time < timedelta(seconds=3 * PERIOD)
 

@@ -36,7 +36,7 @@ def serving(sample: Sample | None) -> Snapshot:
 
 
 def at_stage(stage: str, sample: Sample) -> Snapshot:
-    """Return a snapshot with k4v4 on trial beside 16 bits, and the pods that the sample covers."""
+    """Return a snapshot with k4v4 on trial next to 16 bits, and the pods that `sample` covers."""
     stable = revision_of(OBJ, "auto")
     canary = Canary(
         revision=NAME, dtype="k4v4", from_dtype="auto", stage=stage, started_time=NOW, stage_time=NOW, generation=1,
@@ -140,6 +140,6 @@ def test_a_canary_that_grows_by_engines_that_differ_gives_its_traffic_back_where
     assert last.reason == "MixedFactors"
     settled = cluster.settle()
     assert settled.kv_cache.active_dtype == OLD
-    # No immediate retry: the new engines would differ just as much.
+    # Do not retry at once, because the factors of new engines would differ just as much.
     assert settled.canary is None
     assert list(cluster.deployments) == [revision_of(cluster.obj, OLD)]

@@ -1,4 +1,4 @@
-"""Dtypes that the hardware, the model or a missing calibration rules out."""
+"""Dtypes that the hardware, the model or missing calibration exclude."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forecast of a step's effect on the time between two tokens."""
+"""The forecast of how a step changes the time between two tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def replace_time(seen, days):
 
 
 def test_a_canary_that_came_to_no_verdict_says_nothing_of_latency():
-    """Return a trial whose engine crashed or ran into its deadline before its latency differed significantly."""
+    """A canary without a verdict crashed, or reached its deadline before its latency differed significantly."""
     for verdict in ("Error", "Inconclusive"):
         assert expected(history=(trial(verdict, 0, 300),)).percent == expected().percent, verdict
         assert expected(history=(trial(verdict, 0, 300), trial("Passed", -3, -12))).percent == -12

@@ -38,7 +38,7 @@ def at(seconds: float, count: float = 10) -> Histogram:
 
 
 def window(*ttft: Histogram) -> list[Sample]:
-    """Return one scrape for each item, ten seconds apart and the last one now."""
+    """Return one scrape for each item, ten seconds apart. The last one is now."""
     times = [NOW - timedelta(seconds=10 * i) for i in range(len(ttft))][::-1]
     return [Sample(t, 1, 0.3, 4, 0, 3000, "auto", Flows(10.0, ttft=h)) for t, h in zip(times, ttft, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Host memory for evicted prefixes: the choice between it, a dtype and a replica, and hits by tier."""
+"""Host memory for evicted prefixes: when it is better than a dtype or a replica, and hits by tier."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weighed(s: PolicyInput) -> Option:
 def test_where_prefixes_are_thrown_out_host_memory_is_weighed_between_dtype_and_replica() -> None:
     decision = choose_step(thrown_out())
     assert [option.action for option in decision.options][:1] == ["DtypeDown"]
-    # The alternatives of the chosen step appear in order of preference.
+    # The alternatives of the chosen step appear in the order of preference.
     others = [option.action for option in decision.options[1:]]
     assert others == ["DtypeDown", "DtypeDown", "Offload", "ScaleOut", "Stay"]
     one = weighed(thrown_out())
@@ -122,7 +122,7 @@ def test_what_a_hosts_memory_costs_is_not_known_and_not_told() -> None:
 
 
 def service(gpu: float, host: float = 0.0, before: float = 0.9, disk: float = 0.0, **sections: Any) -> Snapshot:
-    """Return a full replica with a queue. Prompts hit by the shares `gpu`, `host` and `disk`, earlier `before`."""
+    """Return a full replica with a queue and the hit rates `gpu`, `host` and `disk`; `before` is the earlier one."""
     known = [replace(KNOWN, prefix_queries=QUERIED, prefix_hits=before * QUERIED)] * 90
     late = replace(KNOWN, prefix_queries=QUERIED, prefix_hits=gpu * QUERIED, host_hits=host * QUERIED)
     late = replace(late, disk_hits=disk * QUERIED)

@@ -1,4 +1,4 @@
-"""The step that the policy takes under pressure, and the steps that it passes over."""
+"""The step that the policy takes under memory pressure, and the steps that it skips."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_pages_of_recent_windows_count_where_sequences_are_short():
     w = workload(demand=2900, mean_prompt=100.0, mean_generation=56.0)
     kv_cache = {"ladder": ["k4v4"], "recentTokens": 128}
     decision = choose_step(policy_input(w, spec=spec(kvCache=kv_cache)))
-    # The window takes 128 tokens of pages and the sequence another 128, so the gain is half of 3.76x.
+    # The window takes 128 tokens' worth of pages and the sequence 128 more, so the gain is half of 3.76x.
     assert step(decision)[0] == "ScaleOut"
     without = choose_step(policy_input(w, spec=spec(kvCache={**kv_cache, "recentTokens": 0})))
     assert step(without) == ("DtypeDown", "k4v4", 1)

@@ -1,4 +1,4 @@
-"""The policy gives replicas and precision back after the pressure is gone."""
+"""The policy removes replicas and raises precision after the pressure is gone."""
 
 from __future__ import annotations
 

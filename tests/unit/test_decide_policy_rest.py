@@ -62,7 +62,7 @@ class Fluid:
 
 
 QUARTER, QUARTERS, CALM = timedelta(minutes=15), 480, 361
-"""Return the decision period, the number of decisions, and the time after which the start of the load is forgotten."""
+"""Decision period, number of decisions, and number of decisions after which the initial load is forgotten."""
 
 BOUNDS = (*(0.001 * 1.5**i for i in range(32)),)
 
@@ -124,8 +124,8 @@ def test_a_constant_load_comes_to_rest_but_for_a_replica_that_is_tried_without_o
             replicas_changed=now if chosen.replicas != s.replicas else s.replicas_changed,
         )  # fmt: skip
     late = [t for t in taken if t[0] >= CALM]
-    # A full cache may slow the batch so much that fewer replicas can never catch up. More replicas later seem to refute
-    # that observation, so the policy tries again after HOLD and takes the step back at once.
+    # A full cache may slow down the batch so much that fewer replicas never catch up. More replicas later seem to
+    # refute that, so the policy tries again after HOLD and reverts the step at once.
     tries = (QUARTERS - CALM) * QUARTER // HOLD + 1
     assert {t[1] for t in late} <= {"ScaleIn", "ScaleOut"}, taken
     assert len(late) <= 2 * tries, taken

@@ -1,4 +1,4 @@
-"""A probe's result applies only to the pod that was asked, even if pods come and go meanwhile."""
+"""A probe's result counts only for the pod that was probed, even if pods come and go meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of 16-bit answers: kept ones are found again, and new ones come only from the right replica."""
+"""Sources of 16-bit answers: stored ones are found again, and new ones come only from the right replica."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ CONTROL = Control(NOW, 8, 256, 100, 1000, 1000)
 
 @dataclass
 class Archive(ModelCluster):
-    """Baselines are named after the model and the probe sets, so the operator finds stored ones again."""
+    """Cluster whose baselines are named after model and probe sets, so that the operator finds them again."""
 
     kept: set[str] = field(default_factory=set)
     written: list[str] = field(default_factory=list)
     captures: list[tuple[str, str]] = field(default_factory=list)
-    """Return each capture as (identity, dtype of the captured revision)."""
+    """Captures as pairs (identity, dtype of the captured revision)."""
     borrowed: set[str] = field(default_factory=set)
 
     def snapshot(self) -> Snapshot:
@@ -121,7 +121,7 @@ def test_going_back_to_former_probe_sets_finds_their_baseline():
 
 
 def test_another_model_is_never_judged_by_the_old_models_answers():
-    """The old replicas are ready and 16-bit too, but they serve another model."""
+    """The old replicas are ready and have 16 bits too, but they serve another model."""
     cluster = Archive(fixed("auto"))
     served(cluster, "auto")
     old = revision_of(cluster.obj, "auto")

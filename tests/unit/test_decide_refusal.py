@@ -1,4 +1,4 @@
-"""The operator reads why an engine did not start from its container's last output, even if malformed."""
+"""The operator reads from a container's last output why an engine did not start, even if that output is malformed."""
 
 from __future__ import annotations
 

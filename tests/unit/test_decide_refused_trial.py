@@ -1,4 +1,4 @@
-"""A trial whose engines the API server rejects costs the stable side nothing, and continues once they are accepted."""
+"""If the API server rejects a trial's engines, stable is unaffected, and the trial continues once they are accepted."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def told(decision: Decision, kind: str) -> Condition:
 
 
 def at_stage(stage: str, reported: str | None, accuracy: Accuracy = KEPT, stable: str = "auto") -> Snapshot:
-    """Return a trial of k4v4 beside 16 bits. Engines report the dtypes `reported` and `stable`."""
+    """Return a trial of k4v4 next to 16 bits. The canary reports the dtype `reported`, and stable reports `stable`."""
     canary = Canary(
         revision=OURS, dtype="k4v4", from_dtype="auto", stage=stage, started_time=NOW, stage_time=NOW, generation=1,
         verdict="Pending" if stage in ("Starting", "Probing") else "Passed",

@@ -1,4 +1,4 @@
-"""A bounded cache is compared with the model's answers from an unbounded one, and rolls out like any other change."""
+"""A bounded cache is compared with answers from an unbounded one, and rolls out like any other change."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def service(window: int | None, dtype: str = "auto", **spec: Any) -> dict[str, A
 
 @dataclass
 class Forgetful(ModelCluster):
-    """Engines with a window below `asked` tokens answer garbage and could not give a useful baseline."""
+    """Cluster whose engines answer garbage if their window is below `asked` tokens."""
 
     asked: int = 1024
     captured: list[str] = field(default_factory=list)
-    """Return the revisions that a baseline was captured from."""
+    """Revisions from which a baseline was captured."""
 
     def _answer(self, decision: Decision) -> None:
         super()._answer(decision)
@@ -69,7 +69,7 @@ def test_a_bound_that_forgets_what_probes_ask_for_is_rolled_back_and_a_longer_on
 
 @pytest.mark.parametrize(("window", "stage"), [(64, "RolledBack"), (4096, "Promoted")])
 def test_a_service_that_had_the_bound_from_the_start_is_judged_by_a_whole_cache_too(window: int, stage: str) -> None:
-    """A 16-bit replica with the same bound would also have forgotten, and every canary would pass."""
+    """A 16-bit replica with the same bound would forget the same tokens, and every canary would pass."""
     cluster = Forgetful(service(window))
     cluster.settle()
     cluster.edit(service(window, "k4v4"))

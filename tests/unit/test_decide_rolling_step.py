@@ -1,4 +1,4 @@
-"""Two revisions swap places replica by replica."""
+"""Two revisions replace each other replica by replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZES = st.integers(1, 6)
 
 
 def rolled(replicas: int, surge: int, floor: int, late: list[int]) -> tuple[list[tuple[int, int, int]], int]:
-    """Yield every state of a promotion as (growing, shrinking, ready pods); `late` is when new pods become ready."""
+    """Return the states (growing, shrinking, ready pods) of a promotion, and the pods left. `late` delays new pods."""
     total = replicas + surge
     growing, shrinking, ready = 0, replicas, 0
     states = []

@@ -1,4 +1,4 @@
-"""Dtype changes from start to end over a model cluster, which may kill the operator at any write."""
+"""Dtype changes from start to end in a model cluster. The operator may be killed at any write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of a canary's GPU in a model cluster: spare places, replaced replicas, changed numbers."""
+"""Sources of a canary's GPU in a model cluster: a spare GPU, a replaced replica, a changed replica count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_where_none_can_leave_the_canary_waits_and_says_why_until_the_deadline()
 
 
 class WithoutVolume(ModelCluster):
-    """Model cluster whose unplaced pods also lack a volume, which the scheduler reports first."""
+    """Model cluster whose unscheduled pods also lack a volume, which the scheduler reports first."""
 
     def _pods(self):
         words = "pod has unbound immediate PersistentVolumeClaims"

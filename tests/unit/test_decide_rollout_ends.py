@@ -1,4 +1,4 @@
-"""Trials that the user pauses or changes, or in which the operator is killed, over a model cluster."""
+"""Trials in a model cluster that the user pauses or changes, or during which the operator is killed."""
 
 from __future__ import annotations
 

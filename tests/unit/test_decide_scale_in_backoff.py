@@ -1,4 +1,4 @@
-"""If a scale-in left too few replicas, the policy does not repeat it for a day."""
+"""After a scale-in that left too few replicas, the policy does not repeat it for a day."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of the replica count, and the moments at which it is reset."""
+"""Sources of the replica count, and the times at which it is reset."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def took(*parts):
 
 
 def scrapes(in_hand, finished=5.0, *, pods=1, every=15, ttft=None, itl=None):
-    """Return one replica's scrapes up to NOW from its in-flight requests; `finished` requests end each second."""
+    """Return one replica's scrapes up to NOW, from its in-flight requests. `finished` requests end each second."""
     return [
         Sample(
             NOW - timedelta(seconds=every * back), pods, 0.2, number, 0.0, 1_000_000 * pods, "auto",
@@ -76,8 +76,8 @@ def test_what_is_late_while_a_queue_drains_is_no_surge():
 
 def test_what_comes_is_extrapolated_by_its_growth():
     surge = find(scrapes(RISING), PRESSURE, (TTFT,))
-    # In 45 s 320 more requests are in flight, and 5 a second finish: 12.1 arrive a second, 7.1 more than before. The
-    # growth continues for 300 s.
+    # In 45 s the requests in flight grow by 320, and 5 finish each second. So 12.1 arrive each second, 7.1 more than
+    # before. The growth continues for 300 s.
     assert surge.arrivals == pytest.approx(12.1 + 7.1 * 300 / 180, rel=0.02)
 
 

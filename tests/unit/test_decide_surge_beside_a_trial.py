@@ -1,4 +1,4 @@
-"""A surge ends the trial of a smaller dtype, because replicas come first."""
+"""A surge ends the trial of a smaller dtype, because new replicas come first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OBJECTIVES = [{"metric": "TTFT", "percentile": 95, "milliseconds": 5000}]
 
 
 def on_trial(at, **scaling):
-    """Return a service whose smaller dtype was chosen to free memory and is at this stage of its trial."""
+    """Return a service at this stage of a trial. Its smaller dtype was chosen to free memory."""
     scaling = {"mode": "Operator", "maxReplicas": 8, "objectives": OBJECTIVES} | scaling
     spec = {"kvCache": {"mode": "Auto", "ladder": ["k8v4"]}, "scaling": scaling, "replicas": 2}
     cluster = ModelCluster(manifest(**spec), demand=9000, start_ticks=2, requests=20.0)

@@ -1,4 +1,4 @@
-"""A policy decision becomes a target dtype, a replica count and a journal entry, or changes nothing."""
+"""A policy decision becomes a target dtype, a replica count and a journal entry, or no change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def denied(dtype, reason):
 
 
 def again(s, decision, seconds=5):
-    """Return the next reconcile: the status is written, time has passed and the load is the same."""
+    """Return the next reconcile: the status is written, time has passed and the load is unchanged."""
     later = NOW + timedelta(seconds=seconds)
     window = {n: tuple(replace(x, time=x.time + timedelta(seconds=seconds)) for x in w) for n, w in s.samples.items()}
     return replace(s, now=later, status=decision.status, samples=window)
@@ -189,7 +189,7 @@ def test_a_fixed_dtype_that_drifts_gives_way_to_the_baseline():
 
 
 def test_a_denied_dtype_is_not_tried_while_no_pod_has_a_node_that_would_tell_the_gpu():
-    """Its only node is drained, and its pod waits for another node, most likely with the same GPU."""
+    """The only node is drained. The pod waits for another node, most likely with the same GPU."""
     on_h200 = msgspec.structs.replace(denied("k4v4", "AccuracyDrifted"), gpu="NVIDIA-H200")
     fixed = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"})
     s = serving(fixed, "auto", usage=0.5, waiting=0, status=Status(kv_cache=KVCache(denied=(on_h200,))))

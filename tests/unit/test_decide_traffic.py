@@ -1,4 +1,4 @@
-"""Traffic: the steps that can be set, the Service's selector, and the changes of a user's HTTPRoute."""
+"""Traffic: valid canary steps, the Service's selector, and changes of a user's HTTPRoute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A 16-bit engine with unstable answers cannot be a reference: no canary passes, no dtype is denied, users are told."""
+"""A 16-bit engine with unstable answers is no reference: canaries cannot pass, no dtype is denied, users are told."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_condition_says_what_is_wrong_for_as_long_as_a_baseline_is_sought_an
         assert decision is not None
         warned += [event for event in decision.events if event.reason == "BaselineUnfit"]
     for kept in (cluster.probe, None):
-        # A repeated capture has no result yet, and neither has an operator that has just started.
+        # Neither a repeated capture nor an operator that has just started has a result yet.
         cluster.probe = kept
         told = decide(cluster.snapshot()).status.condition("AccuracyVerified")
         assert told is not None

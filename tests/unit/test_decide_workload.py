@@ -1,4 +1,4 @@
-"""Metrics name the resource that limits a service, and no other resource is blamed."""
+"""Metrics identify the resource that limits a service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PRESSURE = Pressure(
     high_percent=85, low_percent=50, waiting_per_replica=1, preemptions_per_minute=1, sustained_seconds=300
 )
 CHAT = Flows(seconds=5, prompt_tokens=2000, generation_tokens=1500, finished=5, prefill_seconds=0.5, decode_seconds=60)
-# 8,000 tokens in, 50 out: every step includes part of a prompt, so decode looks slow although prefill limits.
+# Prompts have 8,000 tokens and answers 50. Every step includes part of a prompt, so decode looks slow although prefill
+# is the limit.
 RAG = Flows(
     seconds=5, prompt_tokens=160_000, generation_tokens=1000, finished=20, prefill_seconds=5, decode_seconds=250
 )
@@ -93,7 +94,7 @@ def test_prompts_that_were_never_reused_more_are_no_lack_of_memory(share):
     assert kind(series(reused(share), usage=0.97, waiting=20, seconds=900)) == "PrefillBound"
 
 
-# Sessions of 15,000 tokens. The full cache has evicted their prefixes, so every turn computes its prompt again.
+# Sessions have 15,000 tokens. The full cache has evicted their prefixes, so every turn computes its prompt again.
 AGENTS = Flows(
     seconds=5, prompt_tokens=90_000, generation_tokens=1700, finished=7, prefill_seconds=5, decode_seconds=250
 )
@@ -155,12 +156,12 @@ def test_preemptions_count_for_each_replica():
 
 
 def test_without_the_time_of_a_request_every_waiting_one_counts_as_demand():
-    # 4 running requests hold 3,000 tokens, so the 4 waiting ones would need as many again.
+    # 4 running requests hold 3,000 tokens, so the 4 waiting ones would need 3,000 more.
     assert classify(samples(usage=1.0, waiting=4, running=4), PRESSURE, NOW).demand_tokens == 6000
 
 
 def test_demand_counts_those_that_must_run_for_the_queue_to_drain_in_two_minutes():
-    # A request takes 12 s. With 100 waiting, 10 more concurrent ones drain the queue in two minutes.
+    # A request takes 12 s. With 100 waiting, 10 more concurrent requests empty the queue in two minutes.
     flows = Flows(seconds=5, finished=5, generation_tokens=100, prefill_seconds=6, decode_seconds=54)
     verdict = classify(series(flows, usage=1.0, waiting=100, running=20), PRESSURE, NOW)
     assert verdict.demand_tokens == 4500

@@ -1,4 +1,4 @@
-"""A service without kvCache.mode, or one whose mode is removed, does not change its dtype by itself."""
+"""Without kvCache.mode, or after its removal, the operator does not change a service's dtype."""
 
 from __future__ import annotations
 

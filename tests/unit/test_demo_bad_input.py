@@ -1,4 +1,4 @@
-"""`make demo` and `make install` name the cause of a failure and its remedy in one line, and leave nothing running."""
+"""`make demo` and `make install` name a failure's cause and remedy in one line, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpilot_localcluster import causes
 
 ROOT = Path(__file__).parents[2]
 DEAD = "http://name:secret@127.0.0.1:9"
-"""A proxy that does not answer: nothing listens on the discard port."""
+"""Proxy that does not answer, because nothing listens on the discard port."""
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def tools(tmp_path: Path) -> Path:
         found = shutil.which(name)
         assert found is not None
         (folder / name).symlink_to(found)
-    # A version manager's own program would look for others on PATH.
+    # A version manager's wrapper would look for other programs on PATH.
     (folder / "python3.11").symlink_to(Path(sys.base_prefix) / "bin" / "python3.11")
     return folder
 
 
 def demo(tools: Path, cache: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `make demo` with these programs on PATH, an empty cache and more variables."""
+    """Run `make demo` with these programs on PATH, an empty cache and additional variables."""
     make = shutil.which("make")
     assert make is not None
     env = {"PATH": str(tools), "HOME": str(cache), "KVPILOT_CACHE": str(cache), **variables}

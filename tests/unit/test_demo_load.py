@@ -17,7 +17,7 @@ TOKENS = 4
 
 @asynccontextmanager
 async def engine(handler: Handler) -> AsyncIterator[tuple[str, list[int]]]:
-    """Serve completions by `handler`, keep connections open; yields the address and the requests of each connection."""
+    """Serve completions by `handler` on persistent connections. Yield address and requests of each connection."""
     per_connection: list[int] = []
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -69,7 +69,7 @@ async def until(seen: Callable[[], bool]) -> None:
 
 
 async def drive(handler: Handler, answers: int = 2) -> tuple[Load, list[int]]:
-    """Run two users until so many of their requests have succeeded or failed."""
+    """Run two users until this many of their requests have succeeded or failed."""
     async with engine(handler) as (url, per_connection):
         load = Load(url, "m", users=2, prompt_tokens=10, output_tokens=TOKENS)
         await load.start()

@@ -1,4 +1,4 @@
-"""The demo waits while something moves, and says what it saw."""
+"""The demo waits as long as it sees progress, and reports what it saw."""
 
 from __future__ import annotations
 

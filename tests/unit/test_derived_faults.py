@@ -1,4 +1,4 @@
-"""The operator refuses an object with a field beyond a schema limit, because the object may predate the limit."""
+"""The operator refuses an object with a field beyond a schema limit, because the object may be older than the limit."""
 
 from __future__ import annotations
 

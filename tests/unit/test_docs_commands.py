@@ -1,4 +1,4 @@
-"""Every command in the docs can be pasted, and does what the page says."""
+"""Every command in the docs can be pasted, and does what its page says."""
 
 from __future__ import annotations
 

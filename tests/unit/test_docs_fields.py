@@ -1,4 +1,4 @@
-"""Fields, values of the chart and options that the docs name exist."""
+"""Fields, chart values and options that the docs name exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.crd import root_schema
 from support.page_commands import options_of, subcommand
 
 ROOT = Path(__file__).parents[2]
-# Decisions and benchmarks tell what was true at their time; the reference is generated from the schema.
+# Decisions and benchmarks state what was true at their time. The reference is generated from the schema.
 PAGES = [
     page for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     if not {"decisions", "benchmarks", "upstream", "reference"} & set(page.parts)
@@ -26,7 +26,7 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 FIELDS: Any = root_schema()["properties"]
 SPEC, STATUS = FIELDS["spec"]["properties"], FIELDS["status"]["properties"]
 VALUES: Any = yaml.safe_load((ROOT / "charts/kvpilot/values.yaml").read_text())
-# Values of the chart that are fields of a container, too.
+# These chart values are also fields of a container.
 CONTAINERS = {"resources", "securityContext"}
 # A field of KServe's InferenceService.
 THEIRS = ["spec", "canary", "trafficPercent"]
@@ -43,7 +43,7 @@ def dotted(page: Path) -> Iterator[str]:
 
 
 def is_value(path: list[str]) -> bool:
-    """Return True if values.yaml has this path, or an empty mapping on the way to it."""
+    """Return True if values.yaml has this path, or an empty mapping that may hold it."""
     here = VALUES
     for name in path:
         if here == {}:
@@ -55,7 +55,7 @@ def is_value(path: list[str]) -> bool:
 
 
 def has(schema: Any, path: list[str]) -> bool:
-    """Return True if an object of this schema may have a field there; lists are read as their items."""
+    """Return True if an object of this schema may have a field at this path. Lists are read as their items."""
     for name in path:
         while "items" in schema:
             schema = schema["items"]
@@ -90,7 +90,7 @@ def test_kubectl_and_helm_have_the_options_that_a_page_gives_them(page: Path) ->
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Yield the commands of kubectl and Helm in a page's shell blocks, without comments, pipes and substitutions."""
+    """Yield the kubectl and Helm commands in a page's shell blocks, without comments, pipes and substitutions."""
     for block in re.findall(r"```(?:sh|console)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             found = re.match(r"\s*(?:\$ )?((?:kubectl|helm) .*)", line)

@@ -1,4 +1,4 @@
-"""Every dtype in `formats.FORMATS` has its entries elsewhere; a test names the missing one.
+"""Every dtype in `formats.FORMATS` has its entries in other files. A failed test names the missing entry.
 
 test_api_crd.py compares the CRD's enum and the order of the ladder with the table.
 """

@@ -1,4 +1,4 @@
-"""The write fence: when a write may start, its time limit, and its record of writes in flight."""
+"""The write fence: when a write may start, its time limit, and the list of writes in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lease rules: who may claim the Lease, when, and with which content."""
+"""Lease rules: which replica may claim the Lease, when, and with which content."""
 
 from __future__ import annotations
 

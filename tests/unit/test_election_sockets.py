@@ -1,4 +1,4 @@
-"""Every socket between operator and API server drops data that stays unacknowledged for too long."""
+"""Every socket between operator and API server is closed if its data stays unacknowledged for too long."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Three replicas and one API server in virtual time: no write lands while another replica holds the Lease.
 
-Faults cut, slow, kill or stop replicas, and a leader returns after each fault. Replicas run the operator's own loop
-(`Election`, `Replica`, `WriteFence`). The server models a real one's resource versions and time limits. A write in
-flight may land at any moment before its deadline, answered or not. Other requests arrive within a second unless they
-are lost.
+Faults cut off, slow down, kill or stop replicas, and a new leader follows each fault. Replicas run the operator's own
+loop (`Election`, `Replica`, `WriteFence`). The server has a real server's resource versions and time limits. A write in
+flight may land at any moment before its deadline, whether it is answered or not. Other requests arrive within a second,
+unless they are lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEADER = None
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop whose sleeps take no time: the clock jumps to the next timer."""
+    """Event loop whose sleeps take no time: its clock jumps to the next timer."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class Server:
         self.version += 1
         metadata = {**manifest["metadata"], "resourceVersion": str(self.version)}
         self.lease = {**manifest, "metadata": metadata}
-        # A replica that recreates a deleted Lease must not lead at once: the old leader may not know of the deletion.
+        # If a replica recreates a deleted Lease, it must not lead at once: the old leader may not know of the deletion.
         if known is not None:
             self.holder = manifest["spec"]["holderIdentity"]
         return self.lease
@@ -75,7 +75,7 @@ class Server:
 
 
 class Link:
-    """Connection between one run of a replica and the server; tests change `cut` and `slow` while it is open."""
+    """Connection between one process of a replica and the server. Tests change `cut` and `slow` while it is open."""
 
     def __init__(self, server, dice, delay):
         self.server, self.dice, self._delay = server, dice, delay
@@ -83,13 +83,13 @@ class Link:
         self._waiting = set()
 
     def reset(self):
-        """Break every connection. Requests in flight may or may not land, and nobody gets an answer."""
+        """Break every connection. Requests in flight may or may not land, and no client gets an answer."""
         for answer in self._waiting:
             if not answer.done():
                 answer.set_exception(ClusterError("ANY", "thing", 0, "connection reset"))
 
     async def request(self, act, seconds):
-        """Send a request. If the client gives up, a request in flight still lands and only its answer is lost."""
+        """Send a request. If the client gives up, the request may still land, and only its answer is lost."""
         loop = asyncio.get_running_loop()
         answer = loop.create_future()
 
@@ -171,7 +171,7 @@ class Writer:
 
 
 class Replica:
-    """Place for one process at a time. A process that ends is restarted under a new name."""
+    """Place for one process at a time. After its end a new process starts under a new name."""
 
     def __init__(self, number, server, dice, timing, delay):
         self._number, self._server, self._dice, self._timing, self._delay = number, server, dice, timing, delay
@@ -182,11 +182,11 @@ class Replica:
         self.task = asyncio.create_task(self._live())
 
     def clock(self):
-        """Return a monotonic time with its own origin and a slightly different rate for each process."""
+        """Return a monotonic time. Each process has its own origin and a slightly different rate."""
         return asyncio.get_running_loop().time() * self._rate + self._offset
 
     def kill(self):
-        """Simulate kill -9: nothing leaves the process any more, whatever its tasks still do."""
+        """Simulate SIGKILL: no request leaves the process any more, although its tasks continue."""
         self.link.dead = self.lease_link.dead = True
         self.terminate()
 
@@ -275,7 +275,7 @@ def run(trouble, seed=0, timing=None, delay=0.9):
 
 
 def gaps(server):
-    """Return the seconds between one leader's last write and the next leader's first one."""
+    """Return the seconds between a leader's last write and the next leader's first write."""
     pairs = zip(server.landed, server.landed[1:], strict=False)
     return [later - before for (before, one), (later, other) in pairs if one != other]
 

@@ -1,4 +1,4 @@
-"""The tests' endpoint picker speaks the endpoint picker protocol, checked with gRPC's own client."""
+"""The tests' endpoint picker follows the endpoint picker protocol. gRPC's own client checks this."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def pool() -> AsyncIterator[Pool]:
 
 
 def headers(subset: Sequence[str] | None = None, **more: Any) -> ProcessingRequest:
-    """Return request headers that list the endpoints from which the picker may choose."""
+    """Return request headers that list the candidates of the picker."""
     hint = None if subset is None else Metadata({HINT: Struct.from_dict({SUBSET: list(subset)})})
     own = HeaderValue(key=DESTINATION, raw_value=C.encode())
     return ProcessingRequest(request_headers=HttpHeaders(HeaderMap([own])), metadata_context=hint, **more)
@@ -108,7 +108,7 @@ async def test_a_subset_that_is_empty_or_has_no_ready_endpoint_is_503(pool: Pool
 
 
 def whole_request(config: ProtocolConfiguration | None) -> list[ProcessingRequest]:
-    """Return the messages by which a gateway reports a request and its response, in chunks and with trailers."""
+    """Return the messages with which a gateway reports a request and its response, in chunks and with trailers."""
     served = Metadata({CHOICE: Struct.from_dict({SERVED: A})})
     return [
         headers(protocol_config=config),

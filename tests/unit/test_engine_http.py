@@ -1,4 +1,4 @@
-"""Every part of an engine's HTTP answer is bounded: interim answers, headers, chunk extensions and trailers."""
+"""Every part of an engine's HTTP answer has a limit: interim answers, headers, chunk extensions and trailers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each row of docs/features.md names existing tests, or says that nothing ran."""
+"""Each row of docs/features.md names existing tests, or says that no test ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A free port is not handed out twice, although an engine takes a minute to listen on it."""
+"""No free port is handed out twice, even if its engine takes a minute to listen."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ async def test_a_reader_who_leaves_before_the_verdict_gets_no_traceback() -> Non
     program = Path(sys.executable).with_name("kvpilot")
     async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
         asked = (program, "probe", "--baseline", one, "--candidate", other, *GENERAL)
-        # An unbuffered stdout meets the broken pipe at the print; a buffered one only when the process ends.
+        # An unbuffered stdout hits the broken pipe at the print, a buffered one only at the process's end.
         for more in ({}, {"PYTHONUNBUFFERED": "1"}):
             started = await asyncio.create_subprocess_exec(
                 *asked, stdout=write, stderr=subprocess.PIPE, env={**os.environ, **more}

@@ -1,4 +1,4 @@
-"""Kubernetes accepts the gate's manifests, and the commands in their containers give the verdict."""
+"""Kubernetes accepts the manifests of the gate, and the commands in their containers yield its verdict."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def job_spec(name: str) -> dict[str, Any]:
 
 
 def restricted(pod: dict[str, Any]) -> None:
-    """Check Pod Security's profile, and that the pod mounts no API token."""
+    """Check the Pod Security profile, and that the pod mounts no API token."""
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -100,7 +100,7 @@ def test_the_kserve_canary_has_no_traffic_while_the_job_compares_its_revision_wi
     assert service["apiVersion"] == "serving.kserve.io/v1beta1"
     predictor = dict(service["spec"]["predictor"])
     assert predictor.pop("canaryTrafficPercent") == 0
-    # With scale to zero the pods would be gone when the gate asks them.
+    # With scale to zero no pod would exist when the gate sends its requests.
     assert predictor.pop("minReplicas") >= 1
     assert unknown("V1PodSpec", predictor, "predictor") == []
     (container,) = predictor["containers"]
@@ -144,7 +144,7 @@ def test_flagger_asks_the_load_tester_that_the_example_deploys_before_the_canary
 
     pod = deployment["spec"]["template"]["spec"]
     restricted(pod)
-    # The image names its user, but a kubelet cannot tell from a name that the user is not root.
+    # The image names its user, but a kubelet cannot tell from a name that this user is not root.
     assert pod["securityContext"]["runAsUser"] > 0
     (copy,), (gate,) = pod["initContainers"], pod["containers"]
     assert copy["command"][-1] == gate["command"][0]

@@ -25,7 +25,7 @@ async def probe(*arguments: str) -> int:
 
 
 async def waning(path: str, body: Body, writer: Writer) -> None:
-    """Answer like `counting`, but with less certainty as the context grows. The tokens are the same."""
+    """Answer like `counting`, but less certain as the context grows. The tokens are the same."""
     if path == "/tokenize":
         respond(writer, tokens_of(body))
         return
@@ -54,7 +54,7 @@ async def test_bars_show_where_in_the_context_the_damage_is(capsys: pytest.Captu
 
 
 class Terminal:
-    """Pseudo-terminal for a process's stderr; `shown` is the text that a person would see."""
+    """Pseudo-terminal for a process's stderr. `shown` is the text that a person would see."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ours, theirs = pty.openpty()

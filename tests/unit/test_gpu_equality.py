@@ -1,4 +1,4 @@
-"""Verdicts of the benchmark that compares answers for equality."""
+"""Verdicts of the benchmark that compares the answers of two runs."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Verdicts of the benchmarks of families and options."""
+"""Verdicts of the benchmarks for model families and options."""
 
 import math
 import sys

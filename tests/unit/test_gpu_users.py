@@ -1,4 +1,4 @@
-"""The users of `gpu_users`, against a server that counts what it is asked, and the figures of a level."""
+"""Users of `gpu_users` with a server that counts their requests, and the figures of a level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas over several nodes: revisions are LeaderWorkerSets, only leaders are engines, and trials are unchanged."""
+"""Replicas over several nodes: revisions are LeaderWorkerSets, only leaders are engines, and trials stay the same."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""No package outside tests/ imports from it, and no code connects to an unnamed cluster.
+"""No package outside tests/ imports from tests/, and no code connects to a cluster that nobody named.
 
-The import contracts in pyproject.toml hold the order between packages.
+The import contracts in pyproject.toml check the order of the packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDERS = [
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Return the first part of each name that a module imports at any depth."""
+    """Yield the top-level package of each import of a module, at any depth."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -51,7 +51,7 @@ def test_demo_benchmarks_and_scripts_import_nothing_from_tests() -> None:
 
 
 def test_only_the_operator_takes_a_cluster_from_its_environment() -> None:
-    """Every other connection names its client configuration.
+    """Every connection outside the operator names its client configuration.
 
     `kubectl kvpilot` uses the one that the user named, if any.
     """

@@ -1,4 +1,4 @@
-"""InferencePools: one for the stable side and one for the canary. They switch with the Services and serve the route."""
+"""InferencePools: one for stable and one for the canary. They switch together with the Services and serve the route."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_wherever_the_operator_is_killed_no_pool_leads_to_an_unprobed_canary(rul
 def test_pools_that_are_not_asked_for_any_more_go_and_a_canarys_after_the_route_has_lost_it():
     cluster = pooled()
     cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
-    # The user now routes to the Service. Their rule still contains the canary's share.
+    # The user now routes to the Service, but the user's rule still contains the canary's share.
     shared = [ref for ref in cluster.rules[0]["backendRefs"] if ref["name"] == "chat-canary"]
     cluster.edit_route([{"backendRefs": [{"name": KEY.name, "port": 80}, *shared]}])
     edit(cluster, inferencePool=None)
@@ -179,7 +179,7 @@ def test_without_the_kind_the_field_is_refused_with_the_remedy_and_the_service_s
 
 
 def before_v1_6(manifest):
-    """Return the reason why releases before v1.6 of the extension refuse a manifest."""
+    """Return the error with which releases before v1.6 of the extension refuse a manifest."""
     if manifest["kind"] == "InferencePool" and "endpointPickerRef" not in manifest["spec"]:
         return 'InferencePool "chat" is invalid: spec.endpointPickerRef: Required value'
     return None
@@ -190,7 +190,7 @@ def told(cluster, kind):
 
 
 def waits_without_a_trial(cluster):
-    """Reconcile while operators end and restart. None of them may start a canary."""
+    """Reconcile while operators end and restart, and yield after each reconcile. No canary may start."""
     cluster.watch = at_every_moment
     for passed in range(20):
         if passed % 5 == 1:

@@ -1,4 +1,4 @@
-"""Every parser of tenants' input reads it or raises its own error.
+"""Every parser of tenants' input parses it or raises its own error.
 
 benchmarks/operator/parsers.py measures the cost of the same texts. Here they are cut, joined and changed at random.
 """
@@ -28,7 +28,7 @@ from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
 
 @dataclass(frozen=True)
 class DoorTest:
-    """A parser's function, the errors it may raise, and its input limit in bytes."""
+    """A parser, the errors that it may raise, and its input limit in bytes."""
 
     read: Callable[[bytes], object]
     refuses: tuple[type[Exception], ...]
@@ -45,7 +45,7 @@ def read_page(text: bytes) -> None:
 
 
 def read_pack(text: bytes) -> None:
-    # In the form that the API server sends: a ConfigMap's text is UTF-8.
+    # The API server sends a ConfigMap's text as UTF-8.
     load(["configmap/mine"], {"mine": {"prompts.yaml": text.decode(errors="replace")}})
 
 
@@ -106,5 +106,5 @@ def test_the_largest_text_of_every_hostile_kind_takes_little_memory(parser: str,
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    # Pages are read one at a time, and nothing keeps a parsed page. The other parsers' results are copied or made once.
+    # Pages are read one at a time, and no parsed page is kept. The other parsers' results are copied or created once.
     assert peak < 24 * 1024 * 1024

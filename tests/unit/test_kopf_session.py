@@ -1,6 +1,6 @@
-"""kopf's watch of services through our session, against a server on loopback.
+"""kopf's watch of services through our session, with a server on loopback.
 
-No answer of the server ends the watch. Services that were deleted while the watch was away disappear.
+No answer of the server ends the watch. If a service is deleted while the watch is interrupted, it disappears.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 SERVICES = path_of(API_VERSION, KIND)
 HANG_SECONDS = 60.0
-"""Limit against hanging: each wait takes well under six seconds, pauses included."""
+"""Limit against hanging. Each wait takes less than six seconds, pauses included."""
 
 
 def service(name: str, version: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Results of tools that wait for a service, for each state of docs/conditions.md.
+"""Verdicts of tools that wait for a service, for each state of docs/conditions.md.
 
-The tools are kstatus' rules, Argo CD's script and Flux's expressions. The rows of the page's table are the expected
-results.
+The tools are kstatus' rules, Argo CD's script and Flux's expressions. The table of that page has the expected verdicts.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def example(name: str) -> dict[str, Any]:
 
 
 def argo(obj: dict[str, Any]) -> tuple[str, str]:
-    """Return Argo CD's status and message from its Lua script, run by the same Lua."""
+    """Return Argo CD's status and message, from its Lua script in the Lua that Argo CD uses."""
     if obj["metadata"].get("deletionTimestamp"):
         return "Progressing", ""  # Argo CD does not run its script then
     lua = lua51.LuaRuntime(unpack_returned_tuples=True)

@@ -1,4 +1,4 @@
-"""Terminal output of `kubectl kvpilot`: no text can send control codes, and no JSON shape causes an exception."""
+"""Terminal output of `kubectl kvpilot`: no text can inject control codes, and no JSON shape raises an exception."""
 
 from __future__ import annotations
 

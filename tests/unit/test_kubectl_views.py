@@ -28,7 +28,7 @@ from support.services import manifest, running
 
 
 def listed(*objects: Any, everywhere: bool = False) -> list[dict[str, str]]:
-    """Return the table's rows by header; columns end where the next one begins."""
+    """Return the table's rows by header. A column ends where the next one begins."""
     text = show.rendered([show.listed([service.read(one) for one in objects], everywhere=everywhere)], PLAIN)
     head, *rows = text.splitlines()
     starts = [found.start() for found in re.finditer(r"\S+", head)]

@@ -1,4 +1,4 @@
-"""Two local clusters on one machine share no address, and a stopped cluster frees its addresses."""
+"""Two local clusters on one machine share no address, and a stopped cluster releases its addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds, processes and endpoints of the local cluster that can be tested without a cluster."""
+"""Parts of the local cluster that need no cluster for their tests: builds, processes and endpoints."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_a_process_id_is_not_mistaken_for_another_with_the_same_number() -> None
 
 
 def test_a_process_whose_first_thread_has_ended_runs_until_the_last_one_has() -> None:
-    """Exit late, like a process killed on a busy machine. Until then no other process can bind its port."""
+    """Its other threads exit late, as after a kill on a busy machine. Until then the process holds its port."""
     script = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(900,)).start(); "
     child = subprocess.Popen([sys.executable, "-c", f"{script}ctypes.CDLL(None).pthread_exit(None)"])
     try:
@@ -45,7 +45,7 @@ def test_a_process_whose_first_thread_has_ended_runs_until_the_last_one_has() ->
         assert procs.start_time(child.pid) is not None
     finally:
         child.kill()
-    # The test does not reap it: an ended process that nobody reaped does not count as running.
+    # The test does not reap the process: a zombie does not count as running.
     deadline = time.monotonic() + 60
     while procs.start_time(child.pid) is not None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -98,7 +98,7 @@ def running(mark: Path) -> list[int]:
 
 
 async def until_running(mark: Path, number: int) -> None:
-    """Wait for so many processes, because a new one may have no arguments for a moment."""
+    """Wait for this many processes. A new process may have no arguments for a moment."""
     async with asyncio.timeout(30):
         while len(running(mark)) != number:
             await asyncio.sleep(0.01)
@@ -123,7 +123,7 @@ async def test_a_process_that_is_ended_while_it_starts_leaves_nothing(tmp_path: 
 
 
 async def test_a_process_that_its_shim_cannot_tell_of_is_ended(tmp_path: Path) -> None:
-    # The record cannot be written, as when the pod's folder disappears while the process starts.
+    # The record cannot be written, as if the pod's folder disappears while the process starts.
     (tmp_path / "uid/c/0/state.part").mkdir(parents=True)
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")
     process.start(shell(f"exec tail -f /dev/null {tmp_path}/none"))

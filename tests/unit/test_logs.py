@@ -1,4 +1,4 @@
-"""Log lines are JSON and name their service, whatever the message contains."""
+"""Log lines are JSON and name their service, whatever text the message contains."""
 
 from __future__ import annotations
 

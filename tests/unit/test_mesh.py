@@ -1,4 +1,4 @@
-"""The operator reaches meshed engines by mutual TLS with current certificates, and others over plain HTTP."""
+"""The operator reaches meshed engines by mutual TLS with current certificates, and all others by plain HTTP."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_while_a_file_is_missing_or_broken_the_last_ones_are_used(
     for damage in (lambda file: file.unlink(), lambda file: file.write_text("half a file")):
         damage(ours / name)
         assert [identity.tls(), identity.tls()] == [before, before]
-    # One warning for each fault, even if many connections meet it.
+    # Log one warning for each fault, even if many connections have it.
     assert caplog.text.count("the ones read before") == 2
     (ours / name).write_bytes(whole)
     assert identity.tls() is not before

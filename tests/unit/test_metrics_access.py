@@ -1,4 +1,4 @@
-"""/metrics with authentication: verdicts are cached for a minute, and clients that guess tokens block nobody else."""
+"""/metrics with authentication: verdicts are cached for a minute, and clients that guess tokens block no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpilot_operator.errors import ClusterError
 
 
 class FakeCluster:
-    """Reviewer that knows tokens beginning with `good` or `other`, and lets only the `good` ones read metrics."""
+    """Stand-in for Cluster. It knows tokens beginning with `good` or `other`; only `good` ones may read metrics."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -99,7 +99,7 @@ async def test_tokens_without_the_right_take_no_place_and_ask_for_few_reviews_at
     flood = [asyncio.create_task(status(access, f"Bearer worse-{number}")) for number in range(50)]
     await turns()
     assert len(cluster.asked) - asked == TOKEN_REVIEW.share
-    # A known client passes at once, and is reviewed again when its verdict expires.
+    # A known client passes at once. It is reviewed again when its verdict expires.
     assert await status(access, "Bearer good") == 200
     access_time[0] += KEPT_SECONDS + 1
     again = asyncio.create_task(status(access, "Bearer good"))
@@ -147,7 +147,7 @@ async def scraped(http: aiohttp.ClientSession, url: str, token: str) -> int:
 async def test_connections_that_try_tokens_keep_out_no_peer_with_a_fresh_one(
     access: MetricsAccess, cluster: FakeCluster, answered: bool
 ) -> None:
-    """Send sixty scrapes with fresh tokens from one address, while eight connections of another one guess tokens."""
+    """Send sixty scrapes with fresh tokens from one address, while eight connections from another one guess tokens."""
     numbers = itertools.count()
 
     async def attack(http: aiohttp.ClientSession, url: str) -> None:

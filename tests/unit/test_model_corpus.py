@@ -1,4 +1,4 @@
-"""We and transformers read published models (published.json of `kvpilot plan`) alike, and broken ones are refused."""
+"""Our code and transformers read published models (published.json of `kvpilot plan`) alike. Broken ones are refused."""
 
 import copy
 import json
@@ -29,10 +29,10 @@ FAMILIES = {
     "OLMo", "Hunyuan", "Falcon", "SmolLM", "Whisper", "Jamba", "Mamba",
 }  # fmt: skip
 
-# Models that a class of transformers reads differently from vLLM, with the reason to follow vLLM.
+# transformers reads these models differently from vLLM. Each has the reason why we follow vLLM.
 COMPRESSED = {name for name in CONFIGS if "DeepSeek-V4" in name}
 SPARSE = {name for name in CONFIGS if "MiniMax-M3" in name}
-"""Models that are not counted, because their caches are compressed or have an index beside them."""
+"""Models that are not counted, because their caches are compressed or have an additional index."""
 OTHER_KINDS = {
     *COMPRESSED,
     "stepfun-ai/Step-3.7-Flash-FP8",
@@ -83,7 +83,7 @@ def test_what_we_read_is_what_the_classes_of_transformers_say(classes):
             # Falcon's class leaves the number of KV heads to the model.
             kv_heads = said["kv_heads"] or (1 if name == "tiiuae/falcon-7b" else found.heads)
             differs += [("kv_heads", kv_heads, found.kv_heads)] if kv_heads != found.kv_heads else []
-            # Some classes define head_dim as the part with positions if a model compresses its keys.
+            # If a model compresses its keys, some classes define head_dim as the part with positions.
             if said["head_dim"] and not CONFIGS[name].get("kv_lora_rank") and not found.latent:
                 differs += (
                     [("head_dim", said["head_dim"], found.head_dim)] if said["head_dim"] != found.head_dim else []

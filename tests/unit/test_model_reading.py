@@ -1,4 +1,4 @@
-"""Facts of a model's KV cache from its config.json, compared with transformers' own classes where these have them."""
+"""Facts of a model's KV cache from its config.json, compared with transformers' own classes where they exist."""
 
 import importlib.metadata
 import importlib.util
@@ -207,7 +207,7 @@ def test_reading_a_model_needs_neither_torch_nor_transformers():
 
 
 def test_the_defaults_are_those_of_the_transformers_that_is_installed():
-    # `make check` compares the whole table. This test only checks that it was made with this version.
+    # `make check` compares the whole table. This test only checks the version that it was made with.
     file = Path(importlib.util.find_spec("kvpilot_formats.models").origin).with_name("defaults.json")
     assert json.loads(file.read_text())["transformers"] == importlib.metadata.version("transformers")
     assert known("gemma3")

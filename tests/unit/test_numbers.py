@@ -1,4 +1,4 @@
-"""Numbers in others' text are parsed correctly or rejected, and never raise."""
+"""Numbers in external text are parsed correctly or rejected, without an exception."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Snapshot of the cluster and the engines' pages: only our pods are asked, and missing values are None."""
+"""A Snapshot of the cluster and of the engines' pages: only our own pods are scraped, and missing values are None."""
 
 from __future__ import annotations
 
@@ -155,10 +155,10 @@ async def test_a_pod_whose_pages_are_refused_is_asked_less_often_until_one_is_go
     bad = "http://10.0.0.2:8000"
     await world.scrape(60)
     assert world.asked.count("http://10.0.0.1:8000") == 60
-    # Scrapes come at 0, 5, 10, 15, 25 and 45 seconds, and then every 30.
+    # Scrapes are at 0, 5, 10, 15, 25 and 45 seconds, and then every 30 seconds.
     assert world.asked.count(bad) == 6 + 8
     found = await world.snapshot()
-    # A pod that was skipped in some scrapes still counts as unanswered in them.
+    # If a scrape skipped a pod, that pod still counts as unanswered.
     assert {(s.pods, s.unanswered) for s in found.samples["r1"]} == {(1, 1)}
     assert found.backed_off == {"b": f"{bad}: HTTP 404"}
     world.pages[bad] = REAL

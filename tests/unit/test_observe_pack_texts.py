@@ -1,4 +1,4 @@
-"""Only the texts of a service's own probe packs are read, up to a limit."""
+"""The operator reads only the texts of a service's own probe packs, up to a limit."""
 
 from __future__ import annotations
 

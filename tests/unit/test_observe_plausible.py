@@ -1,4 +1,4 @@
-"""Impossible counts from an engine are ignored, and the operator names a pod that keeps reporting them."""
+"""Impossible counters of an engine are ignored, and the operator names a pod that keeps reporting them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.scrape_loop import BUSY, IDLE, START, ScrapeLoop, at, busy, counted
 
 
 class Paged:
-    """A simulated engine and its page of metrics; each of its steps takes half a second."""
+    """Simulated engine and its metrics page. Each step takes half a second."""
 
     def __init__(self, blocks: int, size: int, limits: Limits, start: float | None) -> None:
         self._blocks, self._size, self._limits = blocks, size, limits
@@ -83,7 +83,7 @@ def test_honest_engines_are_never_doubted_and_all_of_their_work_is_counted(
         judged = fleet.scrape(5 * scrape, pages)
         assert judged.sample.implausible == judged.sample.stalled == ()
         seen = Flows.together((seen, judged.sample.flows))
-    # A page may be left out if no counter moved while a prompt was computed: it has no work to count.
+    # A page may be missing if no counter moved during a prompt's prefill: it has no work to count.
     if not restarts:
         did = Flows.together([model.totals for model in models])
         for name in ("prompt_tokens", "generation_tokens", "finished", "prefill_seconds", "decode_seconds"):

@@ -133,7 +133,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "miss", "restar
 def test_what_is_seen_of_a_counter_is_what_happened_less_what_restarts_hid(
     steps: list[tuple[str, int]], tells_start: bool
 ) -> None:
-    """Count all work without restarts, never more with them, and all work after a restart."""
+    """Count all work if there is no restart. Otherwise count at most that, and all work after the last restart."""
     fleet, now, total, happened, seen = ScrapeLoop(), 0.0, 0.0, 0.0, 0.0
     start = START if tells_start else None
     after_restart, hidden = 0.0, False

@@ -1,4 +1,4 @@
-"""Reads from the API server for a Snapshot: their number, and the result of an odd or missing answer."""
+"""Reads from the API server for a Snapshot: their number, and the result of an unusual or missing answer."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ async def test_nothing_of_a_pack_is_kept_but_what_its_plan_needs(world: World) -
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert "configmap/m0" in str(plan.fault)
-    # The ConfigMaps have 1.6 MB, so they are not kept. The limit allows for schemas and patterns, which stay cached.
+    # The ConfigMaps have 1.6 MB, so the operator must not keep them. The limit leaves room for cached schemas and
+    # patterns.
     assert kept < 600_000
 
 

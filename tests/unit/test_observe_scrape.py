@@ -26,7 +26,7 @@ GOOD = ServiceKey("good", "good")
 
 
 class Engines:
-    """Server whose paths select its behaviour; `asked` counts requests by path, `open` the hanging ones."""
+    """Server whose behaviour depends on the path. `asked` counts requests by path, and `open` those that hang."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
@@ -82,7 +82,7 @@ async def test_a_page_is_read_whole_over_a_small_buffer() -> None:
 async def test_a_good_service_is_scraped_while_all_of_forty_others_hang(
     monkeypatch: pytest.MonkeyPatch, namespaces: int
 ) -> None:
-    # The engines of many namespaces together take all permits, until their scrapes time out.
+    # Engines of many namespaces together hold all permits until their scrapes time out.
     monkeypatch.setattr(module, "TIMEOUT_SECONDS", 10.0 if namespaces > 3 else 60.0)
     async with engines() as served, scraping() as scraper:
         bad = [ServiceKey(f"bad-{i % namespaces}", f"bad-{i}") for i in range(40)]
@@ -147,7 +147,7 @@ async def test_large_pages_of_many_pods_at_once_take_little_memory() -> None:
 
 
 async def answer(head: bytes, body: bytes) -> tuple[list[int], str, int]:
-    """Return the cost of one scrape of a server that sends this: work, any error, and turns of the event loop."""
+    """Return the cost of one scrape of a server that sends this: work, error and turns of the event loop."""
     turns, spent = 0, []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Engines that answer well are scraped often, failing ones seldom, and large pages cost extra."""
+"""Engines that answer well are scraped often, and failing ones rarely. Large pages cost extra."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MOST_WORK = METRICS_LINES + METRICS.read_bytes // METRICS_WORK_BYTES
 def asked(
     throttle: ScrapeThrottle, cycles: int, answers: str, work: int = 0, pods: tuple[str, ...] = ("a",)
 ) -> list[int]:
-    """Return the cycles, one a second, in which pods were scraped.
+    """Return the cycles, one per second, in which pods were scraped.
 
-    `answers` repeats: `.` is a good one and `x` a failure.
+    `answers` repeats: `.` is a good answer and `x` a failure.
     """
     found = []
     for now in range(cycles):
@@ -85,7 +85,7 @@ def test_a_pod_that_is_gone_is_forgotten() -> None:
 def test_a_page_as_large_as_it_may_be_is_read_as_often_as_its_work_is_paid_for() -> None:
     found = asked(ScrapeThrottle(), 130, ".", MOST_WORK)
     assert len(found) == 10
-    # A service's pods are scraped together, and each pays from its own share.
+    # A service's pods are scraped together, and each one uses its own share.
     assert asked(ScrapeThrottle(), 130, ".", MOST_WORK, PODS) == found
 
 

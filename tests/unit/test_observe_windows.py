@@ -1,4 +1,4 @@
-"""Scrapes are kept evenly, as far back as the spec needs and within bounds, and no event is lost."""
+"""Scrapes are kept at even distances, as far back as the spec needs, within limits. No event is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def at(seconds: float) -> datetime:
 
 
 def page(i: int, **changes: float) -> PodMetrics:
-    """Return the `i`-th page: each scrape adds ten requests, all with a first token after half a second."""
+    """Return page number `i`. Each scrape adds ten requests, all with a first token after half a second."""
     first = Histogram((0.1, 1.0), (0, 10 * i, 0), 5.0 * i)
     counted = replace(
         PAGE, totals=Totals(prompt_tokens=1000 * i, finished=10 * i, ttft=first, generation_lengths=first)
@@ -95,7 +95,7 @@ def test_flows_are_merged_and_never_lost(near: float, times: float, buckets: int
 
 @pytest.mark.parametrize("running", [8, 1e6])
 def test_the_newest_scrape_of_a_bucket_tells_the_dtype(running: float) -> None:
-    """The same holds for implausible pages, on which more requests run than there are blocks."""
+    """This also holds for implausible pages, on which more requests run than there are blocks."""
     windows = Windows(KEY)
     windows.keep(SampleRetention(bucket=1000.0))
     windows.add("r", at(0), {"p": page(1)})
@@ -174,7 +174,7 @@ def test_a_clock_that_is_set_back_leaves_nothing_that_is_dated_later_than_now(ca
     series = windows.samples()["r1"]
     assert series[-1].time == at(110)
     assert [s.time for s in series] == sorted(s.time for s in series)
-    assert series[-3].flows.finished == 0  # the previous page lies in the future, so this one counts as the first
+    assert series[-3].flows.finished == 0  # the previous page lies in the future, so this page counts as the first one
     assert series[-1].flows.finished == 10
     assert len([r for r in caplog.records if "set back" in r.getMessage()]) == 1
 

@@ -1,4 +1,4 @@
-"""Every spec that the API server accepts gets a complete decision: no text of a tenant makes a rule fail."""
+"""Every spec that the API server accepts gets a complete decision: no tenant's text makes a rule fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scrapes and probes reach only pods of a service's own Deployments, and follow no redirect from there."""
+"""Scrapes and probes reach only pods of a service's own Deployments, and follow no redirects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator creates, keeps and weights its own HTTPRoute like a user's, and never adopts a foreign one."""
+"""The operator creates its own HTTPRoute and weights it like a user's. It never adopts a foreign route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of README is drawn from a recording of a command, whole and in its colours."""
+"""README's picture is drawn from the recording of a command, complete and in its colours."""
 
 from __future__ import annotations
 

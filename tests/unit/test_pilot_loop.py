@@ -1,4 +1,4 @@
-"""The loop over all services gives each one its turn, and reloads a cache that turned out stale."""
+"""The loop over all services gives each one its turn, and reloads a cache that is out of date."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.services import manifest, snapshot
 
 
 class World:
-    """Pilot over a cache that the test fills. Scrapes can hang, fail or be counted, and writes are counted too."""
+    """Pilot over a cache that the test fills. Scrapes can hang or fail, and scrapes and writes are counted."""
 
     def __init__(self, services: int, scrape_seconds: float = 0.1) -> None:
         self.engines = 3 * services

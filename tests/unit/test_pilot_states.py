@@ -68,7 +68,7 @@ def service(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 class BadDays(RuleBasedStateMachine):
-    """Service in a model cluster. Rules act on it as users, kubelets and networks do."""
+    """Service in a model cluster. Rules act on it like users, kubelets and networks."""
 
     @initialize(spec=SPECS)
     def begin(self, spec: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ class BadDays(RuleBasedStateMachine):
         assert not status_faults(json.loads(json.dumps(self.cluster.status)))
 
     def teardown(self) -> None:
-        """Check that the service converges with constant input, and that the operator then writes nothing more."""
+        """Check that the service converges with constant input, and that the operator then stops writing."""
         if not hasattr(self, "cluster"):
             return
         self.cluster.places = None
@@ -183,7 +183,7 @@ class BadDays(RuleBasedStateMachine):
             self._check_do_not_evict(decision)
 
     def _essence(self) -> dict[str, Any]:
-        """Return the status without the results of periodic probes, which change even in an unchanged service."""
+        """Return the status without the results of periodic probes, which change even if the service does not."""
         passing = ("conditions", "accuracy")
         return {k: v for k, v in self.cluster.status.items() if k not in passing}
 
@@ -228,8 +228,9 @@ class BadDays(RuleBasedStateMachine):
             assert now.canary.verdict == "Passed"
 
     def _check_dwell(self, was: Status, now: Status, spec: dict[str, Any]) -> None:
-        """Start a canary for another dtype in mode Auto only after the dwell, unless it leads away from damaged
-        answers.
+        """Check that mode Auto starts a canary with another dtype only after the dwell time.
+
+        A canary that leads away from damaged answers may start earlier.
         """
         if spec["kvCache"]["mode"] != "Auto" or now.canary is None or was.canary is not None:
             return

@@ -61,7 +61,7 @@ def test_a_bound_is_planned_beside_the_whole_cache(capsys):
     for row, plain in zip(document["dtypes"], whole["dtypes"], strict=True):
         assert (row["capacities"], plain["bounded"]) == (plain["capacities"], None)
         bounded, block = row["bounded"], 16 if row["dtype"] in ("auto", "fp8") else 64
-        kept = block + 4096 + block  # the sinks' page, and a window that may begin inside a page
+        kept = block + 4096 + block  # the sinks' page, and a window that may start inside a page
         assert bounded["bytes_per_sequence"] == kept * row["bytes_per_token"]
         at = {fit["context_tokens"]: fit for fit in bounded["capacities"]}
         # Beyond the kept tokens, size does not depend on the context. The tokens are those of all streams.

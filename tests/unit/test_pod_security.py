@@ -1,4 +1,4 @@
-"""Every pod of the operator passes Pod Security "restricted", with each rule of the standard checked."""
+"""Every pod of the operator passes Pod Security "restricted". The test checks each rule of the standard."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def template(spec: dict[str, Any], dtype: str = "k4v4", **on: bool) -> dict[str,
 
 
 def violations(template: Mapping[str, Any]) -> Iterator[str]:
-    """Each rule of Pod Security "baseline" and "restricted" (Linux) that a pod template breaks."""
+    """Yield each rule of Pod Security "baseline" and "restricted" (Linux) that a pod template violates."""
     pod, annotations = template["spec"], template["metadata"].get("annotations", {})
     whole = pod.get("securityContext", {})
     containers = [one for kind in ("initContainers", "containers", "ephemeralContainers") for one in pod.get(kind, ())]
@@ -116,8 +116,9 @@ def test_an_engine_pod_passes_every_rule_of_restricted(spec: dict[str, Any], dty
 
 
 def beyond_restricted_v2(template: Mapping[str, Any]) -> Iterator[str]:
-    """Return OpenShift's objections to a pod under SCC restricted-v2, including users and groups outside the
-    namespace's range.
+    """Yield OpenShift's objections to a pod under SCC restricted-v2.
+
+    These include users and groups outside the namespace's range.
     """
     pod = template["spec"]
     ids = ("runAsUser", "runAsGroup", "fsGroup", "supplementalGroups")

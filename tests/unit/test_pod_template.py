@@ -1,4 +1,4 @@
-"""engine.podTemplate: the fields that users may add to engine pods, and the fields that they may not change."""
+"""engine.podTemplate: the fields that users may add to engine pods, and those that they may not change."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_shared_memory_has_a_default_size_and_grows_by_offloaded_blocks(volumes:
 
 
 def lost(ours: Json, found: Json, path: str) -> Iterator[str]:
-    """Return paths at which our own template changed; users may set the engine's permissions."""
+    """Yield the paths at which our own template changed. Users may set the engine's permissions."""
     if path.endswith(".securityContext"):
         return
     if isinstance(ours, dict):
@@ -193,8 +193,9 @@ def lost(ours: Json, found: Json, path: str) -> Iterator[str]:
 
 
 def beyond_baseline(template: Mapping[str, Json]) -> Iterator[str]:
-    """Return the rules of Pod Security "baseline" that a pod template breaks; tests/unit/test_pod_security.py has
-    "restricted".
+    """Yield the rules of Pod Security "baseline" that a pod template violates.
+
+    tests/unit/test_pod_security.py checks "restricted".
     """
     pod = template["spec"]
     yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name))

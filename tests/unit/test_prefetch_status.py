@@ -1,4 +1,4 @@
-"""The Job that fills a claim: its state in status and conditions, and its progress on its metrics page."""
+"""The Job that fills a claim: its state in status and conditions, and its progress from its metrics page."""
 
 from __future__ import annotations
 

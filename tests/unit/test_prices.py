@@ -1,4 +1,4 @@
-"""Prices by kind of GPU: validation and the reported cost of a service. No decision depends on a price."""
+"""Prices by kind of GPU: validation, and the reported cost of a service. No decision depends on a price."""
 
 from __future__ import annotations
 

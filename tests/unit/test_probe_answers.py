@@ -1,4 +1,4 @@
-"""Every answer of an engine is parsed or raises a typed error: a real HTTP server sends each bad answer."""
+"""Each answer of an engine is parsed or raises a typed error. A real HTTP server sends each bad answer."""
 
 import asyncio
 import json
@@ -93,7 +93,7 @@ async def test_a_chosen_token_without_a_finite_logprob_makes_no_baseline(logprob
 
 @pytest.mark.parametrize(("after", "finish"), [(1, None), (1, "length"), (7, "length"), (7, "abort"), (0, "length")])
 async def test_an_answer_that_is_cut_short_makes_no_baseline(after: int, finish: str | None) -> None:
-    """One token a prompt comes from prefill alone, so agreement covers 0 positions."""
+    """One token per prompt comes from prefill alone, so agreement covers 0 positions."""
     async with engine(ending(after, finish)) as url:
         with pytest.raises(MalformedAnswer, match=f"{after} of 8 tokens, finish_reason '{finish or ''}'"):
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
@@ -107,7 +107,7 @@ async def test_an_answer_that_the_model_ends_is_a_baseline() -> None:
 
 @pytest.mark.parametrize("finish", [None, "length", "stop"])
 async def test_a_candidate_that_ends_before_the_baseline_does_is_not_measured(finish: str | None) -> None:
-    """A matching first token proves nothing. Such answers alone leave no position to judge."""
+    """A matching first token proves nothing. With only such answers, no position is left to judge."""
     async with engine(ending(1, finish)) as url:
         with pytest.raises(MalformedAnswer, match="1 of 8 tokens"):
             await measure(url, "m", baseline(), settings=SETTINGS)

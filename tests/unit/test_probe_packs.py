@@ -1,4 +1,4 @@
-"""Probe packs: the built-in ones, valid ones of users, and refusals with a remedy."""
+"""Probe packs: built-in ones, valid user packs, and refusals with a remedy."""
 
 import json
 

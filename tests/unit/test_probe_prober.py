@@ -1,4 +1,4 @@
-"""The prober runs one probe for each service, finds kept baselines again, and lets no hanging probe block others."""
+"""The prober runs one probe per service, finds stored baselines again, and lets no hanging probe block others."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ async def test_however_many_engines_hang_a_good_one_is_probed(
 async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_others_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The probe loses its permit, which is no failure, and retries with a longer timeout."""
+    """The probe loses its permit. That is not a failure: it retries with a longer timeout."""
     monkeypatch.setattr(module, "CANARY_PROBE", replace(CANARY_PROBE, permits=2))
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.1)
     asked = 0

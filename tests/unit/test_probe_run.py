@@ -1,4 +1,4 @@
-"""A probe's run against an engine: its requests, its end, and its conclusions from the answers."""
+"""One run of a probe against an engine: its requests, its end, and its conclusions from the answers."""
 
 import asyncio
 import json

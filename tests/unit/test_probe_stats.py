@@ -35,7 +35,7 @@ def normalised(values: list[float]) -> list[float]:
 
 
 def top(distribution: list[float], k: int = TOP_K) -> dict[int, float]:
-    """Return an engine's report of a distribution: the log-probabilities of its k likeliest tokens."""
+    """Return an engine's report of a distribution: the log-probabilities of its k most likely tokens."""
     best = sorted(range(len(distribution)), key=lambda t: -distribution[t])[:k]
     return {t: math.log(distribution[t]) for t in best}
 
@@ -67,7 +67,7 @@ def test_the_same_answer_is_no_damage(a: list[float]) -> None:
 
 @given(weights, weights, st.floats(0, 1), st.floats(0, 1))
 def test_damage_grows_with_the_share_of_another_answer(a: list[float], b: list[float], s: float, t: float) -> None:
-    """KL(p || (1 - s) p + s q) rises with s. Distributions are whole, so no token drops out of the top k."""
+    """KL(p || (1 - s) p + s q) grows with s. Distributions are complete, so no token drops out of the top k."""
     p, q = normalised(a), normalised(b)
     less, more = sorted((s, t))
 
@@ -78,7 +78,7 @@ def test_damage_grows_with_the_share_of_another_answer(a: list[float], b: list[f
 
 
 def test_an_answer_without_one_shared_token_is_large_damage() -> None:
-    """A sum over shared tokens only would be empty here, and garbage would look perfect."""
+    """A sum over shared tokens alone would be empty here, and garbage would look perfect."""
     sure = {1: math.log(0.9), 2: math.log(0.05), 3: math.log(0.01)}
     garbage = {7: math.log(0.5), 8: math.log(0.3), 9: math.log(1e-4)}
     assert kl_nats(sure, garbage) > 5
@@ -108,7 +108,7 @@ def test_a_position_agrees_when_the_greedy_tokens_are_equal() -> None:
 
 @given(weights, st.sampled_from([0.0, 1 / 4096, 1 / 512]))
 def test_what_an_engine_reports_of_a_distribution_is_possible(a: list[float], rounding: float) -> None:
-    """Errors of a logprob: float32 1e-7, storage half of 1/2048 nat, bfloat16 1/512 of its value."""
+    """Errors of a logprob: 1e-7 from float32, 1/4096 nat from storage, and 1/512 of its value from bfloat16."""
     told = {token: lp + rounding for token, lp in top(normalised(a)).items()}
     assert impossible(told, next(iter(told))) is None
 

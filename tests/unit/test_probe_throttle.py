@@ -41,7 +41,7 @@ def kept(prompts: int = 3) -> Baseline:
 
 
 def queueing(*lengths: float, asked: list[str] | None = None) -> Handler:
-    """Return an engine with these queue lengths, one for each poll; the last one repeats."""
+    """Return an engine with these queue lengths, one for each poll. The last one repeats."""
     left = list(lengths)
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
@@ -65,7 +65,7 @@ async def waiting(page: bytes, status: str = "200 OK") -> float:
 
 
 async def gently(handler: Handler, prompts: int, seconds: float) -> Measurement:
-    """Run one measurement that yields for at most this long to users of such an engine."""
+    """Run one measurement that waits at most this long for the users of such an engine."""
     async with engine(handler) as url, scraping() as scraper:
         give_way = GiveWay(partial(scraper.waiting, KEY, url), seconds)
         return await measure(url, "m", kept(prompts), settings=Settings(tokens=8, concurrency=1, give_way=give_way))

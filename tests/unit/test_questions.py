@@ -1,4 +1,4 @@
-"""A failed rule of a reconcile is reported on its service, and all other rules still run."""
+"""If a rule of a reconcile fails, its service reports it, and all other rules still run."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ PARTS = {
 
 
 def by_name(manifests: list[object]) -> list[object]:
-    """Return manifests sorted by name, because their order belongs to another question."""
+    """Return manifests sorted by name, because another question defines their order."""
     return sorted(manifests, key=lambda one: one["metadata"]["name"])
 
 

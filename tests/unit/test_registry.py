@@ -1,4 +1,4 @@
-"""The operator keeps everything about a service in one record, which lives as long as the service."""
+"""The operator keeps its state of a service in one record, which lives as long as the service."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def setup_module() -> None:
 
 
 class Engines:
-    """Engines with one common page. Their probes hang, fail or find nothing, by the service's name."""
+    """Engines with one common page. The service's name decides if a probe hangs, fails or finds nothing."""
 
     async def scrape(self, *_: object) -> PodMetrics:
         await asyncio.sleep(0)
@@ -64,7 +64,7 @@ class Engines:
 
 
 class World:
-    """Pilot with its real parts over an API server in memory; `decided` records the inputs of decisions."""
+    """Pilot with its real parts over an in-memory API server. `decided` records the inputs of decisions."""
 
     def __init__(self) -> None:
         self.api = MemoryApi()
@@ -94,7 +94,7 @@ class World:
             self.api.drop(KIND, name)
 
     def replace(self, name: str) -> None:
-        """Recreate the service. A watch that was away reports only the second one."""
+        """Recreate the service. A watch that was interrupted reports only the new service."""
         hears, self.api.on_change = self.api.on_change, lambda _: None
         self.delete(name)
         self.api.on_change = hears
@@ -117,7 +117,7 @@ class World:
                 self.api.drop(*what)
 
     def refuse(self, name: str) -> None:
-        """Refuse Deployments of this service from now on, and of no other."""
+        """Refuse the Deployments of this service alone from now on."""
         error = Rejected("PATCH", "/x", 403, "quota", "Forbidden")
 
         def refuses(obj: Any) -> Rejected | None:
@@ -159,7 +159,7 @@ class World:
 
 
 def reachable(roots: Iterable[object], but: tuple[type, ...]) -> Iterator[object]:
-    """Return objects reachable through kvpilot's objects, containers and callbacks, but not through `but`."""
+    """Yield the objects reachable through kvpilot's objects, containers and callbacks, but not through `but`."""
     seen: dict[int, object] = {}
     left: deque[object] = deque(roots)
     while left:
@@ -213,7 +213,7 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
         before = len(world.decided)
 
         def twice() -> bool:
-            """Return True after each service's second decision, which follows every effect of the first."""
+            """Return True after each service's second decision, which follows every effect of the first one."""
             seen = Counter((s.key.name, s.uid) for s in world.decided[before:])
             return all(seen[one] > 1 for one in world.living())
 
@@ -224,8 +224,8 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
         await world.run(partial(play, world))
         assert world.remembered() == world.living()
         assert shown(world.telemetry) == {name for name, _ in world.living()}
-        # An idle service is referenced only by its record and the cache. An interrupted reconcile of a live service may
-        # also have requeued it.
+        # Only its record and the cache refer to an idle service. An interrupted reconcile of a live service may also
+        # have requeued it.
         roots, but = [world.pilot, world.observer, world.telemetry], (Registry, InformerCache, MemoryApi)
         assert [one for one in reachable(roots, (*but, WorkQueue)) if isinstance(one, ServiceKey)] == []
         waiting = {one.name for one in reachable(roots, but) if isinstance(one, ServiceKey)}
@@ -235,7 +235,7 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
 
 
 async def test_a_service_that_takes_the_name_of_another_starts_afresh() -> None:
-    """The new service has the same spec, and no event reported the deletion of the first one."""
+    """The new service has the same spec, and no event reported that the first one was deleted."""
     world = World()
 
     async def play() -> None:

@@ -1,4 +1,4 @@
-"""A replica leads as soon as the API server grants the Lease, and releases it in order."""
+"""A replica leads as soon as the API server grants the Lease, and releases it when it stops."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def led(fence: WriteFence, failures: list[Exception]) -> FakeLeader:
 
 
 async def life(fence: WriteFence, start: Callable[[], Awaitable[Any]], stop: asyncio.Event) -> None:
-    """Lead until told to stop, and then release the Lease, like the operator's process."""
+    """Lead until told to stop, and then release the Lease, as the operator's process does."""
     one = Replica(fence, start)
 
     async def lead() -> None:

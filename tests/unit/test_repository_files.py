@@ -1,4 +1,4 @@
-"""Forms and owners at the root have the shape that GitHub reads, and name only what exists."""
+"""Issue forms and the owners file have the format that GitHub reads, and name only existing files."""
 
 from __future__ import annotations
 

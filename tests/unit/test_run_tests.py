@@ -1,4 +1,4 @@
-"""scripts/run_tests.py, which CI trusts: it runs every part, counts every failure, and prints the total at the end."""
+"""scripts/run_tests.py, which CI relies on, runs every part, counts every failure, and prints the total at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "run_tests.py"
-# Programs of the parts. All but `crash` and `empty` are pytest with one file.
+# Programs of the parts. All except `crash` and `empty` are pytest runs of one file.
 TESTS = {
     "e2e": "def test_works(): pass\ndef test_breaks(): assert 1 == 2\n",
     "unit": "import pytest\n@pytest.fixture\ndef broken(): raise OSError('no')\ndef test_needs(broken): pass\n",
@@ -20,7 +20,7 @@ TESTS = {
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """Return the script with the parts of TESTS; any other part crashes before it writes a report."""
+    """Return the script with the parts of TESTS. Any other part crashes before it writes a report."""
     spec = importlib.util.spec_from_file_location("run_tests", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

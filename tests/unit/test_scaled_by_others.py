@@ -1,4 +1,4 @@
-"""An HPA or KEDA scales a service through /scale, and the operator follows, down to zero and back."""
+"""An HPA or KEDA scales a service through /scale, down to zero and back, and the operator follows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scale(cluster: ModelCluster) -> tuple[int, str]:
 
 
 def selected(cluster: ModelCluster) -> Counter[str]:
-    """Return the ready pods by revision that an autoscaler would average over."""
+    """Return the ready pods by revision that an autoscaler would average."""
     wanted = dict(pair.split("=") for pair in scale(cluster)[1].split(","))
     assert wanted[SERVICE_LABEL] == KEY.name
     one = wanted.get(REVISION_LABEL)

@@ -1,4 +1,4 @@
-"""docs/security-claims.md lists the trust in each party, and each line names the tests that hold it."""
+"""docs/security-claims.md lists how much kvpilot trusts each party. Each line names the tests that verify it."""
 
 from __future__ import annotations
 

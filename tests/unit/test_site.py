@@ -1,4 +1,4 @@
-"""The site's script names what is missing before it installs anything, and its lock has the versions of install.sh."""
+"""The site's script names what is missing before it installs anything. Its lock file has the versions of install.sh."""
 
 from __future__ import annotations
 

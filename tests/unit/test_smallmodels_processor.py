@@ -1,4 +1,4 @@
-"""Detection of processors on which vLLM serves its own quantized KV-cache dtypes."""
+"""Detection of processors on which vLLM can serve its own quantized KV-cache dtypes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Decisions from gauges that no counter confirms, and from means that would hide a full engine."""
+"""Decisions from gauges that no counter confirms, and from averages that would hide a full engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Pages = Callable[[int], Mapping[str, PodMetrics]]
 def engine(
     usage: float, running: int, waiting: int, done: int, rank: int = 0, *, label: str = "engine", prompt: int = 0
 ) -> str:
-    """Return one engine's lines of a page as vLLM 0.32 writes it."""
+    """Return one engine's lines of a metrics page in the format of vLLM 0.32."""
     labels = f'{label}="{rank}",model_name="m"'
     return f"""\
 vllm:num_requests_running{{{labels}}} {running}.0
@@ -59,7 +59,7 @@ HUNG = page(engine(0.9, 24, 15, 0))
 
 
 def full(i: int) -> PodMetrics:
-    """Return a working engine whose cache is full and whose queue is not empty."""
+    """Return an engine that works, with a full cache and a queue."""
     return page(engine(0.95 + i % 3 / 100, 24, 15, 1500 * i))
 
 
@@ -165,7 +165,7 @@ def test_a_rank_that_hangs_beside_one_that_works_stalls_its_pod_and_is_named() -
 
 
 def uneven(i: int) -> PodMetrics:
-    """Return a data-parallel replica: one rank is full and has a queue, the other one is nearly idle."""
+    """Return a data-parallel replica. One rank is full and has a queue, and the other one is nearly idle."""
     return page(engine(0.97, 24, 12, 1500 * i, 0), engine(0.21, 5, 0, 400 * i, 1))
 
 

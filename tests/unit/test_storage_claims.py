@@ -1,4 +1,4 @@
-"""The claim that a service requests: its content, its users, and the times of its writes."""
+"""The volume claim that a service requests: its content, its users, and when it is written."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_pods_that_share_a_disk_are_kept_on_one_node_with_whatever_else_the_spec
         affinity = pod["spec"]["affinity"]
         (term,) = affinity["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         assert term["topologyKey"] == "kubernetes.io/hostname"
-        # An affinity term that matches its own pod does not block the first pod. Pods of all revisions match each
+        # If an affinity term matches its own pod, it does not block the first pod. Pods of all revisions match each
         # other.
         selected = term["labelSelector"]["matchLabels"].items()
         assert all(selected <= other["metadata"]["labels"].items() for other in pods)
@@ -280,7 +280,7 @@ async def test_engines_start_once_somebody_elses_claim_has_given_way(operator: O
 
 
 async def test_no_engine_is_added_once_the_claim_has_become_somebody_elses(operator: Operator) -> None:
-    """Replace the claim between two reconciles; running replicas may still be removed."""
+    """Replace the claim by another owner's between two reconciles. The operator may still remove running replicas."""
     await served(operator)
     operator.api.drop(*CLAIM)
     theirs = operator.api.put({"kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": {}})

@@ -1,4 +1,4 @@
-"""The Job that fills a claim before engines start: its content, and the times when it runs."""
+"""The Job that fills a volume claim before engines start: its content, and when it runs."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ async def test_a_job_of_an_older_spec_goes_and_a_corrected_one_comes(operator: O
 async def test_a_job_that_somebody_deletes_is_made_anew_soon(operator: Operator) -> None:
     await operator.reconcile()
     operator.api.drop(*JOB)
-    # Another object may have taken the name: the server answers the first attempt with a conflict.
+    # Another object may have taken the name. Then the server answers the first attempt with a conflict.
     with pytest.raises(Conflict):
         await operator.reconcile()
     await operator.reconcile()
@@ -258,7 +258,7 @@ WRITES = [
 async def test_whatever_write_the_operator_ends_at_the_same_comes_of_it(
     operator: Operator, method: str, kind: str, after: int
 ) -> None:
-    """Kill the operator at the n-th write of a kind. The spec changes meanwhile, so a Job is deleted too."""
+    """Kill the operator at the n-th write of a kind. The spec changes meanwhile, so that a Job is deleted, too."""
     left = [after]
 
     def dies(done: str, what: tuple[str, str]) -> None:

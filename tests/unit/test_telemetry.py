@@ -1,4 +1,4 @@
-"""The operator's own metrics describe each service, end with the service and stay bounded."""
+"""The operator's metrics about services describe each service, disappear with it, and are bounded in number."""
 
 from __future__ import annotations
 

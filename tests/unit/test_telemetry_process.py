@@ -1,4 +1,4 @@
-"""The operator's own metrics describe its process: reconciles, queue, requests and scrapes."""
+"""The operator's metrics about its own process: reconciles, queue, requests and scrapes."""
 
 from __future__ import annotations
 

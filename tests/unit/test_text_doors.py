@@ -1,6 +1,6 @@
-"""Text from others is printable and has no password wherever it enters kvpilot or reaches people.
+"""External text is printable and has no password wherever it enters kvpilot or is shown.
 
-Each test feeds a text function any Unicode, with an address and its password in the middle.
+Each test passes arbitrary Unicode to a text function, with an address and its password in the middle.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def check(*values: Any) -> None:
-    """Assert that the texts contain no password, and only line breaks as unprintable characters."""
+    """Assert that the texts contain no password, and no unprintable characters except line breaks."""
     for text in texts(values):
         assert text.replace("\n", "").isprintable(), ascii(text)
         assert SECRET not in text

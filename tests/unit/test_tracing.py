@@ -63,7 +63,7 @@ async def ended(sender: SpanSender, exporter: InMemorySpanExporter) -> dict[str,
 
 
 class World:
-    """Pilot with its real parts over an API server in memory; nothing is scraped."""
+    """Pilot with its real parts over an in-memory API server. It scrapes nothing."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.api = MemoryApi()

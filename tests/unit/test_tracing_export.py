@@ -1,4 +1,4 @@
-"""Spans reach a collector; otherwise the log names the wrong environment variable."""
+"""Spans reach a collector. If they cannot, the log names the environment variable at fault."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Disturb every stage of a trial: with a new leader, an evicted pod, or a clock that jumps. Every limit holds after
-each single write, and the trial ends as without the disturbance.
+"""Disturbances in every stage of a trial: a new leader, an evicted pod, or a clock that jumps.
+
+Every limit holds after each single write, and the trial ends as without the disturbance.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def test_a_new_leader_in_any_stage_and_between_any_two_writes_ends_the_trial_the
 @settings(max_examples=4, deadline=None)
 def test_pods_that_are_evicted_in_any_stage_are_replaced_and_the_trial_ends_the_same(name, evictions):
     cluster = story(name)
-    cluster.watch = lambda _: None  # the operator does not control evictions, and one may take pods that it would keep
+    cluster.watch = lambda _: None  # the operator does not control evictions, and an eviction may remove any pod
     in_stage: dict[str, int] = {}
     while not ended(cluster.parsed()):
         status = cluster.parsed()

@@ -1,4 +1,4 @@
-"""Text from others can neither control a terminal nor leak a password, wherever kvpilot shows it."""
+"""External text can neither control a terminal nor leak a password, wherever kvpilot shows it."""
 
 from __future__ import annotations
 

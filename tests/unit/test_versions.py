@@ -1,4 +1,4 @@
-"""Every command of ours tells the installed version of kvpilot."""
+"""Every kvpilot command prints the installed version of kvpilot."""
 
 from __future__ import annotations
 

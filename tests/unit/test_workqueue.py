@@ -1,4 +1,4 @@
-"""The work queue: one reconcile a service at a time, changed services first without starving others, and back-off."""
+"""The work queue: one reconcile per service at a time, changed services first but none starved, and back-off."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def queue_of(log: Callable[[ServiceKey], Awaitable[float | None]]) -> WorkQueue:
 
 
 async def worked(queue: WorkQueue, enough: Callable[[], bool]) -> None:
-    """Work until the condition holds, and a moment longer to catch surplus reconciles."""
+    """Work until the condition holds, and a little longer to catch surplus reconciles."""
     task = asyncio.create_task(queue.work())
     async with asyncio.timeout(30):
         while not enough():
@@ -222,7 +222,7 @@ async def test_a_namespace_alone_gets_all_workers() -> None:
 
 
 class Counted(Backoff):
-    """Pauses of zero length that record the failure count before each one."""
+    """Back-off without waiting that records the failure count before each pause."""
 
     seen: ClassVar[list[int]] = []
 

@@ -1,10 +1,9 @@
 """KIVI in plain torch (arXiv 2402.02750): no rotation; keys per channel over groups of tokens, values per token.
 
-Keys have channels that are large in every token, so each channel of a group of G = 32 tokens gets its own step and
-minimum; values do not, so each token's G = 32 neighbouring channels share theirs. Both are float16.
+Some key channels are large in every token. So each channel of a group of G = 32 tokens has its own step and minimum.
+Values have no such channels, so each token's G = 32 neighbouring channels share step and minimum. Both are float16.
 
-The original keeps the last tokens in 16 bits until a group is full; here a group that is not full is quantized as the
-short group that it is.
+The original keeps the last tokens in 16 bits until a group is full. Here such a group is quantized as a short group.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ by alternating divisions, in the manner of Sinkhorn (scales are kept as logarith
 
     c_j <- c_j * std_i(X_ij / (r_i c_j))        r_i <- r_i * std_j(X_ij / (r_i c_j))        16 times
 
-and the pair (r, c) with the least imbalance max std / min std, summed over both axes, is kept. X / (r c) is quantized
-by asymmetric round-to-nearest: keys with one step and minimum per channel over the tile, values per token over the
-channels. Stored in float16: steps and minima times the scale of their own axis, and the scale of the other axis, so
-three numbers per 128 elements at head_dim 128.
+The pair (r, c) with the least imbalance is kept: max std / min std, summed over both axes. X / (r c) is quantized by
+asymmetric round-to-nearest. Keys have one step and minimum per channel of the tile, values one per token. The cache
+stores three float16 numbers per 128 elements at head_dim 128: step and minimum, both times the scale of their own axis,
+and the scale of the other axis.
 
-The original keeps the first tile of a sequence, and the tile that is being filled, in 16 bits in a pool beside the
-cache; `exact_ends` does the same. Without it the open tile is quantized as the short tile that it is.
+The original keeps the first tile of a sequence, and the unfinished tile, in 16 bits in a pool next to the cache.
+`exact_ends` does the same. Without it the unfinished tile is quantized as a short tile.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """TurboQuant as vLLM ships it (arXiv 2504.19874; vllm-project/vllm pull request 38479), in plain torch.
 
-Keys: the vector's norm n is stored in float16; its direction is rotated by a Hadamard matrix with random signs, after
-which a coordinate is close to N(0, 1/D), and each coordinate is replaced by the nearest of the 2^b Lloyd-Max centroids
-of that distribution. With norm correction, the vector of centroids is brought to length 1 before n multiplies it.
+Keys: the vector's norm n is stored in float16. A Hadamard matrix with random signs rotates the vector's direction,
+after which a coordinate is close to N(0, 1/D). Each coordinate is replaced by the nearest of the 2^b Lloyd-Max
+centroids of that distribution. With norm correction, the vector of centroids is scaled to length 1 before n multiplies
+it.
 
 Values: not rotated; asymmetric round-to-nearest with one float16 step and minimum per vector.
 
-vLLM also keeps the first and last two layers in 16 bits; the bits here count, and the round trip quantizes, all layers.
+vLLM also keeps the first and last two layers in 16 bits. Here all layers are quantized, also for the number of bits.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def signs(dim: int) -> torch.Tensor:
 def lloyd_max(bits: int) -> torch.Tensor:
     """Return the 2^bits centroids of least mean squared error for N(0, 1), ascending, float32.
 
-    Lloyd (1957) and Max (1960): an edge lies midway between two centroids, and a centroid is the mean of its cell,
-    which for edges a < b of a normal variable is (pdf(a) - pdf(b)) / (cdf(b) - cdf(a)).
+    By Lloyd (1957) and Max (1960), an edge lies midway between two centroids, and a centroid is the mean of its cell.
+    For edges a < b of a normal variable that mean is (pdf(a) - pdf(b)) / (cdf(b) - cdf(a)).
     """
     count = 1 << bits
     centroids = torch.linspace(-2.5, 2.5, count, dtype=torch.float64)

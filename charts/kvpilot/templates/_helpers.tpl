@@ -3,7 +3,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" }}
 {{- end }}
 
-{{/* The name of the Deployment and of what belongs to it. A release that is called like the chart does not say it twice. */}}
+{{/* The name of the Deployment and of the objects that belong to it. If the release's name contains the chart's, it is not repeated. */}}
 {{- define "kvpilot.operator" -}}
 {{- $name := include "kvpilot.name" . }}
 {{- if .Values.fullnameOverride }}
@@ -15,7 +15,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Cluster-scoped names carry the namespace too: releases of two namespaces must not share them. */}}
+{{/* Names of cluster-scoped objects contain the namespace, so that releases in two namespaces do not share them. */}}
 {{- define "kvpilot.clusterName" -}}
 {{- printf "%s:%s" .Release.Namespace (include "kvpilot.operator" .) }}
 {{- end }}
@@ -30,7 +30,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: operator
 {{- end }}
 
-{{/* The chart's own labels come first: commonLabels must not break the selectors. */}}
+{{/* The chart's own labels take precedence, because commonLabels must not break the selectors. */}}
 {{- define "kvpilot.labels" -}}
 {{- $own := dict
   "app.kubernetes.io/version" .Chart.AppVersion
@@ -42,8 +42,8 @@ app.kubernetes.io/component: operator
 {{- end }}
 
 {{/*
-The metadata of an object. Takes a dict: root, name, and as needed namespace, labels, annotations.
-Without a namespace the object is the release's; `namespace: ""` makes it cluster-scoped.
+The metadata of an object. The argument is a dict: root, name, and optionally namespace, labels, annotations.
+The default namespace is that of the release; `namespace: ""` makes the object cluster-scoped.
 */}}
 {{- define "kvpilot.metadata" -}}
 {{- $root := .root }}
@@ -67,7 +67,7 @@ annotations:
 {{- with .Values.image.digest }}{{ printf "%s@%s" $image . }}{{ else }}{{ $image }}{{ end }}
 {{- end }}
 
-{{/* The pods' securityContext; OpenShift gives each namespace users and groups of its own. */}}
+{{/* The pods' securityContext. On OpenShift it names no user or group, because each namespace has its own. */}}
 {{- define "kvpilot.podSecurityContext" -}}
 {{- $context := .Values.podSecurityContext }}
 {{- if .Capabilities.APIVersions.Has "security.openshift.io/v1" }}
@@ -76,7 +76,7 @@ annotations:
 {{- toYaml $context }}
 {{- end }}
 
-{{/* A sidecar that intercepts nothing and writes the pod's certificates to the volume `mesh`. */}}
+{{/* Annotations for a sidecar that intercepts no traffic and writes the pod's certificates to the volume `mesh`. */}}
 {{- define "kvpilot.istioAnnotations" -}}
 traffic.sidecar.istio.io/includeInboundPorts: ""
 traffic.sidecar.istio.io/includeOutboundIPRanges: ""

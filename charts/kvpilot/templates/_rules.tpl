@@ -1,4 +1,4 @@
-{{/* What the operator may do in a namespace that it looks after. tests/chart holds this list against what it does. */}}
+{{/* The operator's rights in a namespace that it watches. tests/chart compares them with its requests. */}}
 {{- define "kvpilot.rules" -}}
 - apiGroups: [kvpilot.io]
   resources: [quantizedllmservices]

@@ -1,15 +1,15 @@
 {{/*
-The name of the rights on what the operator looks after: a ClusterRole and its binding, or a Role and its binding in each
-watched namespace. It is the same in every release, so no two operators have these rights in one place: the second
-release is refused by Helm, and where somebody else applies the manifests the binding passes from one to the other.
+The name of the operator's rights on services: a ClusterRole and its binding, or a Role and its binding in each watched
+namespace. It is the same in every release, so that only one operator has these rights in a place. Helm refuses a second
+release. If another tool applies the manifests, the binding moves to the newer operator.
 */}}
 {{- define "kvpilot.scope" -}}
 kvpilot.io:operator
 {{- end }}
 
 {{/*
-Refuse to install beside an operator that looks after the same services. `helm template` looks nothing up and so refuses
-nothing.
+Refuse to install next to an operator that watches the same services. `helm template` cannot look up objects, so it never
+refuses.
 */}}
 {{- define "kvpilot.refuseSecond" -}}
 {{- $name := include "kvpilot.scope" . }}

@@ -3,6 +3,6 @@
 from pathlib import Path
 
 PAGE_EARLY = Path(__file__).with_name("vllm-0.32.0-early.txt")
-"""The metrics page of vLLM 0.32.0 soon after its start."""
+"""Metrics page of vLLM 0.32.0 soon after its start."""
 PAGE_LATER = Path(__file__).with_name("vllm-0.32.0-later.txt")
-"""The page of the same engine after some load."""
+"""Metrics page of the same engine after some load."""

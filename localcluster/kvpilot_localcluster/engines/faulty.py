@@ -1,5 +1,4 @@
-"""Cheap engine for tests of faults. It has no model, and only the part of vLLM's API that operator, probes and load
-use.
+"""Cheap engine for fault tests, without a model. It has only the part of vLLM's API that operator, probes and load use.
 
 It is a separate program that needs only the standard library, so that a dozen can start at once:
 
@@ -46,11 +45,11 @@ class Faults:
     only_dtype: str = ""
     """If set, `completions` and `reports` only apply to this dtype."""
     usage: float = -1.0
-    """Reported number of running and waiting requests in place of the true one, if not negative."""
+    """Reported number of running and waiting requests instead of the true one, unless negative."""
     running: int = 0
     waiting: int = 0
     stalled: bool = False
-    """True if the requests counted by `running` make no tokens; else each makes one between two pages."""
+    """True if requests that `running` counts generate no tokens. Otherwise each generates one between two pages."""
     eat_mib: int = 0
     """Memory to take, in MiB."""
 
@@ -145,7 +144,7 @@ class Engine:
         elif fault == "error":
             _send(writer, b"out of order", "500 Internal Server Error")
         elif fault == "bomb":
-            import gzip  # imported here, because an engine starts faster without it
+            import gzip  # imported here, because the engine starts faster without it
 
             _head(writer, "text/plain", "Content-Encoding: gzip")
             writer.write(gzip.compress(bytes(200 * 1024 * 1024), 1))

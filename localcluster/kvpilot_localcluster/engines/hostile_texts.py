@@ -1,5 +1,6 @@
-"""Texts that a tenant may send, valid and hostile, of about any number of bytes. The hostile ones are known to hurt
-parsers.
+"""Texts that a tenant may send, valid and hostile, of about any number of bytes.
+
+The hostile ones are known to harm parsers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Make = Callable[[int], bytes]
 
 REAL = PAGE_LATER.read_bytes()
 USAGE = b"vllm:kv_cache_usage_perc"
-# Verdicts on specs are cached, so give each spec a different number.
+# Give each spec a different number, because the operator caches verdicts on specs.
 _SERIAL = itertools.count()
 
 

@@ -1,4 +1,4 @@
-"""buildah and runc, which build and start images without a daemon, in folders of ours."""
+"""Run buildah and runc, which build and start images without a daemon, in private folders."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def runc() -> Path:
 
 
 def _unpack(program: str, libraries: list[str], folder: Path) -> None:
-    """Unpack Debian's package with libraries that a bare machine may lack, and a script that uses them only for this
-    program."""
+    """Unpack Debian's package with libraries that a bare machine may lack.
+
+    A script uses these libraries only for this program.
+    """
     root = folder / "root"
     debian([program, *libraries], root)
     settings = folder / "home" / ".config" / "containers"

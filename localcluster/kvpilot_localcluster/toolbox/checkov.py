@@ -1,5 +1,7 @@
-"""checkov, which checks policies on Kubernetes manifests. It has a hundred dependencies, so it gets its own
-environment."""
+"""Install checkov, which checks policies on Kubernetes manifests.
+
+It has a hundred dependencies, so it gets its own environment.
+"""
 
 from __future__ import annotations
 

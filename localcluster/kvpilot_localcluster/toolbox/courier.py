@@ -1,4 +1,4 @@
-"""operator-courier, which runs those of the Operator Framework's bundle checks that exist as a Python package.
+"""operator-courier, which has those bundle checks of the Operator Framework that exist as a Python package.
 
 Its successors check more, but no package index has them.
 """

@@ -22,16 +22,16 @@ def tools_folder() -> Path:
 
 
 def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
-    """Return the user's program on PATH, or the one of our cache, fetched on first use.
+    """Return the user's program on PATH, or the one in our cache. It is fetched on first use.
 
     Args:
-        program: the name of the executable.
-        version: version to fetch, and part of the cache's key. A program on PATH comes first, whatever its version.
-        fetch: puts `bin/<program>`, executable, below the folder that it is given (final from the start: a virtual
-            environment cannot be moved).
+        program: name of the executable.
+        version: version to fetch, which is part of the cache key. A program on PATH comes first, whatever its version.
+        fetch: function that puts an executable `bin/<program>` below its folder. The folder is final, because a virtual
+            environment cannot be moved.
 
     Raises:
-        BuildFailed: it cannot be fetched, or what came does not hold the program.
+        BuildFailed: the program cannot be fetched, or the download does not contain it.
     """
     found = shutil.which(program)
     return Path(found) if found else cached(program, version, fetch)
@@ -80,7 +80,7 @@ def debian(packages: Sequence[str], folder: Path, *, suite: str = "bookworm") ->
 
 
 def link(binary: Path, folder: Path) -> None:
-    """Make an unpacked file executable and show it as `folder/bin/<its name>`."""
+    """Make an unpacked file executable and link it as `folder/bin/<its name>`."""
     (folder / "bin").mkdir(exist_ok=True)
     binary.chmod(0o755)
     target = folder / "bin" / binary.name

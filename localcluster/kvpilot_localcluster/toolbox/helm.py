@@ -16,7 +16,7 @@ from kvpilot_localcluster.toolbox.kubelayer import unpack
 
 
 class HelmRefused(Exception):
-    """Helm ended with an error; the message is Helm's own."""
+    """Error of Helm. The message is Helm's own."""
 
 
 def helm() -> Path:
@@ -41,7 +41,7 @@ def run_helm(*arguments: str | Path, values: Mapping[str, Any] | None = None, ti
 def render(
     chart: Path, values: Mapping[str, Any], *flags: str, release: str = "kvpilot", namespace: str = "kvpilot-system"
 ) -> list[dict[str, Any]]:
-    """Return the objects that Helm makes of a chart with these values.
+    """Return the objects that Helm renders from a chart with these values.
 
     Raises:
         HelmRefused: the values or a template are wrong.
