@@ -83,8 +83,7 @@ class World:
 def world(cluster: LocalCluster, installable: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("pages")
     shell = Shell(folder, cluster.kubeconfig, installable, NAMESPACE=NAMESPACE, OPERATOR=OPERATOR)
-    shell("kubectl delete crd quantizedllmservices.kvpilot.io --ignore-not-found")
-    shell("kubectl delete namespace $OPERATOR --ignore-not-found")
+    shell.remove_kvpilot()
     shell(blocks(section("install.md", "With Helm"))[0].replace("helm test kvpilot --namespace kvpilot-system", ""))
     shell("kubectl create namespace $NAMESPACE")
     yield World(cluster, shell)

@@ -46,8 +46,7 @@ def shell(cluster: LocalCluster, installable: Path, tmp_path_factory: pytest.Tem
         assert image in text
         (folder / f"examples/{name}.yaml").write_text(text.replace(image, RUNTIME))
     shell = Shell(folder, cluster.kubeconfig, installable)
-    shell("kubectl delete crd quantizedllmservices.kvpilot.io --ignore-not-found")
-    shell("kubectl delete namespace kvpilot-system --ignore-not-found")
+    shell.remove_kvpilot()
     yield shell
     shell("kubectl delete crd quantizedllmservices.kvpilot.io --ignore-not-found")
 

@@ -60,3 +60,7 @@ class Shell:
         )  # fmt: skip
         assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
+
+    def remove_kvpilot(self) -> None:
+        """Remove an operator and the definition of other tests."""
+        self(f"kubectl delete -k {ROOT}/config/base --ignore-not-found")

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvpilot_formats import dtypes
 from kvpilot_localcluster.engines import PAGE_LATER
+from kvpilot_operator import budget
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe import series
 from kvpilot_operator.observe.page import MOST_REQUESTS, VLLM_DTYPES, PageReader
 from kvpilot_operator.state.snapshot import ModelFacts
 from support.metrics_pages import parse_page
@@ -241,7 +241,7 @@ def test_a_page_says_the_same_in_whatever_chunks_and_steps_it_is_read(lines: lis
     text = "\n".join(lines).encode()
     whole = read(len(text) or 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(series, "METRICS_STEP_LINES", step)
+        patch.setattr(budget, "METRICS_STEP_LINES", step)
         assert read(chunk) == whole
 
 

@@ -204,20 +204,18 @@ def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial:
         itl, ttft = (Histogram(bounds, tuple(counts), rng.random() + i) for counts in (tokens, requests))
         lengths = Histogram(bounds[:17], tuple(requests[:18]), 1000 * i)
         totals = Totals(
-            5 * i,
-            900 * i,
-            9000 * i,
-            900 * i,
-            300 * i,
-            90 * i,
-            50 * i,
-            0,
-            0,
-            0.3 * i,
-            0.7 * i,
-            ttft,
-            itl,
-            lengths,
+            preemptions=5 * i,
+            prompt_tokens=900 * i,
+            generation_tokens=9000 * i,
+            prefix_queries=900 * i,
+            prefix_hits=300 * i,
+            host_hits=90 * i,
+            finished=50 * i,
+            prefill_seconds=0.3 * i,
+            decode_seconds=0.7 * i,
+            ttft=ttft,
+            itl=itl,
+            generation_lengths=lengths,
         )
         windows.add("r1", at(5 * i), {"a": replace(PAGE, usage=rng.random(), totals=totals)})
 

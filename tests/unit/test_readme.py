@@ -53,8 +53,8 @@ def test_make_demo_runs_the_program_that_the_end_to_end_test_runs_and_make_test_
         name: subprocess.run(["make", "--dry-run", name], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in ("demo", "test")
     }
-    assert "-m kvpilot_demo" in plan["demo"]
-    assert '"-m", "kvpilot_demo"' in (ROOT / "tests/e2e/test_demo.py").read_text(encoding="utf-8")
+    assert "-m kvpilot_demo.prepare" in plan["demo"]
+    assert '"-m", "kvpilot_demo.prepare"' in (ROOT / "tests/e2e/test_demo.py").read_text(encoding="utf-8")
     assert "scripts/run_tests.py" in plan["test"]
     assert (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()[-1] == "make test"
 
