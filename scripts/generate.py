@@ -30,7 +30,7 @@ COMMANDS = (
     ("scripts/api_reference.py", "docs/reference"),
     ("scripts/decisions_page.py", "docs/decisions"),
     ("scripts/badges.py", "docs/images/badges"),
-    ("scripts/picture.py", "draw", "docs/images/rollback.ansi", "--from", "-- why"),
+    ("scripts/picture.py", "draw", "docs/images/rollback.ansi", "--from", "Problem "),
     (
         "-m",
         "benchmarks.backtest.backtest_profile",

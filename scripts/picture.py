@@ -1,7 +1,7 @@
 """Record what a command prints on a terminal, and draw recordings as SVG.
 
     .venv/bin/python scripts/picture.py record docs/images/rollback.ansi -- make demo PLAIN=1
-    .venv/bin/python scripts/picture.py draw docs/images/rollback.ansi --from "-- why"    # `make generate` does it
+    .venv/bin/python scripts/picture.py draw docs/images/rollback.ansi --from "Problem "    # `make generate` does it
 
 A recording is the command line and everything that the command wrote to a terminal, colours included; the user's home
 folder becomes ~. The picture, FILE.svg beside it, begins at the first line with a text. A command that fails leaves the
