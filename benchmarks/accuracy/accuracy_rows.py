@@ -51,7 +51,7 @@ _PAGE = 64
 
 @dataclass(frozen=True)
 class Reading:
-    """How attention reads a cache.
+    """Rules by which attention reads a cache.
 
     Attributes:
         pages: function that returns tokens as read from the pages.

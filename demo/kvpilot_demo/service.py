@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class DemoError(Exception):
     """Error that keeps the demo from going on. The message has the remedy."""
 
 
-class DemoService:
+class DemoService(ABC):
     """The service of examples/smollm2.yaml in one namespace of a cluster.
 
     Attributes:
@@ -71,13 +72,13 @@ class DemoService:
         return await self.cluster.list("v1", "Pod", self.namespace, f"{SERVICE_LABEL}={self.name}")
 
     @property
+    @abstractmethod
     def logs(self) -> str:
         """Name the logs to read after a failure."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def url(self) -> str:
         """Return an address that reaches the Service from here."""
-        raise NotImplementedError
 
     async def canary_has_traffic(self) -> bool:
         """Return True if the Service selects the canary's revision, alone or with others."""
