@@ -11,6 +11,11 @@ from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
 
+import yaml
+
+from kvpilot_localcluster.toolbox.helm import run_helm
+
+ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^( *)```sh\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _GIVEN = re.compile(r"<<EOF\n(.*?)\nEOF\n", re.DOTALL)
 # Programs with subcommands.
@@ -88,3 +93,14 @@ def subcommand(words: tuple[str, ...]) -> tuple[str, ...]:
     if rest[:2] == ["create", "secret"]:
         return tuple(rest[:3])
     return tuple(rest[:2]) if tuple(rest[:2]) in _DEEPER else (rest[0],)
+
+
+def installed_images(install: Command) -> set[str]:
+    """Return the images of the Deployments that a `helm install` of our chart creates with its `--set` values."""
+    values = [install.words[i + 1] for i, word in enumerate(install.words) if word == "--set"]
+    text = run_helm("template", "kvpilot", ROOT / "charts/kvpilot", *(f"--set={value}" for value in values))
+    return {
+        container["image"]
+        for one in yaml.safe_load_all(text) if one and one["kind"] == "Deployment"
+        for container in one["spec"]["template"]["spec"]["containers"]
+    }  # fmt: skip

@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from kvpilot_cli.plan.gpus import gpu_of_labels
-from kvpilot_localcluster.toolbox.helm import helm, run_helm
+from kvpilot_localcluster.toolbox.helm import helm
 from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.spec import parse
 from support.crd import apply_defaults
-from support.page_commands import Command, commands_of, options_of, subcommand
+from support.page_commands import Command, commands_of, installed_images, options_of, subcommand
 
 ROOT = Path(__file__).parents[2]
 CLOUDS = ROOT / "docs" / "clouds"
@@ -94,16 +94,9 @@ def test_an_option_that_helm_or_kubectl_lacks_is_found() -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_our_chart_takes_the_values_of_the_page(name: str) -> None:
     (install,) = (one for one in commands(name, "helm") if "charts/kvpilot" in one.words)
-    values = [install.words[i + 1] for i, word in enumerate(install.words) if word == "--set"]
-    text = run_helm("template", "kvpilot", ROOT / "charts/kvpilot", *(f"--set={value}" for value in values))
-    images = {
-        container["image"]
-        for one in yaml.safe_load_all(text) if one and one["kind"] == "Deployment"
-        for container in one["spec"]["template"]["spec"]["containers"]
-    }  # fmt: skip
     pushed = {one.words[-1] for one in commands(name, "docker") if one.words[1] == "push"}
     loaded = {word for one in commands(name, "kind") if one.words[1] == "load" for word in one.words[5:]}
-    assert images <= pushed | loaded
+    assert installed_images(install) <= pushed | loaded
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from kvpilot_kubectl.commands import parser
-from kvpilot_localcluster.toolbox.helm import helm, run_helm
+from kvpilot_localcluster.toolbox.helm import helm
 from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.spec import parse
 from support.crd import apply_defaults
-from support.page_commands import Command, commands_of, options_of, subcommand
+from support.page_commands import Command, commands_of, installed_images, options_of, subcommand
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -96,14 +96,7 @@ def test_each_image_is_built_for_gpu_nodes_pushed_and_used() -> None:
             assert "--platform" in one.options
             assert (ROOT / one.words[one.words.index("-f") + 1]).is_file()
     (install,) = of("helm")
-    values = [install.words[i + 1] for i, word in enumerate(install.words) if word == "--set"]
-    text = run_helm("template", "kvpilot", ROOT / "charts/kvpilot", *(f"--set={value}" for value in values))
-    deployed = {
-        container["image"]
-        for one in yaml.safe_load_all(text) if one and one["kind"] == "Deployment"
-        for container in one["spec"]["template"]["spec"]["containers"]
-    }  # fmt: skip
-    assert deployed | {service()["spec"]["engine"]["image"]} == set(push)
+    assert installed_images(install) | {service()["spec"]["engine"]["image"]} == set(push)
 
 
 @cache
