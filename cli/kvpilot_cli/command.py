@@ -1,4 +1,4 @@
-"""`kvpilot COMMAND ...`: each package adds its commands, as entry points of the group `kvpilot.commands`.
+"""`kvpilot COMMAND ...`: run a command that a package registers as an entry point of the group `kvpilot.commands`.
 
 Only the requested command is imported, so it runs even if another command's dependencies are missing.
 """
@@ -14,13 +14,13 @@ from kvpilot_formats.installed import lacks
 
 GROUP = "kvpilot.commands"
 EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator"}
-"""The extra of pyproject.toml that each command needs."""
+"""Extra of pyproject.toml that has a command's dependencies."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command named by the first argument with the other arguments, and return its exit status.
+    """Run the command that the first argument names, with the other arguments. Return its exit status.
 
-    It is 2 for an unknown command or missing dependencies, 130 after an interrupt, and 141 after a broken pipe.
+    The status is 2 for an unknown command or a missing dependency, 130 after an interrupt, and 141 after a broken pipe.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(run(arguments[1:]))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Replace stdout, because Python would write to the broken pipe again at exit.
+        # Redirect stdout to the null device. Otherwise Python would flush to the broken pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:

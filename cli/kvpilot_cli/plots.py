@@ -1,4 +1,4 @@
-"""Plot files for commands with --plot. The extra `cli` brings matplotlib; the image has none."""
+"""Plot files for commands with --plot. matplotlib is in the extra `cli`, which the images do not install."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kvpilot_operator.errors import KvpilotError
 
 SUFFIXES = (".svg", ".png")
-# Use a white background for dark viewers, and no random ids: equal data give equal files.
+# The white background suits viewers in dark mode. Without random ids, equal data give equal files.
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "kvpilot",
     "savefig.facecolor": "white",
@@ -20,7 +20,7 @@ _STYLE: dict[Any, Any] = {
 
 
 class PlotError(KvpilotError):
-    """A plot that cannot be written. The message names the option, its value and the remedy."""
+    """Error for a plot that cannot be written. The message names the option, its value and the remedy."""
 
 
 def check(file: Path) -> None:
@@ -37,7 +37,7 @@ def check(file: Path) -> None:
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield axes of this size in inches, and write the figure at the end of the block. Call `check` first."""
+    """Yield axes of this size in inches, and write the figure when the block ends. Call `check` first."""
     import matplotlib as mpl
 
     mpl.use("agg")

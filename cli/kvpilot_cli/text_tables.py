@@ -1,4 +1,4 @@
-"""Plain text tables with narrow columns and numbers flush right."""
+"""Plain text tables with narrow columns and right-aligned numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Return a table with columns `left` flush left, others flush right, and no trailing blanks."""
+    """Return a table whose columns `left` are left-aligned and others right-aligned, without trailing blanks."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,7 +1,8 @@
-"""`kvpilot backtest`: replay a load through the pilot, plain autoscaling and fixed dtypes.
+"""`kvpilot backtest`: replay a load under the pilot, under plain autoscaling and with fixed dtypes.
 
-`engine` simulates one vLLM request by request; `interval` simulates many services together and is checked against it;
-`policies` and `crew` drive them by the operator's own decide code, or by a baseline; `report` puts them side by side.
+`engine` simulates one vLLM engine request by request. `interval` simulates many services at once, and is checked
+against `engine`. `policies` and `crew` control them by the operator's own `decide` code or by a baseline. `report`
+compares the results.
 """
 
 from kvpilot_cli.backtest.command import main

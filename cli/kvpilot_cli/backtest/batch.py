@@ -1,4 +1,4 @@
-"""Requests of a simulated engine: their KV blocks, and the batch that decodes."""
+"""Data structures of a simulated engine: requests, the pool of KV blocks, and the decoding batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Request:
     prompt: int
     output: int
     session: int = -1
-    """Requests of one session share the beginning of their prompts."""
+    """ID of the conversation. Requests of one session share the beginning of their prompts."""
     computed: int = 0
     generated: int = 0
     blocks: int = 0
@@ -27,12 +27,12 @@ class Request:
     dropped: bool = False
     preempted: int = 0
     epoch: int = 0
-    """Number of times that the request stopped decoding. Each stop invalidates earlier forecasts of its end."""
+    """Number of times that the request left the batch. An end forecast under an earlier epoch is void."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that the engine was started with."""
+    """Engine arguments that limit a batch, and the timeout of clients."""
 
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
@@ -42,7 +42,7 @@ class Limits:
 
 
 class Blocks:
-    """A pool of `total` blocks. Freed blocks stay as a session's cached prefix until another request needs them.
+    """Pool of `total` KV blocks. Freed blocks remain as a session's cached prefix until a request needs them.
 
     The oldest prefixes are overwritten first, from their ends.
     """
@@ -50,12 +50,12 @@ class Blocks:
     def __init__(self, total: int) -> None:
         self.total = total
         self._empty = total
-        self._kept: OrderedDict[int, int] = OrderedDict()  # kept blocks by session, oldest first
+        self._kept: OrderedDict[int, int] = OrderedDict()  # blocks of the cached prefix by session, oldest first
         self._kept_sum = 0
 
     @property
     def available(self) -> int:
-        """Return the number of blocks that no running request holds: empty blocks and kept prefixes."""
+        """Return the number of blocks that no running request holds: empty blocks and cached prefixes."""
         return self._empty + self._kept_sum
 
     @property
@@ -64,7 +64,7 @@ class Blocks:
         return self.total - self.available
 
     def take(self, count: int) -> None:
-        """Take blocks, empty ones first. The caller checks that enough are available."""
+        """Take blocks for a request, empty ones first. The caller checks that enough are available."""
         while count > self._empty:
             session, kept = next(iter(self._kept.items()))
             given = min(kept, count - self._empty)
@@ -77,7 +77,7 @@ class Blocks:
         self._empty -= count
 
     def give(self, count: int, session: int, keep: int) -> None:
-        """Free `count` blocks, but keep `keep` of them as the session's prefix, in place of an older copy."""
+        """Free `count` blocks. Of these, `keep` remain as the session's cached prefix and replace an older one."""
         self._empty += count - keep
         if keep:
             older = self._kept.pop(session, 0)
@@ -86,20 +86,21 @@ class Blocks:
             self._kept[session] = keep
 
     def kept(self, session: int) -> int:
-        """Return the number of blocks of the session's prefix."""
+        """Return the number of blocks of the session's cached prefix."""
         return self._kept.get(session, 0)
 
     def reuse(self, session: int, count: int) -> None:
-        """Take the first `count` blocks of the session's prefix, and empty the rest."""
+        """Take the first `count` blocks of the session's cached prefix, and mark the rest as empty."""
         kept = self._kept.pop(session, 0)
         self._kept_sum -= kept
         self._empty += kept - count
 
 
 class Decoding:
-    """Requests that decode, over KV blocks of `block_size` tokens.
+    """Batch of decoding requests, over KV blocks of `block_size` tokens.
 
-    Requests are grouped by length modulo the block size, and all grow by one token a step: a look-up counts new blocks.
+    Each step adds one token to every request. So requests are counted by length modulo `block_size`: one look-up tells
+    how many need a new block in a step.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -119,7 +120,7 @@ class Decoding:
         return ((request, offset + self._steps) for request, offset in self._held.values())
 
     def add(self, request: Request) -> None:
-        """Let the request decode from the next step on."""
+        """Add the request to the batch, from the next step on."""
         offset = request.computed - self._steps
         self._held[request.number] = (request, offset)
         self._by_remainder[offset % self._size] += 1
@@ -127,7 +128,7 @@ class Decoding:
         heapq.heappush(self._ends, (self._steps + request.output - request.generated, request.number, request.epoch))
 
     def leave(self, request: Request) -> bool:
-        """Remove the request and store its progress in it. Return False if it does not decode."""
+        """Remove the request from the batch and write its progress into it. Return False if it was not in the batch."""
         entry = self._held.pop(request.number, None)
         if entry is None:
             return False
@@ -141,27 +142,27 @@ class Decoding:
         return True
 
     def step(self, count: int, requests: int) -> None:
-        """Record `count` steps that each gave `requests` requests one token."""
+        """Record `count` steps, in each of which `requests` requests got one token."""
         self._steps += count
         self.tokens += requests * count
 
     def needed(self) -> int:
-        """Return the blocks that the next step needs: one for each request with full blocks."""
+        """Return the number of new blocks for the next step: one for each request whose last block is full."""
         return self._by_remainder[-self._steps % self._size]
 
     def needed_for(self, count: int) -> int:
-        """Return the blocks that the next `count` steps need."""
+        """Return the number of new blocks for the next `count` steps."""
         whole, rest = divmod(count, self._size)
         return whole * len(self) + sum(self._by_remainder[-(self._steps + i) % self._size] for i in range(rest))
 
     def until_one_ends(self) -> int:
-        """Return the number of steps until the first request ends. At least one request must decode."""
+        """Return the number of steps until the first request ends. The batch must not be empty."""
         while self._void(self._ends[0]):
             heapq.heappop(self._ends)
         return self._ends[0][0] - self._steps
 
     def ended(self) -> Iterator[Request]:
-        """Yield each request that has all its tokens."""
+        """Yield each request that has generated all its tokens."""
         while self._ends and self._ends[0][0] <= self._steps:
             end = heapq.heappop(self._ends)
             if not self._void(end):

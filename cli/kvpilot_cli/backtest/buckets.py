@@ -15,14 +15,14 @@ ITL = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 LENGTHS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-"""Prompt and generation lengths: vLLM's series 1, 2, 5 per power of ten."""
+"""Bounds for prompt and generation lengths: 1, 2 and 5 times each power of ten, as in vLLM."""
 
 FINE = tuple(0.001 * 10 ** (i / 20) for i in range(125))
-"""Twenty buckets a decade from 1 ms to 1600 s. A percentile from them is off by at most 6%."""
+"""Twenty bounds a decade from 1 ms to 1600 s. A percentile computed from them is wrong by at most 6%."""
 
 
 class Tally:
-    """A histogram under construction."""
+    """Histogram that collects values until `take`."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -75,7 +75,11 @@ def _backtest(a: argparse.Namespace) -> int:
 
 
 def _check(a: argparse.Namespace) -> None:
-    """Raise BacktestError for options that would otherwise fail only at the end."""
+    """Check options whose faults would otherwise appear only at the end of the run.
+
+    Raises:
+        BacktestError: an option has an unusable value.
+    """
     for name, such in (("requests-target", 16), ("size", 1), ("ttft", 5), ("itl", 60)):
         value = getattr(a, name.replace("-", "_"))
         if not 0 < value < math.inf:
@@ -91,7 +95,7 @@ def _check(a: argparse.Namespace) -> None:
 
 
 def _check_use(a: argparse.Namespace) -> None:
-    """Raise BacktestError for an option without an effect."""
+    """Raise BacktestError for an option that has no effect in this combination."""
     mode = next((name for name in ("services", *_SOURCES) if getattr(a, name) is not None), None)
     unused: dict[str, tuple[str, ...]] = {"services": _OF_REQUESTS, "history": _SYNTHETIC, "prometheus": _SYNTHETIC}
     unused["recorded"] = ("days",) if a.size != 1 else ("days", "seed")
@@ -116,7 +120,7 @@ def _refuse_given(a: argparse.Namespace, option: str, why: str) -> None:
 
 
 def _loads(a: argparse.Namespace) -> tuple[Sequence[Asked], str]:
-    """Return the loads, and a line about them or the empty string."""
+    """Return the loads, and a line that describes a recorded load (empty for synthetic ones)."""
     if a.recorded is not None:
         load = recorded.read(a.recorded).scaled(a.size, a.seed)
         return [load], load.told()

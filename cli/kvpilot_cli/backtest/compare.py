@@ -1,4 +1,4 @@
-"""Rows of the report: one load, request by request, under each policy."""
+"""Simulate one load request by request under each policy. The result is one row of the report."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Sample
 
 START_SECONDS = 240.0
-"""Seconds from the request for a replica to its first answer: weights, compilation, graphs (usually 2 to 7 minutes)."""
+"""Seconds from the request for a replica to its first answer. Weights, compilation and CUDA graphs usually take 2 to 7
+minutes.
+"""
 TIMEOUT = 120.0
 WARM_UP = 3600.0
-"""Warm-up in seconds, not counted in loads of more than four hours: every policy begins with the same replicas."""
+"""Seconds at the beginning that do not count in loads of more than four hours, because every policy begins with the
+same replicas.
+"""
 FLEET_POLICIES = ("pilot", "bf16-hpa", "fp8-hpa", "max")
 POLICIES = ("pilot", "objectives", "bf16-hpa", "bf16-requests", "fp8-hpa", "fp8-requests", "wva", "fp8-wva", "max")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy on one load. Times are in seconds; percentiles of ITL are over token gaps, others over requests."""
+    """Result of one policy on one load. Times are in seconds. ITL percentiles are over tokens, others over requests."""
 
     load: str
     policy: str
@@ -52,19 +56,19 @@ class Row:
 
     @property
     def good_percent(self) -> float:
-        """Return the percentage of requests answered within the objective. Lost requests count as not answered."""
+        """Return the percentage of requests within the objective. Lost requests count as outside it."""
         return 100 * self.good / max(self.finished + self.lost, 1)
 
     @property
     def price(self) -> float:
-        """Return the GPU-hours for a million good requests."""
+        """Return the GPU-hours for a million good requests; infinity if there are none."""
         return self.gpu_hours * 1e6 / self.good if self.good else math.inf
 
 
 def policy(
     name: str, spec: Spec, profile: Profile, objective: Objective, requests_target: float = REQUESTS_TARGET
 ) -> tuple[Policy, str, int]:
-    """Return a policy by name, with its initial dtype and replicas. `max` starts with the most replicas."""
+    """Return the policy with this name, its initial dtype, and its initial replicas."""
     replicas = spec.scaling.clamp(spec.replicas)
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     baseline = spec.kv_cache.baseline
@@ -85,7 +89,7 @@ def policy(
 
 
 def use(sample: Sample) -> float:
-    """Return the mean KV use."""
+    """Return the mean KV cache usage over replicas, from 0 to 1."""
     return sample.usage
 
 
@@ -95,7 +99,7 @@ def in_hand(sample: Sample) -> float:
 
 
 def with_objectives(spec: Spec, objective: Objective) -> Spec:
-    """Return the spec with the limits of a good request as latency objectives: TTFT at p99, ITL at p95."""
+    """Return the spec with the limits of a good request as its latency objectives: TTFT at p99 and ITL at p95."""
     asked = (
         LatencyObjective("TTFT", 99, round(objective.ttft * 1000)),
         LatencyObjective("ITL", 95, round(objective.itl * 1000)),
@@ -107,7 +111,7 @@ def run(
     load: Asked, name: str, spec: Spec, profile: Profile, objective: Objective,
     progress: Callable[[float], None] = lambda _share: None, requests_target: float = REQUESTS_TARGET,
 ) -> Row:  # fmt: skip
-    """Drive the load through a service under a policy."""
+    """Simulate the load on a service that `name`'s policy controls."""
     who, dtype, replicas = policy(name, spec, profile, objective, requests_target)
     service = Service(profile, load, dtype, replicas, objective=objective, start_seconds=START_SECONDS, timeout=TIMEOUT)
     warm = load.seconds <= 4 * WARM_UP

@@ -1,12 +1,12 @@
 """Step durations and cache capacity of an engine, from constants fitted to measurements of each dtype.
 
-A step decodes n sequences over K cached tokens in total, and prefills p tokens. Each of the p tokens has context tokens
-before it; their sum over p is c. The step takes
+A step decodes n sequences over K cached tokens in total, and prefills p tokens. c is the sum, over these p tokens, of
+the context tokens before each. The step takes
 
     base + per_sequence * n + per_kv_token * K + per_prefill_token * p + per_prefill_pair * c      seconds.
 
-Decode reads every cached token once: it is memory-bound and linear in K. Prefill is linear in its tokens, plus the
-attention of each token to the tokens before it.
+Decode reads every cached token once, so its time is linear in K. Prefill computes each token once, and its attention to
+each token before it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvpilot_operator.decide.steps.capacity import gain
 
 
 class BacktestError(ValueError):
-    """Unusable input. The message names the field, the value and the remedy."""
+    """Error for unusable input. The message names the field, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of one dtype on one GPU with one model, in seconds and tokens."""
+    """Costs of one dtype on one GPU with one model, in seconds. The module's docstring has the formula."""
 
     base: float
     per_sequence: float
@@ -35,7 +35,7 @@ class Costs:
     per_prefill_token: float
     per_prefill_pair: float
     kv_tokens: int
-    """Tokens that fit the KV cache of one replica."""
+    """Number of tokens that fit in the KV cache of one replica."""
     block_size: int
 
     def decode_step(self, sequences: int, kv_tokens: float) -> float:
@@ -43,17 +43,17 @@ class Costs:
         return self.base + self.per_sequence * sequences + self.per_kv_token * kv_tokens
 
     def prefill(self, tokens: float, context: float) -> float:
-        """Return the seconds that `tokens` behind `context` cached tokens add to a step."""
+        """Return the seconds that a prefill of `tokens` after `context` cached tokens adds to a step."""
         return self.per_prefill_token * tokens + self.per_prefill_pair * tokens * (context + tokens / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Costs of every dtype of one model on one GPU, and the GPUs of a replica."""
+    """Costs of every dtype of one model on one GPU, and the number of GPUs in a replica."""
 
     name: str
     gpu: str
-    """GPU by the value of the node label nvidia.com/gpu.product."""
+    """GPU, as the node label nvidia.com/gpu.product names it."""
     model: Mapping[str, int]
     """The engine's head_dim, kv_heads, layers and window_layers."""
     gpus_per_replica: int
@@ -66,7 +66,8 @@ class Profile:
     def of(self, dtype: str) -> Costs:
         """Return the costs of a dtype.
 
-        An unmeasured dtype gets the costs of the next one with fewer bits, and a capacity scaled by the bits.
+        An unmeasured dtype gets the costs of the measured dtype with the next fewer bits. Its capacity is scaled by the
+        ratio of bits.
         """
         if dtype in self.costs:
             return self.costs[dtype]

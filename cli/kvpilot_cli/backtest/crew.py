@@ -1,4 +1,4 @@
-"""The pilots of a fleet, and the last minutes of its metrics."""
+"""Pilots of all services of a fleet, with each service's recent metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpilot_operator.state.samples import Flows, Sample
 
 
 class Crew:
-    """All pilots of a fleet. Each is asked every minute."""
+    """All pilots of a fleet. Each decides once a minute."""
 
     def __init__(self, pilots: Sequence[Pilot], moments: Sequence[Moments]) -> None:
         self.pilots, self._moments = list(pilots), moments
@@ -30,23 +30,23 @@ class Crew:
         self._minute = -1
 
     def take(self, minute: Minute, pods: Array) -> None:
-        """Store a scrape of every service."""
+        """Store this minute's metrics of every service."""
         self._minute += 1
         for i, samples in enumerate(self._samples):
             samples.append(self._sample(i, minute, float(pods[i])))
 
     def flipped(self, i: int, dtype: str) -> None:
-        """Record that a service runs a new dtype. Its window starts again with the next scrape."""
+        """Record that service `i` changed its dtype. Drop its earlier metrics, which describe the old dtype."""
         self.pilots[i].dtype = dtype
         self.pilots[i].dtype_changed = self._now()
         self._samples[i].clear()
 
     def scaled(self, i: int) -> None:
-        """Record that the number of replicas has changed."""
+        """Record that service `i` has changed its number of replicas."""
         self.pilots[i].replicas_changed = self._now()
 
     def judge(self, asked: Array, ready: Array, busy: NDArray[np.bool_]) -> Iterator[tuple[int, PolicyDecision]]:
-        """Yield the index of each service whose decision is not Stay, with the decision."""
+        """Run every pilot. Yield each decision other than Stay, with the index of its service."""
         for i, pilot in enumerate(self.pilots):
             why = "a canary is in flight" if busy[i] else None
             decision, _ = pilot.rule(list(self._samples[i]), self._now(), int(asked[i]), int(ready[i]), why)

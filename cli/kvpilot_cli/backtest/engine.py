@@ -1,15 +1,16 @@
-"""One vLLM engine, step by step: continuous batching over KV blocks, like vLLM's V1 scheduler.
+"""Simulation of one vLLM engine, step by step: continuous batching over KV blocks, like vLLM's V1 scheduler.
 
 Each step first gives every running request its next token, in order of admission. Then it continues prefills. Last, it
-admits waiting requests in order of arrival, while the token budget lasts and free blocks hold the whole prompt.
+admits waiting requests in order of arrival, as long as the token budget suffices and the whole prompt fits in free
+blocks.
 
-A running request that finds no free block evicts the request admitted last. The evicted request goes to the head of the
-queue and computes its tokens again. A step that evicts admits nothing.
+A running request that finds no free block evicts the request that was admitted last. The evicted request goes to the
+head of the queue and computes its tokens again. A step that evicts admits no request.
 
 Finished and evicted requests leave their full blocks as their session's cached prefix, which the session's next request
 reuses. The oldest prefixes are overwritten first, from their ends.
 
-A step's cost in Python does not grow with the batch (see `batch`).
+The Python time for a step does not grow with the batch (see `batch`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from kvpilot_cli.backtest.costs import Costs
 from kvpilot_operator.state.samples import Flows, Sample
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
-"""The moment of second 0 of a simulation."""
+"""Time that second 0 of a simulation stands for."""
 
 
 class Engine:
-    """A simulated engine: `submit` requests in order of arrival, `advance` the clock, `scrape` like Prometheus."""
+    """Simulated engine: `submit` requests in order of arrival, `advance` the clock, and `scrape` the metrics."""
 
     def __init__(self, costs: Costs, limits: Limits, dtype: str = "auto") -> None:
         self.costs, self.limits, self.dtype = costs, limits, dtype
@@ -47,7 +48,7 @@ class Engine:
         self._generations = Tally(LENGTHS)
         self._scraped = 0.0
         self.on_gap: Callable[[float, int], None] = lambda _seconds, _times: None
-        """Callback that gets the seconds between two tokens and the number of requests with that gap."""
+        """Callback that gets the seconds between two tokens, and how many requests had this gap."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. Arrivals must not go back in time."""
@@ -69,7 +70,7 @@ class Engine:
                 self._step()
 
     def scrape(self) -> Sample:
-        """Return the figures of the engine's metrics page, with the counts since the last scrape."""
+        """Return the engine's metrics. Counters cover the time since the last scrape."""
         self._drop_late()
         self._arrive()
         flows = Flows(
@@ -137,18 +138,18 @@ class Engine:
         self.on_gap(seconds, times)
 
     def alike(self, until: float) -> int:
-        """Return the number of steps that decode the same requests without an arrival, end or eviction."""
+        """Return how many of the next steps decode the same requests, without an arrival, end or eviction."""
         n = len(self.decoding)
         if self.waiting or self.prefilling or not n:
             return 1
         horizon = (min(until, self.arriving[0].arrival) if self.arriving else until) - self.now
         most = min(_ALIKE, self.decoding.until_one_ends(), self.blocks.available // n * self.costs.block_size)
-        # Steps get longer as contexts grow. The last step's duration bounds all, so none passes the horizon.
+        # Steps get longer as contexts grow. If the last of these steps fits before the horizon, all do.
         longest = self.costs.decode_step(n, self.decoding.tokens + n * most)
         return min(most, int(horizon / longest))
 
     def _steps(self, count: int) -> None:
-        """Run `count` decode-only steps at once. Every gap between tokens counts as the mean gap."""
+        """Run `count` steps that only decode, in one go. Record the mean gap for each gap between tokens."""
         n = len(self.decoding)
         self.blocks.take(self.decoding.needed_for(count))
         mean = self.costs.decode_step(n, self.decoding.tokens + n * (count + 1) / 2)
@@ -161,7 +162,7 @@ class Engine:
         self._finish_decodes()
 
     def _make_room(self) -> bool:
-        """Evict the last admitted requests until the next step has enough blocks. Return True if any was evicted."""
+        """Evict the requests admitted last until the next step has enough blocks. Return True if any was evicted."""
         evicted = False
         while self.decoding.needed() > self.blocks.available:
             self._preempt(next(reversed(self.running.values())))
@@ -177,7 +178,7 @@ class Engine:
         self.waiting.appendleft(request)
 
     def _leave(self, request: Request) -> None:
-        """Remove a request from the batch. Its full blocks stay as a cached prefix."""
+        """Remove a request from the batch. Its full blocks remain as a cached prefix."""
         del self.running[request.number]
         self.prefilling.pop(request.number, None)
         if self.decoding.leave(request):
@@ -242,7 +243,7 @@ class Engine:
         return work, ready
 
     def _first_token(self, request: Request) -> None:
-        """Give the request the token that its last prefill chunk produces. It decodes from the next step on."""
+        """Give the request the token that its last prefill chunk produces, and let it decode from the next step on."""
         del self.prefilling[request.number]
         if request.first_token < 0:
             request.first_token = self.now
@@ -272,7 +273,7 @@ class Engine:
 
 
 _ALIKE = 64
-"""Largest number of steps simulated at once. Within it, the duration of a step grows by less than a percent."""
+"""Largest number of steps simulated at once. Over so many steps, a step's duration grows by less than a percent."""
 _COUNTS = (
     "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "finished",
     "prefill_seconds", "decode_seconds",

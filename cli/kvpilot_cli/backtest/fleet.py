@@ -1,4 +1,4 @@
-"""A fleet of services over weeks, a minute at a time, under one policy."""
+"""Simulation of a fleet of services over weeks, minute by minute, under one policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _START = round(START_SECONDS / STEP)
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """The result of one policy over all services of one kind of load. Times are in seconds, over all requests."""
+    """Result of one policy over all services with one kind of load. Times are in seconds, over all requests."""
 
     load: str
     policy: str
@@ -49,11 +49,11 @@ class FleetRow:
     flips: int
     scalings: int
     asked: int = 0
-    """Number of decisions that the pilots made."""
+    """Number of decisions by pilots."""
 
 
 def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
-    """Return services `first` to `first + count` of a fleet: four kinds in turn, each with its size and time zone."""
+    """Return the loads of services `first` to `first + count`: four kinds in turn, each with its size and time zone."""
     loads = []
     for i in range(first, first + count):
         chance = np.random.default_rng((seed, i))
@@ -73,11 +73,11 @@ class Pods:
 
     @property
     def asked(self) -> NDArray[np.int64]:
-        """Return the requested replicas, ready and starting."""
+        """Return the number of replicas of each service, ready or starting."""
         return np.asarray(self.ready + self._starting.sum(axis=0))
 
     def pass_minute(self) -> None:
-        """Advance by one minute: replicas become ready once their start time is over."""
+        """Advance by one minute. Replicas whose start time is over become ready."""
         self.ready = self.ready + self._starting[0]
         self._starting = np.roll(self._starting, -1, axis=0)
         self._starting[-1] = 0
@@ -135,7 +135,10 @@ def _pilot(
     crew: Crew, seen: Minute, pods: Pods, minute: int, rolls: dict[int, tuple[int, str]], busy: NDArray[np.bool_],
     dtype: NDArray[np.int64], dtypes: tuple[str, ...], flips: NDArray[np.int64], scalings: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """Run one minute of every pilot. A canary costs one more replica until all replicas are rolled."""
+    """Run every pilot for one minute, and carry out its decisions.
+
+    A canary costs one more replica until all replicas have the new dtype.
+    """
     crew.take(seen, pods.ready.astype(float))
     for i in [i for i, (end, _) in rolls.items() if minute >= end]:
         _, new = rolls.pop(i)
@@ -147,7 +150,7 @@ def _pilot(
     for i, decision in crew.judge(pods.asked.astype(float), pods.ready.astype(float), busy):
         step = decision.chosen
         if step.dtype != crew.pilots[i].dtype:
-            # The canary starts and is probed. Then replicas are replaced one by one.
+            # The canary starts and is probed. Then the other replicas are replaced one by one.
             rolls[i] = (minute + _START + round(PROBE_SECONDS / STEP) + _START * (step.replicas - 1), step.dtype)
             busy[i] = True
         else:
@@ -179,7 +182,7 @@ def _rows(
 def part(
     count: int, first: int, days: float, seed: int, policy: str, spec: Spec, profile: Profile, objective: Objective
 ) -> list[FleetRow]:
-    """Simulate one process' share of the fleet."""
+    """Simulate the services of one process."""
     return run_fleet(services(count, days, seed, first), policy, spec, profile, objective, seed + first)
 
 
@@ -212,7 +215,7 @@ def show(
 
 
 def figures_of(row: FleetRow) -> dict[str, Any]:
-    """Return the figures of one kind of load under one policy."""
+    """Return a row as JSON values."""
     return {
         "load": row.load, "policy": row.policy, "services": row.services, "gpu_hours": round(row.gpu_hours),
         "good_percent": round(100 * row.good / max(row.finished + row.lost, 1e-9), 2), "lost": round(row.lost),

@@ -1,8 +1,11 @@
-"""Load from the Prometheus history of one service, minute by minute.
+"""Load of one service, minute by minute, from its history in Prometheus.
 
-The input is answers of `/api/v1/query_range` (result type matrix), from a file or a server. The request rate comes from
-vllm:request_success_total, and mean lengths from vllm:prompt_tokens_total and vllm:generation_tokens_total. The report
-shows vllm:kv_cache_usage_perc beside the simulation. Counters may reset. Values between scrapes are interpolated.
+The input is answers of `/api/v1/query_range` (result type matrix), from a file or a server. Counters may reset, and
+values between scrapes are interpolated. These metrics are used:
+
+- vllm:request_success_total gives the request rate.
+- vllm:prompt_tokens_total and vllm:generation_tokens_total give the mean lengths.
+- vllm:kv_cache_usage_perc is shown beside the simulated usage.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ REQUESTS, PROMPTS, GENERATED = "vllm:request_success_total", "vllm:prompt_tokens
 USAGE = "vllm:kv_cache_usage_perc"
 METRICS = (REQUESTS, PROMPTS, GENERATED, USAGE)
 SIGMA = 0.6
-"""Assumed spread of the lengths around each minute's mean, which counters do not show."""
+"""Sigma of the lognormal lengths around each minute's mean. It is assumed, because counters do not show it."""
 _LEAST_POINTS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A load, and the KV use of the engines under it (NaN without a scrape)."""
+    """Load, and the recorded KV cache usage of the engines by minute (NaN for a minute without a scrape)."""
 
     load: Load
     usage: Array
@@ -89,7 +92,7 @@ def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
         raise BacktestError(
             f"history: {prompt:.2f} prompt and {output:.2f} generated tokens a request; export one service's series"
         )
-    # Convert the mean to a median: a lognormal's mean is its median times exp(sigma^2 / 2).
+    # A lognormal's mean is its median times exp(sigma^2 / 2), so this factor converts the mean to the median.
     median = math.exp(-(SIGMA**2) / 2)
     shape = Shape(prompt * median, 0.0, output * median, SIGMA, turns=1.0, pause=0.0)
     busy = np.maximum(requests, 1e-9)
@@ -137,14 +140,14 @@ def _series(answer: Any) -> list[_Series]:
 
 
 def _increase(series: _Series, edges: Array) -> Array:
-    """Return the increments of a counter between the edges. A fall means a restart from zero."""
+    """Return the increments of a counter between the edges. If its value falls, it was reset to zero."""
     steps = np.diff(series.values)
     grown = np.concatenate([[0.0], np.cumsum(np.where(steps >= 0, steps, series.values[1:]))])
     return np.asarray(np.diff(np.interp(edges, series.times, grown)))
 
 
 def _usage(series: Sequence[_Series], edges: Array) -> Array:
-    """Return the mean use over the engines at the end of each minute."""
+    """Return the mean usage over the engines at the end of each minute."""
     rows = [np.interp(edges[1:], s.times, s.values, left=np.nan, right=np.nan) for s in series if s.name == USAGE]
     if not rows:
         return np.full(len(edges) - 1, np.nan)

@@ -21,14 +21,14 @@ STABILIZATION_SECONDS = 300.0
 
 
 def recommend(use: Floats, ready: Ints, replicas: Ints, target: float) -> Ints:
-    """Return the replicas by the formula, before limits.
+    """Return the number of replicas by the formula, before limits.
 
-    `use` is the mean over ready pods. `replicas` counts pending ones, too.
+    `use` is the mean KV cache usage of ready pods. `replicas` includes pods that are not ready.
     """
     ratio = use / target
     pending = replicas - ready
     plain = np.where(np.abs(ratio - 1) <= TOLERANCE, replicas, _ceil(ratio * ready))
-    # In a scale-out, count the use of pending pods as 0. Do not scale if the result would be a scale-in.
+    # In a scale-out, pods that are not ready count as 0% used. If that would turn it into a scale-in, change nothing.
     ratio_all = use * ready / (target * np.maximum(replicas, 1))
     damped = np.where((np.abs(ratio_all - 1) <= TOLERANCE) | (ratio_all < 1), replicas, _ceil(ratio_all * replicas))
     wanted = np.where((pending > 0) & (ratio > 1), np.maximum(damped, replicas), plain)
@@ -41,7 +41,7 @@ def _ceil(x: Floats) -> Ints:
 
 
 class Hpa:
-    """State of the autoscaler. Call `judge` every `sync_seconds`."""
+    """Autoscaler with its state. Call `judge` every `sync_seconds`."""
 
     def __init__(
         self, replicas: Ints, *, target: float, minimum: int, maximum: int, sync_seconds: float = 15.0

@@ -1,9 +1,10 @@
-"""Fluid model of many services in steps of ten seconds; `engine` simulates single requests.
+"""Fluid model of many services in steps of ten seconds, in contrast to `engine`, which simulates single requests.
 
-A service is a closed network: sessions pause, ask, wait, run and pause again. Arrivals are Poisson. KV memory,
-max_num_seqs and the speed of prefill limit the running requests. A step's duration follows from `costs` and the running
-requests, after prefill has taken its share (processor sharing). Prefixes survive a pause until other requests need
-their blocks. docs/benchmarks/backtest.md compares this model with `engine` and states the error.
+A service is a closed network of sessions. A session pauses, sends a request, waits, runs and pauses again. New sessions
+arrive as a Poisson process. KV memory, max_num_seqs and the speed of prefill limit the running requests. Prefill takes
+its share of the time first; the rest and `costs` give the duration of a decode step (processor sharing). A cached
+prefix survives a pause until other requests need its blocks. docs/benchmarks/backtest.md compares this model with
+`engine` and states the error.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from kvpilot_cli.backtest.moments import WEIGHTS, Array, Moments
 
 SUBSTEP = 10.0
 _FILL = 0.985
-"""KV use at which no further prompt fits, from the request-level simulation."""
+"""KV cache usage at which no further prompt fits, found with the request-level simulation."""
 _PREEMPTED = 0.3
-"""Preemptions per finished request while memory is the limit, for equal prompt and generated tokens (simulated)."""
+"""Preemptions per finished request while memory is the limit, if a request generates as many tokens as its prompt has.
+Found with the request-level simulation.
+"""
 
 
 @dataclass(slots=True)
 class Minute:
-    """Figures of one call of `step` for each service, as scrapes and users see them."""
+    """Results of one call of `step` for each service: gauges at its end, and sums over it."""
 
     usage: Array
     running: Array
@@ -43,7 +46,7 @@ class Minute:
 
 
 class Fleet:
-    """State of all services. A call of `step` moves them by `SUBSTEP * substeps` seconds."""
+    """State of all services. Each call of `step` advances it by `SUBSTEP * substeps` seconds."""
 
     def __init__(
         self, profile: Profile, moments: Sequence[Moments], dtypes: Sequence[str], timeout: float, seed: int,
@@ -76,14 +79,20 @@ class Fleet:
         self.total = {name: zeros.copy() for name in ("finished", "lost", "good", "preemptions")}
 
     def step(self, starts: Array, ready: Array, dtype: NDArray[np.int64], substeps: int) -> Minute:
-        """Advance all services. `starts` are new sessions a second, `ready` replicas, and `dtype` indexes `dtypes`."""
+        """Advance all services. Each array has one element per service.
+
+        Args:
+            starts: new sessions per second.
+            ready: ready replicas.
+            dtype: index of the KV-cache dtype in `dtypes`.
+        """
         costs = {name: values[dtype] for name, values in self._costs.items()}
         sums = {name: np.zeros(self.size) for name in
                 ("preemptions", "finished", "lost", "good", "prefill", "decode")}  # fmt: skip
         pods = np.maximum(ready, 1.0)
         for _ in range(substeps):
             usage, wait, last = self._substep(starts, ready, pods, costs, sums)
-        # All requests of a call get the latencies of its last substep.
+        # All requests of a call get the latencies of its last substep, because latencies change slowly.
         sums["good"] = self._latencies(sums["finished"], wait, *last, costs)
         for name in ("finished", "lost", "good", "preemptions"):
             self.total[name] += sums[name]
@@ -98,13 +107,14 @@ class Fleet:
     ) -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
         m, h = self._m, SUBSTEP
         normal = self._chance.standard_normal((2, self.size))
-        # Draw the returning sessions once and use the number on both sides, so that the total does not drift.
+        # Use the same random number for sessions that leave the pause and for those that arrive, so that no session is
+        # lost.
         returns = np.minimum(h / m["pause"], 1.0)
         back = self.thinking * returns + np.sqrt(self.thinking * returns * (1 - returns)) * normal[0]
         back = np.clip(back, 0.0, self.thinking)
         self.thinking = self.thinking - back
         arrived = self._chance.poisson(starts * h) + back
-        # Requests differ in size, so the mean of the running requests drifts around the mean of all requests.
+        # Requests differ in size, so the mean size of the running ones fluctuates around the mean of all.
         keep = np.exp(-h / np.maximum(m["output"] * self.step_seconds, 1.0))
         self.noise = keep * self.noise + np.sqrt(1 - keep * keep) * normal[1]
         inside = np.maximum(self.inside, 1.0)
@@ -116,12 +126,12 @@ class Fleet:
         chunk = np.minimum(self._budget / tokens, 1.0) * work
         full = work * np.maximum(self._budget / tokens, 1.0)
         present = self.waiting + self.inside + arrived
-        # The rate of leaving depends on the running requests after the substep. Iterate twice to find both.
+        # Requests leave at a rate that depends on how many run after the substep. Two iterations find both numbers.
         running = self.inside
         for _ in range(2):
             each = running / pods
             plain = costs["base"] + each * (costs["per_sequence"] + held * costs["per_kv_token"])
-            # A step carries at most its budget of prompt tokens. The rest waits, even with free memory.
+            # A step takes at most `_budget` prompt tokens. The other prompts wait even if memory is free.
             most = full / (full + plain)
             share = np.minimum(self._prefill_share(each, plain, work), most)
             stay = m["output"] * plain / (1 - share) + work
@@ -151,7 +161,10 @@ class Fleet:
         return usage, wait, (work, chunk, plain, share)
 
     def _youth(self) -> Array:
-        """Return the ratio of running contexts to their usual length. Lost turns end sessions early and lower it."""
+        """Return the length of the running contexts, relative to their usual length.
+
+        A lost turn ends its session early, so fewer requests have a long context.
+        """
         m = self._m
         usual = m["turns"] - 1
         goes_on = (1 - 1 / m["turns"]) * (1 - self.losing)
@@ -160,12 +173,12 @@ class Fleet:
         return np.asarray(np.where(usual > 0.01, first + (1 - first) * age / np.maximum(usual, 0.01), 1.0))
 
     def _kinds(self) -> tuple[Array, Array, Array]:
-        """Return the shares of first turns, and of later turns with and without a cached prefix."""
+        """Return the shares of requests that are a first turn, a later turn with a cached prefix, and one without."""
         later = self._m["reusable"]
         return 1 - later, self.hit, np.maximum(later - self.hit, 0.0)
 
     def _work(self, costs: dict[str, Array], young: Array) -> tuple[Array, Array]:
-        """Return a request's mean prefill, in seconds and in tokens."""
+        """Return the mean prefill of a request, in seconds and in tokens."""
         m, token, pair = self._m, costs["per_prefill_token"], costs["per_prefill_pair"]
         new, hit, miss = self._kinds()
         tokens = new * m["new_tokens"] + hit * m["hit_tokens"] + miss * m["miss_tokens"] * young
@@ -173,21 +186,22 @@ class Fleet:
         return token * tokens + pair * pairs, tokens
 
     def _prefill_share(self, running: Array, plain: Array, work: Array) -> Array:
-        """Return the share y of the time for prefill when `running` requests share a replica.
+        """Return the share y of the time that prefill takes if `running` requests share a replica.
 
         A request takes `output` steps of plain / (1 - y) seconds, and `work` seconds of prefill. A replica finishes x =
-        y / work requests a second. By Little's law, running = x (output * plain / (1 - y) + work), a quadratic in y.
+        y / work requests a second. By Little's law, running = x (output * plain / (1 - y) + work), a quadratic equation
+        in y.
         """
         b = running + 1 + self._m["output"] * plain / work
         return np.asarray(0.5 * (b - np.sqrt(b * b - 4 * running)))
 
     def _remember(self, rate: Array, held: Array, costs: dict[str, Array], pods: Array, young: Array) -> None:
-        """Update the share of requests that find their prefix.
+        """Update the share of requests that find their prefix in the cache.
 
         Freed blocks wait in a queue to be overwritten, and leave it early if their session returns. F tokens are free,
         and each of x requests a second frees H tokens. A prefix then survives T seconds, where F / (x H) = integral
-        over 0..T of the share of sessions that have not returned. Newton's method finds T from the last T (the integral
-        is concave in T).
+        over 0..T of the share of sessions that have not returned. Newton's method finds T, starting from the last T
+        (the integral is concave in T).
         """
         m = self._m
         free = np.maximum(costs["kv_tokens"] * pods - self.inside * held, 0.0)
@@ -206,9 +220,9 @@ class Fleet:
         self, finished: Array, wait: Array, work: Array, chunk: Array, plain: Array, share: Array,
         costs: dict[str, Array],
     ) -> Array:  # fmt: skip
-        """Add finished requests to the TTFT and ITL histograms. Return the number of good ones."""
+        """Add finished requests to the TTFT and ITL histograms. Return how many met the objective."""
         slow = 1 / (1 - share)
-        # On average half a step passes until the next one begins, and earlier prompts come first.
+        # A new request waits for half a step on average, and for the prefill of earlier prompts.
         before = wait + 1.5 * plain + 0.5 * share * slow * work
         kinds = np.stack(self._kinds())[:, :, None]
         own = (
@@ -219,7 +233,7 @@ class Fleet:
         count = kinds * WEIGHTS * finished[:, None]
         self._count(self.ttft, ttft, count)
         good = (count * (ttft <= self._objective[0])).sum(axis=(0, 2)) * (self.step_seconds <= self._objective[1])
-        # Prefill comes in chunks, so some steps carry a chunk and take longer.
+        # Prompts are prefilled in chunks. So only some steps contain a chunk, and these take longer.
         steps = (1 - share) / plain
         mixed = np.minimum(share / np.maximum(chunk, 1e-9) / np.maximum(steps, 1e-9), 1.0)
         tokens = finished * self._m["output"]
@@ -230,7 +244,12 @@ class Fleet:
         return np.asarray(good)
 
     def _count(self, table: Array, seconds: Array, times: Array) -> None:
-        """Add to each service's histogram. Both arrays are (kinds, services, points)."""
+        """Add values to each service's histogram.
+
+        Args:
+            table: counts, [services, bins].
+            seconds, times: values and how often each occurs, [kinds, services, points].
+        """
         at = np.ceil((np.log(np.maximum(seconds, 1e-9)) - self._log_low) / self._log_step).astype(np.int64)
         at = np.clip(at, 0, self.bins - 1) + self.bins * np.arange(self.size)[:, None]
         table += np.bincount(at.ravel(), times.ravel(), table.size).reshape(table.shape)

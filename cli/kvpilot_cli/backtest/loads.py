@@ -1,7 +1,7 @@
-"""Loads of a service over time: seeded synthetic traces of sessions with several turns, lengths in tokens.
+"""Synthetic loads of a service: sessions with several turns, from a seed. Lengths are in tokens.
 
-The seed fixes every session's start, turns, lengths and pauses, so every policy gets the same requests. A turn starts
-after the previous answer and a pause. So a slow service stretches a session, and a timeout ends it.
+The seed determines the start, turns, lengths and pauses of every session, so every policy gets the same sessions. A
+turn starts after the previous answer and a pause. So on a slow service a session takes longer, and a timeout ends it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvpilot_cli.backtest.costs import BacktestError
 
 Array = NDArray[np.float64]
 STEP = 60.0
-"""Seconds of a step, within which the rate of sessions is constant."""
+"""Seconds in which the rate of new sessions is constant."""
 DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Requests of one kind of service. Lengths are lognormal: a median and the sigma of the logarithm."""
+    """Lengths and pauses of one kind of load. Lengths are lognormal, with a median and the sigma of the logarithm."""
 
     first_prompt: float
     """Median tokens of a session's first prompt."""
@@ -32,16 +32,16 @@ class Shape:
     output: float
     sigma: float
     turns: float
-    """Mean number of turns, geometrically distributed."""
+    """Mean number of turns in a session; geometrically distributed."""
     pause: float
-    """Mean seconds between an answer and the next turn, exponential, on top of one second."""
+    """Mean seconds between an answer and the next turn, beyond a minimum of one second; exponentially distributed."""
     max_length: int = 65536
-    """Largest prompt and answer together. A session ends when its next turn would not fit."""
+    """Largest sum of prompt and answer. A session ends before a turn that would exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One conversation: (prompt, output, pause before) of its turns. A prompt contains all earlier turns."""
+    """One conversation. Each turn is (prompt, output, pause before it), and its prompt contains all earlier turns."""
 
     number: int
     start: float
@@ -49,23 +49,25 @@ class Session:
 
 
 class Asked(Protocol):
-    """The load of one service, session by session."""
+    """Load of one service, as a sequence of sessions."""
 
     @property
     def name(self) -> str:
-        """Return its name in reports."""
+        """Return the load's name for reports."""
 
     @property
     def seconds(self) -> float:
-        """Return its duration in seconds."""
+        """Return the load's duration in seconds."""
 
     def sessions(self) -> Iterator[Session]:
-        """Yield all sessions in order of start, the same at every call."""
+        """Yield all sessions in order of start. Every call yields the same sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A shape with the rate of new sessions: `rate[i]` a second during the i-th step, lengths scaled by `scale[i]`."""
+    """Shape with a rate that varies. In step `i`, `rate[i]` sessions start per second and lengths are scaled by
+    `scale[i]`.
+    """
 
     name: str
     shape: Shape
@@ -80,7 +82,7 @@ class Load:
         return len(self.rate) * STEP
 
     def sessions(self) -> Iterator[Session]:
-        """Yield all sessions in order of start, the same at every call."""
+        """Yield all sessions in order of start. Every call yields the same sessions."""
         number = 0
         for i, rate in enumerate(self.rate):
             chance = np.random.default_rng((self.seed, i))
@@ -122,12 +124,16 @@ NAMES = ("agents", "chat", "rag", "bursts")
 
 
 def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float = 0.0) -> Load:
-    """Return a load of NAMES. `size` scales the rate: a few H200s serve size 1 in bf16 at its busiest.
+    """Return the load with this name, out of NAMES.
 
-    `agents` has contexts that grow to tens of thousands of tokens over many turns with short pauses, even at night.
-    `chat` has medium contexts and quiet nights. `rag` has long prompts, short answers and no reuse. `bursts` is chat at
-    a third of the rate, with six bursts a day on average. A burst has five times the sessions for ten minutes. The day
-    begins `zone` hours later than that of the simulation.
+    - `agents`: contexts that grow to tens of thousands of tokens over many turns with short pauses, even at night.
+    - `chat`: medium contexts and quiet nights.
+    - `rag`: long prompts, short answers, no prefix to reuse.
+    - `bursts`: chat at a third of the rate, with six bursts a day on average. A burst lasts ten minutes and has five
+      times as many sessions.
+
+    `size` scales the rate: in bf16, the busiest hour of size 1 needs a few H200s. The day begins `zone` hours later
+    than the simulation's.
     """
     if name not in NAMES:
         raise BacktestError(f"trace: {name!r} is unknown: use one of {', '.join(NAMES)}, or all")
@@ -142,7 +148,7 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
         "rag": (RAG, 7.5, 0.5),
         "bursts": (CHAT, 2.2, 0.5),
     }[name]
-    # Busiest at 14:00, quietest at 02:00.
+    # The load is highest at 14:00 and lowest at 02:00.
     curve = 1 - depth * (1 + np.cos((hours - zone - 2) * 2 * np.pi / 24)) / 2
     # Multiply the daily curve by noise of about a tenth, with a new value every half hour.
     knots = np.arange(0.0, hours[-1] + 1.0, 0.5)
@@ -155,6 +161,6 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
 
 
 def cut(load: Load, start: float, seconds: float) -> Load:
-    """Return the `seconds` of a load from `start` on, for a trial."""
+    """Return the part of a load that begins at `start` and lasts `seconds`, for a short trial run."""
     a, b = int(start // STEP), int((start + seconds) // STEP)
     return replace(load, rate=load.rate[a:b], prompt_scale=load.prompt_scale[a:b], output_scale=load.output_scale[a:b])

@@ -1,4 +1,4 @@
-"""Moments of a load's requests for the interval model: means, and points of their prefill work."""
+"""Statistics of a load's requests for the interval model: means, and quantiles of their prefill work."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from kvpilot_cli.backtest.loads import STEP, Load
 
 Array = NDArray[np.float64]
 POINTS = np.array([0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99])
-"""Quantiles that represent the distribution of prefill work. WEIGHTS has the share of each."""
+"""Quantiles that represent the distribution of prefill work. WEIGHTS has the share of requests that each stands for."""
 WEIGHTS = np.array([0.2, 0.2, 0.2, 0.18, 0.12, 0.05, 0.03, 0.02])
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Moments of one load, in tokens unless said otherwise.
+    """Statistics of one load, in tokens unless stated otherwise.
 
-    `new` is a session's first turn. `hit` is a later turn with a cached prefix, and `miss` is a later turn without one.
+    Prefixes of names: `new` is a session's first turn, `hit` a later turn with a cached prefix, `miss` a later turn
+    without one. `pairs` are pairs of a prefilled token and a token before it.
     """
 
     turns: float
@@ -28,13 +29,13 @@ class Moments:
     prompt: float
     output: float
     held: float
-    """Mean tokens that a decoding request holds."""
+    """Mean number of tokens in the KV cache of a decoding request."""
     held_cv: float
-    """Standard deviation of `held` over requests, divided by its mean."""
+    """Coefficient of variation of that number: its standard deviation divided by its mean."""
     first: float
-    """Mean tokens that a request holds in a session's first turn."""
+    """Mean number of tokens in the KV cache of a request in a session's first turn."""
     reusable: float
-    """Share of requests that have a prefix to reuse."""
+    """Share of requests that have an earlier turn, whose prefix they could reuse."""
     new_tokens: float
     new_pairs: float
     hit_tokens: float
@@ -42,13 +43,13 @@ class Moments:
     miss_tokens: float
     miss_pairs: float
     new_points: Array
-    """Array (points, 2): prefill tokens and attention pairs at the quantiles POINTS."""
+    """Prefill tokens and pairs at the quantiles POINTS: [points, 2]."""
     hit_points: Array
     miss_points: Array
 
 
 def measure(load: Load, costs: Costs, requests: int = 20000) -> Moments:
-    """Return the moments of a sample of the load's sessions at their usual lengths."""
+    """Return the statistics of a sample of the load's sessions, without variation over the day."""
     steps = max(1, int(np.ceil(requests / load.shape.turns / max(load.rate.mean() * STEP, 1.0))))
     ones = np.ones(steps)
     drawn = replace(load, rate=ones * max(load.rate.mean(), 1.0), prompt_scale=ones, output_scale=ones)

@@ -1,7 +1,7 @@
-"""Pilot of one simulated service: the operator's own rules, and the roll to another dtype.
+"""Pilot of one simulated service. It uses the operator's own rules.
 
-Plain fields hold the state that the operator keeps in the status. A canary's probes cannot be simulated: every canary
-passes, and its time and GPU are charged.
+The fields hold what the operator would keep in the status. Probes cannot be simulated. So every canary passes, and the
+simulation counts its time and its GPU.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DEFAULT: dict[str, Any] = {
         "scaling": {"mode": "Operator", "minReplicas": 1, "maxReplicas": 8},
     },
 }
-"""The service that is simulated without --service. Other fields have the API's defaults."""
+"""Manifest of the service that is simulated without --service. Missing fields get the API's defaults."""
 
 
 def load_spec(path: Path | None) -> Spec:
-    """Return the spec of a manifest file, or of DEFAULT."""
+    """Return the spec of a manifest file, or of DEFAULT if there is no file."""
     try:
         raw = DEFAULT if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
@@ -57,7 +57,7 @@ def load_spec(path: Path | None) -> Spec:
 
 
 def node_of(profile: Profile) -> NodeFacts:
-    """Return the facts of the profile's nodes."""
+    """Return the facts of a node with the profile's GPU."""
     gpu = by_product(profile.gpu)
     if gpu is None:
         return NodeFacts(profile.gpu)
@@ -71,7 +71,7 @@ def model_of(profile: Profile) -> ModelFacts:
 
 @dataclass(slots=True)
 class Pilot:
-    """The operator's state of one service."""
+    """Pilot of one service, with the state that the operator would keep."""
 
     spec: Spec
     node: NodeFacts
@@ -93,7 +93,7 @@ class Pilot:
         busy: str | None,
         yields: bool = False,
     ) -> tuple[PolicyDecision, Workload]:
-        """Classify the window's workload and choose a step, both by the operator's code."""
+        """Classify the load of these samples and choose a step, by the operator's own code."""
         workload = classify(
             samples, self.spec.kv_cache.pressure, now, was_bound=self.was_bound,
             calm_seconds=self.spec.scaling.scale_down_stabilization_seconds,

@@ -1,4 +1,4 @@
-"""Policies of a simulated service: the pilot and its baselines. Each is asked after every scrape."""
+"""Policies that control a simulated service: the pilot and its baselines. Each acts after every scrape."""
 
 from __future__ import annotations
 
@@ -19,45 +19,47 @@ from kvpilot_operator.decide.traffic_plan import Counts, rolling_step
 from kvpilot_operator.state.samples import Sample
 
 SCRAPE = 15.0
-"""Seconds between two scrapes and two decisions: the HorizontalPodAutoscaler's period."""
+"""Seconds between two scrapes and thus two decisions: the period of the HorizontalPodAutoscaler."""
 PROBE_SECONDS = 300.0
-"""Seconds for the accuracy probes of a canary, during which it gets no traffic."""
+"""Duration of a canary's accuracy probes in seconds. The canary gets no traffic meanwhile."""
 _KEEP = timedelta(hours=1)
 HPA_TARGET = 0.5
-"""Target of mean KV use. With the usual 0.8 far fewer requests meet the objective, so 0.5 is the fairer baseline."""
+"""Target of the mean KV cache usage. The usual 0.8 would be an unfair baseline, because far fewer requests meet the
+objective.
+"""
 
 
 REQUESTS_TARGET = 16.0
-"""Target of running and waiting requests per replica."""
+"""Target of running plus waiting requests per replica."""
 
 
 class Policy(Protocol):
-    """A policy that judges one service after each scrape."""
+    """Policy that controls one service."""
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Change the service, or leave it."""
+        """Change the service if needed. `sample` is its last scrape, or None if no replica answered."""
 
 
 Wanted = Callable[[Service, Sample | None], int]
-"""Autoscaler: takes a service and its sample, which is None while no replica answers, and returns replicas."""
+"""Function that returns the number of replicas for a service and its last sample (None if no replica answered)."""
 
 
 @dataclass
 class Fixed:
-    """A fixed dtype. An autoscaler sets the replicas, if there is one."""
+    """Policy with a fixed dtype. `wanted` sets the number of replicas; without it they stay constant."""
 
     dtype: str
     wanted: Wanted | None = None
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Scale to the autoscaler's number of replicas."""
+        """Scale to the number of replicas that `wanted` returns."""
         if self.wanted is not None and (wanted := self.wanted(service, sample)) != len(service.of(self.dtype)):
             service.scale(self.dtype, wanted)
             service.outcome.scalings += 1
 
 
 def by_hpa(hpa: Hpa, dtype: str, figure: Callable[[Sample], float]) -> Wanted:
-    """Return a HorizontalPodAutoscaler on the mean of a figure over answering pods."""
+    """Return the replicas by a HorizontalPodAutoscaler, on the mean of `figure` over answering pods."""
 
     def wanted(service: Service, sample: Sample | None) -> int:
         have, ready = len(service.of(dtype)), len(service.ready(dtype))
@@ -68,13 +70,13 @@ def by_hpa(hpa: Hpa, dtype: str, figure: Callable[[Sample], float]) -> Wanted:
 
 
 def by_wva(wva: Wva, dtype: str) -> Wanted:
-    """Return the rules of llm-d's Workload Variant Autoscaler."""
+    """Return the replicas by the rules of llm-d's Workload Variant Autoscaler."""
     return lambda service, _: wva.judge(service.gauges(dtype), len(service.of(dtype)))
 
 
 @dataclass
 class Piloted:
-    """kvpilot in mode Auto with scaling mode Operator: the operator's decisions and rollout."""
+    """Policy of kvpilot in mode Auto with scaling mode Operator: the operator's decisions, and a rollout."""
 
     pilot: Pilot
     replicas: int
@@ -84,7 +86,7 @@ class Piloted:
     journal: list[str] = field(default_factory=list)
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Run one reconcile: store the sample, advance the roll to another dtype, and decide."""
+        """Run one reconcile: store the sample, continue the rollout of another dtype, and decide."""
         now = EPOCH + timedelta(seconds=service.now)
         if sample is not None:
             self.samples.append(sample)
@@ -94,7 +96,7 @@ class Piloted:
             self._roll(service)
         ready = len(service.ready(self.pilot.dtype))
         busy = "a canary is in flight" if self.canary is not None else None
-        # A canary may give way to a surge until it serves. The simulation promotes it once its probes have passed.
+        # A surge may end a canary until it serves. Here it serves as soon as its probes have passed.
         yields = self.canary is not None and self.canary not in service.serving
         decision, _ = self.pilot.rule(tuple(self.samples), now, self.replicas, ready, busy, yields)
         chosen = decision.chosen

@@ -1,7 +1,7 @@
-"""Recorded load from CSV or JSON lines: arrival and lengths of each request.
+"""Recorded load from CSV or JSON lines: arrival time and lengths of each request.
 
 FORMS has the supported column names: our own, and those of published traces. Other columns are ignored. Traces do not
-show shared prefixes, so each request is a separate session and reuses nothing.
+show shared prefixes, so each request becomes a session of its own and finds no cached prefix.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from kvpilot_cli.backtest.loads import DAY, STEP, Array, Session
 MOST_TOKENS = 10_000_000
 _MOST_DAYS = 366
 _MOST_NUMBER = 1e15
-"""Upper bound of numbers: larger floats lose fractions of a second."""
+"""Largest accepted number. Larger floats cannot represent fractions of a second."""
 _LONGEST = 80
-"""Longest value that a message quotes, in characters."""
+"""Largest number of characters of a value that a message quotes."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Column names of a trace. `unit` is one unit of `arrival` in seconds, or None for a date with a time."""
+    """Column names of one trace format. `unit` is the unit of `arrival` in seconds, or None if it is a date with a
+    time.
+    """
 
     arrival: str
     prompt: str
@@ -42,7 +44,7 @@ class Form:
 
     @property
     def columns(self) -> tuple[str, str, str]:
-        """Return all three columns."""
+        """Return the names of the three columns."""
         return self.arrival, self.prompt, self.output
 
 
@@ -56,18 +58,18 @@ FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Requests in order of arrival, the first at 0 s."""
+    """Requests in order of arrival. The first arrives at 0 s."""
 
     name: str
     arrival: Array
     prompt: NDArray[np.int64]
     output: NDArray[np.int64]
     left_out: int = 0
-    """Number of failed requests, which have no prompt or no answer tokens."""
+    """Number of requests that failed when they were recorded, with no prompt or no answer tokens."""
 
     @property
     def seconds(self) -> float:
-        """Return the duration in seconds: whole minutes, at least one of them for the last answers."""
+        """Return the duration in whole minutes, in seconds. At least a minute remains for the last answers."""
         return float(self.arrival[-1] // STEP + 2) * STEP
 
     def sessions(self) -> Iterator[Session]:
@@ -76,10 +78,10 @@ class Recorded:
             yield Session(number, float(start), ((int(prompt), int(output), 0.0),))
 
     def scaled(self, size: float, seed: int) -> Recorded:
-        """Return a load with `size` times the requests.
+        """Return a load with `size` times as many requests.
 
-        Copies arrive within a minute of the original; below 1, requests are drawn at random. The daily curve and bursts
-        of minutes stay, but gaps between requests change.
+        Above 1, copies arrive within a minute of the original. Below 1, requests are drawn at random. The daily curve
+        and bursts of minutes do not change, but the gaps between requests do.
         """
         if size == 1:
             return self
@@ -96,7 +98,7 @@ class Recorded:
         return replace(self, arrival=arrival[order], prompt=self.prompt[of][order], output=self.output[of][order])
 
     def told(self) -> str:
-        """Describe the load in a line."""
+        """Describe the load in one line."""
         return (
             f"{self.name}: {len(self.arrival)} requests in {self.seconds / 3600:.2f} h, mean prompt "
             f"{self.prompt.mean():.0f} and answer {self.output.mean():.0f} tokens; "
@@ -114,7 +116,7 @@ def read(path: Path) -> Recorded:
 
 
 def parse(lines: Iterable[str], name: str) -> Recorded:
-    """Read lines of CSV with a header, or of JSON objects if the first line begins with a brace."""
+    """Parse lines of CSV with a header. If the first line begins with a brace, parse JSON objects."""
     lines = iter(lines)
     first = next(lines, "")
     rows = (_json if first.lstrip().startswith("{") else _csv)(itertools.chain([first], lines), name)
@@ -189,7 +191,7 @@ def _arrival(row: Mapping[str, Any], form: Form, where: str) -> float:
         if not isinstance(value, str):
             raise ValueError
         time = datetime.fromisoformat(value)
-        # Only differences between times matter, so any zone will do.
+        # Any time zone will do, because only differences between times matter.
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError) as error:
         raise BacktestError(

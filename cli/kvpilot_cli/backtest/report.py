@@ -27,18 +27,18 @@ NAMES = {
     "max": "static bf16, max replicas",
 }
 EVEN_PERCENT = 2.0
-"""Largest difference of two prices, in percent, that counts as equal."""
+"""Largest difference of two prices, in percent, at which they count as equal."""
 MORE_PERCENT = 1.0
 SERVED_PERCENT = 99.0
-"""Percentage of good requests from which on a load counts as served."""
+"""Smallest percentage of good requests at which a policy counts as able to serve the load."""
 
 
 def judge(pilot: Row, other: Row) -> str:
-    """Return `ahead`, `equal` or `behind`.
+    """Return whether the first policy is `ahead`, `equal` or `behind`.
 
-    If only one policy serves the load (SERVED_PERCENT within the objective), it is ahead. If neither does, the policy
-    with more good requests is ahead, if they differ by more than MORE_PERCENT of all requests. Otherwise the policy
-    with fewer GPU-hours per good request is ahead.
+    If only one policy has SERVED_PERCENT of good requests, it is ahead. If both have less, the one with more good
+    requests is ahead if they differ by more than MORE_PERCENT of all requests. Otherwise the policy with fewer
+    GPU-hours per good request is ahead.
     """
     served = pilot.good_percent >= SERVED_PERCENT, other.good_percent >= SERVED_PERCENT
     if served[0] != served[1]:
@@ -54,7 +54,7 @@ def judge(pilot: Row, other: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return the pilot's verdict against each other policy, on one load."""
+    """Return the result of comparing the pilot with each other policy, on one load."""
     pilot = next((r for r in rows if r.policy == "pilot"), None)
     if pilot is None or len(rows) == 1:
         return ""
@@ -70,7 +70,7 @@ HEADER = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return one line of the table."""
+    """Return the cells of one line of the table."""
     price = "-" if math.isinf(row.price) else f"{row.price:.1f}"
     return (
         row.load, NAMES[row.policy], f"{row.gpu_hours:.1f}", f"{row.good_percent:.2f}", f"{row.lost}",
@@ -100,7 +100,7 @@ def terminal(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return all figures. Infinite and unknown ones become null."""
+    """Return all figures as JSON values. Infinite and unknown numbers become null."""
 
     def plain(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -110,7 +110,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def mean_use(usage: Array) -> str:
-    """Return mean and 95th percentile of a history's KV use in percent, without minutes that lack a scrape."""
+    """Return mean and 95th percentile of a history's KV cache usage in percent, without minutes that lack a scrape."""
     seen = usage[np.isfinite(usage)]
     if not len(seen):
         return "not in the history"
@@ -118,7 +118,7 @@ def mean_use(usage: Array) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot GPU-hours against the share of good requests, a panel a load, in the format of the file's suffix."""
+    """Plot GPU-hours against the share of good requests, in one panel per load. The file's suffix gives the format."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""A service of several simulated engines behind a router, request by request.
+"""Simulation of a service with several engines behind a router, request by request.
 
-A session stays with its replica to reuse the cached prefix, unless requests wait there and another replica has room. A
-new session goes to the replica with the fewest requests. A replica answers `start_seconds` after it was requested. Its
-GPU time counts from that request until its last inference request ends.
+A session stays with its replica to reuse the cached prefix. It moves if requests wait there and another replica has
+room. A new session goes to the replica with the fewest requests. A new replica answers after `start_seconds`. Its GPU
+time counts from the start until it has drained.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvpilot_cli.backtest.loads import Asked, Session
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 SLICE = 1.0
-"""Seconds between two runs of the router."""
+"""Seconds for which engines run before the router assigns requests again."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One replica. `engine.dtype` identifies its revision."""
+    """One replica. Its revision is identified by `engine.dtype`."""
 
     engine: Engine
     ready_at: float
@@ -34,14 +34,14 @@ class Replica:
 
 @dataclass(slots=True)
 class Outcome:
-    """Latencies that users see, and cost. Histograms have FINE buckets."""
+    """Results: latencies of users' requests, and the GPU time. Histograms have FINE buckets."""
 
     gpu_seconds: float = 0.0
     finished: int = 0
     good: int = 0
-    """Finished requests whose TTFT and mean inter-token latency meet the objective."""
+    """Number of finished requests whose TTFT and mean inter-token latency meet the objective."""
     lost: int = 0
-    """Requests that timed out or were refused, and the later turns of their sessions."""
+    """Number of requests that timed out or were refused, plus the later turns of their sessions."""
     preemptions: int = 0
     flips: int = 0
     scalings: int = 0
@@ -52,14 +52,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Limits of a good request, in seconds."""
+    """Latency limits of a good request, in seconds."""
 
     ttft: float = 5.0
     itl: float = 0.06
 
 
 class Service:
-    """The simulated cluster of one service."""
+    """Simulated service: users, router and replicas."""
 
     def __init__(
         self, profile: Profile, load: Asked, dtype: str, replicas: int, *, objective: Objective, start_seconds: float,
@@ -82,7 +82,7 @@ class Service:
             self._start(dtype, ready_at=0.0)
 
     def forget(self) -> None:
-        """Reset the counts after the warm-up."""
+        """Reset the results at the end of the warm-up."""
         self.outcome = Outcome()
         for replica in self.replicas:
             replica.engine.on_gap = self.outcome.itl.add
@@ -92,11 +92,11 @@ class Service:
         return [r for r in self.replicas if r.engine.dtype == dtype and not r.leaving]
 
     def ready(self, dtype: str) -> list[Replica]:
-        """Return the revision's ready replicas."""
+        """Return the revision's replicas that are ready and not draining."""
         return [r for r in self.of(dtype) if r.ready_at <= self.now]
 
     def scale(self, dtype: str, replicas: int) -> None:
-        """Start or drain replicas of a revision. The youngest leave first."""
+        """Start or drain replicas of a revision. The replicas that became ready last are drained first."""
         have = self.of(dtype)
         for _ in range(replicas - len(have)):
             self._start(dtype, self.now + self.start_seconds)
@@ -104,7 +104,7 @@ class Service:
             replica.leaving = True
 
     def serve(self, dtype: str) -> None:
-        """Let a revision take traffic, too."""
+        """Send traffic to this revision, too."""
         self.serving.add(dtype)
 
     def switch(self, dtype: str) -> None:
@@ -115,7 +115,7 @@ class Service:
                 replica.leaving = True
 
     def advance(self, until: float) -> None:
-        """Run users and engines until the clock reads `until`."""
+        """Simulate users and engines up to the time `until`."""
         while self.now < until:
             end = min(self.now + SLICE, until)
             self._ask(end)
@@ -144,7 +144,7 @@ class Service:
         )  # fmt: skip
 
     def gauges(self, dtype: str) -> list[tuple[float, float]]:
-        """Return KV use and waiting requests of each answering replica, the oldest first."""
+        """Return KV cache usage and waiting requests of each answering replica, the oldest first."""
         engines = [r.engine for r in self.ready(dtype)]
         return [(one.blocks.used / one.blocks.total, float(len(one.waiting))) for one in engines]
 
@@ -170,7 +170,7 @@ class Service:
             self._count += 1
 
     def _route(self, session: int) -> Replica:
-        """Return the session's replica. Move the session if requests wait there while another replica has room."""
+        """Return the replica for a session's next request. The module's docstring has the rules."""
         home = self._home.get(session)
         if home is not None and not home.leaving and not home.engine.waiting:
             return home

@@ -1,13 +1,16 @@
 """llm-d's Workload Variant Autoscaler with one variant: its percentage-based saturation rules, and the HPA behind it.
 
 The rules and defaults are those of its documentation (docs/saturation-analyzer.md and
-docs/integrations/hpa-integration.md of llm-d-workload-variant-autoscaler). A replica is saturated at 80% of its KV
-cache or five waiting requests. The spare room below these limits is averaged over the other replicas. If it is below 10
-points or 3 requests, one replica is added, unless one is starting. If that room would remain with one replica fewer,
-one is removed. The rules run each minute on each replica's peaks of that minute. The HPA applies a recommendation that
-has stood for 240 s, in either direction.
+docs/integrations/hpa-integration.md of llm-d-workload-variant-autoscaler):
 
-Version 0.9 and later count tokens by default. That analyzer is not modelled here.
+- A replica is saturated at 80% of its KV cache or at five waiting requests.
+- The spare room below these limits is averaged over the replicas that are not saturated.
+- If it is below 10 points or 3 requests, one replica is added, unless one is starting.
+- If it would still be above these values with one replica fewer, one is removed.
+- The rules run each minute, on each replica's peaks of that minute.
+- The HPA applies a recommendation that has not changed for 240 s, up or down.
+
+Version 0.9 and later count tokens by default, which is not modelled here.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ KV_SPARE, QUEUE_SPARE = 0.10, 3.0
 LOOP_SECONDS, STABILIZATION_SECONDS = 60.0, 240.0
 
 Gauges = tuple[float, float]
-"""KV use of one replica from 0 to 1, and its waiting requests."""
+"""KV cache usage of one replica from 0 to 1, and the number of its waiting requests."""
 
 
 def recommend(peaks: Sequence[Gauges], replicas: int) -> int:
-    """Return the recommendation of one loop, from the peaks of the answering replicas.
+    """Return the number of replicas that the rules recommend, from the peaks of the answering replicas.
 
-    `replicas` counts starting ones, too.
+    `replicas` includes starting ones.
     """
     room = [(KV_THRESHOLD - kv, QUEUE_THRESHOLD - queue) for kv, queue in peaks]
     room = [(kv, queue) for kv, queue in room if kv > 0 and queue > 0]
@@ -42,7 +45,7 @@ def recommend(peaks: Sequence[Gauges], replicas: int) -> int:
 
 
 class Wva:
-    """State of the autoscaler. Call `judge` every `sync_seconds`."""
+    """Autoscaler with its state. Call `judge` every `sync_seconds`."""
 
     def __init__(self, *, minimum: int, maximum: int, sync_seconds: float) -> None:
         self.minimum, self.maximum = minimum, maximum

@@ -1,1 +1,1 @@
-"""`kvpilot plan`: the cost of a model on GPUs, and the tokens that fit."""
+"""`kvpilot plan`: compute how many tokens fit on a GPU, and how many GPUs a load needs."""

@@ -1,7 +1,8 @@
-"""Count the tokens and sequences that fit into the memory left by the weights and vLLM.
+"""Compute how many tokens and sequences fit in the memory that weights and vLLM leave.
 
-All sizes are those of one GPU under tensor parallelism. Weights and KV heads are split evenly. With more GPUs than KV
-heads, each GPU keeps a copy of one head. Every GPU keeps a latent cache (MLA) whole.
+All sizes are those of one GPU under tensor parallelism. Weights and KV heads are divided evenly. If there are more GPUs
+than KV heads, each GPU has one head, so some heads are copied. A latent cache (MLA) is not divided: every GPU has all
+of it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ ENGINE_BYTES = 3 * 2**30
 """Bytes on each GPU for activations, CUDA graphs and the allocator's slack, as in kvpilot-serve's preflight."""
 
 WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int4": 4.16, "mxfp4": 4.25}
-"""Bits of a quantized weight with its scales. int4 is AWQ or GPTQ: groups of 128 have a 16-bit scale and a 4-bit zero
-point. mxfp4 has one byte per 32 weights, and is for experts only. Embeddings stay in 16 bits."""
+"""Bits of a weight, with its share of scales. Embeddings always have 16 bits.
+
+- int4: AWQ or GPTQ. A group of 128 weights has a 16-bit scale and a 4-bit zero point.
+- mxfp4: only for experts. 32 weights share a scale of one byte.
+"""
 
 BLOCK = 16
-"""Tokens in a KV block of vLLM's formats on a GPU (docs/benchmarks/h200-engine.json, block_size)."""
+"""Tokens of a KV block in vLLM's formats on a GPU (`block_size` in docs/benchmarks/h200-engine.json)."""
 
 
 def weight_bytes(model: Model, dtype: str) -> int:
-    """Return the bytes of all weights stored as `dtype`, a key of WEIGHT_BITS."""
+    """Return the bytes of the model's weights if they are stored as `dtype`, a key of WEIGHT_BITS."""
     if dtype == model.published and model.weight_bytes is not None:
         return model.weight_bytes
     if model.parameters is None:
@@ -40,7 +44,7 @@ def weight_bytes(model: Model, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one GPU: `usable` for vLLM, and of these `kv` for the cache."""
+    """Bytes of one GPU. `usable` is for vLLM and consists of weights, `engine` and the KV cache."""
 
     usable: int
     weights: int
@@ -49,14 +53,21 @@ class Memory:
 
 
 def memory(gpu: Gpu, gpus: int, utilization: float, weights: int) -> Memory:
-    """Split one GPU's memory. `weights` are for all GPUs together; `kv` is 0 if they do not fit."""
+    """Divide the memory of one GPU.
+
+    `weights` are the bytes of all weights. If they do not fit, `kv` of the result is 0.
+    """
     usable = int(gpu.memory_mib * MIB * utilization)
     share = -(-weights // gpus)
     return Memory(usable, share, ENGINE_BYTES, max(0, usable - share - ENGINE_BYTES))
 
 
 def kv_heads_per_gpu(model: Model, gpus: int) -> int:
-    """Return the number of KV heads on one GPU."""
+    """Return the number of KV heads on one GPU.
+
+    Raises:
+      PlanError: the heads cannot be divided among `gpus`.
+    """
     if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
         fits = [n for n in (1, 2, 4, 8, 16, 32) if not model.heads % n and not (model.kv_heads % n and n % model.kv_heads)]  # fmt: skip  # noqa: E501
         raise PlanError(f"--gpus {gpus}: {model.heads} heads with {model.kv_heads} KV heads cannot be cut into {gpus} parts; use one of {', '.join(map(str, fits))}")  # fmt: skip  # noqa: E501
@@ -67,19 +78,20 @@ def kv_heads_per_gpu(model: Model, gpus: int) -> int:
 class Cache:
     """Layout of the KV cache of one dtype on one GPU.
 
-    All pages have one size. Full-attention layers and layers with a window form separate groups of equal size. A block
-    is a page of every layer of a group (vLLM 0.32, v1/core/kv_cache_utils.py).
+    All pages have the same size. vLLM puts full-attention layers and layers with a sliding window into separate groups,
+    each with the same number of layers. A block is one page of every layer of a group (vLLM 0.32,
+    v1/core/kv_cache_utils.py).
 
     Attributes:
-      block, window_block: tokens in a page of a full layer and of a layer with a window.
+      block, window_block: tokens in a page of a full-attention layer, and of a layer with a sliding window.
       page_bytes: bytes of one layer's page.
       group_layers: layers in a group, including layers that are only padding.
       full_groups, window_groups: groups of each kind.
-      window: tokens that a layer with a window attends to.
-      full_token_bytes, window_token_bytes: bytes of one token in all full layers, and in all layers with a window.
-      ring_blocks: most blocks of a sequence's recent window in each full group; 0 without a recent window.
-      ring_tokens: tokens in a page of the recent window.
-      most_pages: most pages of a sequence in each full group; 0 if they are unbounded.
+      window: length of the sliding window in tokens.
+      full_token_bytes, window_token_bytes: bytes of one token in all full-attention layers, and in all with a window.
+      ring_blocks: largest number of blocks for a sequence's recent window in each full group; 0 without one.
+      ring_tokens: tokens of the recent window in a page.
+      most_pages: largest number of pages of a sequence in each full group; 0 for no limit.
     """
 
     block: int
@@ -96,13 +108,14 @@ class Cache:
     most_pages: int = 0
 
     def blocks(self, kv_bytes: int) -> int:
-        """Return the blocks that fit into `kv_bytes` of one GPU."""
+        """Return the number of blocks that fit in `kv_bytes` of one GPU."""
         return kv_bytes // (self.page_bytes * self.group_layers)
 
     def held(self, context: int) -> int:
-        """Return the blocks of a sequence of `context` tokens. A window may begin and end inside a block.
+        """Return the number of blocks that a sequence of `context` tokens takes.
 
-        Pages of the recent window are allocated one by one, as tokens need them.
+        A sliding window may begin and end inside a block. Pages of the recent window are allocated one by one, as the
+        sequence grows.
         """
         ring = min(-(-context // self.ring_tokens), self.ring_blocks)
         pages = -(-context // self.block)
@@ -118,21 +131,22 @@ class Cache:
         return self.blocks(kv_bytes) // self.held(context)
 
     def tokens(self, kv_bytes: int, context: int) -> int:
-        """Return the tokens that fit if every sequence has `context` of them."""
+        """Return the number of tokens that fit if every sequence has `context` of them."""
         return self.blocks(kv_bytes) * context // self.held(context)
 
 
 def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None) -> Cache:
-    """Return the layout of this dtype.
+    """Return the layout of the KV cache for this dtype.
 
-    Layers with a window stay in 16 bits, the default of engines that the operator starts. Chunked layers use `dtype`,
-    and a model with chunked layers has no recent window.
+    Layers with a sliding window stay in 16 bits, the default of engines that the operator starts. Layers with chunked
+    attention use `dtype`, and a model that has such layers gets no recent window.
 
-    `recent_tokens` is the length of the recent window, None for the dtype's default. Dtypes without a window ignore it.
+    `recent_tokens` is the length of the recent window, or None for the dtype's default. Dtypes without a window ignore
+    it.
 
     Raises:
-      PlanError: the heads cannot be split into `gpus` parts.
-      FormatError: the dtype has no layout for the model's head_dim, or does not support the window.
+      PlanError: the heads cannot be divided among `gpus`.
+      FormatError: the dtype has no layout for the model's head_dim, or does not support the recent window.
     """
     stored = dtypes.parse(model.served(dtype))
     recent = stored.recent_tokens(recent_tokens, model.max_positions)
@@ -151,8 +165,9 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     full, windows = model.full_layers, model.sliding_layers
     window_block = block
     if full and windows:
-        # A full layer's page holds at least the smallest block of a layer with a window. That block takes as many
-        # tokens as fit in steps of BLOCK and wastes the rest (docs/model-kinds.md).
+        # vLLM makes all pages equally large. So a full layer's page holds at least the smallest block of a layer with a
+        # window. A block of a layer with a window has as many tokens as fit in a page, in steps of BLOCK; the rest is
+        # unused (docs/model-kinds.md).
         block *= -(-wide // row)
         window_block = row * block // (wide * BLOCK) * BLOCK
         few, many = sorted((full, windows))

@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan. Return 0, or 2 for a wrong argument."""
+    """Print the plan. Return 0, or 2 if an argument is wrong."""
     try:
         options = _parser().parse_args(argv)
         if options.list:
@@ -176,7 +176,7 @@ def _load(options: argparse.Namespace) -> Load | None:
 
 
 def _price(given: Sequence[str], gpu: Gpu, load: Load | None) -> float | None:
-    """Return the price of one hour of this GPU, or None without --price."""
+    """Return the hourly price of this GPU, or None without --price."""
     if not given:
         return None
     if load is None:
@@ -202,7 +202,7 @@ def _number(text: str) -> object:
 
 
 def _prices_of(path: Path) -> list[tuple[str, object]]:
-    """Return the prices in a file: lines of KIND: PER_HOUR, or the chart's ConfigMap."""
+    """Return the prices in a file. It has lines of KIND: PER_HOUR, or is the chart's ConfigMap."""
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(read, dict) and read.get("kind") == "ConfigMap":

@@ -1,4 +1,4 @@
-"""Architecture facts that decide the memory of a model."""
+"""Facts about a model's architecture that determine its memory."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ Published = Literal["bfloat16", "fp8", "int4", "mxfp4"]
 
 
 class PlanError(ValueError):
-    """A request that cannot be planned. The message names the field, its value and the remedy."""
+    """Error for a request that cannot be planned. The message names the field, its value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Architecture facts of one model; sizes in elements.
+    """Facts about the architecture of one model. Sizes are in elements.
 
     Attributes:
-      name: the model's name at its publisher, or the folder it was read from.
+      name: the model's name at its publisher, or the folder that it was read from.
       layers: decoder layers with their own KV cache.
       parameters: number of parameters with embeddings, or None if config.json does not determine it.
       max_positions: longest context in tokens, or None if unknown.
       sliding_layers: layers that attend to the last `window` tokens or, if `chunked`, to a chunk of `window` tokens.
-      window_kv_heads, window_head_dim: values of sliding layers, or 0 if they equal those of the other layers.
-      state_layers, shared_layers: layers with a state of fixed size, and layers that read another layer's cache.
-      experts, experts_per_token: experts in a layer (0: dense), and those that a token uses.
+      window_kv_heads, window_head_dim: KV heads and head_dim of sliding layers, or 0 if they equal those of other
+        layers.
+      state_layers, shared_layers: layers with a state of fixed size, and layers that use another layer's cache.
+      experts, experts_per_token: experts in a layer (0 for a dense model), and experts that a token uses.
       expert_intermediate, dense_layers: hidden size of an expert, and number of first layers without experts.
-      latent_dim: elements of a token's compressed entry under multi-head latent attention (0: plain attention).
-      alibi, other_layers: biases by distance, and layers with an unknown cache. kvpilot serves neither.
+      latent_dim: elements that a token caches under multi-head latent attention (0 for other attention).
+      alibi, other_layers: True for ALiBi, and number of layers with an unknown kind of cache. Engines refuse both.
       value_dim: elements of a value, or 0 if a value has as many as a key.
-      auto: the KV-cache dtype that the checkpoint names for `auto`; else `auto`.
+      auto: KV-cache dtype that the checkpoint selects for `auto`, or `auto` if it selects none.
       published: format of the published weights.
-      weight_bytes: bytes of the weights found beside a config.json, or None.
-      uncounted: the reason why `parameters` is None, if it is not the architecture.
-      doubt: uncertainty of these facts, for people.
+      weight_bytes: bytes of the weight files beside config.json, or None.
+      uncounted: the reason why `parameters` is None, unless the architecture is the reason.
+      doubt: text about facts that may be wrong, shown to users.
       also: other names of models with exactly these facts.
     """
 
@@ -79,12 +80,12 @@ class Model:
         return self.layers - self.sliding_layers
 
     def served(self, dtype: str) -> str:
-        """Return the cache's dtype for a requested `dtype`. A checkpoint may define `auto`."""
+        """Return the dtype of the cache if `dtype` is requested. A checkpoint may define `auto`."""
         return self.auto if dtype == "auto" else dtype
 
     @property
     def architecture(self) -> Architecture:
-        """Return the KV cache's facts as the shared package's Architecture."""
+        """Return the facts about the KV cache as an `Architecture` of the formats package."""
         full = Group(Kind.FULL, self.full_layers, self.kv_heads, self.head_dim, self.value_dim or self.head_dim)
         heads, dim = self.window_kv_heads or self.kv_heads, self.window_head_dim or self.head_dim
         kind = Kind.CHUNKED if self.chunked else Kind.WINDOW
@@ -104,10 +105,13 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Return the elements of the input embedding and, unless tied, the output projection. Quantizers keep both."""
+        """Return the elements of the input embedding and, if not tied, the output projection.
+
+        Weight quantizers keep these in 16 bits.
+        """
         return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
     def expert_parameters(self) -> int:
-        """Return the elements of all experts, with three matrices each."""
+        """Return the elements of all experts. Each expert has three matrices."""
         return (self.layers - self.dense_layers) * self.experts * 3 * self.hidden * self.expert_intermediate

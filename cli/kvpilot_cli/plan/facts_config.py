@@ -1,4 +1,4 @@
-"""Read the facts of a model from the config.json that transformers writes."""
+"""Read the facts about a model from the config.json that transformers writes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvpilot_cli.plan.facts import Model, PlanError, Published
 from kvpilot_formats.models import Architecture, ConfigError, Group, Kind, load, read, weights
 from kvpilot_formats.models.config import Fields
 
-# Model types whose MLP has two matrices. All others that vLLM serves have a gated MLP with three.
+# Model types whose MLP has two matrices. All other models that vLLM supports have a gated MLP with three.
 _PLAIN_MLP = frozenset(
     {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2"}
 )
 
 
 def read_folder(folder: Path) -> Model:
-    """Return the facts in a folder's config.json, and the bytes of the weights next to it."""
+    """Return the facts in a folder's config.json, with the bytes of the weight files beside it."""
     try:
         raw = load(folder / "config.json")
     except ConfigError as error:
@@ -41,7 +41,7 @@ def _weight_bytes(folder: Path) -> int | None:
 
 
 def from_config(raw: Mapping[str, Any], name: str, weight_bytes: int | None = None) -> Model:
-    """Return the facts of a Hugging Face config. For a multimodal model they cover the text part."""
+    """Return the facts in a Hugging Face config. For a multimodal model they describe the text part."""
     try:
         return _model(raw, name, weight_bytes)
     except ConfigError as error:
@@ -132,9 +132,9 @@ def _published(raw: Mapping[str, Any]) -> Published | None:
 
 
 def _counted(model: Model, fields: Fields) -> Model:
-    """Return the model with its parameters counted from the shapes: matrices and routers, without norms and biases.
+    """Return the model with its number of parameters: those of matrices and routers, without norms and biases.
 
-    Models with latent attention, states or unequal layers have other shapes and are not counted.
+    Models with latent attention, state layers or unequal layers have other shapes, so their parameters are not counted.
     """
     unlike = model.window_kv_heads or model.window_head_dim or model.value_dim or model.shared_layers
     if model.latent_dim or model.state_layers or model.other_layers or unlike:

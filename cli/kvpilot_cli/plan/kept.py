@@ -1,4 +1,4 @@
-"""Additions to a plan for a bounded cache (`kvCache.retention`) and for host memory (`kvCache.offload`)."""
+"""Parts of a plan for a bounded cache (`kvCache.retention`) and for host memory (`kvCache.offload`)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from kvpilot_cli.plan.facts import Model, PlanError
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Bound on a sequence's cache. `SinksAndWindow` keeps its first and last tokens in whole pages; `HeavyHitters`
-    keeps `budget` tokens, whatever its other numbers."""
+    """Bound on the cache of a sequence, in tokens.
+
+    With `budget` it is HeavyHitters, which keeps that many tokens. Otherwise it is SinksAndWindow, which keeps the
+    first `sinks` and the last `window` tokens in whole pages.
+    """
 
     sinks: int | None = None
     window: int | None = None
     budget: int | None = None
 
     def __str__(self) -> str:
-        """Return the policy and the tokens that it keeps."""
+        """Return the policy's name and the tokens that it keeps."""
         if self.budget is not None:
             return f"HeavyHitters, of which {self.budget:,} tokens are kept: first, last, and the heaviest between"
         return f"SinksAndWindow, of which the first {self.sinks:,} and the last {self.window:,} tokens are kept"
 
     def of(self, layout: Cache) -> Cache:
-        """Return the layout with this bound, and without a recent window."""
+        """Return the layout with this bound. A bounded cache has no recent window."""
         if self.budget is not None:
             pages = self.budget // layout.block + 1
         else:
@@ -33,7 +36,7 @@ class Bound:
 
 
 def check_bound(model: Model) -> None:
-    """Raise PlanError for a model that engines refuse to serve with a bound (docs/retention.md)."""
+    """Raise PlanError for a model whose cache engines cannot bound (docs/retention.md)."""
     ways = {
         "layers with a window of their own": model.sliding_layers,
         "multi-head latent attention": model.latent_dim,
@@ -48,9 +51,9 @@ def check_bound(model: Model) -> None:
 
 
 def host_tokens(model: Model, layout: Cache, gpus: int, host_bytes: int) -> int | None:
-    """Return the tokens in whole blocks that fit into `host_bytes`, for all GPUs of an engine together.
+    """Return how many tokens `host_bytes` hold in whole blocks, for all GPUs of an engine together.
 
-    Return None for layers with a window and for latents, which vLLM stores differently.
+    Return None for models with sliding windows or latents, which vLLM stores differently.
     """
     if model.sliding_layers or model.latent_dim:
         return None

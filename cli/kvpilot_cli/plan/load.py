@@ -1,12 +1,12 @@
-"""Cost of a load in GPUs: Little's law over the model of a step.
+"""Number of GPUs for a load, by Little's law and the model of a step in `speed`.
 
 Requests arrive at a rate r on each replica, with P prompt and G generated tokens. Prompts take the share rho = r *
 prompt_seconds(P) of the time, so a token takes step / (1 - rho) on average. By Little's law, N = r * G * step / (1 -
-rho) sequences decode at once. A step gets longer with N, so iteration from 0 finds the least fixed point. Sequences
-hold P + G/2 tokens on average while they decode, and P while their prompt runs.
+rho) sequences decode at once. A step gets longer with N, so iteration from 0 finds the least fixed point. A sequence
+takes P + G/2 tokens of the cache on average while it decodes, and P during its prefill.
 
-The plan takes the fewest replicas that meet three limits: the requested time per token, a KV cache at most FILL full,
-and vLLM's limit of running sequences. It uses averages only. FILL leaves room for bursts.
+The plan takes the fewest replicas that meet three limits: the requested time per token, a KV cache usage of at most
+FILL, and vLLM's limit of running sequences. All of these are averages, so FILL leaves room for bursts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvpilot_cli.plan.speed import Speed
 from kvpilot_operator.gpus import Gpu
 
 FILL = 0.85
-"""Largest mean use of the KV cache: `kvCache.pressure.highPercent`, above which the pilot acts."""
+"""Largest mean usage of the KV cache. The pilot acts above the same value (`kvCache.pressure.highPercent`)."""
 
 MOST_REPLICAS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of all replicas. `token_seconds` is the longest mean time of a token."""
+    """Load of all replicas together. `token_seconds` is the largest allowed mean time per token."""
 
     requests_per_second: float
     prompt_tokens: int
@@ -39,10 +39,10 @@ class Operating:
     Attributes:
         sequences: mean number of running sequences.
         token_seconds: mean seconds between two tokens of a sequence.
-        fill: share of the KV cache in use.
-        prompt_share: share of the time that prompts take.
-        binds: the exceeded limit, or None: "prompts" (they alone take all the time), "time per token", "sequences", "KV
-            memory".
+        fill: usage of the KV cache, from 0 to 1.
+        prompt_share: share of the time that prefill takes.
+        binds: limit that is exceeded, or None: "prompts" (prefill alone takes all the time), "time per token",
+            "sequences", or "KV memory".
     """
 
     sequences: float
@@ -54,8 +54,13 @@ class Operating:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Replicas for a load, the state of each, and the limit that one replica fewer would exceed (None for one replica).
-    If no number is enough, `replicas` is None and `limit` has the reason."""
+    """Number of replicas for a load, and the state of each.
+
+    Attributes:
+        replicas: number of replicas, or None if no number is enough.
+        limit: limit that one replica fewer would exceed; None for one replica. Without `replicas`, the limit that no
+            number can meet.
+    """
 
     replicas: int | None
     operating: Operating
@@ -63,7 +68,7 @@ class Cost:
 
 
 def most_sequences(gpu: Gpu) -> int:
-    """Return vLLM's default limit of sequences by the GPU's memory (0.32, engine/arg_utils.py)."""
+    """Return vLLM's default of max_num_seqs on this GPU (vLLM 0.32, engine/arg_utils.py)."""
     return 1024 if gpu.memory_mib >= 70 * 1024 and "A100" not in gpu.name else 256
 
 
@@ -96,7 +101,7 @@ def operate(speed: Speed, kv_bytes: int, load: Load, rate: float) -> Operating:
 
 
 def cost(speed: Speed, kv_bytes: int, load: Load) -> Cost:
-    """Return the smallest number of replicas that carry the load."""
+    """Return the smallest number of replicas that meets all limits."""
     longest = load.prompt_tokens + load.generated_tokens
     alone = operate(speed, kv_bytes, load, load.requests_per_second / MOST_REPLICAS)
     if alone.binds is not None or speed.cache.sequences(kv_bytes, longest) < 1:

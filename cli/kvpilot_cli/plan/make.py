@@ -1,4 +1,4 @@
-"""Make a plan: sequences that fit for every KV dtype and context, and the cost of a load."""
+"""Make a plan: how many sequences fit for every KV-cache dtype and context, and how many replicas a load needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpilot_operator.gpus import Gpu
 
 
 def usual_dtypes(latent: bool) -> tuple[str, ...]:
-    """Return the default dtypes: `auto`, vLLM's fp8, and ours for a model with or without latent attention."""
+    """Return the default dtypes: `auto`, vLLM's fp8, and those of our dtypes that suit the model's attention."""
     return ("auto", "fp8", *dtypes.own_names(latent))
 
 
@@ -23,11 +23,15 @@ CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A planning request.
+    """Request for a plan.
 
-    `weights` and `kv` replace the estimates, in bytes of all GPUs together. `dtypes` default to the usual ones for the
-    model. `recent_tokens` is the length of the recent window, None for each dtype's default. With `bound`, the plan has
-    the bounded cache, too. `host` is the host memory for an engine's offloaded blocks, in bytes.
+    Attributes:
+        contexts: context lengths in tokens; empty for the usual ones.
+        dtypes: KV-cache dtypes; empty for the usual ones of the model.
+        weights, kv: bytes of all GPUs together that replace the estimates.
+        recent_tokens: length of the recent window; None for each dtype's default.
+        bound: adds the capacity of a bounded cache to the plan.
+        host: bytes of host memory for the offloaded blocks of one engine.
     """
 
     model: Model
@@ -44,16 +48,16 @@ class Request:
     bound: Bound | None = None
     host: int = 0
     gpu_hour: float | None = None
-    """Price of a GPU's hour in the user's currency."""
+    """Price of one GPU for an hour, in the user's currency."""
 
     def hourly(self, cost: Cost) -> float | None:
-        """Return the price of an hour of the replicas."""
+        """Return the hourly price of all replicas, or None if it is unknown."""
         if self.gpu_hour is None or cost.replicas is None:
             return None
         return self.gpu_hour * cost.replicas * self.gpus
 
     def per_million(self, cost: Cost) -> float | None:
-        """Return the price of a million generated tokens."""
+        """Return the price of a million generated tokens, or None if it is unknown."""
         hourly, load = self.hourly(cost), self.load
         if hourly is None or load is None:
             return None
@@ -62,7 +66,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Capacity if every sequence has `context` tokens."""
+    """Number of tokens and of sequences that fit if every sequence has `context` tokens."""
 
     context: int
     tokens: int
@@ -71,18 +75,18 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One dtype. If `infeasible` has a reason, the rest is empty.
+    """Result for one dtype. If `infeasible` has a reason, all other fields are empty.
 
     Attributes:
       bits: bits of a cache element, including its metadata.
       token_bytes: bytes of one token in the full-attention layers of all GPUs, including copies of KV heads. If all
-        layers have a window: bytes of one token within the window.
-      window_bytes: bytes of one sequence's full windows, in all GPUs.
-      recent_tokens, recent_bytes: size of one sequence's recent window in all GPUs; 0 if dtype or model has none.
-      bounded: tokens and sequences that fit with the bound; empty without a bound.
-      bounded_bytes: most bytes of a sequence with the bound, over all GPUs.
-      host_tokens: tokens that host memory holds; None if not requested or unknown.
-      cost: cost of the load; None without a load or a known speed.
+        layers have a sliding window, the bytes of one token in these.
+      window_bytes: bytes of one sequence in layers with a sliding window, once the window is full, on all GPUs.
+      recent_tokens, recent_bytes: tokens and bytes of one sequence's recent window on all GPUs; 0 without one.
+      bounded: capacity with the bound; empty without a bound.
+      bounded_bytes: largest size of a sequence with the bound, on all GPUs.
+      host_tokens: tokens that fit in host memory; None if not requested or unknown.
+      cost: replicas for the load; None without a load or if the speed is unknown.
     """
 
     dtype: str
@@ -102,7 +106,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The request, the split of one GPU's memory (None if the cache's size was given), and a row for each dtype."""
+    """Plan for a request. `memory` is None if the request gave the cache's size. There is a row for each dtype."""
 
     request: Request
     weights_dtype: str
@@ -138,13 +142,13 @@ def make(request: Request) -> Plan:
 
 
 def _usual(model: Model) -> tuple[str, ...]:
-    """Return the usual dtypes. Add `bfloat16` if the checkpoint's `auto` means another dtype."""
+    """Return the usual dtypes. If the checkpoint defines `auto` as another dtype, add `bfloat16`."""
     auto, *others = usual_dtypes(bool(model.latent_dim))
     return (auto, *(() if model.auto == "auto" else ("bfloat16",)), *others)
 
 
 def _contexts(model: Model) -> tuple[int, ...]:
-    """Return the usual contexts below the model's longest, and the longest, up to the largest of CONTEXTS."""
+    """Return the context lengths of CONTEXTS below the model's longest, and that one if CONTEXTS goes as far."""
     longest = model.max_positions or CONTEXTS[-1]
     return (*(c for c in CONTEXTS[:-1] if c < longest), min(longest, CONTEXTS[-1]))
 

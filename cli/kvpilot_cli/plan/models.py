@@ -1,7 +1,7 @@
-"""The models that `kvpilot plan` knows by name.
+"""Models that `kvpilot plan` knows by name.
 
-models.yaml has well-known models with their exact number of parameters. published.json has the configurations behind
-docs/models.md, from which the rest follows.
+models.yaml has well-known models with their exact number of parameters. published.json has the config.json of the
+models of docs/models.md, from which `facts_config` computes the facts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvpilot_cli.plan.facts_config import from_config
 
 @functools.cache
 def table() -> tuple[Model, ...]:
-    """Return every model of models.yaml, in its order."""
+    """Return the models of models.yaml, in the order of the file."""
     return tuple(
         Model(**{**entry, "also": tuple(entry.get("also", ()))}) for entry in yaml.safe_load(_read("models.yaml"))
     )
@@ -30,12 +30,18 @@ def table() -> tuple[Model, ...]:
 
 @functools.cache
 def published() -> dict[str, dict[str, Any]]:
-    """Return the entry of each model of published.json, by its name, in their order."""
+    """Return the entries of published.json by model name, in the order of the file."""
     return {entry["model"]: entry for entry in json.loads(_read("published.json"))["models"]}
 
 
 def find(name: str) -> Model:
-    """Return the model by its full name or the part after the slash, in any case. Keep the name's proper spelling."""
+    """Return the model with this full name, or with this part after the slash, in any case.
+
+    The model has the proper spelling of its name.
+
+    Raises:
+        PlanError: the name is unknown; the message suggests similar ones.
+    """
     known = _known()
     if (hit := known.get(_key(name))) is not None:
         called, facts = hit
@@ -48,12 +54,12 @@ def find(name: str) -> Model:
 
 @functools.cache
 def _known() -> dict[str, tuple[str, Callable[[], Model]]]:
-    """Return each model's proper name and facts, by full and short name. models.yaml precedes published.json."""
+    """Return each model's proper name and facts, by full and by short name. models.yaml takes precedence."""
     named: list[tuple[str, Callable[[], Model]]] = [
         *((name, functools.partial(_of_config, name)) for name in published()),
         *((name, functools.partial(_itself, model)) for model in table() for name in (*model.also, model.name)),
     ]
-    # A name without a publisher is short: use the full name of its model.
+    # A name without a publisher is a short name, so take the full name from its facts.
     full = {_key(name): (name if "/" in name else facts().name, facts) for name, facts in named}
     return {key.rpartition("/")[2]: value for key, value in full.items()} | full
 

@@ -1,4 +1,4 @@
-"""Output of a plan: tables of at most 120 columns for people, JSON for programs, and a plot of sequences by context."""
+"""Output of a plan: tables of at most 120 columns, JSON, and a plot of sequences by context."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON values: stable keys with units in their names, and integers for counts."""
+    """Return the plan as JSON values. Keys are stable and contain the units, and counts are integers."""
     request, load = plan.request, plan.request.load
     return {
         "model": request.model.name,
@@ -253,7 +253,7 @@ def draw(plan: Plan, file: Path) -> None:
 
 
 def _label(axes: Any, ends: list[tuple[int, int, str, str]]) -> None:
-    """Label each line at its right end, with enough distance between labels."""
+    """Write each line's name at its right end. Move names apart that would overlap."""
     low, high = axes.get_ylim()
     gap = (high / low) ** 0.05
     lowest = 0.0

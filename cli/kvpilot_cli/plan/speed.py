@@ -1,11 +1,12 @@
-"""Time of a decode step and of a prompt: a model of memory traffic and arithmetic, with efficiencies of an H200.
+"""Estimated time of a decode step and of a prefill, from memory traffic and arithmetic.
 
     step = max(weights read / (bandwidth * WEIGHTS), flops of the new tokens / (peak * FLOPS)) + attention
     attention = cache read / (bandwidth * the dtype's efficiency)
     prompt token = flops / (peak * FLOPS)
 
-A token takes 2 flops for every parameter that it uses, and 4 * heads * head_dim for every token that it attends to, in
-every layer. The model leaves out the exchange between GPUs under tensor parallelism, sampling, and the scheduler.
+A token takes 2 flops for every parameter that it uses. In every layer it also takes 4 * heads * head_dim flops for
+every token that it attends to. The efficiencies were measured on an H200. The model leaves out communication between
+GPUs, sampling and the scheduler.
 """
 
 from __future__ import annotations
@@ -19,22 +20,29 @@ from kvpilot_operator.decide.steps.latency import EFFICIENCY
 from kvpilot_operator.gpus import Gpu
 
 WEIGHTS = 0.587
-"""Share of peak bandwidth in a step with a nearly empty cache, fixed costs included: 5.33 ms for 32 x 16 tokens with
-Llama-3-8B (docs/benchmarks/h200-engine.md)."""
+"""Share of peak bandwidth in a decode step with a nearly empty cache, including fixed costs.
+
+A step of Llama-3-8B with 32 sequences of 16 tokens took 5.33 ms (docs/benchmarks/h200-engine.md).
+"""
 
 FLOPS = 0.66
-"""Share of peak bfloat16: 33,908 tokens/s for 16K prompts with Llama-3-8B (docs/benchmarks/h200-engine.md, `auto`)."""
+"""Share of peak bfloat16 throughput in a prefill.
+
+Llama-3-8B prefilled prompts of 16K tokens at 33,908 tokens/s (docs/benchmarks/h200-engine.md, `auto`).
+"""
 
 HEAD_DIM_256 = {"auto": 0.859, "fp8": 0.352, "int8": 0.750, "k8v4": 0.683, "k4v4": 0.617, "k4v2": 0.494, "k2v2": 0.370}
-"""Share of peak bandwidth for attention at head_dim 256 (the operator's table has 128): one layer, 32 x 16,384 tokens,
-with the store of the new token (docs/benchmarks/h200-decode.md, `layer`; for the 16-bit and fp8 caches FlashAttention
-3's `merged`)."""
+"""Share of peak bandwidth for attention at head_dim 256. The operator's table EFFICIENCY has those for 128.
+
+One layer with 32 x 16,384 tokens, including the store of the new token (docs/benchmarks/h200-decode.md). The source is
+the column `layer`, or FlashAttention 3's `merged` for `auto` and fp8.
+"""
 
 
 def attention_efficiency(model: Model, dtype: str) -> float | None:
-    """Return the share of peak bandwidth at which this dtype's cache is read, or None without a measurement.
+    """Return the share of peak bandwidth at which attention reads this dtype's cache; None if not measured.
 
-    Smaller batches reach less. Only the H200 was measured.
+    It was measured on an H200 with large batches. Smaller batches reach less.
     """
     if model.latent_dim or model.parameters is None or model.head_dim > 256:
         return None
@@ -44,11 +52,12 @@ def attention_efficiency(model: Model, dtype: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One engine: a model on `gpus` GPUs with one KV dtype.
+    """Speed of one engine: a model on `gpus` GPUs with one KV-cache dtype.
 
     Attributes:
         weights: bytes of all weights.
-        efficiency: as `attention_efficiency` gives it; `wide_efficiency` applies to the layers with a window or chunks.
+        efficiency, wide_efficiency: results of `attention_efficiency` for full-attention layers, and for layers with a
+            window or chunks.
     """
 
     model: Model
@@ -60,7 +69,7 @@ class Speed:
     wide_efficiency: float
 
     def step_seconds(self, sequences: float, context: float) -> float:
-        """Return the seconds of a step for `sequences` that hold `context` tokens each on average."""
+        """Return the seconds of a decode step of `sequences`, each with `context` tokens on average."""
         bandwidth = self.gpu.bandwidth_gb_s * 1e9
         read = self._weights_read(sequences) / (bandwidth * WEIGHTS)
         compute = sequences * self._flops(context) / (self._peak() * FLOPS)
@@ -69,11 +78,11 @@ class Speed:
         return max(read, compute) + sequences * (full + window) / bandwidth
 
     def prompt_seconds(self, tokens: float) -> float:
-        """Return the seconds of a prompt of `tokens` without a cached prefix."""
+        """Return the seconds of the prefill of `tokens` without a cached prefix."""
         return tokens * self._flops(tokens / 2) / (self._peak() * FLOPS)
 
     def _weights_read(self, sequences: float) -> float:
-        """Return the bytes of weights that one GPU reads in a step. It skips experts that no token was routed to."""
+        """Return the bytes of weights that one GPU reads in a step. Experts that no token uses are not read."""
         model = self.model
         total = model.parameters or 0
         looked_up = 0 if model.tied_embeddings else model.vocabulary * model.hidden
@@ -84,7 +93,7 @@ class Speed:
         return self.weights / self.gpus * used / max(1, total)
 
     def _flops(self, context: float) -> float:
-        """Return the operations for one token that attends to `context` tokens."""
+        """Return the flops for one token that attends to `context` tokens."""
         model = self.model
         idle = model.expert_parameters * (1 - model.experts_per_token / model.experts) if model.experts else 0
         looked_up = 0 if model.tied_embeddings else model.vocabulary * model.hidden

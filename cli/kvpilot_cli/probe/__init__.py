@@ -1,1 +1,1 @@
-"""`kvpilot probe`: run the operator's accuracy gate on any two endpoints, without a cluster."""
+"""`kvpilot probe`: compare the accuracy of any two endpoints as the operator would, without a cluster."""

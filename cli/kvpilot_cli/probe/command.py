@@ -39,7 +39,7 @@ _SHOW_EVERY = 16
 
 
 class GateError(KvpilotError):
-    """A wrong argument. The message names option, value and remedy."""
+    """Error for a wrong argument. The message names option, value and remedy."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,15 +48,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare the two endpoints, print the result, and return the exit code."""
+    """Compare the two endpoints, print the result, and return the exit code. The module's docstring has the codes."""
     try:
         return _judged(_parser().parse_args(argv))
     except (GateError, ProbeError, plots.PlotError) as error:
         print(f"kvpilot probe: {_in_options(str(error))}", file=sys.stderr)
     except BrokenPipeError:
-        raise  # The reader has closed the pipe: `kvpilot` handles it for every command.
+        raise  # The reader has closed the pipe, which `kvpilot` handles for every command.
     except Exception:
-        # Python's own exit code would be 1, which means that the candidate regressed.
+        # Python would exit with 1, the code for a candidate that regressed.
         traceback.print_exc()
     return NO_MEASUREMENT
 
@@ -85,7 +85,7 @@ def _judged(options: argparse.Namespace) -> int:
         try:
             report.plot(found, options.plot)
         except plots.PlotError as error:
-            # The verdict took minutes and remains valid.
+            # Do not fail: the verdict took minutes and is valid without the plot.
             print(f"kvpilot probe: {error}", file=sys.stderr)
     return _CODES[found.judgement.verdict]
 
@@ -175,7 +175,7 @@ def _default_limits() -> Accuracy:
 
 
 def _told(stage: str) -> Progress:
-    """Show progress on a terminal, and nothing elsewhere."""
+    """Show progress if standard error is a terminal."""
     if not sys.stderr.isatty():
         return lambda: None
     count = 0
@@ -191,7 +191,7 @@ def _told(stage: str) -> Progress:
 
 
 def _in_options(message: str) -> str:
-    """Return a message of the operator in the command's words."""
+    """Return a message of the operator with the command's options instead of the API's fields."""
     return message.replace("spec.accuracy.probeSets", "--probe-set").replace("configmap/", "")
 
 

@@ -1,4 +1,4 @@
-"""Compare two engines with the operator's own code: capture the baseline, measure noise and candidate, and judge."""
+"""Compare two engines by the operator's own code: capture the baseline, measure noise and damage, and judge."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from kvpilot_operator.probes.session import Settings
 from kvpilot_operator.probes.stats import Measurement
 
 Tell = Callable[[str], Progress]
-"""Callback that gets the name of a stage and returns a function to call after each answer."""
+"""Function that gets the name of a stage, and returns a callback for each answer in that stage."""
 
 
 class UnknownModel(ProbeError):
-    """An endpoint that serves no model, or several while the options name none."""
+    """Error for an endpoint that serves no model, or several if the options name none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One side: its option, its address without /v1, the served model name (None: the only one) and an optional key."""
+    """One of the two engines.
+
+    Attributes:
+        option: command-line option that named it, for messages.
+        url: address without /v1.
+        model: served model name, or None for the only one.
+        api_key: bearer token to send, or None.
+    """
 
     option: str
     url: str
@@ -35,7 +42,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result: the baseline's noise against itself, the candidate's damage, and the verdict."""
+    """Result: the baseline's noise (`control`), the candidate's damage (`measured`), and the verdict."""
 
     models: tuple[str, str]
     prompts: int
@@ -54,7 +61,7 @@ async def compare(
     settings: Settings,
     tell: Tell,
 ) -> Comparison:
-    """Judge `candidate` as the operator judges a canary."""
+    """Compare `candidate` with `baseline`, and judge it as the operator judges a canary."""
     models = await _model(baseline), await _model(candidate)
 
     def of(side: Endpoint, stage: str) -> Settings:

@@ -1,4 +1,4 @@
-"""Report of a comparison: a table for people, JSON with units in its keys for programs."""
+"""Report of a comparison: a table for people, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOISE, _DAMAGE, _WIDTH = "#9a9a9a", "#d1491f", 0.4
 
 
 def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict[str, Any]:
-    """Return the comparison as JSON values: KL in micronats, agreement in permille."""
+    """Return the comparison as JSON values. KL divergence is in micronats, agreement in permille."""
     return {
         "verdict": found.judgement.verdict,
         "reason": found.judgement.reason,
@@ -42,7 +42,7 @@ def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict
 
 
 def text(found: Comparison, urls: tuple[str, str]) -> str:
-    """Return both sides' figures, damage by position, and the verdict in the last line."""
+    """Return the figures of both engines, the damage by position, and the verdict in the last line."""
     control, measured = found.control, found.measured
     rows = [
         ("", "baseline", "candidate"),
@@ -66,7 +66,7 @@ def text(found: Comparison, urls: tuple[str, str]) -> str:
 
 
 def _by_position(measured: Measurement) -> str:
-    """Return the damage by context position: a mean hides damage of long contexts."""
+    """Return the damage by context position, because a mean would hide damage in long contexts."""
     most = max((b.mean_kl_micronats for b in measured.buckets), default=0)
     rows = [("tokens before", "positions", "mean KL", "same choice", "")]
     for b in measured.buckets:
@@ -101,7 +101,7 @@ def _percent(found: Measurement) -> str:
 
 
 def plot(found: Comparison, file: Path) -> None:
-    """Plot the damage and the baseline's noise by context position. Call `plots.check` first."""
+    """Plot damage and noise by context position. Call `plots.check` first."""
     sides = (("baseline", found.control, _NOISE), ("candidate", found.measured, _DAMAGE))
     places = sorted({(b.from_position, b.to_position) for _, side, _ in sides for b in side.buckets})
     with plots.drawing(file, 7.5, 4) as axes:
