@@ -1,1 +1,1 @@
-"""Demo of the README: a service is promoted to a smaller KV cache, on this machine, with real components."""
+"""Demo of the README: with real components on this machine, a service changes to a smaller KV cache."""

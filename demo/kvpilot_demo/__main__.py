@@ -54,7 +54,7 @@ def main() -> int:
     except (DemoError, KvpilotError, LocalClusterError, ModelError, LoadError, TimeoutError) as error:
         _explain(START, str(error), str(folder))
         return 1
-    # Keep the logs only after a failure.
+    # After a success nobody needs the logs.
     shutil.rmtree(folder)
     return 0
 
@@ -73,12 +73,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _explain(step: str, why: str, log: str) -> None:
-    """Print which step failed, why, and which log to read."""
+    """Print which step failed and why, and which log to read."""
     print(f"\nThe demo failed at: {step}\n  why: {' '.join(why.split())}\n  log: {log}", file=sys.stderr)
 
 
 def _tell_on_users_cluster(options: argparse.Namespace, screen: Screen, folder: Path) -> bool:
-    """Run the demo on the user's cluster if the user agrees. Return False if not."""
+    """Run the demo on the user's cluster, if the user agrees. Return False otherwise."""
     if not options.image:
         raise DemoError("IMAGE is missing: build the runtime's image (docs/install.md), and name it as IMAGE=...")
     with user_cluster.current_context(folder):
@@ -88,7 +88,7 @@ def _tell_on_users_cluster(options: argparse.Namespace, screen: Screen, folder: 
 
 
 def _agreed(options: argparse.Namespace) -> bool:
-    """Show what would run on the user's cluster, and ask."""
+    """Show what would run on the user's cluster, and ask for consent."""
     print(user_cluster.plan(options.image, options.model))
     if options.yes:
         return True
@@ -100,7 +100,7 @@ def _agreed(options: argparse.Namespace) -> bool:
 async def _tell(options: argparse.Namespace, screen: Screen, folder: Path) -> None:
     task = asyncio.current_task()
     if task is not None:
-        # Python turns SIGINT into a cancellation; do the same for SIGTERM.
+        # SIGINT cancels the main task. Let SIGTERM do the same, so that everything is cleaned up.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with contextlib.AsyncExitStack() as stack:
         with screen.live():

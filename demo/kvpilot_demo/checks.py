@@ -1,4 +1,4 @@
-"""Checks before the demo changes anything. They need only the standard library: packages are installed later."""
+"""Checks before the demo changes anything. They use only the standard library, because no package is installed yet."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kvpilot_localcluster.causes import PROXIES, no_room, without_password
 from kvpilot_localcluster.errors import LocalClusterError
 
 INSTALL_GB = 5.0
-"""Disk space for packages and wheels on the first run, in GB: 3.7 GB stay, the rest is temporary."""
+"""Free disk space in GB that the first run needs for packages and wheels. 3.7 GB of it remain in use."""
 BUILD_GB = 3.0
-"""Disk space for the build of the control plane, in GB: 0.3 GB stay."""
-# Loopback addresses that neither pods nor Services use.
+"""Free disk space in GB that the build of the control plane needs. 0.3 GB of it remain in use."""
+# Loopback addresses that neither pods nor Services use, to try whether a port is free.
 _POD, _SERVICE = "127.0.255.254", "127.126.255.254"
 
 
 def faults(*, local: bool, installed: bool, variables: Mapping[str, str] | None = None) -> list[str]:
-    """Return what keeps the demo from running, each with its remedy.
+    """Return a message for each problem that keeps the demo from running, with its remedy.
 
     Args:
-        local: the demo runs on its own cluster.
-        installed: the packages are there.
-        variables: the environment.
+        local: True if the demo runs on its own cluster.
+        installed: True if the packages are installed.
+        variables: environment variables; None for those of this process.
     """
     given = os.environ if variables is None else variables
     needed = 0.0 if installed else INSTALL_GB
@@ -44,7 +44,10 @@ def faults(*, local: bool, installed: bool, variables: Mapping[str, str] | None 
 
 
 def taken(address: str, port: int) -> str:
-    """Describe a program that listens on all addresses, and so takes the port from pods and Services."""
+    """Return a message if a program listens at this port on all addresses, else the empty string.
+
+    Pods and Services could then not use the port.
+    """
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,10 +1,11 @@
-"""Send a closed-loop load: each user asks again as soon as it is answered, and every failure counts.
+"""Send a closed-loop load: each user sends the next request as soon as the last one is answered.
 
     python -m kvpilot_demo.load http://127.0.0.1:8080 smollm2 --users 8 --prompt-tokens 400 --output-tokens 64
 
-Each request opens its own connection, so that it goes where the Service points at that moment. Nothing is retried,
-because a user would have seen the failure. Prompts are parts of Python's documentation that start at different tokens:
-a shared prefix in the cache would hide the memory that they need.
+Each request opens its own connection, so that it reaches the pods that the Service selects at that moment. A failed
+request is counted and not retried, because a real user would have seen the failure. Prompts are parts of Python's
+documentation. They start at different tokens, because a shared prefix in the cache would save the memory that the load
+should take.
 """
 
 from __future__ import annotations
@@ -25,39 +26,39 @@ import httpx
 
 from kvpilot_operator.probes.stats import percentile
 
-# A user waits this long after a failure, so that a refused connection does not become a busy loop.
+# Pause after a failure. Otherwise a user whose connection is refused would retry without end at full speed.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5
 TIMEOUT = httpx.Timeout(900.0)
-# The corpus has about 12,000 tokens and as many distinct prompts, more than a demo uses.
+# The text has about 12,000 tokens, so there are as many different prompts. A demo uses fewer.
 CORPUS_CHARACTERS = 60_000
 KEPT_FAILURES = 100
 KEPT_TIMES = 20_000
 
 
 class LoadError(Exception):
-    """Error that keeps the load from starting."""
+    """Error that prevents the load from starting."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the start, and the newest KEPT_TIMES of each duration, in seconds."""
+    """Counts since the start. Of each duration, in seconds, it keeps the newest KEPT_TIMES values."""
 
     ok: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     failures: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_FAILURES))
-    """The newest failures, each with its time and text."""
+    """Newest failures, each with its time and text."""
     first_token: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     between_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
 
 
 class _Failed(Exception):
-    """Failure of one request."""
+    """Error for a failed request."""
 
 
 class Load:
-    """Users against an OpenAI-compatible engine at `url` (`http://host:port`)."""
+    """Simulated users of an OpenAI-compatible engine at `url` (`http://host:port`)."""
 
     def __init__(
         self, url: str, model: str, *, users: int, prompt_tokens: int, output_tokens: int, seed: int = 0
@@ -79,7 +80,7 @@ class Load:
         self.stats = Stats()
 
     async def start(self) -> None:
-        """Read the prompts' tokens from the engine and start the users.
+        """Let the engine tokenize the text for prompts, and start the users.
 
         Raises:
             LoadError: the engine does not answer, or the prompts do not fit its context.
@@ -103,14 +104,17 @@ class Load:
         self.set_users(self._users)
 
     def set_users(self, users: int) -> None:
-        """Change the number of users. Surplus users finish their request first."""
+        """Change the number of users. Surplus users stop after their current request."""
         self._users = users
         for index in range(users):
             if index not in self._tasks or self._tasks[index].done():
                 self._tasks[index] = asyncio.create_task(self._user(index))
 
     async def stop(self, patience_seconds: float = 60.0) -> None:
-        """Stop sending, and let requests in flight finish. They count as failed if none ends within the patience."""
+        """Send no more requests, and wait for those in flight.
+
+        If none of them ends for `patience_seconds`, the remaining ones count as failed.
+        """
         self._stopping = True
         late = {t for t in self._tasks.values() if not t.done()}
         while late:
@@ -123,7 +127,7 @@ class Load:
         await self._http.aclose()
 
     def summary(self) -> str:
-        """Return one line of figures."""
+        """Return the load's figures in one line."""
         s = self.stats
         rate = s.output_tokens / max(time.monotonic() - self._began, 1e-3)
         active = sum(not t.done() for t in self._tasks.values())
@@ -142,7 +146,7 @@ class Load:
                 self._fail(str(error))
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
             except Exception as error:
-                # Count any error as a failure: a user task that ended silently would hide it.
+                # Count any other error, too. Otherwise the user's task would end without a trace.
                 self._fail(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
             except asyncio.CancelledError:
@@ -154,7 +158,7 @@ class Load:
         self.stats.failures.append(f"after {time.monotonic() - self._began:.1f} s: {text[:300]}")
 
     def _prompt(self) -> list[int]:
-        """Return the next window of the corpus, which wraps around. No offset repeats until all are used."""
+        """Return the next part of the text, which wraps around. No part repeats before all were used."""
         if not self._offsets:
             self._offsets.extend(self._random.sample(range(len(self._corpus)), len(self._corpus)))
         start = self._offsets.popleft()
@@ -162,7 +166,7 @@ class Load:
         return [self._corpus[(start + i) % size] for i in range(self._prompt_tokens)]
 
     async def _request(self) -> None:
-        # Vary the length of answers. Otherwise all users would end together and leave the cache empty.
+        # Answers have random lengths. Otherwise all users would end together and leave the cache empty.
         wanted = self._random.randint(self._output_tokens // 2 + 1, self._output_tokens * 3 // 2)
         body = {
             "model": self._model,

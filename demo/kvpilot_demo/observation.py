@@ -1,4 +1,4 @@
-"""Observations of the demo's service, and a time limit that runs only while there is no progress."""
+"""Observations of the demo's service, and a timeout that restarts with each sign of progress."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from kvpilot_operator.cluster.objects import Object
 
 STANDSTILL = 900.0
-"""Seconds without progress after which a step counts as stuck. A slow step that progresses may continue."""
+"""Seconds without progress after which a step fails. A slow step with progress may continue."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The service's status, its pods, and the count of finished work.
+    """State of the service at one moment.
 
     Attributes:
         status: the status of the QuantizedLLMService; empty before the operator has written it.
         pods: the service's engine pods.
-        work: lines that the engines have logged, and requests that were answered.
+        work: number of lines in the engines' logs, without reads of health and metrics; 0 if unknown.
     """
 
     status: dict[str, Any] = field(default_factory=dict)
@@ -26,32 +26,32 @@ class Observation:
     work: int = 0
 
     def at(self, *path: str) -> Any:
-        """Return a field of the status, or None."""
+        """Return the field of the status at this path, or None."""
         here: Any = self.status
         for name in path:
             here = here.get(name) if isinstance(here, dict) else None
         return here
 
     def condition(self, kind: str) -> dict[str, Any]:
-        """Return a condition; empty if it is missing."""
+        """Return the condition of this type; empty if it is missing."""
         return next((one for one in self.status.get("conditions", ()) if one["type"] == kind), {})
 
     def true(self, kind: str) -> bool:
-        """Return True if a condition is True."""
+        """Return True if the condition of this type is True."""
         return self.condition(kind).get("status") == "True"
 
     @property
     def trial(self) -> dict[str, Any]:
-        """Return the newest trial that has a verdict; empty if there is none."""
+        """Return the newest canary that has ended; empty if there is none."""
         return next(iter(self.status.get("history", ())), {})
 
     def ended(self, dtype: str, verdict: str) -> bool:
-        """Return True if the newest trial is of this dtype and ended with this verdict."""
+        """Return True if the newest canary that has ended had this dtype and this verdict."""
         return (self.trial.get("dtype"), self.trial.get("verdict")) == (dtype, verdict)
 
     @property
     def summary(self) -> str:
-        """Describe the current state in a few words, for a reader who waits."""
+        """Describe the current state in a few words for the screen."""
         canary = self.at("canary") or {}
         ready = sum(_ready(pod) for pod in self.pods)
         parts = [f"{ready} of {len(self.pods)} engines ready"]
@@ -61,7 +61,7 @@ class Observation:
 
     @property
     def sign(self) -> object:
-        """Return the part of the observation that changes only with progress."""
+        """Return a value that changes only with progress."""
         canary = self.at("canary") or {}
         return (
             self.work,
@@ -75,7 +75,7 @@ class Observation:
 
 
 class Patience:
-    """The time since the last sign of progress."""
+    """Timeout that restarts with each sign of progress."""
 
     def __init__(self, seconds: float = STANDSTILL) -> None:
         self._seconds = seconds
@@ -83,14 +83,14 @@ class Patience:
         self._since = 0.0
 
     def ended(self, sign: object, now: float) -> bool:
-        """Record a sign of progress. Return True if it has been the same for too long."""
+        """Compare `sign` with the last one. Return True if it has not changed for too long."""
         if sign != self._sign:
             self._sign, self._since = sign, now
         return now - self._since >= self._seconds
 
 
 def work_lines(log: str) -> int:
-    """Count the lines of an engine's log, without the regular reads of its health and metrics."""
+    """Count the lines of an engine's log, except those about reads of its health and metrics."""
     return sum('"GET /' not in line for line in log.splitlines())
 
 

@@ -1,9 +1,9 @@
-"""Prepare everything that the demo needs, in parallel, and show the progress. Then run the demo.
+"""Prepare everything that the demo needs, show the progress, and then run the demo.
 
     PYTHONPATH=demo:localcluster python3.11 -m kvpilot_demo.prepare [options of kvpilot_demo]
 
-It needs only the standard library, because it installs the packages. Lanes run in parallel. One compiles the control
-plane. The other installs packages, converts the model and lets it answer a first question.
+This module uses only the standard library, because it installs the packages. Two lanes run in parallel. One compiles
+the control plane. The other installs packages, converts the model, and lets it answer a first question.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpilot_localcluster.causes import PROXIES, cause
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv/bin/python"
 SAYS = "> "
-"""Prefix of a line that a stage wants on the screen."""
+"""Prefix of a line of a stage's output that should appear on the screen."""
 _NEWS = re.compile(r"\s*(\d+)% (.*)")
 _WORTH_TELLING = 5.0
 _PLAIN_EVERY = 15.0
@@ -36,12 +36,12 @@ _PLAIN_EVERY = 15.0
 
 @dataclass
 class Stage:
-    """A command and its progress.
+    """Command with its progress.
 
     Attributes:
         title: name on the screen.
-        command: the program and its arguments. Lines such as ` 42% unpack` report its progress.
-        seconds: processor seconds that it takes, to estimate the time left.
+        command: the program and its arguments. Its output may report progress by lines such as ` 42% unpack`.
+        seconds: expected CPU seconds, to estimate the remaining time.
     """
 
     title: str
@@ -51,13 +51,13 @@ class Stage:
     note: str = ""
 
     def take_in(self, line: str) -> None:
-        """Read a line of output."""
+        """Read a line of the command's output, and update the progress."""
         if found := _NEWS.match(line):
             self.fraction, self.note = min(int(found[1]) / 100, 0.99), found[2].strip()
 
 
 class Lane:
-    """Stages that run one after another in a thread. `news` lists those that have ended."""
+    """Stages that run one after another in a thread. `news` has lines for the screen, such as finished stages."""
 
     def __init__(self, name: str, stages: list[Stage]) -> None:
         self.stages, self.log = stages, cache_folder() / f"first-run-{name}.log"
@@ -70,20 +70,20 @@ class Lane:
 
     @property
     def left(self) -> float:
-        """Return the processor seconds that remain."""
+        """Return the expected CPU seconds of the remaining work."""
         return sum(stage.seconds * (1 - stage.fraction) for stage in self.stages)
 
     @property
     def line(self) -> str:
-        """Return the running stage as one line."""
+        """Return the progress of the running stage as one line."""
         stage = self.at
         return f"{stage.fraction:4.0%}  {stage.title}{f': {stage.note}' if stage.note else ''}"
 
     def stop(self) -> None:
-        """End everything that still runs, with its children."""
+        """End the running stage with all its child processes."""
         self._stopped = True
         while self.thread.is_alive():
-            # The thread may be about to start another stage.
+            # Repeat, because the thread may be about to start another stage.
             if self._process is not None and self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGTERM)
@@ -103,8 +103,8 @@ class Lane:
                     self.news.append(f"{stage.title}: {took:.0f} s ({used:.0f} s of a processor)")
 
     def _execute(self, stage: Stage, log: IO[str]) -> float | None:
-        """Run a stage. Return its processor seconds, or None if it failed."""
-        # Use a separate session, so that no process outlives the demo.
+        """Run a stage. Return the CPU seconds that it took, or None if it failed."""
+        # A session of its own lets `stop` end the command with all its children.
         self._process = subprocess.Popen(
             stage.command,
             cwd=ROOT,
@@ -126,13 +126,13 @@ class Lane:
 
 
 def lanes(*, local: bool) -> list[Lane]:
-    """Return the lanes of a first run. Stages without work end at once."""
+    """Return the lanes of a first run. A stage whose result exists already ends at once."""
     install = [Stage("install packages", ["scripts/install.sh"], 60)]
     if not local:
         return [Lane("packages", install)]
     model = [str(PYTHON), "-m", "kvpilot_smallmodels.models", "smollm2-135m"]
     compiling = [sys.executable, "-c", "from kvpilot_localcluster.build import tell; tell(newer=False)"]
-    # The first lane ends in visible output, so it gets the processor when both want it.
+    # The compilation runs under `nice`, because the other lane shows the first answer of the model.
     stages = [*install, Stage("convert the model", model, 25)]
     if build.find(newer=False) is None:
         stages.append(Stage("a first answer", [str(PYTHON), "-m", "kvpilot_demo.preview"], 45))
@@ -143,7 +143,7 @@ def lanes(*, local: bool) -> list[Lane]:
 
 
 class Board:
-    """Lanes on the screen: lines that are redrawn in place, or plain lines after a change."""
+    """Display of the lanes. It redraws lines in place, or with `plain` prints them from time to time."""
 
     def __init__(self, work: list[Lane], *, plain: bool) -> None:
         self._work, self._plain = work, plain
@@ -153,7 +153,7 @@ class Board:
         self._told = 0.0
 
     def draw(self) -> None:
-        """Draw the current state."""
+        """Show news and the current progress."""
         for lane in self._work:
             while lane.news:
                 self._clear()
@@ -168,7 +168,7 @@ class Board:
         print("\n".join(self._drawn), flush=True)
 
     def _left(self) -> float:
-        """Estimate the seconds left from the speed so far, or from the number of cores at the beginning."""
+        """Estimate the remaining seconds from the speed so far. At the beginning, use the number of cores instead."""
         left, passed = sum(lane.left for lane in self._work), time.monotonic() - self._began
         done = self._total - left
         return left * passed / done if done > 0.05 * self._total else left / min(os.cpu_count() or 1, 4)
@@ -180,7 +180,7 @@ class Board:
 
 
 def run(work: list[Lane], *, plain: bool) -> Lane | None:
-    """Run all lanes. Return a lane that failed, or None. No process remains."""
+    """Run all lanes and end all their processes. Return a lane that failed, or None."""
     board = Board(work, plain=plain)
     try:
         for lane in work:
@@ -197,7 +197,7 @@ def run(work: list[Lane], *, plain: bool) -> Lane | None:
 
 
 def main() -> int:
-    """Prepare, then become the demo. Return only if the demo cannot start."""
+    """Prepare the demo, and replace this process by it. Return only if the demo cannot start."""
     status = prepare(options := sys.argv[1:])
     if status == 0:
         os.execv(PYTHON, [str(PYTHON), "-m", "kvpilot_demo", *options])  # noqa: S606
@@ -205,7 +205,7 @@ def main() -> int:
 
 
 def prepare(options: list[str]) -> int:
-    """Check the machine and prepare a first run. Return the exit status."""
+    """Check the machine, and do the work of a first run. Return the exit status."""
     local = "--cluster" not in options
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     found = faults(local=local, installed=(cache_folder() / "uv").exists())
@@ -224,7 +224,7 @@ def prepare(options: list[str]) -> int:
         print(f"The demo failed at: {failed.at.title}\n  why: {why}\n  log: {failed.log}", file=sys.stderr)
         return 1
     if local:
-        # All other traffic stays on loopback, where a proxy would only disturb.
+        # The demo itself uses only loopback addresses, where a proxy would only disturb.
         for name in PROXIES:
             os.environ.pop(name, None)
     return 0

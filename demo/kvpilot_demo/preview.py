@@ -1,4 +1,4 @@
-"""Let the model answer a first question, while the control plane is still compiled."""
+"""Let the model answer a first question while the control plane still compiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUESTION = "In one short sentence: what is the capital of France?"
 
 
 def main() -> int:
-    """Start an engine with a 16-bit KV cache, ask it, print the answer, and end it."""
+    """Start an engine with a 16-bit KV cache, print its answer to a question, and end it."""
     body = {"model": "m", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32, "temperature": 0}
     print("  5% start vLLM", flush=True)
     with (

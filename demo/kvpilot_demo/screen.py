@@ -1,4 +1,4 @@
-"""Screen of the demo: its steps, one table of the service, events as they come, and a summary."""
+"""Screen of the demo: the steps, a table of the service, Events, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpilot_demo.load import Stats
 
 _KEPT_NOTES = 14
 _EVENT_WIDTH = 150
-# Columns that change all the time. Plain lines are not repeated for them.
+# These columns change all the time. In plain mode, a line is printed only if another column has changed.
 _RESTLESS = ("CACHE USED", "ANSWERED")
 Row = list[tuple[str, str]]
 
@@ -36,7 +36,7 @@ class _Step:
 
 @dataclass(slots=True)
 class Screen:
-    """A live screen on a terminal, or plain lines (`plain`)."""
+    """Live screen on a terminal, or with `plain` a sequence of printed lines."""
 
     plain: bool
     _console: Console = field(default_factory=lambda: Console(highlight=False))
@@ -49,7 +49,7 @@ class Screen:
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Draw until the block ends."""
+        """Redraw the screen until the block ends."""
         if self.plain:
             yield
             return
@@ -58,7 +58,7 @@ class Screen:
 
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
-        """Show a step and its time."""
+        """Show that a step starts, and in the end how long it took."""
         step = _Step(title, time.monotonic())
         self._steps.append(step)
         if self.plain:
@@ -85,14 +85,14 @@ class Screen:
         self.note(text if len(text) <= _EVENT_WIDTH else f"{text[: _EVENT_WIDTH - 3]}...")
 
     def waits_for(self, what: str, state: str) -> None:
-        """Tell the reader what the step waits for, and its progress."""
+        """Show what the step waits for, and the progress."""
         waiting = f"waits for {what} ({state})"
         if self.plain and waiting != self._waiting:
             self._line(f"   {waiting}")
         self._waiting = waiting
 
     def show(self, service: dict[str, Any] | None, load: Stats | None) -> None:
-        """Update the table."""
+        """Update the table of the service."""
         row = service_row(service, load)
         if self.plain and row and _calm(row) != _calm(self._row):
             self._line("   " + " | ".join(f"{name} {value}" for name, value in row))
@@ -100,7 +100,7 @@ class Screen:
 
     @contextmanager
     def progress(self) -> Iterator[Any]:
-        """Yield a function (label, fraction 0..1) that draws a progress bar."""
+        """Yield a function that draws a progress bar from a label and a fraction of 0 to 1."""
         bars = Progress(
             TextColumn("  {task.description}"),
             BarColumn(40),
@@ -123,7 +123,7 @@ class Screen:
             self._progress = None
 
     def close(self, summary: list[tuple[str, str]]) -> None:
-        """Print the summary, which stays on the screen."""
+        """Print the summary, which remains after the live screen ends."""
         if self.plain:
             for title, text in summary:
                 self._line(f"{title:>12}  {text}")
@@ -165,7 +165,7 @@ class Screen:
 
 
 def service_row(service: dict[str, Any] | None, load: Stats | None) -> Row:
-    """Return the table's columns: the service's state in words, its canary and the load."""
+    """Return the cells of the table: the service's state, its canary and the load."""
     if service is None:
         return []
     status = service.get("status") or {}

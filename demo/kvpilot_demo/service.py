@@ -1,4 +1,4 @@
-"""The demo's service in any cluster: the calls that kubectl would make."""
+"""Client of the demo's service in any cluster. It sends the same requests as kubectl would."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EXAMPLE = ROOT / "examples" / "smollm2.yaml"
 
 
 class DemoError(Exception):
-    """Error that keeps the demo from going on. The message has the remedy."""
+    """Error that stops the demo. The message has the remedy."""
 
 
 class DemoService(ABC):
     """The service of examples/smollm2.yaml in one namespace of a cluster.
 
     Attributes:
-        folder: the folder of this run's files.
+        folder: folder for the files of this run.
     """
 
     def __init__(self, folder: Path, cluster: Cluster, namespace: str) -> None:
@@ -36,7 +36,7 @@ class DemoService(ABC):
         self.model: str = self.example["spec"]["model"].get("servedName", self.name)
 
     def manifest(self) -> Object:
-        """Return the service to apply."""
+        """Return the service's manifest."""
         made = copy.deepcopy(self.example)
         made["metadata"]["namespace"] = self.namespace
         return made
@@ -46,20 +46,20 @@ class DemoService(ABC):
         await self.cluster.create(self.manifest())
 
     async def patch(self, patch: Object) -> None:
-        """Merge a patch into the service."""
+        """Apply a JSON merge patch to the service."""
         await self.cluster.merge(self._ref(API_VERSION, KIND), patch)
 
     async def service(self) -> Object | None:
-        """Return the service, or None."""
+        """Return the service, or None if it does not exist."""
         return await self.cluster.find(self._ref(API_VERSION, KIND))
 
     async def observe(self) -> Observation:
-        """Return the service's status and pods, and how much the engines have done."""
+        """Return the service's status, its pods, and the work of its engines."""
         service = await self.service()
         return Observation((service or {}).get("status") or {}, await self.pods(), self.work())
 
     def work(self) -> int:
-        """Return a number that grows while engines start or answer; 0 if it is unknown."""
+        """Return a number that grows while engines start or answer; 0 if it is not known."""
         return 0
 
     async def events(self) -> list[Object]:
@@ -74,20 +74,20 @@ class DemoService(ABC):
     @property
     @abstractmethod
     def logs(self) -> str:
-        """Name the logs to read after a failure."""
+        """Return a text that names the logs to read after a failure."""
 
     @abstractmethod
     async def url(self) -> str:
-        """Return an address that reaches the Service from here."""
+        """Return an address at which this machine can reach the Service."""
 
     async def canary_has_traffic(self) -> bool:
-        """Return True if the Service selects the canary's revision, alone or with others."""
+        """Return True if the Service selects the canary's revision, alone or with the stable one."""
         found = await self.cluster.get(self._ref("v1", "Service"))
         revision = (await self.observe()).at("canary", "revision")
         return found["spec"]["selector"].get(REVISION_LABEL) in (None, revision)
 
     async def cluster_ip(self) -> str:
-        """Return the address of the Service in its cluster."""
+        """Return the cluster IP of the Service."""
         address: str = (await self.cluster.get(self._ref("v1", "Service")))["spec"]["clusterIP"]
         return address
 

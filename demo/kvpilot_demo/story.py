@@ -1,4 +1,4 @@
-"""Steps of the demo. A step ends when its promised effect is observed, or fails when there is no more progress."""
+"""Steps of the demo. A step ends when it observes its expected effect, and fails if there is no more progress."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ USERS = 12
 PROMPT_TOKENS = 400
 OUTPUT_TOKENS = 48
 GOOD, BAD = "k4v4", "k2v2"
-# Two bits without the recent window: the API allows it, the engine looks healthy, and a small model answers badly.
+# The API allows two bits without the recent window. The engine looks healthy, but a small model answers badly.
 MISTAKE = {"mode": "Fixed", "dtype": BAD, "recentTokens": 0}
 UNDONE = {"mode": "Auto", "dtype": None, "recentTokens": None}
 
 
 class StoryFailed(DemoError):
-    """Error of a step without its promised effect.
+    """Error for a step whose expected effect did not appear.
 
     Attributes:
         step: the step's title.
@@ -41,7 +41,7 @@ class StoryFailed(DemoError):
 
 @dataclass(slots=True)
 class Record:
-    """Observations for the closing summary and the end-to-end test."""
+    """Observations of all steps, for the summary and the end-to-end test."""
 
     answer: str = ""
     pressure: str = ""
@@ -64,16 +64,16 @@ class Record:
 
     @property
     def capacity_ratio(self) -> float:
-        """Return the ratio of both capacities in tokens, as vLLM reports them."""
+        """Return the capacity in tokens after the change of dtype, divided by that before. vLLM reports both."""
         return self.capacity_after / max(self.capacity_before, 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything for the test."""
+        """Return all observations as JSON values."""
         return {**asdict(self), "capacity_ratio": self.capacity_ratio}
 
 
 class Story:
-    """The demo's steps with a service, shown on a Screen."""
+    """Run of the demo's steps with one service. A Screen shows it."""
 
     def __init__(self, world: DemoService, screen: Screen) -> None:
         self._world = world
@@ -136,14 +136,14 @@ class Story:
             lambda o: (
                 o.at("kvCache", "activeDtype") == GOOD
                 and o.ended(GOOD, "Passed")
-                # Until the first scrape after the promotion, the status keeps the old engine's capacity.
+                # The status still has the old engine's capacity until the first scrape after the promotion.
                 and o.at("kvCache", "capacityTokens") != self.record.capacity_before
             ),
             f"an engine with {GOOD}, its probe and the switch",
         )
         self.record.good_probe = after.status["accuracy"]["last"]
         self.record.capacity_after = after.status["kvCache"]["capacityTokens"]
-        # Check after the old engine has drained that the change lost no request.
+        # Wait until the old engine has drained. Only then is it certain that no request was lost.
         await self._until(lambda o: len(o.pods) == 1, "the last requests of the old engine")
         await self._end_load()
 
@@ -156,7 +156,7 @@ class Story:
         self.record.bad_probe = seen.status["accuracy"]["last"]
         self.record.bad_canary = seen.trial
         self.record.denied = seen.status["kvCache"].get("denied", [])
-        # If the mistake stood, kvpilot would try the serving dtype without its window next.
+        # Undo the change: kvpilot would next roll out the stable dtype without its window.
         await self._world.patch({"spec": {"kvCache": UNDONE}})
         self._screen.note("You undo the change. Nothing has to restart.")
         await self._until(lambda _: bool(self._answers()), "an Event with both answers")
@@ -166,7 +166,7 @@ class Story:
         self.record.final_answer = await self._chat("Say hello.")
 
     def _answers(self) -> str:
-        """Return the newest Event with the answers of both dtypes; empty before it is seen."""
+        """Return the newest Event that quotes the answers of both dtypes; empty if there was none."""
         said = "AnswersDiffer: "
         return next((one.removeprefix(said) for one in reversed(self.record.events) if one.startswith(said)), "")
 
@@ -193,10 +193,10 @@ class Story:
             return text.strip()
 
     async def _until(self, seen: Callable[[Observation], bool], what: str) -> Observation:
-        """Return the first observation that is `seen`.
+        """Observe the service until `seen` is true, and return that observation.
 
         Raises:
-            StoryFailed: there was no progress for a long time.
+            StoryFailed: there was no progress for `STANDSTILL` seconds.
         """
         patience = Patience()
         while True:
@@ -213,7 +213,7 @@ class Story:
 
     async def _watch(self) -> None:
         while True:
-            # The steps report a cluster that cannot be read; the screen only waits for it.
+            # If the cluster cannot be read, the running step reports it. The screen just tries again.
             with contextlib.suppress(KvpilotError):
                 await self._look()
             await asyncio.sleep(1.0)

@@ -1,4 +1,4 @@
-"""The demo's summary, for a reader who has not read the docs."""
+"""Summary of the demo, for readers who have not read the docs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvpilot_demo.story import BAD, GOOD, USERS, Record
 
 
 def summary(record: Record, limit: int) -> list[tuple[str, str]]:
-    """Return the lines of the summary as (title, text). `limit` is the allowed KL divergence (nats x 1000)."""
+    """Return the lines of the summary, each as (title, text). `limit` is the allowed KL divergence in nats x 1000."""
     good, bad = record.good_probe, record.bad_probe
     return [
         ("Problem", f"With 16 bits the KV cache held {record.capacity_before:,} tokens. {USERS} users filled it."),

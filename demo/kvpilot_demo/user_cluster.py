@@ -1,4 +1,4 @@
-"""The demo on the cluster of kubectl's current context, where kvpilot is already installed."""
+"""Demo on the cluster of kubectl's current context. kvpilot must already be installed there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPERATORS = '{range .items[*]}{.spec.template.spec.containers[0].image} in {.me
 
 
 class UserCluster(DemoService):
-    """The demo's service in a namespace of its own. Use `async with UserCluster.up(...)`."""
+    """The demo's service in its own namespace of the user's cluster. Use `async with UserCluster.up(...)`."""
 
     def __init__(self, folder: Path, cluster: Cluster, image: str, model: str) -> None:
         super().__init__(folder, cluster, NAMESPACE)
@@ -35,7 +35,7 @@ class UserCluster(DemoService):
     @classmethod
     @contextlib.asynccontextmanager
     async def up(cls, folder: Path, image: str, model: str) -> AsyncIterator[UserCluster]:
-        """Create the namespace. Delete it with everything in it at the end."""
+        """Create the namespace. At the end, delete it with everything in it."""
         await asyncio.to_thread(kubectl, "create", "namespace", NAMESPACE)
         try:
             await config.load_kube_config(config_file=os.environ["KUBECONFIG"])
@@ -52,7 +52,7 @@ class UserCluster(DemoService):
 
     @property
     def logs(self) -> str:
-        """Name the commands that show the logs."""
+        """Return a text with the commands that show the logs."""
         return f"kubectl -n {NAMESPACE} logs -l {SERVICE_LABEL}={self.name} --tail=50, and the operator's"
 
     def manifest(self) -> Object:
@@ -63,7 +63,7 @@ class UserCluster(DemoService):
         return made
 
     async def url(self) -> str:
-        """Return the Service's own address if it can be reached, or else one through the API server."""
+        """Return the Service's own address if this machine can reach it, else one through the API server."""
         if not self._url:
             address = await self.cluster_ip()
             self._url = f"http://{address}" if await _listens(address, 80) else await self._through_the_api_server()
@@ -81,7 +81,7 @@ class UserCluster(DemoService):
 
 @contextlib.contextmanager
 def current_context(folder: Path) -> Iterator[None]:
-    """Keep to kubectl's current context, even if the user chooses another one meanwhile.
+    """Use kubectl's present context until the block ends, even if the user switches to another one.
 
     Raises:
         DemoError: kubectl is missing or has no context.
@@ -93,12 +93,12 @@ def current_context(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # It holds credentials.
+        # Remove the copy of the kubeconfig, because it holds credentials.
         pinned.unlink(missing_ok=True)
 
 
 def plan(image: str, model: str) -> str:
-    """Describe the run for the question before it.
+    """Describe what the demo will do, for the question whether to run it.
 
     Raises:
         DemoError: there is no usable cluster, or kvpilot is not installed there.
@@ -136,7 +136,7 @@ def kubectl(*arguments: str) -> str:
 
 def _start_proxy(port: int, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
-        # Ctrl-C reaches only the demo, which then ends the proxy.
+        # In its own session the proxy does not get Ctrl-C from the terminal. The demo ends it.
         command = ["kubectl", "proxy", f"--port={port}"]
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 

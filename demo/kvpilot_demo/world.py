@@ -1,4 +1,4 @@
-"""The demo's own cluster: control plane, one node and the operator, all on this machine."""
+"""Local cluster of the demo: a control plane, one node and the operator, all on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Report = Callable[[str, float], None]
 
 
 class World(DemoService):
-    """A local cluster with the operator. Use `async with World.up(...)`."""
+    """Local cluster with the operator and the demo's service. Use `async with World.up(...)`."""
 
     def __init__(self, folder: Path, local: LocalCluster, cluster: Cluster) -> None:
         super().__init__(folder, cluster, NAMESPACE)
@@ -42,17 +42,17 @@ class World(DemoService):
 
     @property
     def rest(self) -> Rest:
-        """Return a blocking client for calls that the operator never makes."""
+        """Return a blocking client, for requests that the operator's client does not offer."""
         return self._local.rest
 
     @property
     def kubeconfig(self) -> Path:
-        """Return the kubeconfig for kubectl."""
+        """Return the path of the administrator's kubeconfig."""
         return self._local.kubeconfig
 
     @property
     def logs(self) -> str:
-        """Name the operator's log and the newest engine's."""
+        """Return a text that names the operator's log and the newest engine's."""
         engines = sorted(self._engine_logs(), key=lambda log: log.stat().st_mtime)
         return " and ".join(str(log) for log in [self.folder / "operator.log", *engines[-1:]])
 
@@ -61,13 +61,14 @@ class World(DemoService):
     async def up(
         cls, folder: Path, report: Report, table: Path = DEFAULT_TABLE, *, newer: bool = True
     ) -> AsyncIterator[World]:
-        """Build missing parts, start everything, and stop it at the end.
+        """Build missing programs and start everything. Stop it at the end.
 
         Args:
-            folder: folder for this run's files.
-            report: callback with the steps and their progress.
+            folder: folder for the files of this run.
+            report: callback that gets the steps of the build and their progress.
             table: the image table.
-            newer: True starts the server that enforces CEL rules. Its build takes as long as all others together.
+            newer: True to start the server that enforces CEL rules, too. Its build takes as long as all others
+                together.
         """
         local = await asyncio.to_thread(LocalCluster, folder, table=table, report=report, newer=newer)
         await asyncio.to_thread(smollm2_135m, report)
@@ -87,7 +88,7 @@ class World(DemoService):
             await asyncio.to_thread(local.stop)
 
     def start_operator(self) -> None:
-        """Start the operator as a process, as after `pip install` outside a cluster."""
+        """Start the operator as a process, as it runs outside a cluster after `pip install`."""
         command = [str(Path(sys.executable).parent / "kvpilot-operator"), "--scrape-seconds=2"]
         command += ["--http-host=127.0.0.1", f"--http-port={free_port()}"]
         with (self.folder / "operator.log").open("ab") as log:
@@ -96,7 +97,7 @@ class World(DemoService):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
-                # Ctrl-C reaches only the demo, which then ends the operator.
+                # In its own session the operator does not get Ctrl-C from the terminal. The demo ends it.
                 start_new_session=True,
             )
 
@@ -107,13 +108,13 @@ class World(DemoService):
             self._operator.wait()
 
     async def url(self) -> str:
-        """Return the address of the Service, which listens on loopback."""
+        """Return the Service's address, which is on loopback."""
         address = await self.cluster_ip()
-        # Only root may listen on port 80: for others the local cluster adds 20000 (docs/localcluster.md).
+        # Only root may listen at port 80. For other users the local cluster adds 20000 (docs/localcluster.md).
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
 
     def work(self) -> int:
-        """Return the number of lines that the engines have logged about their work."""
+        """Return the number of lines in the engines' logs that are about their work."""
         return sum(work_lines(log.read_text(errors="replace")) for log in self._engine_logs())
 
     def _engine_logs(self) -> list[Path]:
@@ -133,7 +134,7 @@ class World(DemoService):
 
 
 def run_folder() -> Path:
-    """Make a folder for the files of this run, next to the cache."""
+    """Create a folder for the files of this run, beside the cache."""
     folder = cache_folder() / "runs" / str(os.getpid())
     folder.mkdir(parents=True, exist_ok=True)
     return folder

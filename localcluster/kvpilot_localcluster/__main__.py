@@ -101,7 +101,7 @@ def _logs(args: argparse.Namespace) -> None:
 
 
 def _terminated(_: int, __: FrameType | None) -> None:
-    # Raise an exception instead of exiting, so that every context manager cleans up.
+    # As an exception, SIGTERM lets every context manager clean up.
     raise SystemExit(143)
 
 

@@ -1,4 +1,4 @@
-"""Loopback addresses for pods and Services, and ports. Each is used only once at a time on this machine."""
+"""Loopback addresses and ports for pods and Services. No two users on this machine have the same one at a time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from kvpilot_localcluster.errors import LocalClusterError, StartFailed
 
 _MOST_HELD = 64
-# The ports handed out most recently. Their owners may not listen yet.
+# The ports that were returned most recently. Their owners may not listen yet.
 _held: deque[socket.socket] = deque()
 
 
 def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
-    """Claim the first of these numbers that no process on this machine holds under this name.
+    """Claim the first number that no process on this machine has claimed under this name.
 
-    Closing the socket releases the number.
+    Return the number with its lock, a socket. Closing the socket releases the number.
 
     Raises:
-        LocalClusterError: all numbers are held.
+        LocalClusterError: all numbers are claimed.
     """
     for number in numbers:
-        # An abstract socket serves as a lock that the kernel releases even if its holder is killed.
+        # An abstract socket serves as a lock. The kernel releases it even if its owner is killed.
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             lock.bind(f"\0{name}-{number}")
@@ -37,7 +37,7 @@ def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
 
 
 class Addresses:
-    """A pool of the loopback addresses 127.0.B.1 to 127.0.B.254. No other agent on this machine holds block B."""
+    """Pool of the loopback addresses 127.0.B.1 to 127.0.B.254. Each node agent on this machine has its own B."""
 
     def __init__(self, folder: Path) -> None:
         self._used: set[str] = set()
@@ -48,7 +48,7 @@ class Addresses:
         kept.write_text(str(self._block))
 
     def take(self, address: str | None = None) -> str:
-        """Take a free address, or this one. A released address is not reused at once."""
+        """Take this address, or any free one. An address that was just released is not reused at once."""
         if address is None:
             for _ in range(254):
                 self._last = self._last % 254 + 1
@@ -61,15 +61,15 @@ class Addresses:
         return address
 
     def release(self, address: str) -> None:
-        """Release an address."""
+        """Give an address back to the pool."""
         self._used.discard(address)
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port without a listener that was not handed out on this machine recently.
+    """Return a free TCP port that was not returned to anyone on this machine recently.
 
-    It lies below the kernel's range for outgoing connections. Within that range, any client could take the port before
-    its new owner listens, and an engine needs a minute until it does.
+    The port is below the kernel's range for outgoing connections. A port within that range could be taken by any client
+    before its new owner listens, and an engine takes a minute until it does.
 
     Raises:
         StartFailed: none of the tried ports is free.

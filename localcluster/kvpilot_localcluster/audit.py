@@ -1,4 +1,4 @@
-"""The API server's audit log of writes, and a check that only the holder of a Lease has written."""
+"""Audit log of writes to the API server, and a check that only the holder of a Lease has written."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _POLICY = {
 
 
 def flags(policy: Path, log: Path) -> list[str]:
-    """Write an audit policy that only logs writes, and return the API server's flags."""
+    """Write an audit policy that logs only writes. Return the flags of the API server for it."""
     policy.write_text(json.dumps(_POLICY))
     return [f"--audit-policy-file={policy}", f"--audit-log-path={log}"]
 
 
 @dataclass(frozen=True)
 class Write:
-    """Request for a change, with the API server's times.
+    """One write request, with the API server's times.
 
     Attributes:
         what: verb and path, e.g. "patch /apis/apps/v1/namespaces/a/deployments/b".
@@ -54,7 +54,7 @@ class Write:
 
 
 def writes(log: Path) -> list[Write]:
-    """Return all logged writes so far, by time of receipt, without an incomplete line at the end."""
+    """Return all writes in the log by time of receipt. Ignore an incomplete last line."""
     lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
     found = [_write(event) for event in map(json.loads, lines) if event["stage"] == "ResponseComplete"]
     return sorted(found, key=lambda write: write.received)
@@ -81,12 +81,12 @@ def _time(text: str) -> datetime:
 
 @dataclass(frozen=True)
 class Term:
-    """Time in which one replica held the Lease. `released` and `followed` are None while it lasts.
+    """Period in which one replica held the Lease. `released` and `followed` are None if they have not happened.
 
     Attributes:
-        claimed: time when the API server received the claim.
-        released: time when it received the holder's own release.
-        followed: time when it received the next holder's claim.
+        claimed: time when the API server received this replica's claim.
+        released: time when it received this replica's release.
+        followed: time when it received the next replica's claim.
     """
 
     holder: str
@@ -95,7 +95,7 @@ class Term:
     followed: datetime | None
 
     def covers(self, write: Write) -> bool:
-        """Return True if a write began after the claim and ended before another holder could write."""
+        """Return True if the write began after the claim, and ended before another replica could write."""
         return (
             self.claimed <= write.received
             and (self.released is None or write.received < self.released)
@@ -104,7 +104,7 @@ class Term:
 
 
 def terms(log: Sequence[Write], lease: str) -> list[Term]:
-    """Return the successive holders of the Lease (NAMESPACE/NAME), in the order of its resource versions."""
+    """Return the terms of the Lease (NAMESPACE/NAME), in the order of its resource versions."""
     taken = [write for write in log if write.lease == lease and write.status < 300 and "spec" in write.answer]
     taken.sort(key=lambda write: int(write.answer["metadata"]["resourceVersion"]))
     changes: list[tuple[str, datetime]] = []
@@ -123,7 +123,7 @@ def terms(log: Sequence[Write], lease: str) -> list[Term]:
 
 
 def misplaced(log: Sequence[Write], lease: str, identity: Callable[[Write], str | None]) -> list[str]:
-    """Describe writes outside their terms by known writers. `identity` returns None for unknown ones."""
+    """Describe each write by a replica outside its terms. `identity` returns a write's replica, or None for others."""
     held = terms(log, lease)
     faults = []
     for write in log:

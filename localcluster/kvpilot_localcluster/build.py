@@ -1,8 +1,8 @@
-"""Programs of the control plane: found in KUBEBUILDER_ASSETS or the cache, else built once from Debian packages.
+"""Programs of the control plane. They come from KUBEBUILDER_ASSETS, from the cache, or from a build of Debian packages.
 
-The cache is ${KVPILOT_CACHE:-~/.cache/kvpilot}/controlplane. A finished build is one folder NAME-KEY, which is renamed
-into place. KEY is a hash of the file names, and so of the versions, of all input packages. A killed build leaves its
-work folder, and the next build resumes there at the unfinished step. A finished build removes the work folder.
+The cache is ${KVPILOT_CACHE:-~/.cache/kvpilot}/controlplane. Each finished build is a folder NAME-KEY, which is renamed
+into place. KEY is a hash of the file names of all input packages, which contain their versions. If a build is killed,
+its work folder remains, and the next build resumes at the unfinished step. A finished build removes the work folder.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from kvpilot_localcluster.procs import write_atomically
 from kvpilot_localcluster.recipes import CORE, GO_FROM_PYPI, MODERN, REVISION, Recipe
 
 Report = Callable[[str, float], None]
-"""Callback that gets the step's name and the finished fraction of the whole build, 0 to 1."""
+"""Callback that gets the name of a step, and the finished fraction of the whole build (0 to 1)."""
 
 MINIMUM = (1, 29)
-"""Oldest Kubernetes that kvpilot supports. Separate servers add the newer APIs to an older core."""
+"""Oldest Kubernetes version that kvpilot supports. If the core is older, separate servers add the newer APIs."""
 
 _FETCH_WEIGHT = 8.0
 
 
 @dataclass(frozen=True)
 class Binaries:
-    """Paths of the programs. None means that one is missing.
+    """Paths of the control plane's programs; None for a missing one.
 
     Attributes:
         version: version of the API server, as (major, minor).
@@ -52,7 +52,7 @@ class Binaries:
 
     @property
     def missing(self) -> list[str]:
-        """Describe what a cluster of these programs lacks. Return the empty string if it is complete."""
+        """Describe the programs that a cluster still needs. Return the empty string if it has all."""
         lacks = {
             "kube-controller-manager (Deployments make no pods, nothing is collected)": self.kube_controller_manager,
             "kube-scheduler (pods stay unbound)": self.kube_scheduler,
@@ -62,7 +62,7 @@ class Binaries:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a build: the step, and the finished fraction of the whole, 0 to 1."""
+    """Progress of a build: the current step, and the finished fraction of the whole (0 to 1)."""
 
     step: str
     fraction: float
@@ -74,12 +74,12 @@ def builds_folder() -> Path:
 
 
 def find(*, newer: bool = True) -> Binaries | None:
-    """Find the programs in KUBEBUILDER_ASSETS or the cache, or return None if they must be built.
+    """Return the programs of KUBEBUILDER_ASSETS or the cache, or None if they must be built.
 
-    With `newer` they include the server that enforces CEL rules, whose build takes longer than all others together.
+    With `newer`, they include the server that enforces CEL rules. Its build takes longer than all others together.
 
     Raises:
-        MissingTool: KUBEBUILDER_ASSETS is set but lacks etcd, or a kube-apiserver of 1.29 or newer.
+        MissingTool: KUBEBUILDER_ASSETS is set, but etcd or a kube-apiserver of 1.29 or newer is missing there.
     """
     if assets := os.environ.get("KUBEBUILDER_ASSETS"):
         return _of_assets(Path(assets))
@@ -88,7 +88,7 @@ def find(*, newer: bool = True) -> Binaries | None:
 
 
 def progress(*, newer: bool = True) -> Iterator[Progress]:
-    """Build the programs that `find` misses, and yield the progress. Return at once if none is missing.
+    """Build the programs that `find` does not return, and yield the progress. Return at once if there are none.
 
     Raises:
         MissingTool: a system tool is missing; the message names it and its package.
@@ -107,7 +107,7 @@ def progress(*, newer: bool = True) -> Iterator[Progress]:
 
 
 def build(report: Report | None = None, *, newer: bool = True) -> Binaries:
-    """Return the programs, and build them first if needed. `report` gets the progress.
+    """Return the programs. Build missing ones first, and report the progress.
 
     Raises:
         MissingTool, BuildFailed: as `progress`.
@@ -122,7 +122,7 @@ def build(report: Report | None = None, *, newer: bool = True) -> Binaries:
 
 
 def tell(*, newer: bool = True) -> Binaries:
-    """Build and return the programs. Print the progress: a line such as ` 42% unpack` for each percent."""
+    """Return the programs. Build missing ones first, and print a line such as ` 42% unpack` for each percent."""
     said = ""
 
     def report(step: str, part: float) -> None:
@@ -135,7 +135,7 @@ def tell(*, newer: bool = True) -> Binaries:
 
 
 def make(recipe: Recipe, cache: Path) -> Iterator[Progress]:
-    """Build one recipe into a cache folder. Wait if another process already builds there."""
+    """Build one recipe into a cache folder. If another process already builds there, wait for it."""
     cache.mkdir(parents=True, exist_ok=True)
     with _alone(cache / f".{recipe.name}.lock"):
         if _finished(recipe, cache) is not None:
@@ -155,7 +155,7 @@ def _make(recipe: Recipe, cache: Path) -> Iterator[Progress]:
     files = archive.files(packages, source=recipe.source)
     key = _key(files)
     if (scratch / "key").exists() and (scratch / "key").read_text() != key:
-        # Packages have changed since the interrupted build, so its intermediate files are useless.
+        # The packages have changed since the interrupted build, so its intermediate files are of no use.
         shutil.rmtree(scratch)
         archive.update()
     (scratch / "key").write_text(key)
@@ -191,7 +191,7 @@ def _key(files: Sequence[str]) -> str:
 
 
 def _finished(recipe: Recipe, cache: Path | None = None) -> Path | None:
-    """Return the newest finished build of the present recipe. This works offline."""
+    """Return the newest finished build of the current recipe. This needs no network."""
     builds = (cache or builds_folder()).glob(f"{recipe.name}-*/built.json")
     for record in sorted(builds, key=lambda file: file.stat().st_mtime, reverse=True):
         if json.loads(record.read_text())["recipe"] == REVISION:

@@ -1,7 +1,7 @@
-"""Causes of failed downloads and builds in one line, with the remedy.
+"""Find the cause of a failed download or build in its log, and tell it in one line with the remedy.
 
-python -m kvpilot_localcluster.causes LOG                 # prints the cause of the failure that the log ends with
-python -m kvpilot_localcluster.causes --room 5 FOLDER     # fails if the folder's disk has no 5 GB free
+python -m kvpilot_localcluster.causes LOG # prints the cause of the failure at the end of the log python -m
+kvpilot_localcluster.causes --room 5 FOLDER # fails if the folder's disk has less than 5 GB free
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpilot_localcluster.cache import cache_folder
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _FULL = re.compile(r"No space left on device|Disk quota exceeded", re.IGNORECASE)
 _PROXY = re.compile(r"proxy", re.IGNORECASE)
-# Failures that name no remedy themselves.
+# Texts of failures that do not name a remedy themselves.
 _KNOWN = {
     "No matching distribution found for torch": "pip finds no CPU build of torch: add the index of PyTorch's CPU "
     "builds to pip's configuration (extra-index-url)",
@@ -33,7 +33,7 @@ _OFFLINE = re.compile(
 
 
 def cause(log: str, variables: Mapping[str, str] | None = None) -> str:
-    """Return the cause of the failure at the end of a log, and its remedy. Passwords of proxies are left out."""
+    """Return the cause of the failure at the end of a log, with its remedy. Leave out passwords of proxies."""
     given = os.environ if variables is None else variables
     end = log[-20_000:]
     if _FULL.search(end):
@@ -51,7 +51,7 @@ def cause(log: str, variables: Mapping[str, str] | None = None) -> str:
 
 
 def no_room(folder: Path, gigabytes: float) -> str:
-    """Return the reason why a folder has too little room, or the empty string."""
+    """Return a message if the folder's disk has less free space than this, else the empty string."""
     there = next(one for one in [folder, *folder.absolute().parents] if one.exists())
     free = shutil.disk_usage(there).free / 1e9
     if free >= gigabytes:
@@ -68,7 +68,7 @@ def without_password(address: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print a cause; with `--room`, return 1 if there is one."""
+    """Print the cause. With `--room`, return 1 if the disk has too little space."""
     if arguments[0] != "--room":
         print(cause(Path(arguments[0]).read_text(errors="replace")))
         return 0

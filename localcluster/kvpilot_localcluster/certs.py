@@ -1,4 +1,4 @@
-"""A private certificate authority made with openssl, and client configurations that use its certificates."""
+"""Private certificate authority made with openssl, and kubeconfigs that use its certificates."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def _openssl(folder: Path, *args: str) -> None:
 
 
 def authority(folder: Path) -> None:
-    """Make ca.crt and ca.key, and the key pair sa.key and sa.pub that signs service account tokens.
+    """Create ca.crt and ca.key, and the key pair sa.key and sa.pub that signs service account tokens.
 
     Raises:
-        MissingTool: there is no openssl.
-        StartFailed: openssl refused.
+        MissingTool: openssl is not installed.
+        StartFailed: openssl failed.
     """
     if shutil.which("openssl") is None:
         raise MissingTool("openssl is needed to make certificates and is not on PATH; install the package openssl")
@@ -46,7 +46,7 @@ def authority(folder: Path) -> None:
 
 
 def certificate(folder: Path, name: str, subject: str, names: str = "") -> None:
-    """Make NAME.crt and NAME.key, signed by the authority, for use by servers and clients.
+    """Create NAME.crt and NAME.key, signed by the authority, for a server or a client.
 
     Args:
         folder: the authority's folder.
@@ -65,7 +65,7 @@ def certificate(folder: Path, name: str, subject: str, names: str = "") -> None:
 
 
 def kubeconfig(folder: Path, name: str, server: str) -> Path:
-    """Write NAME.kubeconfig for the client certificate NAME and return its path (JSON, which is YAML)."""
+    """Write NAME.kubeconfig for the client certificate NAME, and return its path. The file is JSON, thus valid YAML."""
     path = folder / f"{name}.kubeconfig"
     cluster = {"server": server, "certificate-authority": str(folder / "ca.crt")}
     user = {"client-certificate": str(folder / f"{name}.crt"), "client-key": str(folder / f"{name}.key")}

@@ -1,4 +1,4 @@
-"""A whole cluster in one object: a control plane, one node agent, and forwarded Services."""
+"""Whole cluster as one object: a control plane, one node agent, and a forwarder for Services."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kvpilot_localcluster.rest import Rest, until
 
 
 def down(folder: Path) -> list[str]:
-    """End every process that a run folder records, even from an earlier start. Return those that were running."""
+    """End every process that a run folder records, also from an earlier start. Return those that were running."""
     ended = ["node"] if procs.end(folder / "node.pid", grace=15) else []
     asyncio.run(node.sweep(folder / "node"))
     return ended + controlplane.sweep(folder / "controlplane")
 
 
 class LocalCluster:
-    """One local cluster, as a context manager that starts and stops it.
+    """Local cluster, as a context manager that starts and stops it.
 
     Attributes:
         folder: the run folder: controlplane/, node/ (logs in node/logs/) and node.log.
-        kubeconfig: the administrator's client configuration.
+        kubeconfig: path of the administrator's kubeconfig.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LocalCluster:
         newer: bool = True,
         report: build.Report | None = None,
     ) -> None:
-        """Take the arguments of `ControlPlane` (audit), `build` (newer, report) and `Options` (all others)."""
+        """Take arguments of `ControlPlane` (audit), of `build` (newer, report), and of `Options` (all others)."""
         self.folder = folder.absolute()
         self._table = table
         self._resources = dict(resources or {})
@@ -64,21 +64,21 @@ class LocalCluster:
 
     @property
     def rest(self) -> Rest:
-        """A blocking client of the API server as administrator."""
+        """Blocking client of the API server, with an administrator's rights."""
         return self.plane.rest
 
     @property
     def agent(self) -> subprocess.Popen[bytes]:
-        """The node agent's process."""
+        """Process of the node agent."""
         if self._agent is None:
             raise StartFailed("the node agent is not started: call start()")
         return self._agent
 
     def start(self) -> None:
-        """Start everything and wait until pods can be made and scheduled.
+        """Start everything, and wait until pods can be created and scheduled.
 
         Raises:
-            StartFailed: something died or did not become ready.
+            StartFailed: a process ended or did not become ready.
         """
         down(self.folder)
         atexit.register(self.stop)
@@ -93,7 +93,7 @@ class LocalCluster:
             raise
 
     def start_agent(self) -> None:
-        """Start the node agent, for the first time or after its end."""
+        """Start the node agent, also again after it has ended."""
         command = [sys.executable, "-m", "kvpilot_localcluster", "node", f"--kubeconfig={self.kubeconfig}"]
         command += [f"--folder={self.folder / 'node'}", f"--images={self._table}", f"--backoff={self._backoff}"]
         command += [f"--starter={os.getpid()}", f"--control-plane={self.folder / 'controlplane'}"]
@@ -106,17 +106,17 @@ class LocalCluster:
         return not found["spec"].get("taints") and bool(found["status"].get("conditions"))
 
     def check(self) -> None:
-        """Do nothing while all processes live.
+        """Check that all processes run.
 
         Raises:
-            StartFailed: one has died.
+            StartFailed: a process has ended.
         """
         self.plane.check()
         if self.agent.poll() is not None:
             raise StartFailed(f"the node agent has died; the end of its log:\n{procs.tail(self.folder / 'node.log')}")
 
     def stop(self) -> None:
-        """End everything; logs stay."""
+        """End all processes. Logs remain."""
         atexit.unregister(self.stop)
         procs.end(self.folder / "node.pid", grace=15)
         asyncio.run(node.sweep(self.folder / "node"))

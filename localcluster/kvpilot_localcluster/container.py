@@ -1,9 +1,9 @@
-"""Start, adopt, await and end one run of a container's process. A folder holds the run's whole state.
+"""Start, adopt, await and end one run of a container's process. All of its state is in the run's folder.
 
-The folder of a run holds shim.py's files. An agent that starts after a kill -9 of the previous agent finds one of three
-states there. With an exit record, the run has ended. With a running shim, the agent watches it again. With neither, the
-process was never started, or its shim was killed. If a shim was told to end the process, the process and all its
-children have ended once the shim is gone. Only then may the folder be removed.
+The folder holds the files of shim.py. If an agent is killed, the next agent finds one of three states there. With an
+exit record, the run has ended. With a running shim, the agent watches it again. With neither, the process was never
+started, or its shim was killed. Once a shim that was told to end the process is gone, the process and all its children
+have ended. Only then may the folder be removed.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _LOG_BYTES, _LOG_LINES, _FILE_BYTES = 2048, 80, 4096
 
 @dataclass(frozen=True)
 class Command:
-    """A container's process: its arguments, variables and working folder, with paths of this machine."""
+    """Process of a container: its arguments, variables and working folder. Paths are those of this machine."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
     folders: Mapping[str, str]
-    """Map of container path to machine path. Later commands (probes, hooks) are rewritten with it."""
+    """Map from container paths to paths of this machine, to rewrite later commands (probes and hooks)."""
 
 
 class Process:
-    """One run of one container, known by its folder.
+    """One run of one container, identified by its folder.
 
     Attributes:
-        folder: folder of the run's records.
+        folder: folder with the run's records.
         log: file with the output of the process.
-        killed: reason why this node ended it, shown as its message; empty if it ended by itself.
+        killed: reason why the agent ended the process, for the pod's status; empty if it ended by itself.
     """
 
     def __init__(self, folder: Path, log: Path, policy: str = "File") -> None:
@@ -61,7 +61,7 @@ class Process:
         return self.folder / "termination-log"
 
     def start(self, command: Command) -> None:
-        """Start the process, and return before it runs. From then on, `end` ends it, even if it does not run yet."""
+        """Start the shim, which then starts the process. From now on `end` works, even before the process runs."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.message_file.touch()
@@ -74,7 +74,7 @@ class Process:
         listen, tell = os.pipe()
         try:
             self._shim = procs.spawn(self.folder / "shim.json", own, log=self.folder / "shim.log", env={}, stdin=listen)
-            # The shim is recorded now, so let it start the process.
+            # The shim is recorded now. This byte lets it start the process.
             os.write(tell, b"1")
         finally:
             os.close(listen)
@@ -89,20 +89,22 @@ class Process:
 
     @property
     def command(self) -> Command:
-        """Return the process that was started here."""
+        """Return the command that this run was started with."""
         spec = self._record("spec.json") or {"argv": [], "env": {}, "cwd": "/", "folders": {}}
         return Command(spec["argv"], spec["env"], spec["cwd"], spec["folders"])
 
     @property
     def shim(self) -> procs.ProcessId | None:
-        """Return the process's shim if the shim runs. In that case the process will start, is running, or has running
-        children."""
+        """Return the shim if it runs, else None.
+
+        While it runs, the process will start, is running, or has children that run.
+        """
         if self._shim is not None:
             self._shim.poll()
         return procs.read_record(self.folder / "shim.json")
 
     def run(self) -> Run | None:
-        """Return the record of this run, or None before the process has started."""
+        """Return the record of this run, or None if the process has not started yet."""
         name = f"local://{self.folder.parents[1].name}/{self.folder.parent.name}/{self.folder.name}"
         state, end = self._record("state.json"), self._record("exit.json")
         if end is not None:
@@ -122,7 +124,7 @@ class Process:
         return words
 
     async def started(self) -> Run:
-        """Wait until the process runs or could not be started, and return its record."""
+        """Wait until the process has started or failed to start, and return its record."""
         while (found := self.run()) is None:
             if self.shim is None and self.run() is None:
                 return self._lost()
@@ -130,14 +132,14 @@ class Process:
         return found
 
     async def wait(self) -> Run:
-        """Wait until the process and all its descendants have ended. This works for an adopted process, too."""
+        """Wait until the process and all its descendants have ended. The process may be an adopted one."""
         while (shim := self.shim) is not None:
             await exited(shim.pid)
         found = self.run()
         return found if found is not None and found.finished is not None else self._lost()
 
     def _lost(self) -> Run:
-        """End the leftovers of a shim that died without a record, and return a record."""
+        """Handle a shim that died without a record: end its remaining processes, and write and return a record."""
         procs.kill_all_of(self.folder, self.log)
         state = self._record("state.json")
         now = time.time()
@@ -151,7 +153,7 @@ class Process:
         return found
 
     def terminate(self) -> None:
-        """Ask the process to end."""
+        """Send SIGTERM to the process."""
         if (found := self.shim) is not None:
             found.signal(signal.SIGTERM)
 
@@ -171,7 +173,7 @@ class Process:
 
 
 async def exited(pid: int) -> None:
-    """Wait for the end of any process, child or not."""
+    """Wait until the process with this pid has ended. It need not be a child."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

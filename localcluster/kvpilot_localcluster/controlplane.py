@@ -1,13 +1,12 @@
-"""Real etcd, kube-apiserver, kube-controller-manager and kube-scheduler as child processes on loopback.
+"""Real etcd, kube-apiserver, kube-controller-manager and kube-scheduler, as child processes on loopback.
 
-Services get their addresses from a range 127.N.0.0/16. The API server accepts such a range, and a forwarder can listen
-on these addresses (`localcluster.services`). Pods and Services on loopback have two consequences. The Endpoints API
-refuses loopback addresses, so the endpoints controller is off, and endpoints are only in EndpointSlices. And other
-machines cannot reach the cluster.
+Services get addresses from a range 127.N.0.0/16. The API server accepts such a range, and a forwarder can listen on
+these addresses (`localcluster.services`). Loopback addresses have two consequences. The Endpoints API refuses them, so
+the endpoints controller is off, and only EndpointSlices exist. And other machines cannot reach the cluster.
 
-kvpilot needs Kubernetes 1.29, but the core is 1.20. Servers behind the core's aggregator add the missing parts: a newer
-apiextensions-apiserver keeps all definitions and enforces their CEL rules, and `localcluster.policy` serves policy/v1.
-Without the former, the core keeps the definitions and ignores the rules.
+kvpilot needs Kubernetes 1.29, but the core is 1.20. Two servers behind the core's aggregator add what is missing. A
+newer apiextensions-apiserver keeps all CRDs and enforces their CEL rules, and `localcluster.policy` serves policy/v1.
+Without the first server, the core keeps the CRDs and ignores their CEL rules.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ _CLIENTS = {
 
 
 def sweep(folder: Path) -> list[str]:
-    """End processes of an earlier, perhaps killed, control plane in this run folder; return their names."""
+    """End processes of an earlier control plane in this run folder, which may have been killed. Return their names."""
     return [name for name in reversed(_COMPONENTS) if procs.end(folder / f"{name}.pid")]
 
 
 class ControlPlane:
-    """One control plane, as a context manager that starts and stops it.
+    """Control plane, as a context manager that starts and stops it.
 
     Attributes:
-        folder: the run folder; its content is replaced at start.
-        kubeconfig: the administrator's client configuration, valid once started.
-        audit_log: the API server's log of every write, if auditing is on.
+        folder: the run folder. Its content is replaced at start.
+        kubeconfig: path of the administrator's kubeconfig, which exists after the start.
+        audit_log: the API server's log of every write, if `audit` is on.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class ControlPlane:
         *,
         audit: bool = False,
     ) -> None:
-        """Configure the control plane. With `audit`, the API server logs every write for `localcluster.audit`."""
+        """Configure the control plane. With `audit`, the API server logs every write (see `localcluster.audit`)."""
         self.folder = folder.absolute()
         self.kubeconfig = self.folder / "admin.kubeconfig"
         self.audit_log = self.folder / "audit.log"
@@ -83,20 +82,20 @@ class ControlPlane:
 
     @property
     def rest(self) -> Rest:
-        """A blocking client of the API server as administrator."""
+        """Blocking client of the API server, with an administrator's rights."""
         return Rest.of_kubeconfig(self.kubeconfig)
 
     def user(self, name: str) -> Path:
-        """Create another administrator with this name in the audit log. Return the client configuration."""
+        """Create an administrator who has this name in the audit log. Return the path of its kubeconfig."""
         certs.certificate(self.folder, name, f"/O=system:masters/CN={name}")
         return certs.kubeconfig(self.folder, name, self.rest.server)
 
     def start(self) -> None:
-        """Start everything and return when the API server is ready (5 to 10 s).
+        """Start everything, and return when the API server is ready (after 5 to 10 s).
 
         Raises:
             MissingTool: openssl is missing.
-            StartFailed: a process died or did not become ready, or the folder holds something else.
+            StartFailed: a process ended or did not become ready, or the folder holds foreign files.
         """
         self._clear()
         atexit.register(self.stop)
@@ -112,7 +111,7 @@ class ControlPlane:
             raise
 
     def stop(self) -> None:
-        """End every process, newest first; certificates and logs remain for inspection."""
+        """End all processes, newest first. Certificates and logs remain for inspection."""
         atexit.unregister(self.stop)
         if self._aggregation is not None:
             self._aggregation.stop()
@@ -126,15 +125,15 @@ class ControlPlane:
             self._network_lock.close()
 
     def dead(self) -> dict[str, str]:
-        """Describe processes that ended by themselves, each with the end of its log."""
+        """Describe each process that ended by itself, with the end of its log."""
         ended = [name for name, child in self._children.items() if child.poll() is not None]
         return {name: procs.tail(self.folder / f"{name}.log") for name in ended}
 
     def check(self) -> None:
-        """Do nothing while all processes live.
+        """Check that all processes run.
 
         Raises:
-            StartFailed: a process has died.
+            StartFailed: a process has ended.
         """
         for name, log in self.dead().items():
             raise StartFailed(f"{name} has died; the end of {self.folder / f'{name}.log'}:\n{log}")
@@ -165,7 +164,7 @@ class ControlPlane:
             raise StartFailed(f"{error}; the end of its log:\n{log}") from None
 
     def _certificates(self) -> None:
-        # Two clusters on one machine must not share service addresses.
+        # Two clusters on one machine must not use the same Service addresses, so reserve this range.
         number, self._network_lock = reserve("kvpilot-localcluster-network", range(64, 127))
         self._network = f"127.{number}.0"
         certs.authority(self.folder)
@@ -188,7 +187,7 @@ class ControlPlane:
             f"--listen-peer-urls={own}",
             f"--initial-advertise-peer-urls={own}",
             f"--initial-cluster=default={own}",
-            # The store does not outlive the cluster, so durability would only cost time.
+            # The data need not survive the cluster, so etcd need not wait for the disk.
             "--unsafe-no-fsync",
         )
 
@@ -252,7 +251,7 @@ class ControlPlane:
             "apiextensions-apiserver",
             str(self._binaries.apiextensions_apiserver),
             f"--etcd-servers={self._store}",
-            # This server has its own prefix in the store, because the core server must not see these definitions.
+            # The core must not see these definitions, so this server uses its own prefix in etcd.
             "--etcd-prefix=/modern",
             "--bind-address=127.0.0.1",
             f"--secure-port={port}",
@@ -262,7 +261,7 @@ class ControlPlane:
             f"--kubeconfig={admin}",
             f"--authentication-kubeconfig={admin}",
             f"--authorization-kubeconfig={admin}",
-            # Both ask the core server for APIs that 1.20 does not have.
+            # These features use APIs of the core that 1.20 does not have.
             "--enable-priority-and-fairness=false",
             "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
         )
@@ -282,10 +281,10 @@ class ControlPlane:
                 f"--root-ca-file={folder / 'ca.crt'}",
                 "--use-service-account-credentials",
                 "--controllers=*,-endpoint,-endpointslicemirroring,-nodeipam,-cloud-node-lifecycle,-route,-service",
-                # In a small cluster the default of 20 requests per second only slows deployments down.
+                # The default limit of 20 requests per second would only slow down deployments in so small a cluster.
                 "--kube-api-qps=200",
                 "--kube-api-burst=400",
-                # An autoscaler looks every 15 s by default, which is too slow for tests.
+                # By default the HPA controller runs every 15 s, which is too slow for tests.
                 "--horizontal-pod-autoscaler-sync-period=2s",
             )
         if binaries.kube_scheduler is not None:

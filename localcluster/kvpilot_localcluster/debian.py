@@ -1,6 +1,6 @@
-"""Fetch Debian packages into a private folder, without root and without changes to the machine's own apt.
+"""Fetch Debian packages into a private folder, without root rights and without changes to the machine's own apt.
 
-The archive is that of the machine's own apt, with another suite, so this module names no host.
+The archive is the one in the sources of the machine's apt, with another suite. So this module names no host.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _TOOLS = {
 
 
 def check_tools(tools: Iterable[str] = tuple(_TOOLS)) -> None:
-    """Raise MissingTool, naming every missing tool and the Debian package that brings it."""
+    """Raise MissingTool if a tool is missing. The message names each one and its Debian package."""
     missing = [f"{tool} (package {_TOOLS[tool]})" for tool in tools if shutil.which(tool) is None]
     if missing:
         raise MissingTool(f"not on PATH: {', '.join(missing)}; install the packages with apt-get install")
 
 
 def with_suite(sources: str, suite: str) -> str:
-    """Return an apt sources file's Debian main archive with another suite, as deb822.
+    """Return the Debian main archive of an apt sources file with another suite, in deb822 form.
 
-    Third-party, security and update stanzas are left out. The result is empty if none remains.
+    Leave out third-party, security and update archives. The result is empty if none remains.
     """
     return "\n".join(_deb822(sources, suite) or _one_line(sources, suite))
 
@@ -75,7 +75,7 @@ def machine_sources() -> str:
 
 
 class Archive:
-    """One suite of the Debian archive. Its lists and downloads are in a folder of ours."""
+    """One suite of the Debian archive. Package lists and downloads are in a private folder."""
 
     def __init__(self, folder: Path, suite: str) -> None:
         self.folder = folder
@@ -108,7 +108,7 @@ class Archive:
         return sorted(set(re.findall(r"(?m)^'[^']+' (\S+) ", listed)))
 
     def closure(self, packages: Sequence[str], pattern: str) -> list[str]:
-        """Return the packages with a matching name that an installation on an empty system would include."""
+        """Return the packages that apt would install with these on an empty system, if their name matches `pattern`."""
         plan = self._apt("install", "--simulate", "--no-install-recommends", *packages)
         return sorted({name for name in re.findall(r"(?m)^Inst (\S+)", plan) if re.fullmatch(pattern, name)})
 
@@ -134,7 +134,7 @@ class Archive:
             "Dir::State::Lists": self.folder / "lists",
             "Dir::State::status": self.folder / "status",
             "Dir::Cache": self.folder / "cache",
-            # As root, apt would switch to a user without write access below a home folder.
+            # If apt runs as root, it downloads as another user, who may not write below a home folder.
             "APT::Sandbox::User": "root",
         }
         flags = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]

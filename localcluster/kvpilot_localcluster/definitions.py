@@ -1,4 +1,4 @@
-"""Definitions of custom resources: create them, and route them from an older core to the server that serves them."""
+"""Custom resource definitions: create them, and route them from an older core to a newer server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def served_paths(definition: Definition) -> Iterable[str]:
-    """Yield the paths of a CRD's collections, one for each served version."""
+    """Yield the API paths of a CRD's resource, one for each served version."""
     spec = definition["spec"]
     for version in spec["versions"]:
         if version["served"]:
@@ -29,11 +29,11 @@ def served_paths(definition: Definition) -> Iterable[str]:
 
 
 def define(server: Rest, definitions: Sequence[Definition]) -> None:
-    """Create definitions on a server and wait until it serves them.
+    """Create CRDs on a server, and wait until it serves their resources.
 
     Raises:
         ApiError: the server refuses a definition.
-        TimeoutError: it does not serve one.
+        TimeoutError: the server does not serve one.
     """
     for definition in definitions:
         server.create(DEFINITIONS, definition)
@@ -42,7 +42,7 @@ def define(server: Rest, definitions: Sequence[Definition]) -> None:
 
 
 def undefine(server: Rest, definition: Definition) -> None:
-    """Delete a definition with all its objects, and wait until it is gone."""
+    """Delete a CRD with all its objects, and wait until it is gone."""
     path = f"{DEFINITIONS}/{definition['metadata']['name']}"
     server.delete(path)
 
@@ -57,7 +57,7 @@ def undefine(server: Rest, definition: Definition) -> None:
 
 
 class Aggregation:
-    """Registration at an older core server, which then forwards requests to servers on localhost with newer APIs."""
+    """Routes of an older core API server. By these, it forwards requests for newer APIs to servers on localhost."""
 
     def __init__(self, core: Rest) -> None:
         self._core = core
@@ -65,7 +65,7 @@ class Aggregation:
         self._stopped = threading.Event()
 
     def start(self, ports: Mapping[str, int]) -> None:
-        """Register the servers' ports before any route leads to them."""
+        """Create the Service that routes refer to, with the ports of all servers."""
         spec = {
             "type": "ExternalName",
             "externalName": "localhost",
@@ -74,13 +74,14 @@ class Aggregation:
         self._core.create("/api/v1/namespaces/kube-system/services", {"metadata": {"name": _BACKEND}, "spec": spec})
 
     def stop(self) -> None:
-        """End the thread of `follow_definitions` after its next answer."""
+        """End the thread that follows new definitions, after its next answer."""
         self._stopped.set()
 
     def route(self, group: str, version: str, port: int, *, priority: int = 1000, version_priority: int = 1) -> None:
-        """Forward this version of a group to the server at `port`. It replaces the core's own version, if there is one.
+        """Forward requests for this version of a group to the server at `port`.
 
-        Clients prefer the version with the highest priority. The core's own versions have at least 9.
+        The route replaces the core's own version, if there is one. Clients prefer the version with the highest
+        priority; the core's own versions have at least 9.
         """
         name = f"{version}.{group}"
         body: dict[str, Any] = {
@@ -107,17 +108,17 @@ class Aggregation:
             self._core.call("PUT", f"{_ROUTES}/{name}", body)
 
     def take_definitions(self, newer: Rest, port: int) -> None:
-        """Let `newer`, which listens at `port`, store all definitions and serve their objects from now on."""
+        """From now on, let the server `newer` at `port` store all CRDs and serve their objects."""
         self.route("apiextensions.k8s.io", "v1", port, priority=16700, version_priority=20)
-        # The aggregator reports Available before it has the route. So wait until it returns a definition that only
-        # `newer` has.
+        # The aggregator reports Available before it uses the route. So create a definition that only `newer` has, and
+        # wait until the aggregator returns it.
         newer.create(DEFINITIONS, _marker())
         until(partial(self._core.get, f"{DEFINITIONS}/{_MARKER}"), "definitions are routed")
         newer.delete(f"{DEFINITIONS}/{_MARKER}")
         threading.Thread(target=self._follow, args=(newer, port), name="routes", daemon=True).start()
 
     def _follow(self, newer: Rest, port: int) -> None:
-        """Route the groups of new definitions, and remove the routes of deleted ones."""
+        """Add routes for new definitions, and remove those of deleted ones."""
         while not self._stopped.is_set():
             try:
                 listed = newer.get(DEFINITIONS)

@@ -1,4 +1,4 @@
-"""Errors of the local cluster: each names the requirement, the finding and the remedy."""
+"""Errors of the local cluster. Each message names the requirement, the finding and the remedy."""
 
 
 class LocalClusterError(Exception):
@@ -6,19 +6,19 @@ class LocalClusterError(Exception):
 
 
 class MissingTool(LocalClusterError):
-    """Error for a system tool that a build or a start needs but that is not on PATH."""
+    """Error for a system tool that is not on PATH, but that a build or a start needs."""
 
 
 class BuildFailed(LocalClusterError):
-    """Error for a failed build step; the message holds the step, the command and the end of its output."""
+    """Error for a failed build step. The message holds the step, the command and the end of its output."""
 
 
 class StartFailed(LocalClusterError):
-    """Error for a process of the cluster that did not become ready; the message holds the end of its log."""
+    """Error for a process that ended or did not become ready. The message holds the end of its log."""
 
 
 class InvalidPod(LocalClusterError):
-    """Error for a pod that needs an unsupported feature of the node agent. The pod's status shows the message."""
+    """Error for a pod that needs a feature which the node agent lacks. The pod's status shows the message."""
 
 
 class UnknownImage(InvalidPod):

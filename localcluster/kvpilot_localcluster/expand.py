@@ -13,14 +13,14 @@ from kvpilot_localcluster.errors import InvalidPod
 
 Data = Mapping[str, str]
 Source = Callable[[str, str], Data | None]
-"""Function that returns the decoded data of a ("ConfigMap" or "Secret", name), or None if it is missing."""
+"""Function that returns the decoded data of a ("ConfigMap" or "Secret", name), or None if it does not exist."""
 
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.\-][A-Za-z0-9_.\-]*)\)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace $(NAME) by its value; an unknown name stays as it is, and $$ stands for one dollar sign."""
+    """Replace $(NAME) by the variable's value, and $$ by one dollar sign. An unknown $(NAME) is not changed."""
 
     def one(found: re.Match[str]) -> str:
         if found[0] == "$$":
@@ -38,17 +38,17 @@ def environment(
     allocatable: Mapping[str, str],
     base: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the variables of the pod's author in order: later ones may refer to earlier ones.
+    """Return the environment variables that the container's spec defines. Later ones may refer to earlier ones.
 
     Args:
         container: one container of the pod's spec.
         pod: the pod, with status.podIP filled in.
-        source: looks up ConfigMaps and Secrets.
-        allocatable: the node's resources, which stand in for limits that are not set.
-        base: variables that exist already ($(NAME) may refer to them); not part of the result.
+        source: function that returns ConfigMaps and Secrets.
+        allocatable: the node's resources, which replace limits that are not set.
+        base: variables that exist already, to which $(NAME) may refer; not part of the result.
 
     Raises:
-        InvalidPod: a reference that is not optional leads nowhere.
+        InvalidPod: a reference that is not optional has no target.
     """
     found: dict[str, str] = {}
     for entry in container.get("envFrom", []):
@@ -71,7 +71,7 @@ def _all_of(kind: str, reference: Mapping[str, Any], prefix: str, source: Source
         if reference.get("optional"):
             return {}
         raise InvalidPod(f'{kind.lower()} "{reference["name"]}" not found')
-    # Like a kubelet, skip keys that are not valid variable names.
+    # Like a kubelet, skip keys that are not valid names of variables.
     return {prefix + key: value for key, value in data.items() if _NAME.fullmatch(prefix + key)}
 
 
@@ -111,7 +111,7 @@ def field_value(pod: Mapping[str, Any], path: str) -> str:
     """Return a field of the pod by its downward API path.
 
     Raises:
-        InvalidPod: the path is not one that a kubelet offers.
+        InvalidPod: a kubelet does not support this path.
     """
     metadata, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
     plain = {
@@ -135,7 +135,7 @@ def field_value(pod: Mapping[str, Any], path: str) -> str:
 
 
 def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> dict[str, str]:
-    """Return NAME_SERVICE_HOST and NAME_SERVICE_PORT for the namespace's services and for `kubernetes` in `default`."""
+    """Return NAME_SERVICE_HOST and NAME_SERVICE_PORT for Services of the namespace, and for `kubernetes`."""
     found: dict[str, str] = {}
     for service in services:
         name, home = service["metadata"]["name"], service["metadata"]["namespace"]
@@ -150,7 +150,7 @@ def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> 
 
 
 def divided(quantity: str, divisor: str) -> str:
-    """Return a quantity ("500m", "2Gi") in units of a divisor, rounded up, as resourceFieldRef gives it.
+    """Return a quantity ("500m", "2Gi") in units of a divisor, rounded up, as for a resourceFieldRef.
 
     Raises:
         ValueError: `quantity` or `divisor` is not a quantity.
@@ -159,7 +159,10 @@ def divided(quantity: str, divisor: str) -> str:
 
 
 def limit_or_allocatable(container: Mapping[str, Any], resource: str, allocatable: Mapping[str, str]) -> str:
-    """Return a resourceFieldRef's quantity: limits.X or requests.X of the container, or the node's without a limit."""
+    """Return the quantity of a resourceFieldRef: limits.X or requests.X of the container.
+
+    Without a limit it is the node's allocatable quantity.
+    """
     part, _, name = resource.partition(".")
     value = container.get("resources", {}).get(part, {}).get(name)
     if value is not None:

@@ -1,4 +1,4 @@
-"""Table of images: the local programs that replace a container image."""
+"""Image table: the local programs that replace container images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class Image:
-    """The local program that replaces an image. images.yaml explains the fields."""
+    """Local program that replaces an image. images.yaml explains the fields."""
 
     match: tuple[str, ...]
     entrypoint: tuple[str, ...]
@@ -31,16 +31,16 @@ class Image:
     folders: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self, pod: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that the image sets for a pod with the given POD_IP, POD_NAME and POD_NAMESPACE."""
+        """Return the variables that the image sets. `pod` has POD_IP, POD_NAME and POD_NAMESPACE."""
         found = {name: expand(value, pod) for name, value in self.env.items()}
         return {"PATH": ":".join([*self.path, _SYSTEM_PATH]), "LANG": "C.UTF-8", **found}
 
 
 def load(path: Path = DEFAULT_TABLE) -> list[Image]:
-    """Read a table.
+    """Read an image table.
 
     Raises:
-        LocalClusterError: it is not a table of images; the message names the file and the entry.
+        LocalClusterError: the file is not an image table; the message names the file and the entry.
     """
     folders = {
         "CACHE": str(cache_folder()),

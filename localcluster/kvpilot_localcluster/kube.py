@@ -1,6 +1,6 @@
-"""An untyped JSON client with the few calls that the node agent and the forwarder need.
+"""JSON client without types, with the few calls that the node agent and the forwarder need.
 
-Both programs mostly pass objects on. Typed models would convert them twice and drop unknown fields.
+These two programs mostly pass objects on. Typed models would convert them twice and drop unknown fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MERGE = "application/merge-patch+json"
 
 
 class Kube:
-    """A client of one API server; an async context manager."""
+    """Client of one API server, as an async context manager."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self._kubeconfig = kubeconfig
@@ -42,11 +42,11 @@ class Kube:
         await self._client.close()
 
     async def call(self, method: str, path: str, body: Any = None, *, content: str = "application/json") -> Json:
-        """Send one request to a path below the server's address.
+        """Send one request to a path below the server's address, and return the JSON answer.
 
         Raises:
-            ApiException: the server refused; `.status` is the HTTP status.
-            aiohttp.ClientError, TimeoutError: it cannot be reached.
+            ApiException: the server answered with an error; `.status` is the HTTP status.
+            aiohttp.ClientError, TimeoutError: the server cannot be reached.
         """
         answer = await self._client.rest_client.request(
             method,
@@ -62,11 +62,11 @@ class Kube:
         return decoded
 
     async def watch(self, path: str, **selectors: str) -> AsyncIterator[tuple[str, Json]]:
-        """Yield every object of a collection and then every change to it, forever, across lost connections.
+        """Yield every object of a collection, and then every change, forever. Lost connections are restored.
 
-        Yields (kind, object) with kind LISTED for each object of a list, SYNCED with an empty object after the last of
-        it, then ADDED, MODIFIED and DELETED. After a lost connection the collection is listed again. Objects that were
-        deleted meanwhile are only missing from the list, so a consumer must compare at SYNCED.
+        Yield (kind, object). LISTED is an object of a list, and SYNCED, with an empty object, is the end of the list.
+        Then follow ADDED, MODIFIED and DELETED. After a lost connection the collection is listed again. An object that
+        was deleted meanwhile is just not in the list, so the caller must compare at SYNCED.
         """
         while True:
             try:
@@ -95,6 +95,6 @@ class Kube:
             async for line in response.content:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
-                    # Usually status 410 (the version is too old), so list again.
+                    # Usually the status is 410, because the version is too old. So list again.
                     return
                 yield event["type"], event["object"]

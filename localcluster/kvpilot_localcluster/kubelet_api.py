@@ -1,4 +1,4 @@
-"""Container logs from a kubelet's HTTPS API, so that `kubectl logs` works. No other part of that API is needed here."""
+"""Part of a kubelet's HTTPS API that returns container logs, for `kubectl logs`. No other part is needed here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from aiohttp import web
 
 LogFolder = Callable[[str, str], Path | None]
-"""Function that returns the log folder of a pod (namespace, name), with a folder for each container; None for an
-unknown pod.
+"""Function that returns a pod's log folder by namespace and name, or None for an unknown pod. It has a folder for each
+container.
 """
 
 _PAUSE = 0.2
@@ -23,18 +23,18 @@ def last_lines(text: bytes, count: int) -> bytes:
 
 
 class LogServer:
-    """Server of logs on a loopback port; the API server is its only intended client."""
+    """HTTPS server of container logs on a loopback port. Only the API server may use it."""
 
     def __init__(self, folder: LogFolder, certificate: Path, key: Path) -> None:
         self._folder = folder
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._context.load_cert_chain(certificate, key)
-        # Logs may hold secrets, so require a client certificate of the cluster's authority.
+        # Logs may hold secrets, so require a client certificate that the cluster's authority has signed.
         self._context.load_verify_locations(certificate.with_name("ca.crt"))
         self._context.verify_mode = ssl.CERT_REQUIRED
 
     async def start(self, address: str) -> int:
-        """Start to listen on a free port; returns it."""
+        """Listen on a free port, and return the port."""
         app = web.Application()
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
         runner = web.AppRunner(app, access_log=None)
@@ -50,7 +50,7 @@ class LogServer:
         runs = sorted(folder.glob(f"{info['container']}/*.log"), key=lambda file: int(file.stem)) if folder else []
         index = -2 if query.get("previous") == "true" else -1
         if len(runs) < -index:
-            # Use 400, because the API server hides the message of a 404.
+            # Use 400, because the API server would hide the message of a 404.
             raise web.HTTPBadRequest(text=f"there is no such log of container {info['container']}")
         answer = web.StreamResponse(headers={"Content-Type": "text/plain"})
         await answer.prepare(request)
@@ -59,7 +59,7 @@ class LogServer:
             if "tailLines" in query:
                 text = last_lines(text, int(query["tailLines"]))
             await answer.write(text)
-            # A followed log ends when the container starts again or its pod is forgotten.
+            # `kubectl logs -f` ends when the container restarts or the agent forgets its pod.
             while query.get("follow") == "true" and self._folder(info["namespace"], info["pod"]) is not None:
                 if text := log.read():
                     await answer.write(text)

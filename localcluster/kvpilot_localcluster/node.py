@@ -1,16 +1,25 @@
-"""Node agent: it registers one Node and runs the containers of its Pods as local processes.
+"""Node agent: register one Node, and run the containers of its Pods as local processes.
 
-It does the following like a kubelet: the Node's Lease and conditions; command, arguments, variables, working folder;
-init containers; restart policies with back-off; startup, readiness and liveness probes; preStop, SIGTERM and the grace
-period; exit codes and termination messages; statuses and conditions. After a kill -9 of the agent, its processes
-continue. The next agent with the same folder adopts them, and no container ever runs twice.
+Like a kubelet, it handles:
 
-It does not isolate anything. Processes share this machine's files, users, process table and network. Only paths in
-commands and variables are rewritten (see paths.py). Every pod has its own loopback address, to which its programs must
-bind. Resource requests count for scheduling but limit nothing. It pulls no images: a table names local programs. It
-serves `kubectl logs`. It has no exec, attach or port-forward, no postStart hooks, no sidecar or ephemeral containers,
-no gRPC probes, and no service account tokens in the usual place. It writes ConfigMap and Secret volumes only once, at
-the pod's start. It is only for tests and the demo, never for production.
+- the Node's Lease and conditions;
+- command, arguments, environment variables and working folder;
+- init containers, and restart policies with back-off;
+- startup, readiness and liveness probes;
+- preStop, SIGTERM and the grace period;
+- exit codes, termination messages, statuses and conditions;
+- `kubectl logs`.
+
+After a kill -9 of the agent, its processes continue. The next agent with the same folder adopts them, and no container
+ever runs twice.
+
+It isolates nothing: processes share this machine's files, users, process table and network. Only paths in commands and
+variables are rewritten (see paths.py). Every pod has its own loopback address, to which its programs must bind.
+Resource requests count for scheduling but limit nothing. The agent pulls no images: a table names local programs. It
+writes ConfigMap and Secret volumes only once, at the pod's start.
+
+It has no exec, attach or port-forward, no postStart hooks, no sidecar or ephemeral containers, no gRPC probes, and no
+service account tokens in the usual place. It is only for tests and the demo, never for production.
 """
 
 from __future__ import annotations
@@ -51,19 +60,20 @@ _STATUS = 30.0
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of an agent.
+    """Settings of a node agent.
 
     Attributes:
-        kubeconfig: an administrator's client configuration.
-        folder: records, volumes and logs. An agent with the folder of an earlier one adopts its running pods.
+        kubeconfig: path of an administrator's kubeconfig.
+        folder: folder for records, volumes and logs. An agent with the folder of an earlier one adopts its running
+            pods.
         name: the Node's name.
         table: the image table.
-        resources: additional or changed allocatable resources, e.g. {"nvidia.com/gpu": "4"}. They need not exist.
-        labels: extra labels of the Node.
+        resources: allocatable resources to add or change, e.g. {"nvidia.com/gpu": "4"}. They need not exist.
+        labels: additional labels of the Node.
         backoff: back-off of container restarts.
-        services: whether to forward Services too.
-        stop_grace: seconds that processes get when the agent itself is told to stop.
-        starter: the process that started the cluster. When it has ended for any reason, the agent ends the cluster.
+        services: True to forward Services, too.
+        stop_grace: seconds that processes get to end when the agent is stopped.
+        starter: process that started the cluster. When it has ended for any reason, the agent ends the cluster.
         control_plane: the control plane's run folder, which the agent needs to end the cluster.
     """
 
@@ -81,13 +91,13 @@ class Options:
 
 
 def machine_resources() -> dict[str, str]:
-    """Return the machine's processors, memory and number of pods in a Node's form."""
+    """Return the machine's CPUs and memory, and a number of pods, as a Node's resources."""
     kib = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0])
     return {"cpu": str(os.cpu_count() or 1), "memory": f"{kib}Ki", "ephemeral-storage": "50Gi", "pods": "110"}
 
 
 class Agent:
-    """Node agent of one Node; `run` continues until it is cancelled."""
+    """Agent of one Node. `run` continues until it is cancelled."""
 
     def __init__(self, kube: Kube, options: Options) -> None:
         self._kube = kube
@@ -99,13 +109,13 @@ class Agent:
         )
         self._addresses = Addresses(options.folder)
         self._pods: dict[str, PodWorker] = {}
-        # Pods that this agent has ended. Events of the watch about them are stale until it reports their deletion.
+        # Pods that this agent has ended. Until the watch reports their deletion, its other events about them are stale.
         self._ended: set[str] = set()
         self._port = 0
         self._forwarder = Forwarder(kube, self._node.services)
 
     async def run(self) -> None:
-        """Register the Node and run its pods; when cancelled, end their processes."""
+        """Register the Node and run its pods. When cancelled, end their processes."""
         await self._serve_logs()
         await self._register()
         log.info("node %s is registered; logs lie in %s", self._options.name, self._options.folder / "logs")
@@ -119,7 +129,7 @@ class Agent:
             await asyncio.gather(*(pod.abandon(self._options.stop_grace) for pod in list(self._pods.values())))
 
     async def _serve_logs(self) -> None:
-        """Serve `kubectl logs`, with the API server's certificate if this package made the cluster."""
+        """Serve `kubectl logs`. Use the API server's certificate if this package created the cluster."""
         certificates = self._options.kubeconfig.resolve().parent
         certificate, key = certificates / "server.crt", certificates / "server.key"
         if certificate.exists() and key.exists():
@@ -204,7 +214,7 @@ class Agent:
                 if not synced:
                     await self._clean(listed)
                     synced = True
-                # Handle pods with an address first, so that no new pod gets an address in use.
+                # Handle pods that have an address first. Otherwise a new pod could get an address that is in use.
                 for one in sorted(listed.values(), key=lambda pod: not pod.get("status", {}).get("podIP")):
                     self._observe(one)
                 listed = {}
@@ -239,14 +249,14 @@ class Agent:
         self._pods[uid] = PodWorker(self._node, pod, address, forget)
 
     def _recorded(self, uid: str) -> str | None:
-        """Return the address that an earlier agent gave to a pod but did not report."""
+        """Return the address that an earlier agent gave to a pod, but had not reported yet."""
         try:
             return str(json.loads((self._options.folder / "pods" / uid / "pod.json").read_text())["address"])
         except (OSError, ValueError, KeyError):
             return None
 
     async def _clean(self, known: Iterable[str]) -> None:
-        """End processes and remove folders of pods that the API server has deleted."""
+        """End processes and remove folders of pods that the API server no longer has."""
         gone = set((self._options.folder / "pods").glob("*")) - {self._options.folder / "pods" / uid for uid in known}
         await asyncio.gather(*(end_folder(folder, self._options.stop_grace) for folder in gone))
 
@@ -260,7 +270,7 @@ async def end_folder(folder: Path, grace: float) -> None:
 
 
 async def sweep(folder: Path, grace: float = 5.0) -> None:
-    """End the processes that a killed agent left below its folder, recorded or not."""
+    """End the processes that a killed agent left behind in its folder, whether recorded or not."""
     await asyncio.gather(*(end_folder(pod, grace) for pod in (folder / "pods").glob("*")))
     procs.kill_all_of(folder)
 

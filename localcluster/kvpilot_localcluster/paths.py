@@ -1,6 +1,6 @@
-"""Convert paths of a container's file system to paths of this machine. This module does no I/O.
+"""Convert paths of a container to paths of this machine. This module does no I/O.
 
-A container here has no file system of its own, so paths in its command, arguments or environment are rewritten. A path
+A container here has no file system of its own, so paths in its command, arguments and environment are rewritten. A path
 below a mount point, or below a folder of the image, becomes the path of the real folder.
 """
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# A path begins at the start of a word: at the start of the text, or after a separator of shells, lists, options or file
-# URLs.
+# A path begins at the start of the text, or after a separator of shells, lists, options or file URLs.
 _BEFORE = r"(?:(?<=^)|(?<=[\s=:,;\"'()\[\]{}<>@|&])|(?<=file://))"
 _AFTER = r"(?=$|[/\s:,;\"'()\[\]{}<>|&])"
 
 
 def rewrite(text: str, folders: Mapping[str, str]) -> str:
-    """Replace each path prefix in `folders` (container path -> machine path) if it is a whole path."""
+    """Replace container paths at the start of paths in `text` by machine paths.
+
+    `folders` maps the former to the latter. A container path must match whole names.
+    """
     if not folders:
         return text
     longest_first = sorted(folders, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""One pod on this node: its volumes, its containers in order, its status and its end."""
+"""Runner of one pod on this node: its volumes, its containers in order, its status and its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOGS_ANNOTATION = "localcluster.kvpilot.io/logs"
 
 
 def pod_folder(node: Node, uid: str) -> Path:
-    """Return the folder of a pod's records and volumes."""
+    """Return the folder for a pod's records and volumes."""
     return node.folder / "pods" / uid
 
 
@@ -38,7 +38,7 @@ class PodWorker:
 
     Attributes:
         key: namespace and name.
-        logs: the folder of its logs, with one folder for each container and one file for each run.
+        logs: the pod's log folder. It has a folder for each container, with a file for each run.
     """
 
     def __init__(self, node: Node, pod: Json, address: str, forget: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ class PodWorker:
         self._dirty = asyncio.Event()
         self._started = self._record()
         policy = pod["spec"].get("restartPolicy", "Always")
-        # An init container does not restart after success, whatever the pod's policy is.
+        # A successful init container does not restart, whatever the pod's policy is.
         once = "Never" if policy == "Never" else "OnFailure"
         self._inits = [self._worker(one, once, init=True) for one in pod["spec"].get("initContainers") or []]
         self._mains = [self._worker(one, policy) for one in pod["spec"]["containers"]]
@@ -69,7 +69,7 @@ class PodWorker:
         self.observe(pod)
 
     def _record(self) -> float:
-        """Record the folder's pod, so that a later agent can clean up; return the time when the node took the pod."""
+        """Write a record of the pod for a later agent. Return the time when the node took the pod."""
         file = self._folder / "pod.json"
         if file.exists():
             return float(json.loads(file.read_text())["started"])
@@ -100,11 +100,11 @@ class PodWorker:
         return worker
 
     def observe(self, pod: Json) -> None:
-        """Take note of the pod's newest version."""
+        """Take over the pod's newest version. If the pod is being deleted, begin to end it."""
         if int(pod["metadata"]["resourceVersion"]) >= int(self._pod["metadata"]["resourceVersion"]):
             self._pod = pod
             if pod["spec"].get("readinessGates"):
-                self._dirty.set()  # Opening or closing a gate changes the pod's status, which determines Ready.
+                self._dirty.set()  # a readiness gate opens or closes in the pod's status, and Ready depends on it
         if "deletionTimestamp" not in pod["metadata"]:
             return
         deadline = time.monotonic() + float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
@@ -113,7 +113,7 @@ class PodWorker:
             self._ending = asyncio.create_task(self._end())
 
     def vanished(self) -> None:
-        """End all processes of a pod that the API server has deleted, without delay."""
+        """End the processes of a pod that the API server no longer has, within two seconds."""
         self._deadline = min(self._deadline or time.monotonic() + 2, time.monotonic() + 2)
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
@@ -143,7 +143,7 @@ class PodWorker:
             log.error("%s: the pod is no longer looked after", self._path, exc_info=error)
 
     async def _tell(self, reason: str, message: str) -> None:
-        """Post an Event about the pod, once for each message, like a kubelet."""
+        """Create an Event about the pod, as a kubelet would. Each message is sent only once."""
         if message in self._told:
             return
         self._told.add(message)
@@ -203,7 +203,7 @@ class PodWorker:
         status = self._status()
         if status == self._published:
             return
-        # The uid guards against writing to a new pod of the same name.
+        # The uid prevents a write to a new pod with the same name.
         patch = {"metadata": {"uid": self._pod["metadata"]["uid"]}, "status": status}
         self.observe(await self._node.kube.call("PATCH", f"{self._path}/status", patch, content=STRATEGIC))
         self._published = status
@@ -212,7 +212,7 @@ class PodWorker:
         return max(0.0, (self._deadline or 0.0) - time.monotonic())
 
     async def _end(self) -> None:
-        # Report the pod as not ready first, because traffic must stop before the process ends.
+        # First report the pod as not ready, because traffic must stop before its processes end.
         self._dirty.set()
         await cancelled(self._running)
         await asyncio.gather(*(worker.end(self._left) for worker in self._mains + self._inits))
@@ -226,7 +226,7 @@ class PodWorker:
                 break
             except ApiException as error:
                 if error.status in (404, 409, 422):
-                    break  # the pod is gone already, or a new pod has its name
+                    break  # the pod is already gone, or a new pod has its name
                 await asyncio.sleep(0.5)
             except (aiohttp.ClientError, TimeoutError):
                 await asyncio.sleep(0.5)
@@ -235,6 +235,6 @@ class PodWorker:
         self._forget()
 
     async def abandon(self, grace: float) -> None:
-        """End the pod's processes because the node shuts down, without a report to the API server."""
+        """End the pod's processes when the node shuts down. The API server gets no report."""
         await cancelled(self._running, self._publishing, *filter(None, [self._ending]))
         await asyncio.gather(*(worker.kill(grace) for worker in self._mains + self._inits))

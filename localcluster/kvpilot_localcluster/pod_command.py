@@ -1,4 +1,4 @@
-"""Compute a container's process: its arguments, environment and folders on a node that all pods share."""
+"""Command of a container: its arguments, environment and folders on a node that all pods share."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvpilot_localcluster.paths import rewrite
 
 @dataclass
 class Node:
-    """Facts that all pods of a node share.
+    """What all pods of a node share.
 
     Attributes:
-        folder: holds pods/ (records and volumes) and logs/.
+        folder: folder with pods/ (records and volumes) and logs/.
         images: the image table.
         host: the node's IP address.
         allocatable: the node's resources.
-        services: all services of the cluster, kept current by the forwarder.
+        services: all Services of the cluster, which the forwarder keeps current.
     """
 
     kube: Kube
@@ -40,7 +40,7 @@ class Node:
     services: dict[str, Json] = field(default_factory=dict)
 
     async def fetch(self, plural: str, namespace: str, name: str) -> Json | None:
-        """Read an object of the core API, or return None if it does not exist."""
+        """Return an object of the core API, or None if it does not exist."""
         scope = f"/namespaces/{namespace}" if namespace else ""
         try:
             return await self.kube.call("GET", f"/api/v1{scope}/{plural}/{name}")
@@ -53,10 +53,10 @@ class Node:
 async def command(
     node: Node, pod: Json, home: Path, mounted: Mapping[str, Path], spec: Mapping[str, Any], message_file: Path
 ) -> Command:
-    """Return the command of a container of the pod. The pod's status holds its address and the node's.
+    """Return the command that runs a container of the pod.
 
     Raises:
-        UnknownImage: the node has no such image.
+        UnknownImage: the image table has no such image.
         InvalidPod: the node agent cannot run the container as specified.
     """
     image = images.find(node.images, spec["image"])
@@ -76,7 +76,7 @@ async def command(
     )
     folders = dict(image.folders) | volumes.mounts(spec, mounted)
     folders[spec.get("terminationMessagePath") or "/dev/termination-log"] = str(message_file)
-    # The image's settings already have paths of this machine.
+    # Do not rewrite `base`: the image's settings already have paths of this machine.
     variables = base | {name: rewrite(value, folders) for name, value in wanted.items()}
     first = [*(spec.get("command") or image.entrypoint), *(spec.get("args") or [])]
     argv = [rewrite(expand(part, variables), folders) for part in first]
@@ -87,7 +87,7 @@ async def command(
 
 
 async def _data(node: Node, pod: Json, spec: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
-    """Return the ConfigMaps and Secrets that a container's environment refers to."""
+    """Return the data of ConfigMaps and Secrets to which the container's environment refers."""
     wanted = set()
     for kind, fields in (
         ("ConfigMap", ("configMapKeyRef", "configMapRef")),

@@ -1,4 +1,4 @@
-"""A kubelet's report about a pod, computed from the states of its containers. This module does no I/O."""
+"""A pod's status as a kubelet would report it, computed from its containers. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a container's process. Times are seconds since the epoch; `finished` is None while it runs."""
+    """One run of a container's process. Times are seconds since the epoch. `finished` is None while it runs."""
 
     identity: str
     started: float
@@ -25,15 +25,15 @@ class Run:
 
 @dataclass(frozen=True)
 class ContainerView:
-    """A container as its status shows it.
+    """State of a container, as its status shows it.
 
     Attributes:
-        waiting: reason and message while no process runs and another will start; None otherwise.
+        waiting: reason and message if no process runs now but another will start; else None.
         run: the present or the last run.
         previous: the run before it.
         restarts: number of runs before `run`.
-        ready: True if its readiness probe passes (a finished init container counts as ready).
-        started: True if its startup probe has passed.
+        ready: True if the readiness probe passes. A finished init container is ready, too.
+        started: True if the startup probe has passed.
     """
 
     name: str
@@ -47,22 +47,22 @@ class ContainerView:
 
     @property
     def running(self) -> bool:
-        """Return True if its process runs now."""
+        """Return True if a process of the container runs now."""
         return self.waiting is None and self.run is not None and self.run.finished is None
 
     @property
     def finished(self) -> bool:
-        """Return True if its process has ended and none will follow."""
+        """Return True if the process has ended and no other one will start."""
         return self.waiting is None and self.run is not None and self.run.finished is not None
 
     @property
     def succeeded(self) -> bool:
-        """Return True if it has finished with exit code 0."""
+        """Return True if the container has finished with exit code 0."""
         return self.finished and self.run is not None and self.run.exit_code == 0
 
 
 def timestamp(seconds: float) -> str:
-    """Return a time in Kubernetes' form: whole seconds, UTC."""
+    """Return a time as Kubernetes writes it: whole seconds, in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -83,7 +83,7 @@ def _terminated(run: Run) -> Json:
 
 
 def container_status(view: ContainerView) -> Json:
-    """Return a ContainerStatus object."""
+    """Return the ContainerStatus of a container."""
     last = view.previous
     if view.waiting is not None:
         reason, message = view.waiting
@@ -136,7 +136,7 @@ def _verdicts(
     going: bool,
     gates: Mapping[str, bool],
 ) -> dict[str, tuple[bool, str, str]]:
-    """Return the conditions, each as (status, reason, message)."""
+    """Return the pod's conditions by type, each as (status, reason, message)."""
     done = now_phase in ("Succeeded", "Failed")
     pending = [view.name for view in inits if not view.succeeded]
     initialized = (not pending, "" if not pending else "ContainersNotInitialized", _incomplete(pending))
@@ -175,14 +175,14 @@ def pod_status(
     """Return the status of a pod.
 
     Args:
-        pod: the object as last seen; the times of its conditions that have not changed are kept.
+        pod: the pod as last seen. If a condition has not changed, its time is taken from there.
         inits: the init containers.
         mains: the other containers.
         address: the pod's IP address.
         host: the node's IP address.
-        started: time when the node took the pod, seconds since the epoch.
-        now: seconds since the epoch.
-        going: True if the pod is being deleted; then it is not ready.
+        started: time when the node took the pod, in seconds since the epoch.
+        now: present time in seconds since the epoch.
+        going: True if the pod is being deleted. Then it is not ready.
     """
     before = {entry["type"]: entry for entry in pod.get("status", {}).get("conditions", [])}
     gates = {
@@ -196,7 +196,7 @@ def pod_status(
         status = "True" if true else "False"
         old = before.get(kind, {})
         since = old.get("lastTransitionTime") if old.get("status") == status else None
-        # Null removes values of an earlier state, because conditions are merged by their type.
+        # Conditions are merged by their type, so only an explicit null removes a value of an earlier state.
         entry = {"type": kind, "status": status, "reason": reason or None, "message": message or None}
         conditions.append({**entry, "lastProbeTime": None, "lastTransitionTime": since or timestamp(now)})
     return {

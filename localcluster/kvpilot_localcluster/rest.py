@@ -1,4 +1,4 @@
-"""Small blocking client of one Kubernetes API server, for start-up and for tests."""
+"""Small blocking client of one Kubernetes API server, for the start of a cluster and for tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 HANGS = 300.0
-"""Seconds after which a wait counts as hanging: ten times the usual limit of 30 s on idle cores. Slower waits have
-their own limit.
+"""Seconds after which a wait counts as hanging: ten times 30 s, the usual limit on idle cores. Slower waits have their
+own limit.
 """
 
 
@@ -36,23 +36,23 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Rest:
-    """Requests as one user of one server; every call returns the decoded JSON answer."""
+    """Client with the rights of one user of one server. Every call returns the decoded JSON answer."""
 
     server: str
     context: ssl.SSLContext
 
     @classmethod
     def of_files(cls, server: str, authority: Path, certificate: Path, key: Path) -> Rest:
-        """Return a client that trusts one authority and shows one client certificate."""
+        """Return a client that trusts one certificate authority and uses one client certificate."""
         context = ssl.create_default_context(cafile=str(authority))
-        # Newer Python versions require key identifiers in strict mode, but our openssl certificates have none.
+        # Newer Python versions require key identifiers in strict mode, and certificates of openssl here have none.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         context.load_cert_chain(str(certificate), str(key))
         return cls(server, context)
 
     @classmethod
     def of_kubeconfig(cls, path: Path) -> Rest:
-        """Return a client for a kubeconfig that this package wrote (files, current context only)."""
+        """Return a client for the current context of a kubeconfig that this package wrote."""
         config = yaml.safe_load(path.read_text())
         cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
         files = (cluster["certificate-authority"], user["client-certificate"], user["client-key"])
@@ -65,10 +65,10 @@ class Rest:
 
         Args:
             method: GET, POST, PUT, PATCH or DELETE.
-            path: the path and query below the server's address.
-            body: the JSON body, or None.
-            content: the content type of the body.
-            timeout: seconds until a silent server counts as unreachable.
+            path: path and query below the server's address.
+            body: JSON body, or None.
+            content: content type of the body.
+            timeout: seconds after which a silent server counts as unreachable.
 
         Raises:
             ApiError: the server answered with an error status.
@@ -89,7 +89,7 @@ class Rest:
             return text
 
     def get(self, path: str) -> Any:
-        """Read an object or a list."""
+        """Return an object or a list."""
         return self.call("GET", path)
 
     def create(self, path: str, body: Any) -> Any:
@@ -97,11 +97,11 @@ class Rest:
         return self.call("POST", path, body)
 
     def merge(self, path: str, body: Any) -> Any:
-        """Change an object by a JSON merge patch."""
+        """Apply a JSON merge patch to an object."""
         return self.call("PATCH", path, body, content="application/merge-patch+json")
 
     def delete(self, path: str, *, grace: int | None = None) -> None:
-        """Delete an object. Do nothing if it is already gone."""
+        """Delete an object. Do nothing if it does not exist."""
         query = "" if grace is None else f"?gracePeriodSeconds={grace}"
         try:
             self.call("DELETE", path + query)
@@ -110,11 +110,11 @@ class Rest:
                 raise
 
     def watch(self, path: str, version: str) -> Iterator[Any]:
-        """Yield the events of a collection after this version, until the server ends the watch.
+        """Yield the events of a collection since a version, until the server ends the watch.
 
         Raises:
-            ApiError: the server has dropped the version.
-            OSError: the connection broke, or nothing came for a minute and a half.
+            ApiError: the server no longer has this version.
+            OSError: the connection broke, or nothing arrived for 90 s.
         """
         query = f"watch=1&resourceVersion={version}&timeoutSeconds=60"
         request = urllib.request.Request(f"{self.server}{path}?{query}")  # noqa: S310
@@ -137,12 +137,12 @@ class Rest:
 
 
 def until(question: Callable[[], Any], what: str, *, seconds: float = HANGS, pause: float = 0.05) -> Any:
-    """Repeat `question` until its answer is true, and return the answer.
+    """Call `question` until its answer is true, and return that answer.
 
     A 404 or an unreachable server counts as false.
 
     Raises:
-        TimeoutError: the answer stayed false. The message has `what` and the last answer.
+        TimeoutError: the answer was never true. The message has `what` and the last answer.
     """
     deadline = time.monotonic() + seconds
     last: object = None

@@ -1,11 +1,11 @@
-"""Userspace forwarder: every ClusterIP Service answers at its own address on loopback.
+"""Forwarder in user space: every ClusterIP Service answers at its own address on loopback.
 
 The API server assigns cluster IPs from a range inside 127.0.0.0/8, so the forwarder can listen on a Service's address.
-Each new connection goes to a random ready endpoint in the real controller's EndpointSlices. An endpoint that does not
-answer is skipped. Open connections stay open even if their endpoint is removed from the Service. While a Service has no
-ready endpoint, nothing listens, so connections are refused.
+It sends each new connection to a random ready endpoint of the real controller's EndpointSlices. It skips an endpoint
+that does not answer. A connection stays open even if its endpoint is removed from the Service. While a Service has no
+ready endpoint, nothing listens at its address, so connections are refused.
 
-It is not kube-proxy: TCP only, no session affinity, no node ports, no external addresses.
+In contrast to kube-proxy it supports only TCP, and no session affinity, node ports or external addresses.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _UNPRIVILEGED_OFFSET = 20000
 
 
 def slice_key(thing: Mapping[str, Any]) -> str:
-    """Return the namespace/name of an object."""
+    """Return namespace/name of an object."""
     return f"{thing['metadata']['namespace']}/{thing['metadata']['name']}"
 
 
 def ready_endpoints(service: Mapping[str, Any], port: Mapping[str, Any], slices: Iterable[Json]) -> list[Address]:
-    """Return the sorted targets of connections to one port of a Service.
+    """Return the sorted addresses to which connections to one port of a Service may go.
 
     Args:
         service: the Service.
         port: one entry of its spec.ports.
-        slices: any EndpointSlices; those of other Services are ignored.
+        slices: any EndpointSlices. Those of other Services are ignored.
     """
     found = set()
     for one in slices:
@@ -52,17 +52,17 @@ def ready_endpoints(service: Mapping[str, Any], port: Mapping[str, Any], slices:
             entry["port"] for entry in one.get("ports") or [] if (entry.get("name") or "") == port.get("name", "")
         ]
         for endpoint in one.get("endpoints") or []:
-            # By the API's rules an unknown state counts as ready.
+            # By the API's definition, an unknown state counts as ready.
             if (endpoint.get("conditions") or {}).get("ready") is not False:
                 found |= {(address, number) for address in endpoint["addresses"] for number in numbers}
     return sorted(found)
 
 
 class Forwarder:
-    """Forwarder for every Service of one cluster; `run` continues until it is cancelled.
+    """Forwarder for all Services of one cluster. `run` continues until it is cancelled.
 
     Attributes:
-        services: all Services by namespace/name, kept current.
+        services: all Services by namespace/name, always up to date.
     """
 
     def __init__(self, kube: Kube, services: dict[str, Json]) -> None:
@@ -106,7 +106,7 @@ class Forwarder:
                 store[slice_key(thing)] = thing
                 if kind == "LISTED":
                     listed.add(slice_key(thing))
-                    continue  # apply the whole list as one change
+                    continue  # wait for the whole list, and apply it as one change
             self._changed.set()
 
     async def _apply(self) -> None:
@@ -146,7 +146,7 @@ class Forwarder:
             try:
                 self._servers[address] = await asyncio.start_server(accept, host, number, backlog=1024)
             except PermissionError:
-                continue  # ports below 1024 need root; the log below has the replacement
+                continue  # only root may use ports below 1024; the log below names the port used instead
             except OSError as error:
                 log.warning("service port %s:%d: %s", host, port, error)
                 return
@@ -169,7 +169,7 @@ class Forwarder:
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy one direction of a connection, and close the other side at its end."""
+    """Copy one direction of a connection. At its end, close the other side."""
     try:
         while data := await reader.read(65536):
             writer.write(data)

@@ -1,12 +1,12 @@
-"""Shim between the node agent and one container process: the process survives the agent, and its end is recorded.
+"""Shim between the node agent and one container's process. The process survives the agent, and its end is recorded.
 
-The script's only argument is a folder with spec.json (argv, env, cwd, log). It waits for a byte on standard input, and
-the agent sends that byte after it has recorded the shim. So an unrecorded shim starts nothing. The shim writes
-state.json (pid and start time of the process) when the process runs, and exit.json (exit code, times) as its last
-action. Both are renamed into place.
+The script's only argument is a folder with spec.json (argv, env, cwd, log). It waits for a byte on standard input,
+which the agent sends after it has recorded the shim. So an unrecorded shim starts nothing. The shim writes state.json
+(pid and start time) when the process runs, and exit.json (exit code, times) as its last action. Both are renamed into
+place.
 
-The shim ends the process: it passes SIGTERM on, and kills at SIGUSR1. It is the subreaper of all descendants of the
-process, in any session or group. It ends only after all of them have ended, as in a container. Signals that arrive
+The shim passes SIGTERM on to the process, and kills it at SIGUSR1. It is the subreaper of all descendants of the
+process, in any session or group, and ends only after all of them have ended, as in a container. Signals that arrive
 before the process runs are not lost. If the shim itself is killed, the kernel kills the process.
 """
 
@@ -38,7 +38,7 @@ def _start_ticks(pid: int) -> int:
 
 
 def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
-    """Turn the child into the container's process. If that fails, send the reason through the pipe."""
+    """Replace the forked child by the container's program. If that fails, send the reason through the pipe."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != shim:
@@ -60,7 +60,7 @@ def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
 
 
 def _end_descendants() -> None:
-    # Wait for orphans, too: they are our children, because we are the subreaper.
+    # Wait for orphaned descendants, too. As the subreaper, we are their parent.
     while True:
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
@@ -71,7 +71,7 @@ def _end_descendants() -> None:
 
 
 def _reap(pid: int) -> int | None:
-    """Reap all ended children; return the wait status of the process if it is one of them."""
+    """Reap all ended children. If the process is among them, return its wait status."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, pid):
@@ -110,7 +110,7 @@ def _run(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Run the process of spec.json to its end."""
+    """Run the process of spec.json until it has ended."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

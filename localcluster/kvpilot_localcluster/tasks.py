@@ -1,4 +1,4 @@
-"""Cancel tasks safely."""
+"""Safe cancellation of tasks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended, with or without an error.
+    """Cancel tasks, and wait until they have ended, with or without an error.
 
-    A plain await with a suppressed CancelledError could also suppress the caller's own cancellation. The caller and its
-    process would then run forever.
+    Code that awaits them and suppresses CancelledError could also suppress the caller's own cancellation. The caller
+    would then run forever.
     """
     for task in tasks:
         task.cancel()

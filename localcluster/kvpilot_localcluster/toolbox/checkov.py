@@ -1,6 +1,6 @@
-"""Install checkov, which checks policies on Kubernetes manifests.
+"""checkov, which checks Kubernetes manifests against policies.
 
-It has a hundred dependencies, so it gets its own environment.
+It has a hundred dependencies, so it gets its own virtual environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""operator-courier, which has those bundle checks of the Operator Framework that exist as a Python package.
+"""operator-courier, with those bundle checks of the Operator Framework that a Python package offers.
 
 Its successors check more, but no package index has them.
 """
@@ -15,6 +15,6 @@ _VERSION = "2.1.11"
 
 def courier() -> Path:
     """Return operator-courier on PATH, else the pinned version."""
-    # It needs `semver.parse`, which is gone from semver 4, and `pkg_resources`, which is from setuptools 81.
+    # It needs `semver.parse`, which semver 4 removed, and `pkg_resources`, which newer versions of setuptools removed.
     packages = [f"operator-courier=={_VERSION}", "semver<4", "setuptools<81"]
     return tool("operator-courier", _VERSION, partial(environment, packages))

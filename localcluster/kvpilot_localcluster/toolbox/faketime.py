@@ -1,4 +1,4 @@
-"""libfaketime, which shows another wall clock to a program by LD_PRELOAD."""
+"""libfaketime, which gives a program another wall clock by LD_PRELOAD."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIBRARY = "lib/*/faketime/libfaketime.so.1"
 
 
 def libfaketime() -> Path:
-    """Return the library of the installed `faketime`, or fetch it from Debian into the cache."""
+    """Return the library of the installed `faketime`, else fetch it from Debian into the cache."""
     if shutil.which("faketime") and (installed := _library(Path("/usr"))):
         return installed
 

