@@ -38,10 +38,10 @@ PLAN = [
     *[(name, 1024, 2) for name in ("opticks", "manual", "reference", "code")],
     ("opticks", 1024, 1), ("reference", 2048, 1), ("manual", 4608, 1), ("code", 4608, 1),
 ]  # fmt: skip
-"""Evaluated sequences, 20,480 tokens in all: text, tokens per sequence, number of sequences."""
+"""Texts to evaluate, 20,480 tokens in all: name of the text, tokens per sequence, number of sequences."""
 
 BUCKETS = (128, 512, 1024, 2048, 4608)
-"""Upper ends of the position buckets, in tokens."""
+"""Upper ends of the position buckets, in tokens. The table has the KL divergence of each bucket."""
 
 
 CHUNK = 8192
@@ -49,14 +49,14 @@ CHUNK = 8192
 
 
 class Base:
-    """Logits of the baseline over one sequence, with the sums that every row needs."""
+    """Logits of the baseline over one sequence, with sums that every row of the table needs."""
 
     def __init__(self, probe: Probe, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.tokens = tokens
         self.p: list[torch.Tensor] = []
         top, negentropy, log_prob = [], [], []
         for start, logits in probe.logits(states):
-            logs = logits - logits.logsumexp(-1, keepdim=True)  # log_softmax is off by 2e-5 here
+            logs = logits - logits.logsumexp(-1, keepdim=True)  # log_softmax would be wrong by 2e-5
             self.p.append(logs.exp())
             top.append(logs.argmax(-1))
             negentropy.append((self.p[-1] * logs).sum(-1))
@@ -66,7 +66,7 @@ class Base:
 
 
 class Tally:
-    """Results of one row, added token by token."""
+    """Comparison of one row with the baseline, collected token by token."""
 
     def __init__(self) -> None:
         self.kl: list[torch.Tensor] = []
@@ -76,12 +76,12 @@ class Tally:
         self.text: list[str] = []
 
     def add(self, name: str, base: Base, states: torch.Tensor, probe: Probe) -> None:
-        """Compare the last hidden states [tokens, hidden] of one sequence with the baseline."""
+        """Compare one sequence with the baseline. `states` are the row's last hidden states [tokens, hidden]."""
         for p, (start, logits) in zip(base.p, probe.logits(states), strict=True):
             part = slice(start, start + logits.shape[0])
             whole = logits.logsumexp(-1)
-            # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). Use a pairwise sum: a dot product adds
-            # 49,152 terms one after another, and its error is about 0.001 nats.
+            # KL(p || q) = sum p log p - sum p logit_q + logsumexp(logit_q). `sum` adds pairwise. A dot product would
+            # add 49,152 terms one after another, with an error of about 0.001 nats.
             cross = (p * logits).sum(-1)
             self.kl.append((base.negentropy[part] - cross + whole) * 1000)
             self.agree.append((base.top[part] == logits.argmax(-1)).float())
@@ -93,12 +93,12 @@ class Tally:
             self.text += [name] * logits.shape[0]
 
     def join(self, part: tuple[list[Any], ...]) -> None:
-        """Add the five lists of another tally."""
+        """Append the five lists of another tally."""
         for mine, theirs in zip((self.kl, self.agree, self.loss, self.at, self.text), part, strict=True):
             mine += theirs
 
     def summary(self) -> dict[str, Any]:
-        """Return the row: KL divergences (nats x 1000), agreement in percent, perplexity change in percent."""
+        """Return the row: KL divergences (nats x 1000), agreement in percent, change of perplexity in percent."""
         kl, at = torch.cat(self.kl), torch.cat(self.at)
         buckets, start = {}, 0
         for end in BUCKETS:
@@ -122,10 +122,10 @@ class Tally:
 
 def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: Path,
             done: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
-    """Run every row on each sequence, and yield the rows after each sequence.
+    """Evaluate every row on each sequence, and pass the figures so far to `done` after each sequence.
 
-    The folder `raw` keeps the result of each row on each sequence, so that no result is computed twice. Several
-    processes can share the work, and a stopped run can continue.
+    The folder `raw` keeps the result of each row on each sequence, so that nothing is computed twice. Several processes
+    can share the work, and a stopped run can continue.
     """
     tallies = {name: Tally() for name in rows}
     base_codec = plain.bf16()
@@ -145,7 +145,7 @@ def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: 
 
 
 def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
-    """Compare bf16 with bf16: the same weights with two attention kernels, like prefill and decode in an engine."""
+    """Compare two runs in bf16 whose attention kernels differ, as those of prefill and decode differ in an engine."""
     probe, tally = Probe(folder, torch.bfloat16), Tally()
     for text, tokens in texts:
         probe.rounded = False
@@ -158,14 +158,14 @@ def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
 def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
     """Return the tokens of every text that the benchmark reads.
 
-    The keys are `evaluation`, `needle`, and one entry for each calibration.
+    The keys are `evaluation`, `needle`, and one for each calibration.
     """
     calibrations = {label: sequences(tokenizer, plan) for label, plan in CALIBRATION.items()}
     return {"evaluation": sequences(tokenizer, PLAN), "needle": sequences(tokenizer, NEEDLE_TEXT), **calibrations}
 
 
 def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str], where: Path) -> dict[str, Path]:
-    """Create the calibration files of the table as a user would: prompts in a file, then `kvpilot calibrate`."""
+    """Create the calibration files of the table as a user would: write prompts to files for `kvpilot calibrate`."""
     tokenizer, made = AutoTokenizer.from_pretrained(folder), {}
     for label in sorted(labels & CALIBRATION.keys()):
         made[label] = where / f".{label}.safetensors"
@@ -176,19 +176,19 @@ def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str
             device = str(torch.get_default_device())
             calibrate.run(
                 folder, Path(prompts.name), made[label], length=4096, tokens=16384, device=device
-            )  # fits factors for k4v4
+            )  # the factors are fitted for k4v4
     return made
 
 
 def merge(file: Path, section: str, found: dict[str, Any]) -> None:
-    """Write rows into the JSON file, and keep the rows of other runs."""
+    """Write these rows into the JSON file. It keeps the rows of earlier runs."""
     data = json.loads(file.read_text()) if file.exists() else {}
     data.setdefault(section, {}).update(found)
     file.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
 
 
 def main() -> None:
-    """Run the rows or the needle task that the command line requests."""
+    """Evaluate the rows, or run the needle task, as the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", nargs="*", help="rows to run, `control` among them; default: all")

@@ -1,8 +1,8 @@
-"""A transformers model whose attention reads the keys and values that a cache would return.
+"""Model of transformers whose attention gets the keys and values that a KV cache would return.
 
-A row of the table (`Reading`) decides how attention reads every key (after RoPE) and value, including those of the
-query's own token. So one pass computes the result of a decode step at every position of a text. Layers with a sliding
-window are read in 16 bits, as engines serve them by default.
+For each row of the table, a `Reading` determines how attention gets keys (after RoPE) and values, including those of
+the query's own token. So one pass over a text computes the result of a decode step at every position. Layers with a
+sliding window use 16 bits, as engines do by default.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration.text import passes
 
 _PIECE = 512
-"""Number of queries whose scores are in memory at once."""
+"""Number of queries whose scores are in memory at the same time."""
 
 
 class Probe:
-    """The model, and the `Reading` of its attention."""
+    """Model whose attention follows a `Reading`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         hook = f"kvpilot_probe_{id(self)}"
@@ -40,17 +40,20 @@ class Probe:
         self._seen: dict[int, Observed] | None = None
         self._lone = False
         self.rounded = False
-        """True rounds probabilities to the model's dtype, as another kernel for the same formula does."""
+        """True to round probabilities to the model's dtype, as another kernel for the same formula does."""
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Return the last layer's states [tokens, hidden] of one sequence. Without a `reading` the cache is exact."""
+        """Return the last hidden states [tokens, hidden] of one sequence. Without a `reading` the cache is exact."""
         self.reading = reading
         return self.model.model(tokens[None], use_cache=False).last_hidden_state[0]
 
     @torch.inference_mode()
     def self_calibrated(self, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
-        """Return the factors by layer that an engine for `context` positions computes from `tokens` at start."""
+        """Return by layer the factors that an engine would compute at its start from `tokens`.
+
+        `context` is the engine's longest context in tokens.
+        """
         self._seen, self.reading, at = {}, None, 0
         for length, first in passes(tokens.numel(), context):
             ids, positions = tokens[at : at + length], torch.arange(first, first + length)
@@ -64,14 +67,19 @@ class Probe:
 
     @torch.inference_mode()
     def logits(self, states: torch.Tensor, chunk: int = 256) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield float32 logits [up to chunk, vocabulary] over the whole vocabulary, each with its first position."""
+        """Yield (first position, float32 logits [up to `chunk`, vocabulary]) for consecutive parts of the states."""
         for start in range(0, states.shape[0], chunk):
             yield start, (states[start : start + chunk] @ self.head.T).float()
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """Attend as a hook of transformers: query [1, heads, tokens, D], key and value [1, kv_heads, tokens, D]."""
+        """Compute attention, as a hook of transformers.
+
+        Args:
+            query: [1, heads, tokens, D].
+            key, value: [1, kv_heads, tokens, D].
+        """
         scale, window = options["scaling"], options.get("sliding_window")
         if self._seen is not None and window is None:
             seen = self._seen.setdefault(module.layer_idx, Observed(key.shape[1], key.shape[3], key.device))
@@ -90,7 +98,7 @@ class Probe:
 
 
 def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale: float) -> torch.Tensor:
-    """Attend to `fresh` keys and values as the cache returns them."""
+    """Compute attention over `fresh` keys and values as the cache of this `reading` would return them."""
 
     def back(codec: Codec) -> Sides:
         key, value = (
@@ -116,13 +124,13 @@ def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale
 
 
 def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
-    """Replace the first tokens of `stored` by exact ones."""
+    """Replace the first `first` tokens of `stored` by those of `fresh`."""
     key, value = (torch.cat([x[:, :, :first], y[:, :, first:]], 2) for x, y in zip(fresh, stored, strict=True))
     return key, value
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
-    """Attend causally. If `window` is set, attend only to the last `window` tokens."""
+    """Compute causal attention. If `window` is set, a query attends only to the last `window` tokens."""
     if window is not None and window < q.shape[2]:
         return windowed(q, (k, v), (k, v), scale, recent=0, sliding_window=window)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -131,7 +139,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
 def _rounded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Attend in pieces of queries, and round scores and probabilities to the dtype of q."""
+    """Compute causal attention, with scores and probabilities rounded to the dtype of `q`. Save memory by `_PIECE`."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
     for i in range(0, q.shape[2], _PIECE):
@@ -146,7 +154,7 @@ def _rounded(
 
 
 def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scale: float) -> torch.Tensor:
-    """Attend from queries whose first position is `context`."""
+    """Compute causal attention of queries whose first position is `context`."""
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril_(context)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
@@ -154,7 +162,10 @@ def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scal
 def _exact_ends(
     q: torch.Tensor, fresh: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], scale: float, tile: int
 ) -> torch.Tensor:
-    """Attend from each tile to itself and the first tile in 16 bits, and to the quantized tiles between them."""
+    """Compute causal attention in which each tile of queries sees three kinds of keys.
+
+    These are its own tile and the sequence's first tile, both in 16 bits, and the quantized tiles between them.
+    """
     outs = []
     for i in range(0, q.shape[2], tile):
         k, v = (

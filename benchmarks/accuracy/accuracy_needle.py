@@ -1,8 +1,8 @@
-"""Needle task: facts are hidden at several depths of a long text, and the prompt asks for them at its end.
+"""Needle task: a long text hides facts at several depths, and the end of the prompt asks for them.
 
 A prompt holds five facts, "The magic number of CITY is DDDDD.", at 0.1, 0.3, 0.5, 0.7 and 0.9 of a text. It ends with
-the same five sentences in another order. A needle counts as found if each digit of its number is the model's first
-choice, given the digits before it.
+the same five sentences in another order. A needle counts as found if each digit of its number is the model's most
+likely token, given the digits before it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 CITIES = ("Lisbon", "Oslo", "Vienna", "Dublin", "Prague")
 SEEDS = (1, 2, 3, 4)
 TEXT = [("opticks", len(SEEDS) * max(LENGTHS), 1)]
-"""Text that hides the needles. Each seed uses its own section."""
+"""Text that hides the needles. Each seed uses another section of it."""
 
 
 def needles(
     probe: Probe, reading: Reading | None, text: torch.Tensor, lengths: Sequence[int] = LENGTHS
 ) -> dict[str, Any]:
-    """Run the task, and return its results by context length and depth.
+    """Run the task. Return, by context length and depth, three figures.
 
-    These are the found needles, the number of all needles, and the mean log-probability of a whole number.
+    These are the number of found needles, the number of all needles, and the mean log-probability of a whole number.
 
     Args:
-        text: tokens that hide the needles, as described by `TEXT`.
+        text: tokens of the text that hides the needles (`TEXT`).
         lengths: context lengths to run, out of `LENGTHS`.
     """
     found: dict[str, int] = {f"{n}@{int(100 * d)}%": 0 for n in lengths for d in DEPTHS}
@@ -59,7 +59,7 @@ def needles(
 def _prompt(
     probe: Probe, text: torch.Tensor, length: int, seed: int
 ) -> tuple[torch.Tensor, dict[float, tuple[int, int]]]:
-    """Return about `length` token IDs, and the positions of each depth's answer digits."""
+    """Return about `length` token IDs, and for each depth the positions of the answer's digits."""
     rng = random.Random(seed)  # noqa: S311  # a reproducible test, not a secret
     cities = rng.sample(CITIES, len(CITIES))
     numbers = ["".join(rng.choice("0123456789") for _ in range(5)) for _ in cities]

@@ -1,4 +1,4 @@
-"""Write the pages of accuracy.py next to its JSON files.
+"""Write the pages of accuracy.py beside its JSON files.
 
 python -m benchmarks.accuracy.accuracy_report FIGURES.json...
 """
@@ -43,14 +43,14 @@ nats x 1000 (millinats), with its standard error. PPL is the change of perplexit
 
 @dataclass(frozen=True)
 class Model:
-    """Description of a model on its page.
+    """Description of a model for its page.
 
     Attributes:
         title: end of the page's title.
         page: file name of the page.
-        option: the benchmark's option for the model.
-        about: the model in words.
-        rows: how its rows were computed.
+        option: the benchmark's option that selects the model.
+        about: description of the model.
+        rows: description of how its rows were computed.
         head_dim: the model's head dimension.
     """
 
@@ -127,7 +127,7 @@ nats.
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+    """Return the page as Markdown."""
     texts: dict[str, Any] = data["texts"]
     name = data.get("model", {}).get("name", SMOLLM2)
     model = MODELS[name]
@@ -171,7 +171,7 @@ def _label(name: str) -> str:
 
 
 def _figure(value: float | None) -> str:
-    """Return a number of a row. Rows that were stopped early lack some columns."""
+    """Return a number of a row as text. It may be missing in a row whose run was stopped early."""
     return "-" if value is None else f"{value:.1f}"
 
 

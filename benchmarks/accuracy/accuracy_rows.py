@@ -1,9 +1,12 @@
-"""Rows of the accuracy table: how each row reads a cache, and the size of that cache.
+"""Rows of the accuracy table: how each one stores and reads a KV cache, and the cache's size.
 
-A row's name is a codec's name, followed by options after `+`. `self` means factors that an engine computes at start,
-and `calibrated` factors from a file of `kvpilot calibrate`. `wN` is a recent window of N tokens, as the ring keeps it.
-`firstN` keeps a sequence's first N tokens in 16 bits. kvpilot's engines never do that; it allows a comparison with
-engines that do.
+A row's name is a codec's name, followed by options after `+`:
+
+- `self`: factors that an engine computes at start.
+- `calibrated`: factors from a file of `kvpilot calibrate`.
+- `wN`: a recent window of N tokens, as the ring keeps it.
+- `firstN`: a sequence's first N tokens in 16 bits. Our engines never do that; it allows a comparison with engines that
+  do.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
 
 ByLayer = Callable[[int], Codec]
-"""The codec of a layer."""
+"""Function that returns the codec of a layer."""
 
 SELF = "self"
 
@@ -34,32 +37,34 @@ def _served(fmt: formats.Format) -> list[str]:
 
 
 SERVED = tuple(row for name in formats.own_names() for row in _served(formats.parse(name)))
-"""Formats with the default recent window: without options, and with a factors file if keys have under 8 bits."""
+"""Rows of our formats as engines use them, with the default window and factors computed at start. Formats whose keys
+have less than 8 bits have a second row with factors from a file.
+"""
 
 OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
-"""Rows with other options than the defaults."""
+"""Rows with a window other than the default."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
-"""Rows to compare with `kvarn_k4v4+exact`, which keeps the same number of tokens in 16 bits."""
+"""Rows for a comparison with `kvarn_k4v4+exact`, which keeps the same number of tokens in 16 bits."""
 
 CONTEXT = 4096
-"""Context in tokens that shares the cost of data outside the pages, for bits per element."""
+"""Context in tokens for the bits per element: it divides the size of data that are not in pages, such as the ring."""
 
 _PAGE = 64
-"""Tokens of a page, to compute the size of a ring."""
+"""Tokens in a page, to compute the size of a ring."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Rules by which attention reads a cache.
+    """Rules by which attention reads a KV cache.
 
     Attributes:
-        pages: function that returns tokens as read from the pages.
-        recent: number of a query's last tokens, including its own, that `fine` reads instead.
-        fine: function for these tokens; None for 16 bits.
-        first: number of a sequence's first tokens that are read in 16 bits.
-        hit: number of tokens from the prefix cache. Their queries attend in 16 bits, as in a prefill, and the ring
-            holds none of them.
+        pages: function that returns a layer's codec for pages.
+        recent: number of the last tokens before a query, including its own, that `fine` encodes instead.
+        fine: function that returns a layer's codec for these tokens; None for 16 bits.
+        first: number of a sequence's first tokens that are in 16 bits.
+        hit: number of a sequence's first tokens that come from the prefix cache. Their own queries attend in 16 bits,
+            as in a prefill, and the ring holds none of them.
     """
 
     pages: ByLayer
@@ -70,23 +75,23 @@ class Reading:
 
 
 def rivals() -> dict[str, Codec]:
-    """Return the codecs that are the same for all layers."""
+    """Return the codecs of other projects by name. They are the same for all layers."""
     found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
     found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
     return {codec.name: codec for codec in found}
 
 
 def every_name(labels: Sequence[str]) -> list[str]:
-    """Return the names of the table's rows, with factors of these `labels`."""
+    """Return the names of all rows, with the kinds of factors in `labels`."""
     mine = [name + suffix for name in formats.own_names() for suffix in ("", *(f"+{label}" for label in labels))]
     return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
 
 
 def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
-    """Return the reading of the row `name`. `factors` are by label and layer.
+    """Return the rules of the row `name`. `factors` are by label and layer.
 
     Raises:
-        ValueError: there is no such row.
+        ValueError: there is no such row, or its factors are missing.
     """
     if name in rivals():
         codec = rivals()[name]
@@ -103,12 +108,12 @@ def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
 
 
 def engine(name: str) -> tuple[str, dict[str, str]]:
-    """Return the KV-cache dtype and the environment of a vLLM engine that serves the row `name`.
+    """Return the KV-cache dtype and the environment of a vLLM engine that stores its cache like the row `name`.
 
-    The engine has no factors file.
+    The engine has no calibration file.
 
     Raises:
-        ValueError: no engine can serve this row.
+        ValueError: no engine can do that.
     """
     if name == "fp8_e4m3":
         return name, {}
@@ -120,11 +125,11 @@ def engine(name: str) -> tuple[str, dict[str, str]]:
 
 
 def bits(name: str, head_dim: int) -> float:
-    """Return a row's bits per element, with scales and, for `CONTEXT` tokens, all data outside the pages."""
+    """Return a row's bits per element, with scales and its share of data outside the pages for `CONTEXT` tokens."""
     known = rivals()
     if name in known:
         codec = known[name]
-        kept = 2 * codec.tile if codec.exact_ends else 0  # the first tile, and room for the tile that is being filled
+        kept = 2 * codec.tile if codec.exact_ends else 0  # the first tile, and room for the tile that is not full yet
         return _mixed(codec.bits(head_dim), kept)
     fmt, _, recent, first = _parts(name)
     pages = fmt.bits_per_element(head_dim)
@@ -137,7 +142,7 @@ def _mixed(low: float, exact: int) -> float:
 
 
 def _parts(name: str) -> tuple[formats.Format, str | None, int, int]:
-    """Return format, label of factors, tokens of the window, and first tokens in 16 bits."""
+    """Return a row's format, label of factors, length of the window, and number of first tokens in 16 bits."""
     found = re.fullmatch(r"(\w+?)(?:\+([a-z-]+))?(?:\+w(\d+))?(?:\+first(\d+))?", name)
     if found is None:
         raise ValueError(f"row {name!r} is not FORMAT[+FACTORS][+wN][+firstN]; for example k4v4+self+w64")

@@ -1,9 +1,8 @@
 """Texts of the accuracy table: real, freely available, and not part of this repository.
 
-The evaluated texts are Newton's *Opticks* (1704), the manual of GNU coreutils (Debian's info page), Python's language
+The table is computed on Newton's *Opticks* (1704), the manual of GNU coreutils (Debian's info page), Python's language
 reference (`pydoc_data.topics`) and source code of Python's standard library. *Opticks* is in the source package of
-libbacktrace, which apache-tvm-ffi contains, a requirement of vLLM. Calibration uses other documents, none of which is
-evaluated.
+libbacktrace, which apache-tvm-ffi contains, a requirement of vLLM. Calibration uses other documents.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ CALIBRATION = {
     ],
     "calibrated-on-licences": [("licences", 4096, 4)],
 }
-"""Input of `kvpilot calibrate` for each label: texts, tokens per sequence, count. Calibration holds out the tokens
-after the first 16,384.
+"""Input of `kvpilot calibrate` by label: texts, tokens per sequence, number of sequences. `kvpilot calibrate` fits on
+the first 16,384 tokens and tests on the others.
 """
 
 Sequence = tuple[str, torch.Tensor]
-"""Type of a text: its name and its tokens, int64 [tokens]."""
+"""Name of a text, and its tokens, int64 [tokens]."""
 
 EVALUATION = ("opticks", "manual", "reference", "code")
 
 
 def text(name: str) -> str:
-    """Return one of the evaluated or calibration texts.
+    """Return a text by its name.
 
     Raises:
-        FileNotFoundError: this machine lacks the document; the message says which package brings it.
+        FileNotFoundError: this machine lacks the document; the message names the package that has it.
     """
     if name == "opticks":
         found = importlib.util.find_spec("tvm_ffi")
@@ -82,15 +81,16 @@ def _read(paths: list[Path], package: str) -> str:
 
 
 def _prose(info: str) -> str:
-    """Return an info file without its node headers and separators."""
+    """Return the text of an info file without node headers and separators."""
     return re.sub(r"\x1f\n[^\n]*\n", "", info).replace("\x1f", "")
 
 
 def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence]:
-    """Cut sequences out of the texts. Each begins with the special tokens that the tokenizer puts before a prompt.
+    """Return sequences of the texts. Each begins with the special tokens that the tokenizer puts before a prompt.
 
     Args:
-        plan: (text, tokens, number of sequences). A text's sequences follow each other and never overlap.
+        plan: (name of the text, tokens, number of sequences). The sequences of a text are consecutive and do not
+            overlap.
     """
     at: dict[str, int] = {}
     tokens: dict[str, torch.Tensor] = {}
@@ -99,7 +99,7 @@ def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence
     for name, length, count in plan:
         if name not in tokens:
             body = text(name)
-            # A document's first pages are titles and tables of contents.
+            # Skip the first pages of a document, which are titles and tables of contents.
             body = body[len(body) // 20 : 700_000]
             tokens[name] = torch.tensor(tokenizer(body, add_special_tokens=False).input_ids)
             at[name] = 0

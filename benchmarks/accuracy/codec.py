@@ -1,8 +1,8 @@
-"""Interface of the accuracy table's codecs: a round trip through a cache, and the number of bits that it needs.
+"""Interface of the accuracy table's codecs: a round trip through a cache, and the bits that the cache takes.
 
-The table judges a codec by the attention that results from it. `key` and `value` take one layer's exact vectors of one
-sequence in order. They return the vectors that the codec's cache would return. The order matters only for codecs with
-tiles, not for per-token codecs.
+The table judges a codec by its effect on attention. `key` and `value` take the exact vectors of one layer and one
+sequence in order, and return the vectors that the codec's cache would return. The order matters only for codecs that
+quantize several tokens together.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import round_trip
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
-"""Function from float32 [tokens, kv_heads, D] to the values read back, in the same shape."""
+"""Function from float32 [tokens, kv_heads, D] to the decoded values, in the same shape."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """KV-cache codec.
+    """Codec of a KV cache.
 
     Attributes:
         name: name in the tables.
         key, value: round trip of keys (after RoPE) and of values.
-        key_bits, value_bits: bits per element at a head_dim, including scales and zero points.
-        tile: tokens that are quantized together; 1 for per-token codecs.
-        exact_ends: True keeps the sequence's first `tile` tokens and its unfinished tile in 16 bits, which `bits`
+        key_bits, value_bits: functions from head_dim to the bits per element, with scales and zero points.
+        tile: number of tokens that are quantized together; 1 for per-token codecs.
+        exact_ends: True to keep the sequence's first `tile` tokens and its unfinished tile in 16 bits, which `bits`
             ignores.
     """
 
@@ -42,14 +42,14 @@ class Codec:
     exact_ends: bool = False
 
     def bits(self, head_dim: int) -> float:
-        """Return the bits per element over keys and values together."""
+        """Return the mean bits per element of keys and values."""
         return (self.key_bits(head_dim) + self.value_bits(head_dim)) / 2
 
 
 def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round to the nearest code, asymmetrically over `dim`. Return codes (float), step and minimum.
+    """Quantize asymmetrically over `dim`, to the nearest code. Return codes (float), step and minimum.
 
-    Step and minimum keep that dimension with length 1.
+    Step and minimum keep the dimension `dim`, with length 1.
 
         step = (max - min) / (2^b - 1)        code = round((x - min) / step)        x' = code * step + min
     """
@@ -59,12 +59,12 @@ def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.T
 
 
 def half(x: torch.Tensor) -> torch.Tensor:
-    """Round to float16, in which caches store all numbers except codes. Return float32."""
+    """Round to float16, the dtype in which caches store everything except codes. Return float32."""
     return x.half().float()
 
 
 def own(fmt: Format, factors: Factors | None = None, recent: bool = False) -> Codec:
-    """Return the codec of one layer in kvpilot's `fmt`. With `recent`, it includes the ring."""
+    """Return one layer's codec of our format `fmt`. With `recent`, it includes the residuals of the ring."""
     return Codec(
         fmt.name + ("+calibrated" if factors else ""),
         lambda x: _read_back(x, fmt, "key", factors, recent),

@@ -42,13 +42,13 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Number of measured tokens after a hit: those that see only a part of the shortest window."""
+"""Number of measured tokens after a prefix hit. For these, the ring holds only a part of even the shortest window."""
 
 CONTEXT = 8192
 """Largest context that the engines serve, in tokens."""
 
 MEMORY = 2 << 30
-"""Bytes of an engine's cache: twice what all texts together need in 32 bits."""
+"""Bytes of an engine's KV cache: twice what all texts together take in 32 bits."""
 
 
 def arguments() -> argparse.Namespace:
@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 
 
 def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[str, Any]:
-    """Return the results of one row's engine for every text, or its error. The row may be `base` or `control`."""
+    """Return the results for every text of the engine for `row`, or its error. `row` may be `base` or `control`."""
     dtype, extra = ("auto", {}) if name in ("base", "control") else engine(name)
     options = {
         "model": str(args.model), "kv_cache_dtype": dtype, "dtype": args.dtype, "max_model_len": args.context,
@@ -103,7 +103,7 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """Return the largest difference (nats) between the engine's log-probabilities and those from its states."""
+    """Return the largest difference in nats between the engine's own log-probabilities and those from its states."""
     worst = 0.0
     for (_, tokens), answer in zip(texts, found["answers"], strict=True):
         own = Base(probe, tokens[hit:], answer["states"].float()).log_prob
@@ -112,7 +112,7 @@ def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int)
 
 
 def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dict[str, Any]:
-    """Return the results of the table's model for the same tokens."""
+    """Return the results of the accuracy table's model for the same tokens."""
     tally, base_codec = Tally(), plain.bf16()
     base_row = Reading(lambda _layer: base_codec)
     for text, tokens in texts:
@@ -122,7 +122,7 @@ def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dic
 
 
 def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: list[Sequence], hit: int) -> Any:
-    """Compare an engine's row with the engine in 16 bits."""
+    """Compare an engine with the engine in 16 bits."""
     tally = Tally()
     for (text, tokens), answer, reference in zip(texts, found["answers"], base["answers"], strict=True):
         of_base = Base(probe, tokens[hit:], reference["states"].float())
@@ -131,7 +131,7 @@ def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: l
 
 
 def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
-    """Return the texts. For `--hit`, return as many pieces as fit, each with a hit and the tokens after it."""
+    """Return the texts. For `--hit`, return as many pieces as fit, each with the hit and the tokens after it."""
     whole = torch.load(args.texts)["evaluation"] if args.texts else sequences(probe.tokenizer, PLAN)
     whole = [(name, tokens[: args.tokens].to(args.device)) for name, tokens in whole[: args.sequences]]
     if not args.hit:
@@ -141,7 +141,7 @@ def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
 
 
 def command_line(words: list[str]) -> str:
-    """Return the command line without this machine's folder names."""
+    """Return the command line, without names of this machine's folders."""
     kept = list(words)
     for option in ("--out", "--model", "--texts", "--raw"):
         if option in kept:
@@ -151,10 +151,10 @@ def command_line(words: list[str]) -> str:
 
 
 def main() -> None:
-    """Run the engines and the table's model, print and write the rows."""
+    """Run the engines and the table's model, print the rows and write them."""
     args = arguments()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_default_device(args.device)  # applies to this thread alone
+    torch.set_default_device(args.device)  # this setting applies to this thread only
     args.dtype = args.dtype or ("float16" if args.device == "cuda" else "float32")
     args.model = args.model or smollm2_135m()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def main() -> None:
     args.context = min(CONTEXT, probe.model.config.max_position_embeddings)
     texts = cut(args, probe)
     rows = args.rows.split(",")
-    chosen = {name: engine(name) for name in rows}  # refuse a row that no engine serves before any engine starts
+    chosen = {name: engine(name) for name in rows}  # refuse a row without an engine before any engine starts
     with ThreadPoolExecutor(args.at_once) as pool:
         names = ["base", *([] if args.hit else ["control"]), *chosen]
         found = dict(zip(names, pool.map(lambda name: answers(args, name, texts), names), strict=True))

@@ -41,7 +41,7 @@ SAID = "The engines' messages:\n\n"
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """Return the page."""
+    """Return the page as Markdown."""
     return HEAD + "\n".join(_section(name, section) for name, section in sorted(data.items()))
 
 

@@ -1,4 +1,6 @@
-"""Child process of engine_kl.py: record the last states of texts in one engine, token by token or in one prefill."""
+"""Child process of engine_kl.py: run one engine on texts, and record the hidden state after the last norm of each
+token.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ class Job:
         engine: keyword arguments of `vllm.LLM`.
         texts: token IDs of each text.
         hit: number of each text's tokens that an earlier request leaves in the prefix cache; 0 for none.
-        decoded: True feeds each text token by token, False in one prefill.
-        out: file for the answers. `states` are [tokens after the hit, hidden] of each text, in the model's dtype.
+        decoded: True to feed each text token by token, False to prefill it at once.
+        out: file for the answers. `states` of each text are [tokens after the hit, hidden], in the model's dtype.
             `logprobs` are the engine's own, for each of these tokens except the first.
     """
 
@@ -55,10 +57,10 @@ class States:
         self.steps.append((inputs["input_ids"].clone(), inputs["positions"].clone(), states.clone()))
 
     def _sort(self, tokens: dict[str, int]) -> None:
-        """Assign the rows of the last step to its requests."""
+        """Assign the rows of the last step's output to its requests."""
         ((ids, positions, states),) = self.steps
         self.steps.clear()
-        # vLLM's first model runner keeps its batch. Its second one hands it over to sampling.
+        # vLLM's first model runner keeps its batch. The second one passes it to sampling.
         runner = self.runner
         batch = runner.input_batch if hasattr(runner, "input_batch") else runner.execute_model_state.input_batch
         start = 0
@@ -89,7 +91,7 @@ class States:
 
 
 def main() -> NoReturn:
-    """Run the engine of the job file on the command line, and write its answers."""
+    """Run the engine of the job file that the command line names, and write its answers."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     import torch
@@ -99,12 +101,12 @@ def main() -> NoReturn:
     llm = LLM(**job.engine, **threshold, enforce_eager=True, enable_prefix_caching=job.hit > 0)
     one: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
     if job.hit:
-        # Send one prompt after another: a prompt that is alone in the batch is not cut at the threshold.
+        # Send one prompt after another, because vLLM prefills a prompt at once if it is alone in the batch.
         for text in job.texts:
             llm.generate({"prompt_token_ids": text[: job.hit]}, SamplingParams(**one), use_tqdm=False)
     states = States(llm, job.decoded)
     params = SamplingParams(**one, prompt_logprobs=0, skip_reading_prefix_cache=False)
-    # For the same reason, the longest text gets a companion, whose answer does not count.
+    # For the same reason, a second request runs beside the longest text. Its answer does not count.
     asked = [*job.texts, max(job.texts, key=len)] if job.decoded else job.texts
     prompts = [{"prompt_token_ids": text} for text in asked]
     batches = [prompts] if job.decoded else [[prompt] for prompt in prompts]
@@ -117,7 +119,7 @@ def main() -> NoReturn:
     facts = {name: str(value) for name, value in versions().items()}  # torch's version is a subclass of str
     torch.save({"answers": answers, "versions": facts}, job.out)
     say(f"{sum(len(x['states']) for x in answers):,} positions")
-    # Exit at once, as in gpu_engine_measure.py: the parent kills the remaining processes of vLLM.
+    # Exit at once, as gpu_engine_measure.py does. The parent kills the remaining processes of vLLM.
     os._exit(0)
 
 

@@ -29,14 +29,14 @@ from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, 
 
 MAX_MODEL_LEN = 1024
 SHARED_PREFIX = 256
-"""Number of tokens that every second prompt begins with, so that the prefix cache has hits."""
+"""Number of tokens at the beginning of every second prompt that are the same, so that the prefix cache has hits."""
 
 DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
-"""Methods of speculation with a draft model. The last one needs another served model."""
+"""Methods of speculation with a draft model. MTP needs another target model."""
 
 
 def methods(text: str) -> list[str]:
-    """Parse the drafters of `--drafters`."""
+    """Parse the value of `--drafters`."""
     found = text.split(",")
     if found != [MTP] and not set(found) <= set(DRAFTERS):
         raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(DRAFTERS)}, or {MTP} alone")
@@ -67,9 +67,11 @@ def arguments() -> argparse.Namespace:
 
 
 def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
-    """Create a model with seeded weights: a Llama with 8/2 heads of 128, or a DeepSeek V2 with 16 heads, of 4 layers.
+    """Create a model of four layers with seeded weights: Llama (8 query and 2 KV heads of 128) or DeepSeek V2 (16
+    heads).
 
-    With MTP create a Qwen2 with heads of 64 channels. FOLDER-with-mtp then holds the same model with a draft layer.
+    For MTP create a Qwen2 with heads of 64 elements. The folder FOLDER-with-mtp then has the same model with a draft
+    layer.
     """
     import torch
     from transformers import (
@@ -98,8 +100,8 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
     else:
         model = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=128, **common))
     with torch.no_grad():
-        # A token's own vector must outweigh the contribution of a layer, and predictions must be sharp, as in a trained
-        # model. Otherwise the layers would amplify rounding into noise, which hides every difference.
+        # A token's own vector must outweigh what a layer adds, and predictions must be sharp, as in a trained model.
+        # Otherwise the layers would amplify rounding errors until every other difference is hidden.
         model.model.embed_tokens.weight.mul_(10)
         model.lm_head.weight.mul_(4)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -107,7 +109,7 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
 
 
 def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
-    """Create a draft model for `model`, and return the engine arguments for it."""
+    """Create a draft model for `model`, and return the engine arguments that use it."""
     from kvpilot_smallmodels import draft_models
 
     folder = model.with_name(f"{model.name}-with-{method}")
@@ -120,7 +122,7 @@ def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
 
 
 def token_stream(model: Path) -> list[int]:
-    """Return tokens of Python's own manual if the model has a tokenizer, else random IDs."""
+    """Return tokens of Python's own manual, or random IDs if the model has no tokenizer."""
     if (model / "tokenizer.json").exists():
         from pydoc_data.topics import topics
 
@@ -133,7 +135,7 @@ def token_stream(model: Path) -> list[int]:
 
 
 def prompts_of(model: Path, count: int) -> list[list[int]]:
-    """Return prompts of 64 to 463 tokens; every second one starts with the same 256."""
+    """Return prompts of 64 to 463 tokens. Every second one begins with the same 256 tokens."""
     stream = token_stream(model)
     lengths = [64 + 97 * i % 400 for i in range(count)]
     starts = [SHARED_PREFIX + i * (len(stream) - 1000) // count for i in range(count)]
@@ -142,10 +144,10 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
 
 
 def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """Return, by run, True if all prompts are sent at once, and the engine arguments."""
+    """Return for each variant whether it sends all prompts at once, and its engine arguments."""
     alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
              "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
-    # Add one block, because vLLM keeps one for itself.
+    # vLLM keeps one block for itself, so add one.
     blocks = args.kv_tokens // args.block_size + 1
     crowded = {"enforce_eager": False, "enable_prefix_caching": True, "max_num_seqs": 16,
                "max_num_batched_tokens": args.chunk, "num_gpu_blocks_override": blocks}  # fmt: skip
@@ -158,7 +160,7 @@ def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dic
 
 
 def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the answers of every dtype and variant, or their errors, by "dtype/variant"."""
+    """Return the answers of every dtype and variant, or the error, by "dtype/variant"."""
     prompts, found, runs = prompts_of(model, args.prompts), {}, variants(args, model)
     for dtype in args.dtypes.split(","):
         for variant, (at_once, options) in runs.items():
@@ -179,10 +181,10 @@ def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, 
 
 
 def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per pair of runs.
+    """Return one row for each compared pair of runs.
 
-    A dtype's lone run is compared with that of `auto`, runs on several GPUs with the crowded run, and all others with
-    the lone run.
+    A dtype's lone run is compared with that of `auto`. A run on several GPUs is compared with the crowded run, and
+    every other run with the lone run.
     """
     rows = []
     for name, run in found.items():
@@ -200,7 +202,7 @@ def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run all engines, compare their answers, print and write. Return 1 if a run failed."""
+    """Run all engines, compare their answers, print and write the result. Return 1 if a run failed."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     extra = {"KVPILOT_PREFILL_FROM_PAGES": "1"} if args.from_pages else {}

@@ -1,8 +1,8 @@
-"""Agreement of two greedy runs of the same prompts, up to the first different token.
+"""Agreement of two greedy runs on the same prompts, up to the first different token.
 
-After it the answers diverge. So logprobs are compared up to and including that position, where both engines still
-predict from the same tokens. The Kullback-Leibler divergence covers the tokens that both top lists contain, and one
-event for all others. It is a lower bound of the divergence over the full vocabulary.
+After that token the contexts differ. So logprobs are compared up to and including that position, where the two engines
+still predict from the same tokens. The KL divergence covers the tokens that are in both top lists, and one event for
+all others. It is a lower bound of the divergence over the full vocabulary.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import statistics
 from typing import Any
 
 Answer = dict[str, Any]
-"""Greedy answer: `tokens`, and for each token `logprobs`, a map from token ID (as text) to log-probability."""
+"""Greedy answer: its `tokens`, and for each token `logprobs`, a map from token ID (as text) to log-probability."""
 
 
 def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
-    """Compare the answers of two runs, prompt by prompt.
+    """Compare the answers of two runs, prompt by prompt. Return these figures:
 
-    Returns:
-        Shares in 0..1: `answers_equal` of answers that are equal to the last token, `tokens_equal` of tokens before an
-        answer's first difference, and `top1_equal`.
-        Nats: `mean_logprob_difference` of the reference's token, `mean_kl` and `p99_kl` over `positions` positions.
-        `not_a_number` counts the positions that are left out because an engine returned NaN, which no sound engine
-            does.
+    - `answers_equal`: share of answers that are equal to the last token.
+    - `tokens_equal`: share of tokens before an answer's first difference.
+    - `top1_equal`: share of positions at which the most likely token is the same.
+    - `mean_logprob_difference`: mean difference of the logprob of the first run's token, in nats.
+    - `mean_kl`, `p99_kl`: KL divergence over `positions` positions, in nats.
+    - `not_a_number`: positions that are left out because an engine returned NaN, which a correct engine never does.
     """
     prefixes, tokens, whole = 0, 0, 0
     differences: list[float] = []

@@ -33,12 +33,12 @@ Logprobs and divergence cover that position, too, for the 20 most likely tokens.
 
 
 def wrapped(text: str) -> str:
-    """Wrap a paragraph at the line length of the other pages."""
+    """Wrap a paragraph at the line length of the documentation."""
     return textwrap.fill(text, 118, break_on_hyphens=False, break_long_words=False)
 
 
 def row(facts: dict[str, Any]) -> str:
-    """Return a row of the table."""
+    """Return one row of the table as Markdown."""
     names = f"| `{facts['run']}` | `{facts['against']}` "
     if facts.get("errors"):
         return names + "| " + "; ".join(f"{at}: {error}" for at, error in facts["errors"].items()) + " |" * 8
@@ -55,7 +55,7 @@ def row(facts: dict[str, Any]) -> str:
 
 
 def table(run: dict[str, Any]) -> str:
-    """Return the section of one invocation of gpu_equality.py."""
+    """Return the section about one run of gpu_equality.py."""
     versions = versions_of(run["versions"]) if run["versions"] else "no run ended well"
     options = run["options"]
     heads = ["run", "against", "preemptions / cached tokens", "answers equal", "tokens equal", "top-1",
@@ -79,7 +79,7 @@ def table(run: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the page and the joined raw file."""
+    """Write the page and one file with all runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("raw", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "benchmarks")

@@ -1,4 +1,4 @@
-"""Child process of gpu_equality.py: greedy tokens and top-20 logprobs of every prompt of a job file in one engine."""
+"""Child process of gpu_equality.py: answer the prompts of a job file greedily in one engine, with top-20 logprobs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Job:
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
-        prompts: token ids of each prompt.
-        tokens: tokens to generate after each.
-        at_once: True sends all prompts in one call, False one after another.
+        prompts: token IDs of each prompt.
+        tokens: number of tokens to generate after each prompt.
+        at_once: True to send all prompts in one call, False to send one after another.
         out: file for the answers.
     """
 
@@ -36,7 +36,7 @@ class Job:
 
 
 def sampling(job: Job) -> Any:
-    """Return greedy sampling with a job's settings."""
+    """Return parameters for greedy sampling with a job's settings."""
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=job.tokens, ignore_eos=True, detokenize=False, logprobs=TOP)
@@ -50,9 +50,9 @@ def answer(request: Any) -> dict[str, Any]:
 
 
 def answered(llm: Any, job: Job, **more: Any) -> dict[str, Any]:
-    """Return an engine's answers to a job's prompts, with its counters, its capacity and its versions.
+    """Return an engine's answers to a job's prompts, with its counters, capacity and versions.
 
-    `more` goes to vLLM's `generate`.
+    `more` are additional arguments of vLLM's `generate`.
     """
     prompts = [{"prompt_token_ids": prompt} for prompt in job.prompts]
     batches = [prompts] if job.at_once else [[prompt] for prompt in prompts]
@@ -65,7 +65,7 @@ def answered(llm: Any, job: Job, **more: Any) -> dict[str, Any]:
 
 
 def main() -> NoReturn:
-    """Run the engine of the job file on the command line, and write its answers."""
+    """Run the engine of the job file that the command line names, and write its answers."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM
@@ -73,7 +73,7 @@ def main() -> NoReturn:
     facts = answered(LLM(**job.engine, disable_log_stats=False), job)
     Path(job.out).write_text(json.dumps(facts))
     say(f"{len(facts['answers'])} answers, {facts['kv_tokens']:,} KV tokens, {facts['counters']}")
-    # Exit at once, as in gpu_engine_measure.py: the parent kills the remaining processes of vLLM.
+    # Exit at once, as gpu_engine_measure.py does. The parent kills the remaining processes of vLLM.
     os._exit(0)
 
 

@@ -37,30 +37,30 @@ RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
     "k4v4/codec": ("k4v4", True, CODEC), "auto/crowded": ("auto", True, {}), "k4v4/crowded": ("k4v4", True, {}),
     "k4v4/alone": ("k4v4", False, {}), "auto/alone": ("auto", False, {}),
 }  # fmt: skip
-"""Runs by name: dtype, True if crowded, and environment."""
+"""Runs by name: KV-cache dtype, True for a crowded run, and environment variables."""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Environment that runs the engine core in the engine's own process, so that parts of its cache can be taken away."""
+"""Environment that runs the engine core in this process, so that the benchmark can take blocks of its cache away."""
 LINES, LINE = 150, 500
-"""Limits for a failed engine's log: number of lines, and characters of each line. vLLM prints whole configurations."""
+"""Limits for the log of a failed engine: number of lines, and characters of each. vLLM prints whole configurations."""
 CHUNK = 128
 ROOM = 1.5
-"""Number of requests of the largest length (`MAX_MODEL_LEN`) that fit in a crowded engine's cache."""
+"""Number of requests of `MAX_MODEL_LEN` tokens that fit in the cache of a crowded engine."""
 QUICK: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "kernel_config": {"enable_jit_warmup": False},
 }
-"""Compilation options of crowded engines: CUDA graphs only for decode, so that they start fast."""
+"""Options that make crowded engines start fast: CUDA graphs only for decode, and no compilation."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Settings to serve a family.
+    """Settings of the engines for a family.
 
     Attributes:
         dtype: dtype of weights and activations.
         fields: additional fields of config.json.
-        engine: additional arguments of all its engines.
-        auto: additional arguments of its engines with `auto`.
+        engine: additional arguments of all engines.
+        auto: additional arguments of engines with the KV-cache dtype `auto`.
     """
 
     dtype: str = "float16"
@@ -69,24 +69,24 @@ class Case:
     auto: dict[str, Any] = field(default_factory=dict)
 
 
-# vLLM would use FlashAttention 4 for its heads of 512 elements, but a GPU host may lack the packages.
+# For heads of 512 elements vLLM would use FlashAttention 4, whose packages may be missing.
 GEMMA4 = Case(engine={"attention_config": {"flash_attn_version": 3}},
               auto={"attention_config": {"backend": "TRITON_ATTN"}})  # fmt: skip
 
 
 CASES: dict[str, Case] = {
-    # FlashAttention's sinks need bfloat16, whose rounding can select other experts and so change answers. So every
+    # FlashAttention's sinks need bfloat16. Its rounding could select other experts and so change answers, so every
     # token uses all experts.
     "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
-    # vLLM does not accept float16 for these two models.
+    # vLLM refuses float16 for these two models.
     "gemma3": Case("bfloat16"),
     "gemma2": Case("bfloat16"),
     "gemma3n": Case(),
     "gemma4": GEMMA4,
     "gemma4-26b": GEMMA4,
-    # A chunk on a GPU consists of whole blocks of 64 tokens.
+    # On a GPU an attention chunk must consist of whole blocks of 64 tokens.
     "llama-4": Case(fields={"attention_chunk_size": 128}),
-    # On Hopper vLLM would use FlashInfer for its linear attention.
+    # On Hopper vLLM would use FlashInfer for this model's linear attention.
     "qwen3-next": Case(engine={"gdn_prefill_backend": "triton"}),
     **{name: Case() for name in ("granite-4", "qwen3-moe", "nemotron-h", "lfm2", "qwen2", "qwen3", "phi3", "stablelm",
                                  "heads-of-192", "shared-kv-head", "plain")},
@@ -103,7 +103,7 @@ def arguments() -> argparse.Namespace:
 
 
 def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
-    """Add the options that gpu_options.py shares."""
+    """Add the command-line options that gpu_options.py has, too."""
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=24, help="tokens generated per prompt")
     parser.add_argument("--at-once", type=int, default=engines, help="engines beside each other (default: %(default)s)")
@@ -114,7 +114,7 @@ def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
 
 
 def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM`. All engines have the same largest chunk, so they compute the same factors."""
+    """Return arguments of `vllm.LLM`. All engines have the same chunk size, because factors depend on it."""
     both: dict[str, Any] = {
         "model": str(model), "kv_cache_dtype": dtype, "block_size": 64, "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN, "kv_cache_memory_bytes": 256 << 20,
@@ -127,7 +127,7 @@ def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
 
 
 def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path) -> Asked:
-    """Return the request for one engine of a family."""
+    """Return the job of one engine for a family."""
     case, (dtype, crowded, env) = CASES[name], RUNS[run]
     skip = FAMILIES[name].skip if dtype != "auto" else ()
     engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **case.engine}
@@ -140,7 +140,7 @@ def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path)
 
 
 def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the models, and the reasons why some could not be made."""
+    """Create the models. Return them, and the errors of those that could not be created."""
     found, failed = dict[str, Path](), dict[str, str]()
     for name in names:
         try:
@@ -158,7 +158,7 @@ def digest(model: Path) -> str:
 def serve(args: argparse.Namespace, engines: dict[str, Asked], models: dict[str, Path]) -> int:
     """Run all engines and write their answers. Return 1 if one failed.
 
-    The document identifies `models` by hashes of their weights.
+    The result has a hash of each model's weights, to identify it.
     """
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / f"{args.name}.log"
@@ -197,7 +197,7 @@ def main() -> int:
         scratch = Path(folder)
         models, failed = made(names, scratch / "models")
         say(f"{len(models)} models made; {failed or 'none failed'}")
-        # Sort by run: then a family's next engine finds the compiled code that vLLM and Triton cached.
+        # Order engines by run. Then code that vLLM and Triton have compiled is cached for a family's next engine.
         engines = {f"{name} {run}": asked(args, name, run, models[name], scratch) for run in runs for name in models}
         return serve(args, engines, models)
 

@@ -1,4 +1,4 @@
-"""One engine of gpu_families.py or gpu_options.py in its own process: start, answer, shut down."""
+"""One engine of gpu_families.py or gpu_options.py in its own process: start it, send requests, and shut it down."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Asked(Job):
-    """Engine as in `Job`, and its settings.
+    """Job of one engine, with additional settings.
 
     Attributes:
         env: additional environment variables.
-        room: number of requests of the largest length that fit in the cache. The rest of the cache is taken away, so
-            that requests are preempted. 0 leaves the whole cache.
-        how: kind of requests, a name of `HOW`.
+        room: number of requests of the largest length that fit in the cache. The other blocks are taken away, so that
+            requests are preempted. 0 leaves the whole cache.
+        how: kind of requests, a key of `HOW`.
         more: arguments for that kind.
     """
 
@@ -37,7 +37,7 @@ class Asked(Job):
 
 
 def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
-    """Start the engine. Return it with its CUDA graphs and its groups of layers. `room` may reduce its cache."""
+    """Start the engine, and reduce its cache to `room`. Return it with facts about its layer groups and CUDA graphs."""
     from vllm import LLM
 
     llm = LLM(**asked.engine, disable_log_stats=False)
@@ -60,7 +60,7 @@ def answers(asked: Asked) -> dict[str, Any]:
 
 
 def adapted(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers with the adapter in the folder `more["adapter"]`, in a batch with requests without it."""
+    """Return greedy answers with the adapter in `more["adapter"]`, in one batch with requests without an adapter."""
     from vllm.lora.request import LoRARequest
 
     llm, facts = start(asked)
@@ -71,7 +71,7 @@ def adapted(asked: Asked) -> dict[str, Any]:
 
 
 def slept(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers, those of a second run, and those after sleep (level 1) and wake-up."""
+    """Return greedy answers three times: at first, again, and after sleep (level 1) and wake-up."""
     llm, facts = start(asked)
     first, again = answered(llm, asked), answered(llm, asked)
     llm.sleep(level=1)
@@ -80,7 +80,7 @@ def slept(asked: Asked) -> dict[str, Any]:
 
 
 def details(asked: Asked) -> dict[str, Any]:
-    """Return prompt logprobs, several samples of a prompt, and an answer with and without a JSON schema."""
+    """Return prompt logprobs, several samples of each prompt, and answers with and without a JSON schema."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -95,8 +95,7 @@ def details(asked: Asked) -> dict[str, Any]:
     free = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200), **quiet)
 
     def text(one: Any) -> str:
-        # A prompt of random bytes may end inside a character. vLLM's text of the answer would then begin inside the
-        # prompt.
+        # A random prompt may end inside a UTF-8 character. vLLM's own text would then begin inside the prompt.
         found: str = llm.get_tokenizer().decode(one.outputs[0].token_ids, skip_special_tokens=True)
         return found
 
@@ -113,9 +112,9 @@ def details(asked: Asked) -> dict[str, Any]:
 
 
 def data_parallel(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers of data-parallel engines, which share the requests.
+    """Return greedy answers of data-parallel engines that share the requests.
 
-    All engines run at once, in processes that vLLM starts and balances.
+    vLLM starts the engines as processes and distributes the requests.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,12 +1,12 @@
-"""Verdict on a family's answers, compared with its weights and the codec.
+"""Verdict on the answers for a family, by comparing them with plain transformers and the codec.
 
-All divergences are means over tokens, in nats. A divergence *from an oracle* compares an engine's predictions with
-those of plain transformers for the same tokens (kvpilot_smallmodels.oracle), without the codec (`auto`) or with it
-(`k4v4`). Every token of every answer counts.
+All divergences are means over tokens, in nats. An *oracle* is plain transformers on the same tokens
+(kvpilot_smallmodels.oracle), without the codec (`auto`) or with it (`k4v4`). A divergence *from an oracle* compares an
+engine's predictions with the oracle's. Every token of every answer counts.
 
-With `k4v4` as served, answers depend on a request's history: the tokens in the window, and the part of a prompt that
-was read back from pages. The oracle does not know this history. So the verdict compares the damage of `k4v4` with that
-of the bare codec, and its crowded run with its lone run.
+With the default window and factors, answers of `k4v4` depend on a request's history: the tokens in the window, and the
+part of a prompt that was read back from pages. The oracle does not know this history. So the verdict compares the
+damage of `k4v4` with that of the bare codec, and its crowded run with its lone run.
 """
 
 from __future__ import annotations
@@ -23,24 +23,30 @@ from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergen
 from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
-"""Largest allowed ratio of two distances: from the engine's own oracle, over from the other oracle."""
+"""Largest allowed distance of an engine from the oracle of its own dtype, relative to its distance from the other
+oracle.
+"""
 ROUNDED = 3.0
-"""Allowed distance of an engine from its oracle, as a multiple of the divergence by rounding of codes and of `auto`. A
-value near the edge between two codes may round to either. If a group's range moves by a step, all its codes change.
+"""Allowed distance of an engine from its oracle, relative to the divergence that rounding of codes and `auto` cause.
+
+A value near the edge between two codes may round to either. If the range of a group changes by a step, all its codes
+change.
 """
 SERVED = 1.25
-"""Largest allowed ratio of damage: `k4v4` with its window and factors, over the bare codec. It should be below 1."""
+"""Largest allowed damage of `k4v4` with its window and factors, relative to that of the bare codec. It should be below
+1.
+"""
 FAULT = 0.5
-"""Largest allowed ratio of two distances: from the engine's own oracle, over from one that misreads a block."""
+"""Largest allowed distance of an engine from its oracle, relative to that from an oracle that misreads a block."""
 CROWD = 3.0
-"""Allowed difference of a crowded and a lone run: the dtype's own damage, plus this many times the difference of
-`auto`.
+"""Allowed difference of a crowded run from a lone run: the dtype's own damage, plus this many times the difference
+between the two runs of `auto`.
 """
 BLOCK = 16
-"""Number of tokens that the oracle with a fault misreads."""
+"""Number of tokens that the faulty oracle misreads."""
 RIGHT = "served and right"
 COMPUTED = "transformers in bfloat16 from float32"
-"""Name of the divergence that bfloat16 arithmetic alone causes. `auto` may have the same."""
+"""Name of the figure for the divergence that only bfloat16 arithmetic causes. `auto` may have as much."""
 
 Figures = dict[str, Any]
 PAIRS = (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone"))
@@ -50,7 +56,7 @@ TOLD = ("counters", "kv_tokens", "groups", "free_blocks", "said", "attention", "
 def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], *, misread: bool = False) -> float:
     """Return the mean divergence of an engine's predictions from the oracle's.
 
-    With `misread` the oracle misreads a block.
+    With `misread`, the oracle misreads one block of the prompt.
     """
     found: list[float] = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -63,7 +69,7 @@ def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
-    """Return the mean divergence of an oracle from itself with keys and values changed by the rounding of `dtype`."""
+    """Return the mean divergence of an oracle from itself if keys and values are shifted by the rounding of `dtype`."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         exact = oracle.predictions(prompt, answer["tokens"])
@@ -73,7 +79,7 @@ def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers: list[Answer]) -> float:
-    """Return the mean divergence of transformers in bfloat16 from `oracle`, which is float32 without a codec."""
+    """Return the mean divergence of transformers in bfloat16 from `oracle`, which uses float32 and no codec."""
     rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -86,7 +92,7 @@ def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers:
 
 
 def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
-    """Return a family's figures and the verdict. `runs` are the answers of gpu_families.py's engines, by run."""
+    """Return the figures and the verdict for a family. `runs` has the answers of gpu_families.py's engines by run."""
     prompts = next(iter(runs.values()))["prompts"]
     errors = {name: run["error"] for name, run in runs.items() if "error" in run}
     figures: Figures = {
@@ -114,13 +120,13 @@ def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
 
 
 def far(figures: Figures, name: str) -> float:
-    """Return a divergence; NaN if it is missing."""
+    """Return the divergence with this name; NaN if it is missing."""
     found = figures.get(name, math.nan)
     return float(found["mean_kl"] if isinstance(found, dict) else found)
 
 
 def verdict(figures: Figures) -> str:
-    """Return `served and right`, or the fault. A crowded run is compared only if the lone run has answered."""
+    """Return `served and right`, or the faults. The crowded run is compared only if the lone run has answered."""
     errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
     if errors:
         return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())

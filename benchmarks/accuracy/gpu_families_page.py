@@ -1,7 +1,7 @@
 """Judge the answers of gpu_families.py and gpu_options.py, and write a page: `gpu_families_page.py ANSWERS ... OUT.md`.
 
-ANSWERS are files of these programs. This program creates the models again; they must equal those that answered. A file
-next to OUT holds all figures.
+ANSWERS are result files of these programs. This program creates the models again, which must equal those that answered.
+A file beside OUT gets all figures.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TITLES = {"families": "Families", "options": "What people switch on", "options-2
 
 
 def number(value: float) -> str:
-    """Return nats as text in units of 0.001."""
+    """Return a divergence in nats as text, times 1000."""
     if math.isnan(value):
         return "-"
     return f"{1e3 * value:,.1f}" if value < 1 else f"{1e3 * value:,.0f}"
@@ -66,7 +66,7 @@ def pressure(row: dict[str, Any], run: str) -> str:
 
 
 def family(name: str, row: Figures) -> str:
-    """Return one row of the table as Markdown."""
+    """Return a family's row of the table as Markdown."""
 
     def numbers(*names: str) -> str:
         return " / ".join(number(far(row, one)) for one in names)
@@ -94,7 +94,7 @@ def table(rows: Rows) -> list[str]:
 
 
 def other(name: str, row: dict[str, Any]) -> str:
-    """Return one row for runs that are neither a family nor a model on several GPUs."""
+    """Return the row of a result that is neither a family nor a model on several GPUs."""
     figures = [
         f"{key}: {number(far(row, key))}" if isinstance(value, dict) and "mean_kl" in value else f"{key}: {value}"
         if not isinstance(value, float) else f"{key}: {number(value)}"
@@ -104,7 +104,7 @@ def other(name: str, row: dict[str, Any]) -> str:
 
 
 def section(facts: dict[str, Any]) -> list[str]:
-    """Return the section of one run of a program."""
+    """Return the page's section about one run of a program."""
     rows: Rows = facts["rows"]
     compared = {name: row for name, row in rows.items() if "engines" in row}
     others = {name: row for name, row in rows.items() if "engines" not in row}
@@ -118,10 +118,10 @@ def section(facts: dict[str, Any]) -> list[str]:
 
 
 def judged(facts: dict[str, Any]) -> Rows:
-    """Return the rows of a program's run, judged from its answers.
+    """Return the judged results of one run of a program.
 
     Raises:
-        ValueError: the models that are created here differ from those that answered.
+        ValueError: a model that is created here differs from the one that answered.
     """
     told: dict[str, Any] = facts["answers"]
     with tempfile.TemporaryDirectory(prefix="kvpilot-judged-") as folder:

@@ -1,7 +1,7 @@
-"""Child process of gpu_families.py and gpu_options.py: run engines side by side on one GPU.
+"""Child process of gpu_families.py and gpu_options.py: run several engines at the same time on one GPU.
 
-Each engine has its own process, forked from one that has only imported vLLM, and its own log. A failed engine writes
-its error in place of its answers.
+Each engine has its own process and its own log. The process is forked from one that has only imported vLLM. A failed
+engine writes its error instead of its answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.engine.gpu_engine_process import attention_lines, end_with_paren
 
 
 def serve(asked: Asked) -> NoReturn:
-    """Run one engine: start it, answer, write the answers, and exit. The log is next to the answers."""
+    """Run one engine: start it, write its answers, and exit. The log is beside the answers."""
     os.environ.update(asked.env)
     out = Path(asked.out)
     log = out.with_suffix(".log")
@@ -42,9 +42,9 @@ def serve(asked: Asked) -> NoReturn:
 
 
 def inspect_here() -> None:
-    """Inspect a model's class in this process.
+    """Let vLLM inspect a model's class in this process.
 
-    vLLM would start another process for it, which would import everything again.
+    Otherwise vLLM would start another process for it, which would import everything again.
     """
     from vllm.model_executor.models import registry
 
@@ -52,7 +52,7 @@ def inspect_here() -> None:
 
 
 def run(context: Any, limit: float, asked: Asked) -> None:
-    """Run an engine in its own process, and kill it when its time is up."""
+    """Run an engine in its own process. Kill it after its time limit."""
     name, out = Path(asked.out).stem, Path(asked.out)
     process = context.Process(target=serve, args=(asked,))
     process.start()
@@ -70,7 +70,7 @@ def run(context: Any, limit: float, asked: Asked) -> None:
 
 
 def start_cuda() -> None:
-    """Raise an error if this process was forked after its parent had started CUDA."""
+    """Start CUDA. This fails if the parent had started CUDA before it forked this process."""
     import torch
 
     if torch.cuda.is_available():
@@ -78,7 +78,7 @@ def start_cuda() -> None:
 
 
 def processes() -> Any:
-    """Return the way to start engine processes: fork with vLLM imported, unless that import starts CUDA."""
+    """Return the way to create processes: fork after the import of vLLM, unless that import starts CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.entrypoints.llm"])
     tried = context.Process(target=start_cuda)
@@ -89,7 +89,7 @@ def processes() -> Any:
 
 
 def main() -> None:
-    """Run all engines of the job file: `at_once` engines in parallel, each for `limit` seconds at most."""
+    """Run all engines of the job file, `at_once` at the same time and each for at most `limit` seconds."""
     end_with_parent()
     job = json.loads(Path(sys.argv[1]).read_text())
     context = processes()

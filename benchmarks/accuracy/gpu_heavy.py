@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
 
 
 def sharpened(model: Path, factor: float) -> Path:
-    """Enlarge the model's queries in place, so that attention is less uniform."""
+    """Scale up the model's queries in place, so that attention is less uniform."""
     from transformers import AutoModelForCausalLM
 
     made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
@@ -67,7 +67,7 @@ def sharpened(model: Path, factor: float) -> Path:
 
 
 def requests(vocabulary: int) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Return rounds of prompts: different requests together, then one alone, then one that extends it."""
+    """Return rounds of prompts: several requests together, then one alone, then one that extends it."""
     rng = random.Random(20261124)  # noqa: S311
     lengths = (430, 40, 620, 10, 250, 33, 500, 90, 128)
     prompts = [[rng.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
@@ -127,7 +127,7 @@ def main() -> int:
 
 
 def sound(result: dict[str, Any], most: float, ahead: bool) -> bool:
-    """Return True if there is no fault."""
+    """Return True if the results show no fault."""
     equal, best = result["answers_equal"], result["tokens_that_are_the_best"]
     unread = equal["left again"] == equal["freed pages overwritten"] == result["requests"]
     if ahead:

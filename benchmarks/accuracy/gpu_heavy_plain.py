@@ -1,4 +1,4 @@
-"""Reference for gpu_heavy.py: plain transformers in float32 that attend only to the pages that a request held."""
+"""Expected results for gpu_heavy.py: plain transformers in float32 that attend only to pages held by a request."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvpilot_runtime.config.retention import HeavyHitters
 
 _NAME = "kvpilot_heavy_plain"
 NAMES = ("left", "left again", "freed pages overwritten", "first pages overwritten")
-"""Names of the turns."""
+"""Names of the turns. A turn is one run of all requests."""
 
 
 class Plain:
-    """Model whose keys and values go through the codec of `dtype` as whole tensors, on a GPU if there is one."""
+    """Model whose keys and values go through the codec of `dtype`, on a GPU if there is one."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,10 +33,13 @@ class Plain:
 
     @torch.inference_mode()
     def __call__(self, prompt: list[int], answer: list[int], seen: torch.Tensor) -> tuple[list[float], torch.Tensor]:
-        """Return how far each answer token's logit is below the best one of its step, and the attention.
+        """Return two results for one answer.
 
-        The attention is float64 [tokens, tokens], summed over heads and layers. `seen` is a bool mask of the same
-        shape.
+        The first has, for each answer token, the difference between its logit and the largest logit. The second is the
+        attention, float64 [tokens, tokens], summed over heads and layers.
+
+        Args:
+            seen: bool mask [tokens, tokens] of keys that each query may attend to.
         """
         tokens = torch.tensor([prompt + answer[:-1]], device=self.device)
         count = tokens.shape[1]
@@ -70,7 +73,7 @@ def last_life(steps: list[list[Any]]) -> list[list[Any]]:
 
 
 def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
-    """Return bool [queries, keys]: True if the request held the key's page. A cached prefix counts as held."""
+    """Return a mask, bool [queries, keys]: True if the request held the key's page. A cached prefix counts as held."""
     mask = torch.ones(length, length, dtype=torch.bool)
     for before, new, places, *_ in steps:
         seen = torch.zeros(-(-length // page), page, dtype=torch.bool)
@@ -80,12 +83,12 @@ def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
 
 
 def by_page(x: torch.Tensor, page: int) -> torch.Tensor:
-    """Sum float64 [tokens] over the tokens of each page."""
+    """Sum `x`, float64 [tokens], over the tokens of each page."""
     return functional.pad(x, (0, -len(x) % page)).view(-1, page).sum(1)
 
 
 def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int) -> float:
-    """Return the share of a turn's tokens that plain transformers would have chosen with the held pages."""
+    """Return the share of a turn's tokens that plain transformers would also have chosen, given the held pages."""
     found: list[float] = []
     for i, (prompt, answer) in enumerate(zip(prompts, turn["answers"], strict=True)):
         steps = last_life(turn["steps"][str(i)])
@@ -96,13 +99,13 @@ def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int
 def judge(
     turns: list[dict[str, Any]], prompts: list[list[int]], plain: Plain, bound: HeavyHitters, page: int
 ) -> dict[str, Any]:
-    """Return the results of one engine's turns. Plain transformers are compared with the first turn.
+    """Compare an engine's turns with each other, and the first one with plain transformers. Return the results.
 
-    Returns:
-        Results that include `masses` and `freed_over_lightest`. `masses` is the error of a page's attention mass in a
-            step,
-        in units of a mean page's mass. A control compares with the next page's mass instead, to show a bad result.
-        `freed_over_lightest` is the mass of the freed pages, over that of the pages that should have been freed.
+    `masses` has the error of a page's attention mass in a step, relative to the mean mass of a page. As a control it
+    also has the error if the next page's mass is taken instead.
+
+    `freed_over_lightest` is the mass of the pages that were freed, divided by that of the pages that should have been
+    freed.
     """
     first = turns[0]
     below: dict[str, list[float]] = {"held": [], "whole": []}
@@ -118,7 +121,7 @@ def judge(
         below["whole"] += plain(prompt, answer, torch.ones(length, length, dtype=torch.bool))[0]
         masses = torch.zeros(-(-length // page), dtype=torch.float64)
         had = list(range(-(-steps[0][0] // page)))
-        ahead: list[tuple[int, torch.Tensor]] = []  # sum by the last token, because a step's results may arrive late
+        ahead: list[tuple[int, torch.Tensor]] = []  # by last token: a step's results may arrive late
         for before, new, places, weighed, alone, known in steps:
             for end, mass in ahead:
                 if end <= known:

@@ -1,4 +1,4 @@
-"""Child process of gpu_heavy.py: one engine with heavy hitters, whose freed pages may be overwritten."""
+"""Child process of gpu_heavy.py: run one engine with heavy hitters, and overwrite pages that it has freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 from kvpilot_smallmodels.stepping import in_steps
 
 FILLS = ("", "", "freed", "first")
-"""Pages that each turn overwrites: none, none, freed pages before the next step, every request's first page."""
+"""Pages to overwrite in each turn: none, none, freed pages before the next step, the first page of every request."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Job:
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
-        rounds: prompts by round, sent together.
-        tokens: tokens to generate after each prompt.
+        rounds: prompts of each round. Those of a round are sent together.
+        tokens: number of tokens to generate after each prompt.
         out: file for the turns.
     """
 
@@ -40,13 +40,14 @@ class Turn:
 
     Attributes:
         answers: answers to the prompts of all rounds.
-        steps: by request number, a tuple for each step: tokens before it, new tokens, indices of the block table that
-            have a page, their masses (None if unmeasured), True if single tokens were to be measured, and the number of
-            tokens whose results had arrived when the scheduler freed pages.
-        freed: pages freed while their request ran.
+        steps: by request number, one list for each step. It has the number of tokens before the step, the number of new
+            tokens, the indices of the block table that have a page, the masses of these pages (None if not measured),
+            True if single tokens were to be measured, and the number of tokens whose results had arrived when the
+            scheduler freed pages.
+        freed: number of pages freed while their request ran.
         preempted: number of restarts.
-        cached: tokens found in the prefix cache.
-        left: pages that are not free at the end.
+        cached: number of tokens found in the prefix cache.
+        left: number of pages that are not free at the end.
     """
 
     answers: list[list[int]] = field(default_factory=list)
@@ -58,20 +59,20 @@ class Turn:
 
 
 def name_of(request: str) -> str:
-    """Return a request's original name, without the suffix of vLLM."""
+    """Return a request's own name, without the suffix that vLLM adds."""
     return request.partition("-")[0]
 
 
 class Watched:
-    """Recorder of the messages between a scheduler and its workers."""
+    """Recorder of the messages between the scheduler and its workers."""
 
     def __init__(self, core: Any) -> None:
         from kvpilot_runtime.bounded.heavy_spec import KEPT, MASSES
 
         self.told = KEPT
         self.fill, self.turn, self.freed = "", Turn(), list[int]()
-        self.sent: dict[int, dict[str, list[Any]]] = {}  # steps whose results have not arrived
-        self.processed: dict[str, int] = {}  # tokens of each request whose results had arrived when pages were freed
+        self.sent: dict[int, dict[str, list[Any]]] = {}  # steps whose results have not arrived yet
+        self.processed: dict[str, int] = {}  # by request: tokens whose results had arrived when pages were freed
         scheduler, executor = core.scheduler, core.model_executor
         self.manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.pool = self.manager.block_pool
@@ -87,7 +88,7 @@ class Watched:
             gone = before - set(self.held(request).values())
             self.turn.freed += len(gone)
             for block in (self.pool.blocks[i] for i in gone):
-                if block.ref_cnt == 0:  # leave shared pages, because a later request could hit them only in some turns
+                if block.ref_cnt == 0:  # leave shared pages: only in some turns would a later request hit them
                     self.pool._maybe_evict_cached_block(block)
                     self.freed.append(block.block_id)
 
@@ -108,12 +109,12 @@ class Watched:
         executor.execute_model, scheduler.update_from_output = executing, updating
 
     def held(self, request: str) -> dict[int, int]:
-        """Return a request's blocks by their index in its table."""
+        """Return a request's blocks by their index in its block table."""
         blocks = enumerate(self.manager.req_to_blocks.get(request, ()))
         return {place: block.block_id for place, block in blocks if not block.is_null}
 
     def before_step(self, scheduled: Any) -> None:
-        """Record the step, and overwrite the pages that this turn overwrites."""
+        """Record the step, and overwrite the pages that the present turn should overwrite."""
         self.turn.preempted += len(scheduled.preempted_req_ids or ())
         cached = scheduled.scheduled_cached_reqs
         before = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
@@ -133,7 +134,7 @@ class Watched:
     def overwrite(self, blocks: Sequence[int]) -> None:
         """Fill quantized pages with the largest codes and NaN scales, and 16-bit pages with large numbers.
 
-        16-bit elements must not be NaN, because FlashAttention multiplies values after a sequence's end by zero.
+        16-bit pages get no NaN, because FlashAttention multiplies values after a sequence's end by zero.
         """
         for cache in self.caches:
             for block in blocks:
@@ -141,12 +142,12 @@ class Watched:
 
 
 def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
-    """Run all rounds once, with an empty prefix cache at first."""
+    """Run one turn: all rounds, beginning with an empty prefix cache."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be emptied: pages are in use")
     engine, turn, number = llm.llm_engine, Turn(), 0
     watched.fill, watched.turn = fill, turn
-    watched.manager.steps = 0  # so that every turn measures the same steps
+    watched.manager.steps = 0  # restart the count, so that every turn measures the same steps
     for prompts, counts in zip(job.rounds, job.tokens, strict=True):
         answers, cached = in_steps(engine, prompts, counts, number)
         number += len(prompts)
@@ -157,7 +158,7 @@ def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
 
 
 def main() -> NoReturn:
-    """Run the engine of the job file on the command line, and write its turns."""
+    """Run the engine of the job file that the command line names, and write its turns."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM

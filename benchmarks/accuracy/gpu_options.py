@@ -25,14 +25,14 @@ from kvpilot_smallmodels.families import VOCABULARY, make
 
 MODEL, EXPERTS, DTYPE = "plain", "qwen3-moe", "float16"
 WIDTH = 2
-"""Number of GPUs that an engine uses."""
+"""Number of GPUs of an engine on several GPUs."""
 SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tensor parallel": (MODEL, "answers", {"tensor_parallel_size": WIDTH}),
     "pipeline parallel": (MODEL, "answers", {"pipeline_parallel_size": WIDTH}),
     "data parallel": (MODEL, "data_parallel", {"data_parallel_size": WIDTH}),
     "expert parallel": (EXPERTS, "answers", {"tensor_parallel_size": WIDTH, "enable_expert_parallel": True}),
 }
-"""Runs by name: the model, its requests, and the options of an engine on one GPU."""
+"""Runs on several GPUs by name: the model, the kind of requests, and the options of the engine on one GPU."""
 ON_ONE = ("fp8", "sleep", "adapter", "details")
 Rows = dict[str, dict[str, Any]]
 ON_TWO = ("auto/crowded", "k4v4/crowded", "k4v4/codec")
@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 
 def tokenizer(folder: Path) -> None:
-    """Add a tokenizer with one token per byte to a model's folder: structured output needs the text of each token."""
+    """Add a tokenizer with one token per byte to a model's folder: structured output needs each token's text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +61,7 @@ def tokenizer(folder: Path) -> None:
 
 
 class Engines:
-    """Engines to run, by name, each with its model."""
+    """Jobs of engines to run, by name, each with its model."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path, prompts: list[list[int]]) -> None:
         self.args, self.scratch, self.prompts, self.asked = args, scratch, prompts, dict[str, Asked]()
@@ -69,7 +69,7 @@ class Engines:
     def add(
         self, name: str, model: Path, run: str, how: str = "answers", more: dict[str, Any] | None = None, **engine: Any
     ) -> None:
-        """Add an engine like a run of gpu_families.py, with additional arguments of vLLM."""
+        """Add a job like a run of gpu_families.py, with additional arguments of vLLM."""
         dtype, crowded, env = RUNS[run]
         options = {**engine_options(model, dtype, crowded), "dtype": DTYPE, **engine, **self.args.engine_args}
         own = {} if how == "data_parallel" else OWN_PROCESS
@@ -81,7 +81,7 @@ class Engines:
 
 
 def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """Add the engines of one feature on one GPU."""
+    """Add the jobs of one feature on one GPU."""
     plain, alone = models[MODEL], ("auto/alone", "k4v4/alone")
     if what == "fp8":
         for run in (*alone, "auto/crowded", "k4v4/crowded"):
@@ -101,7 +101,7 @@ def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """Add the engines of the features on two GPUs, and the same models on one GPU."""
+    """Add the jobs of the features on two GPUs, and for comparison the same models on one GPU."""
     name, how, engine = SPREAD[what]
     for run in ON_TWO:
         if f"one {name} {run}" not in engines.asked:
@@ -110,7 +110,7 @@ def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
-    """Return the engines of the features on one GPU."""
+    """Return the rows of one feature on one GPU, judged from its answers."""
 
     def of(name: str) -> dict[str, Any]:
         return {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told}
@@ -125,13 +125,13 @@ def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Row
 
 
 def rows_of_two(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
-    """Return a row of two GPUs."""
+    """Return the row of one feature on two GPUs, judged from its answers."""
     one = {run: told[f"one {SPREAD[what][0]} {run}"] for run in ON_TWO}
     return {what: spread_row(one, {run: told[f"{what} {run}"] for run in ON_TWO})}
 
 
 def made(scratch: Path) -> dict[str, Path]:
-    """Return the models, with tokenizer and adapter of the first one, and the adapted model."""
+    """Create the models, with a tokenizer and an adapter for the first one, and that model with the adapter merged."""
     models = {name: make(name, scratch / name) for name in (MODEL, EXPERTS)}
     tokenizer(models[MODEL])
     models |= {name: scratch / name for name in ("adapter", "merged")}
@@ -150,7 +150,8 @@ def main() -> int:
         raise SystemExit(f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
         models = made(Path(folder))
-        # Use random tokens, as gpu_families.py does: the other model's tokenizer would encode a text of this machine.
+        # Use random tokens as gpu_families.py does, because the other model's tokenizer would encode a text of this
+        # machine.
         engines = Engines(args, Path(folder), prompts_of(models[EXPERTS], args.prompts))
         for what in chosen:
             asking(engines, models, what)

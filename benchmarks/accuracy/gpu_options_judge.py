@@ -1,6 +1,6 @@
-"""Verdicts on the answers of gpu_options.py: one row for each feature, with its numbers.
+"""Verdicts on the answers of gpu_options.py: one row of figures for each feature.
 
-Divergences are in nats. The thresholds are those of gpu_families_judge.py.
+Divergences are in nats. The limits are those of gpu_families_judge.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from benchmarks.accuracy.gpu_families_judge import CROWD, NEAR, RIGHT, from_orac
 from kvpilot_smallmodels.oracle import Oracle
 
 Runs = dict[str, dict[str, Any]]
-"""Answers by run, for one feature."""
+"""Answers for one feature, by run."""
 
 
 def failed(*of: Runs) -> str:
-    """Return the faults of all these runs, or an empty string."""
+    """Return the errors of all these runs, or an empty string."""
     return "; ".join(f"{name}: {run['error']}" for runs in of for name, run in runs.items() if "error" in run)
 
 
@@ -36,7 +36,7 @@ def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]
 
 
 def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
-    """Judge fp8 weights: the cache must do about as much damage as with 16-bit weights, both crowded and alone."""
+    """Judge fp8 weights: the cache's damage must be about the same as with 16-bit weights, crowded and alone."""
     if error := failed(fp8, plain):
         return {"verdict": f"not served: {error}"}
     figures = {
@@ -55,7 +55,7 @@ def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
 
 
 def sleep_row(runs: Runs) -> dict[str, Any]:
-    """Judge sleep mode: later answers must not differ more than those of two runs without sleep."""
+    """Judge sleep mode: after a sleep, answers must not differ more than those of two runs without a sleep."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     figures, holds = dict[str, Any](), dict[str, bool]()
@@ -68,7 +68,7 @@ def sleep_row(runs: Runs) -> dict[str, Any]:
 
 
 def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
-    """Judge an adapter in one batch with requests without it. Each must answer like its own weights and codec."""
+    """Judge an adapter in one batch with requests without it. Each answer must fit its own weights and codec."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     (run,) = runs.values()
@@ -87,9 +87,9 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge runs on several GPUs: their difference from one GPU must be small compared with the codec's damage.
+    """Judge a run on several GPUs: its difference from one GPU must be small compared with the codec's damage.
 
-    A family's row judges the run on one GPU.
+    The run on one GPU is judged as a family.
     """
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}

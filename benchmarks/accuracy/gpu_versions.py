@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, str]] = {
     "bounded-auto": ("auto", "SinksAndWindow:4:192"),
     "heavy": ("k4v4", "HeavyHitters:4:64:384"),
 }
-"""Cases by name: the KV-cache dtype, and the option that bounds the cache, if any."""
+"""Cases by name: the KV-cache dtype, and the option for a bounded cache, if any."""
 LENGTHS = (5, 63, 64, 200, 470, 900)
 
 
@@ -55,7 +55,7 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Print a line for each case of both documents. Return True if all answers are equal."""
+    """Print the share of equal answers for each case that is in both documents. Return True if all are equal."""
     print(f"vLLM {one['vllm']} on {one['device']} and vLLM {other['vllm']} on {other['device']}")
     alike = True
     for name in (name for name in one["cases"] if name in other["cases"]):
@@ -76,7 +76,7 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Run every case and write the document; return 1 if an engine ended with an error."""
+    """Run every case and write the document. Return 1 if an engine ended with an error."""
     args = arguments()
     if args.compare:
         return int(not compare(*(json.loads(path.read_text()) for path in args.compare)))

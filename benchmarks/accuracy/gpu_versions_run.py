@@ -1,4 +1,6 @@
-"""Child process of gpu_versions.py: ask one engine twice, and list the functions of vLLM that kvpilot replaced."""
+"""Child process of gpu_versions.py: send the prompts twice to one engine, and list vLLM's functions that kvpilot
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class Job:
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         prompts: prompts to send together.
-        tokens: tokens to generate.
+        tokens: number of tokens to generate.
         out: file for the answers.
     """
 
@@ -31,7 +33,7 @@ class Job:
 
 
 def replaced() -> list[str]:
-    """Return functions in vLLM's modules and classes that are kvpilot's code, by their dotted names."""
+    """Return the dotted names of functions in vLLM's modules and classes that are kvpilot's code."""
     found = set()
     for name, module in list(sys.modules.items()):
         if not name.startswith("vllm."):
@@ -48,7 +50,7 @@ def replaced() -> list[str]:
 
 
 def main() -> NoReturn:
-    """Ask, write, and exit without vLLM's shutdown."""
+    """Run the job, write the answers, and exit without vLLM's shutdown."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM, SamplingParams
@@ -56,7 +58,7 @@ def main() -> NoReturn:
     from kvpilot_runtime.vllm_api import compat
 
     if compat.lacks_for_bounds():
-        compat.NEWEST = compat.vllm_version()  # a version must run here before it is listed as supported
+        compat.NEWEST = compat.vllm_version()  # allow a version before it is supported: it must first run here
     llm = LLM(**job.engine)
     say("started")
     asked = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=False)

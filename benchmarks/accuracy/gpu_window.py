@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run all engines, compare, print and write. Return 1 if a run failed or read another token's row."""
+    """Run all engines, compare, print and write. Return 1 if a run failed or used another token's residuals."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def compare(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare every run with 16 bits. `same` means that both runs with overwritten rings are equal."""
+    """Compare every run with 16 bits. `same` is True if the two runs with overwritten rings are equal."""
     pairs = [(name, "auto/0") for name in found if name != "auto/0"]
     for dtype in args.dtypes.split(","):
         pairs.append((f"{dtype}/{args.recent}/others", f"{dtype}/{args.recent}/zeros"))

@@ -1,4 +1,4 @@
-"""Child process of gpu_window.py: greedy answers of one engine, with rings that may be overwritten."""
+"""Child process of gpu_window.py: answer prompts greedily in one engine whose rings may be overwritten."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Job:
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         prompts: token IDs of each prompt.
-        tokens: tokens to generate after each.
-        fill: new content of a ring page that a request gets: `zeros`, the rows of `others`, or "" to leave it.
+        tokens: number of tokens to generate after each prompt.
+        fill: content for a ring page when a request gets it: `zeros`, residuals of `others`, or "" for no change.
         out: file for the answers.
     """
 
@@ -33,7 +33,7 @@ class Job:
 
 
 class Rings:
-    """Hook that overwrites the ring pages that requests get in a step, before the step."""
+    """Hook that, before each step, overwrites the ring pages which requests get in this step."""
 
     def __init__(self, llm: Any, fill: str) -> None:
         core = llm.llm_engine.engine_core.engine_core
@@ -78,7 +78,7 @@ class Rings:
                 self.owned.setdefault(request, []).append(block)
 
     def copy(self, cache: Any, source: int, target: int) -> None:
-        """Copy the rows of one page into another, each shifted by one place."""
+        """Copy the residuals of one page into another one, each shifted by one token."""
         page = cache[source].flatten(1).clone()
         for begin, end, width in self.regions:
             if end > begin:
@@ -88,7 +88,7 @@ class Rings:
 
 
 def main() -> NoReturn:
-    """Run the engine of the job file on the command line, and write its answers."""
+    """Run the engine of the job file that the command line names, and write its answers."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM, SamplingParams

@@ -1,4 +1,4 @@
-"""Common part of the programs that make a page from a JSON file."""
+"""Common code of programs that make a page from a JSON file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def write(markdown: Callable[[dict[str, Any]], str]) -> None:
-    """Make a page of each JSON file that the command line names, and write it next to that file."""
+    """Make a page of each JSON file that the command line names, and write it beside that file."""
     for name in sys.argv[1:]:
         figures = Path(name)
         figures.with_suffix(".md").write_text(markdown(json.loads(figures.read_text())))

@@ -44,13 +44,13 @@ from kvpilot_smallmodels.models import smollm2_135m
 Kept = tuple[int, int, int] | HeavyHitters | None
 
 _PIECE = 256
-"""Number of queries whose scores are in memory at once."""
+"""Number of queries whose scores are in memory at the same time."""
 
 
 class Bounded(Probe):
-    """Model with a cache that keeps `sinks` first tokens and a `window`, in pages, or heavy hitters.
+    """Model with a bounded cache, as `kept` says.
 
-    It keeps all tokens if `window` is None.
+    `kept` is (sinks, window, page) in tokens, a HeavyHitters, or None for the whole cache.
     """
 
     kept: Kept = None
@@ -58,7 +58,9 @@ class Bounded(Probe):
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Attend in one pass. With heavy hitters attend chunk by chunk, because pages are freed between steps."""
+        """Return the last hidden states. With heavy hitters compute chunk by chunk, because pages are freed between
+        steps.
+        """
         if not isinstance(self.kept, HeavyHitters):
             return super().hidden(tokens, reading)
         cache, states = DynamicCache(), []
@@ -81,7 +83,7 @@ class Bounded(Probe):
     def _heavy(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, None]:
-        """Compute a chunk's attention to the held tokens, and add it to their masses."""
+        """Compute attention of a chunk to the held tokens, and add each page's attention mass to `_mass`."""
         new, (k, v) = query.shape[2], (x[:, :, self._seen_tokens] for x in (key, value))
         rows, weight = measured_rows(new)
         if rows:
@@ -119,7 +121,7 @@ class Bounded(Probe):
 
 
 def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-    """Return the negative log-probability of each token except the first, float64 [tokens - 1]."""
+    """Return the negative log-likelihood of each token except the first, float64 [tokens - 1]."""
     states, found = probe.hidden(tokens, reading), []
     for start, logits in probe.logits(states):
         following = tokens[start + 1 : start + 1 + logits.shape[0]]
@@ -130,14 +132,14 @@ def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Te
 def perplexities(
     probe: Probe, tokens: torch.Tensor, reading: Reading | None, after: int, parts: int | None
 ) -> list[float]:
-    """Return perplexities of the tokens from position `after` on, one for each `parts` tokens."""
+    """Return the perplexity of the tokens from position `after` on, for each part of `parts` tokens."""
     losses = nll(probe, tokens, reading)
     cuts = range(0, len(tokens), parts or len(tokens))
     return [float(losses[max(begin, after) - 1 : begin + cuts.step - 1].mean().exp()) for begin in cuts]
 
 
 def main() -> None:
-    """Print one table."""
+    """Print one table, as the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tokens", type=int, default=2048)
@@ -167,7 +169,7 @@ def main() -> None:
         held = int(CONTEXT * bits(served, probe.model.config.head_dim) / 16)
         coarse = f"whole in {served}, {held} tokens' bytes of 16 bits"
         asked.tokens = CONTEXT
-        # The sinks' pages, and a window that begins inside a page, together take at most `held` tokens.
+        # The sinks' pages, and a window that begins inside a page, must together take at most `held` tokens.
         asked.budgets = [held - (-(-asked.sinks // asked.page) + 1) * asked.page + 1 + asked.sinks]
     most = max(asked.budgets)
     rows: list[tuple[str, Kept, Reading | None]] = [

@@ -27,11 +27,11 @@ from benchmarks.accuracy.accuracy_texts import EVALUATION, text
 from benchmarks.engine.gpu_engine_process import environment
 
 PIECE, QUOTED = 192, 48
-"""Approximate tokens of a piece, and of its beginning that the prompt repeats."""
+"""Approximate number of tokens of a piece of text, and of its beginning that the prompt repeats."""
 
 
 def prompts(name: str, count: int) -> list[str]:
-    """Return evenly spaced pieces of a text, each of about `PIECE` tokens and followed by its own beginning."""
+    """Return prompts from evenly spaced pieces of a text. Each is about `PIECE` tokens and the piece's beginning again."""
     size, whole = 4 * PIECE, text(name)
     starts = [(len(whole) - size) * (i + 1) // (count + 1) for i in range(count)]
     return [f"{(piece := whole[at : at + size])}\n\n{piece[: 4 * QUOTED]}" for at in starts]
@@ -67,7 +67,7 @@ def serve(options: argparse.Namespace, asked: dict[str, list[str]]) -> dict[str,
 
 
 def machine() -> str:
-    """Return the GPU if there is one, else the kind of processor."""
+    """Return the name of the GPU, or the kind of CPU if there is no GPU."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()

@@ -32,12 +32,12 @@ def _share(counted: dict[str, int]) -> float:
 
 
 def _variance(counted: dict[str, int]) -> float:
-    """Return the standard error of the share, for independent drafts."""
+    """Return the standard error of the share of accepted drafts, if drafts are independent."""
     return _share(counted) * (1 - _share(counted)) / counted["drafted"]
 
 
 def markdown(facts: dict[str, Any]) -> str:
-    """Return the page; the first row is the baseline."""
+    """Return the page as Markdown. The first row is the baseline."""
     first, lines, texts = facts["rows"][0], [], list(facts["rows"][0]["texts"])
     for row in facts["rows"]:
         by_text = " | ".join(f"{_share(row['texts'][name]):.1%}" for name in texts)

@@ -1,8 +1,8 @@
 """Comparison of the simulated engine with a real one: `python -m benchmarks.backtest.backtest_cpu`.
 
-The real engine is a vLLM on this machine's CPU: SmolLM2-135M, eager, one thread, and a KV cache so small that it fills.
-The program fits the simulation's costs to steps of known batches and contexts. Then it replays one trace of requests
-several times on the engine and once in the simulation, and compares the results. It writes
+The real engine is vLLM on this machine's CPU with SmolLM2-135M, eager, with one thread, and with a KV cache so small
+that it becomes full. The program fits the simulation's costs to steps with known batches and contexts. Then it replays
+one trace of requests several times on the engine and once in the simulation, and compares the results. It writes
 docs/benchmarks/backtest-cpu.json.
 """
 
@@ -39,7 +39,7 @@ OUTPUT, REPEATS, RUNS = 16, 2, 3
 
 
 def trace(seed: int = 4) -> list[Request]:
-    """Return a load of 90 seconds: a calm half, then more requests than fit the cache."""
+    """Return a load of 90 seconds. In the second half, more requests arrive than fit in the cache."""
     chance = random.Random(seed)  # noqa: S311
     now, requests = 0.0, []
     for i in range(90):
@@ -49,7 +49,7 @@ def trace(seed: int = 4) -> list[Request]:
 
 
 def tokens(chance: random.Random, length: int) -> list[int]:
-    """Return a prompt that is not in any cache."""
+    """Return a random prompt, which no cache can hold."""
     return [chance.randint(1000, 40000) for _ in range(length)]
 
 
@@ -66,7 +66,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], output: int) -> list
 
 
 async def steps(running: RealEngine) -> dict[str, Any]:
-    """Measure decode steps by batch and context, and prefills by length, in seconds. Each is a median of repeats."""
+    """Measure seconds of decode steps by batch and context, and of prefills by length. Each is a median of repeats."""
     chance = random.Random(1)  # noqa: S311
     async with httpx.AsyncClient(base_url=running.url, timeout=600) as client:
         await ask(client, tokens(chance, 64), 8)
@@ -89,7 +89,7 @@ async def steps(running: RealEngine) -> dict[str, Any]:
 
 
 def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
-    """Fit by least squares of relative errors. Constants are at least 0."""
+    """Fit the costs by least squares of relative errors. Constants are at least 0."""
     rows = [(1, d["batch"], d["batch"] * d["context"], 0, 0) for d in measured["decode"]]
     rows += [(1, 0, 0, p["tokens"], p["tokens"] ** 2 / 2) for p in measured["prefill"]]
     seconds = np.array([d["seconds"] for d in measured["decode"]] + [p["seconds"] for p in measured["prefill"]])
@@ -105,7 +105,7 @@ def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
 
 
 def errors(measured: dict[str, Any], costs: Costs) -> dict[str, float]:
-    """Return the fit's relative error in percent: the largest, and the mean."""
+    """Return the fit's relative error in percent: the largest one, and the mean."""
     off = [costs.decode_step(d["batch"], d["batch"] * d["context"]) / d["seconds"] - 1 for d in measured["decode"]]
     off += [(costs.base + costs.prefill(p["tokens"], 0)) / p["seconds"] - 1 for p in measured["prefill"]]
     sizes = [abs(x) * 100 for x in off]
@@ -133,7 +133,7 @@ async def replay(running: RealEngine, requests: list[Request]) -> dict[str, floa
 
 
 def simulate(requests: list[Request], costs: Costs) -> dict[str, float]:
-    """Replay the trace in the simulation. Read inter-token gaps from a detailed record of its steps."""
+    """Replay the trace in the simulation. It takes inter-token gaps from a detailed record of the steps."""
     engine = Engine(costs, Limits(SEQS, BATCHED, timeout=float("inf")))
     for r in requests:
         engine.submit(Request(r.number, r.arrival, r.prompt, r.output))
@@ -148,7 +148,7 @@ def simulate(requests: list[Request], costs: Costs) -> dict[str, float]:
 
 
 def figures(ttft: list[float], itl: list[float], preemptions: float, rate: float) -> dict[str, float]:
-    """Return the results to compare, in milliseconds and tokens per second."""
+    """Return the figures to compare, in milliseconds and tokens per second."""
 
     def at(values: list[float], q: float) -> float:
         return round(float(np.quantile(values, q)) * 1000, 1)
@@ -164,7 +164,7 @@ def figures(ttft: list[float], itl: list[float], preemptions: float, rate: float
 
 
 def main() -> None:
-    """Measure, fit, replay, compare."""
+    """Measure, fit, replay and compare."""
     arguments = (
         f"--block-size={BLOCK}",
         f"--max-num-batched-tokens={BATCHED}",

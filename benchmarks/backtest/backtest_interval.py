@@ -1,8 +1,8 @@
-"""Compare the interval model with the request-level engine: `python -m benchmarks.backtest.backtest_interval`.
+"""Comparison of the interval model with the request-level engine: `python -m benchmarks.backtest.backtest_interval`.
 
-It runs the same load at fixed replicas, once request by request and once as 16 copies of the fluid model. It prints one
-line of Markdown per load and number of replicas: finished and lost requests, KV use and queue of the second half,
-preemptions, and percentiles.
+It runs the same load with fixed replicas, once request by request and once as 16 copies of the fluid model. For each
+load and number of replicas it prints one line of Markdown: finished and lost requests, KV cache usage and queue of the
+second half, preemptions, and percentiles.
 """
 
 from __future__ import annotations

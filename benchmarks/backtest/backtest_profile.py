@@ -1,7 +1,7 @@
 """Fit the built-in profile to the H200 benchmark: `python -m benchmarks.backtest.backtest_profile`.
 
-It reads docs/benchmarks/h200-engine.json (real vLLM). For a dtype with a complete run in h200-engine-window.json (later
-kernels, default window), it uses that run. It writes the profile into the package and prints the error of every
+It reads docs/benchmarks/h200-engine.json (real vLLM). If h200-engine-window.json (later kernels, default window) has a
+complete run of a dtype, it uses that one. It writes the profile into the package, and prints the error of every
 measured point.
 """
 
@@ -21,11 +21,11 @@ MODEL = {"head_dim": 128, "kv_heads": 8, "layers": 32, "window_layers": 0}
 
 
 def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
-    """Return every measured time of one dtype: its name, the features that `Costs` multiplies, and seconds."""
+    """Return every measured time of one dtype: its name, the factors of the constants in `Costs`, and seconds."""
     found: list[tuple[str, tuple[float, ...], float]] = []
     for name, case in run["cases"].items():
         batch, context = case["batch"], case["context"]
-        # A step's context grows by 128 tokens after the prompt, so count half of them on average.
+        # The context of this measurement grows by 128 tokens after the prompt, so count half of them on average.
         cached = batch * (context + 64)
         found.append((f"step {name}", (1, batch, cached, 0, 0), case["step_ms"] / 1000))
         for group in case["prefill"]["groups"][:1]:
@@ -41,7 +41,7 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
 
 
 def newest() -> list[dict[str, Any]]:
-    """Return the newest complete run of every dtype. The fit needs a prompt of 64K tokens for the cost of context."""
+    """Return the newest complete run of every dtype. Its prompt of 64K tokens is needed to fit the cost of context."""
     first = json.loads((BENCHMARKS / "h200-engine.json").read_text())
     later = json.loads((BENCHMARKS / "h200-engine-window.json").read_text())
     found = {run["dtype"]: run for run in first if run["shape"] == "llama3-8b" and run["tp"] == 1}
@@ -50,7 +50,7 @@ def newest() -> list[dict[str, Any]]:
 
 
 def fit(run: dict[str, Any]) -> tuple[Costs, dict[str, float]]:
-    """Fit one dtype's points by least squares of relative errors. Also return the error of each, in percent."""
+    """Fit the costs of one dtype by least squares of relative errors. Return them and each point's error in percent."""
     measured = points(run)
     features = np.array([row for _, row, _ in measured])
     seconds = np.array([s for _, _, s in measured])
@@ -64,7 +64,7 @@ def fit(run: dict[str, Any]) -> tuple[Costs, dict[str, float]]:
 
 
 def main() -> None:
-    """Fit the profile of every dtype, write it into the package, and print the errors."""
+    """Fit the costs of every dtype, write the profile into the package, and print the errors."""
     costs: dict[str, Costs] = {}
     for run in newest():
         costs[run["dtype"]], errors = fit(run)

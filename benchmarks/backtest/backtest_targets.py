@@ -1,4 +1,4 @@
-"""Effect of the autoscaler's target on a hundred services: `python -m benchmarks.backtest.backtest_targets`."""
+"""Effect of an autoscaler's target on a hundred services: `python -m benchmarks.backtest.backtest_targets`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 TILE = 128
 _ROUNDS = 16
 _STD = (1e-3, 1e3)
-_LOG_SCALE = (-0.3, 10.0)  # the published limits; scales below 0.74 are left to the quantizer's own step
+_LOG_SCALE = (-0.3, 10.0)  # the published limits: the quantizer's own step handles scales below 0.74
 
 
 def kvarn(key_bits: int, value_bits: int, *, exact_ends: bool = False) -> Codec:
@@ -53,7 +53,7 @@ def _tiles(x: torch.Tensor, bits: int, *, over_tokens: bool) -> torch.Tensor:
 
 
 def _tile(tile: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
-    """Quantize tiles [..., tokens, D] with one step and minimum per line along `axis`, and return them read back."""
+    """Quantize tiles [..., tokens, D] with one step and minimum per line along `axis`. Return the decoded values."""
     rows, columns = normalise(tile)
     own, other = (columns, rows) if axis == -2 else (rows, columns)
     codes, step, low = min_max(tile / rows / columns, bits, axis)
@@ -88,12 +88,12 @@ def _divide(log_scale: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(deviation: torch.Tensor) -> torch.Tensor:
-    """Return a tile's largest standard deviation over its smallest, [..., 1, 1]."""
+    """Return the largest standard deviation of a tile divided by its smallest, [..., 1, 1]."""
     return deviation.amax((-2, -1), keepdim=True) / deviation.amin((-2, -1), keepdim=True).clamp_min(1e-8)
 
 
 def _std(tile: torch.Tensor, axis: int) -> torch.Tensor:
-    """Return the standard deviation over `axis`; that of one element counts as 0."""
+    """Return the standard deviation over `axis`. For a single element it is 0."""
     count = tile.shape[axis]
     off = tile - tile.mean(axis, keepdim=True)
     return (off.square().sum(axis, keepdim=True) / max(1, count - 1)).sqrt()

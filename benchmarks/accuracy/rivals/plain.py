@@ -37,7 +37,7 @@ def int4_raw() -> Codec:
 
 
 def int4_per_token_head() -> Codec:
-    """Return vLLM's rotated 4-bit cache."""
+    """Return vLLM's 4-bit cache with a rotation."""
     return Codec("int4_per_token_head", _rotated, _rotated, lambda dim: 4 + 32 / dim, lambda dim: 4 + 32 / dim)
 
 

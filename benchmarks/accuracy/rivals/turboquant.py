@@ -22,7 +22,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 
 
 def turboquant(bits: int) -> Codec:
-    """Return `turboquant_4bit_nc` or `turboquant_3bit_nc`: the same number of bits for keys and values."""
+    """Return `turboquant_4bit_nc` or `turboquant_3bit_nc`, with the same number of bits for keys and values."""
     return Codec(
         f"turboquant_{bits}bit_nc",
         lambda x: _keys(x, bits),
@@ -56,7 +56,7 @@ def signs(dim: int) -> torch.Tensor:
 
 @cache
 def lloyd_max(bits: int) -> torch.Tensor:
-    """Return the 2^bits centroids of least mean squared error for N(0, 1), ascending, float32.
+    """Return the 2^bits centroids with the least mean squared error for N(0, 1), ascending, float32.
 
     By Lloyd (1957) and Max (1960), an edge lies midway between two centroids, and a centroid is the mean of its cell.
     For edges a < b of a normal variable that mean is (pdf(a) - pdf(b)) / (cdf(b) - cdf(a)).
