@@ -31,7 +31,7 @@ PIECE, QUOTED = 192, 48
 
 
 def prompts(name: str, count: int) -> list[str]:
-    """Return prompts from evenly spaced pieces of a text. Each is about `PIECE` tokens and the piece's beginning again."""
+    """Return prompts. Each has a piece of the text, of about `PIECE` tokens, and then the piece's beginning again."""
     size, whole = 4 * PIECE, text(name)
     starts = [(len(whole) - size) * (i + 1) // (count + 1) for i in range(count)]
     return [f"{(piece := whole[at : at + size])}\n\n{piece[: 4 * QUOTED]}" for at in starts]

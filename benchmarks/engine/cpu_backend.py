@@ -3,8 +3,8 @@
     python -m benchmarks.engine.cpu_backend
 
 Each dtype gets its own engine of SmolLM2-135M (eager, one thread, 256 MiB of KV cache). First the operator's accuracy
-probe compares it with the answers of the `auto` engine (general and multi-turn packs). Then users in a closed loop ask
-for 33 to 96 tokens after a prompt of 400 tokens. The program writes docs/benchmarks/cpu-backend.json and .md.
+probe compares its answers with those of the `auto` engine (general and multi-turn packs). Then users in a closed loop
+send prompts of 400 tokens and get 33 to 96 tokens. The program writes docs/benchmarks/cpu-backend.json and .md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OUT = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 async def speed(running: Engine, users: int) -> float:
-    """Return tokens per second with `users` users after a warm-up, from the engine's own counter."""
+    """Return the tokens per second for `users` users after a warm-up, from the engine's own counter."""
     load = Load(running.url, "m", users=users, prompt_tokens=400, output_tokens=64)
     await load.start()
     await asyncio.sleep(WARM_SECONDS)
@@ -53,7 +53,7 @@ async def speed(running: Engine, users: int) -> float:
 async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[Baseline, dict[str, Any]]:
     """Return the probe's figures, and the tokens per second by number of users.
 
-    Without a baseline, the figures are those of the control.
+    Without a baseline, the engine is compared with itself (control).
     """
     if baseline is None:
         prompts = packs.load(["builtin/general", "builtin/multi-turn"])
@@ -72,7 +72,7 @@ async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[
 
 
 def main() -> int:
-    """Run every dtype and write the table. Ratios are over `auto` of the same run. `--page` writes only the page."""
+    """Run every dtype and write the page. Ratios are over `auto` of the same run. `--page` only writes the page."""
     if "--page" in sys.argv[1:]:
         (OUT / "cpu-backend.md").write_text(table(json.loads((OUT / "cpu-backend.json").read_text())))
         return 0
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """Return the page."""
+    """Return the page as Markdown."""
     base = facts["rows"][0]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     about = (

@@ -1,7 +1,7 @@
-"""Measure a step that extends one conversation while others decode: wall time, kernel time, and time of host functions.
+"""Measure a step that extends one conversation while others decode: wall time, kernel time, time of host functions.
 
-`gpu_engine.py --beside 100,400` calls this in the engine's process. Users notice such a step as one long pause between
-two tokens. So its wall time is the longest gap between two results after the request's arrival.
+`gpu_engine.py --beside 100,400` runs this in the engine's process. To users, such a step is one long pause between two
+tokens. So its wall time is the longest gap between two results after the request's arrival.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from benchmarks.engine.gpu_engine_driver import WARM_STEPS, DriveError, Driver, prompt
 
 SEQUENCES, CONTEXT = 16, 8192
-"""Number of sequences that decode, and tokens stored for each of them and for the continued conversation."""
+"""Number of sequences that decode, and tokens in the cache for each of them and for the extended conversation."""
 REPEATS = 7
 WARM = 8
-"""Number of unmeasured arrivals at the beginning, while kernels are compiled and the process settles."""
+"""Number of arrivals at the beginning that are not measured, because kernels are still compiled."""
 STEPS = 6
-"""Number of steps to watch after the arrival. The request runs in one of the first two."""
+"""Number of steps to observe after an arrival. The request runs in one of the first two."""
 SHOWN = 30
-"""Number of host functions that a result lists."""
+"""Number of host functions in a result."""
 
 
 class Beside:
@@ -59,7 +59,7 @@ class Beside:
         return [later - earlier for earlier, later in itertools.pairwise(marks)]
 
     def store(self) -> list[int]:
-        """Store a new context in steps that are not measured, and return its tokens."""
+        """Prefill a new context in steps that are not measured, and return its tokens."""
         tokens = self._fresh(CONTEXT)
         (name,) = self._driver.submit([tokens], 1)
         while not any(output.request_id == name and output.finished for output in self._engine.step()):
@@ -68,7 +68,7 @@ class Beside:
         return tokens
 
     def arrive(self, tokens: list[int], new: int) -> None:
-        """Submit a request with stored tokens and `new` tokens after them."""
+        """Submit a request with these cached tokens and `new` tokens after them."""
         self._driver.submit([tokens + self._fresh(new)], 1)
 
     def _fresh(self, count: int) -> list[int]:
@@ -78,14 +78,13 @@ class Beside:
 def beside_case(driver: Driver, vocab: int, new: int) -> dict[str, Any]:
     """Measure steps that compute `new` tokens of one conversation while 16 other sequences decode.
 
-    Returns:
-        Times in milliseconds. `step_ms` is the wall time of such a step, and `kernels_ms` the time of its kernels.
-        `gaps_ms_of_repeats` are the gaps between results after each arrival. `decode_ms` and `decode_kernels_ms` are
-            the
-        times of a step without the request.
-        `host` lists the slowest functions in the call that launches the step, by cProfile. cProfile slows Python down,
-            so
-        only their shares are meaningful.
+    Return these figures, times in milliseconds:
+
+    - `step_ms`, `kernels_ms`: wall time of such a step, and time of its kernels.
+    - `gaps_ms_of_repeats`: gaps between results after each arrival.
+    - `decode_ms`, `decode_kernels_ms`: the times of a step without the request.
+    - `host`: slowest functions in the call that launches the step. cProfile slows Python down, so only their shares are
+      meaningful.
     """
     beside = Beside(driver, vocab)
     gaps = []
@@ -116,7 +115,7 @@ def beside_case(driver: Driver, vocab: int, new: int) -> dict[str, Any]:
 
 
 def kernels_ms(run: Callable[[], Any]) -> float:
-    """Return the milliseconds of all kernels that start during `run`, by torch's profiler."""
+    """Return the milliseconds of all kernels that run during `run`, by torch's profiler."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -127,7 +126,7 @@ def kernels_ms(run: Callable[[], Any]) -> float:
 
 
 def host_functions(beside: Beside, new: int) -> list[dict[str, Any]]:
-    """Return the host functions with the most time of their own in steps with several arrivals, slowest first."""
+    """Return the host functions with the most time of their own, slowest first, over steps of several arrivals."""
     profile = cProfile.Profile()
     for _ in range(REPEATS):
         tokens = beside.store()

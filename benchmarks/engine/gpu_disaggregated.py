@@ -52,30 +52,30 @@ def arguments() -> argparse.Namespace:
 
 
 class Child:
-    """Child process that answers lines of JSON."""
+    """Child process that answers questions, each one line of JSON."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.line = listener.accept()[0]
         self.lines = self.line.makefile("r")
 
     def tell(self, what: str, **more: Any) -> None:
-        """Send a question without waiting for its answer."""
+        """Send a question, and do not wait for the answer."""
         self.line.sendall(json.dumps([what, more]).encode() + b"\n")
 
     def hear(self) -> Any:
-        """Return the answer to the last question."""
+        """Wait for the answer to the last question, and return it."""
         if not (said := self.lines.readline()):
             raise ChildFailedError("an engine has ended; see its log")
         return json.loads(said)
 
     def ask(self, what: str, **more: Any) -> Any:
-        """Send a question, and return its answer."""
+        """Send a question, wait for the answer, and return it."""
         self.tell(what, **more)
         return self.hear()
 
 
 def measured(prefill: Child, decode: Child, length: int, number: int, answer: int) -> dict[str, Any]:
-    """Measure one prompt."""
+    """Let the two engines answer one prompt, and return its figures."""
     left = prefill.ask("serve", prompt=[length, number], tokens=1, params={"do_remote_decode": True})
     sums = prefill.ask("sums", blocks=left["params"]["remote_block_ids"])
     came = decode.ask("serve", prompt=[length, number], tokens=answer, params=left["params"])
@@ -93,7 +93,7 @@ def measured(prefill: Child, decode: Child, length: int, number: int, answer: in
 
 
 def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict[str, Any]:
-    """Run both engines of a dtype."""
+    """Run the two engines of a dtype, and return their figures."""
     kind, _, layout = name.partition("@")
     dtype, _, window = kind.partition("/")
     file_name = name.replace("/", "-").replace("@", "-")
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 options["gpu_memory_utilization"] = 0.4
             file = scratch / f"{file_name}-{role}.json"
             file.write_text(json.dumps(asdict(Job(options, SHAPES[args.shape].vocab, where))))
-            # Each process also sees the other's GPU, after its own, so that UCX finds a path between the two.
+            # Each process sees the other's GPU after its own, because UCX must find a path between the two.
             others = dict.fromkeys(other for other in args.gpus.split(",") if other != gpu)
             extra = {
                 "CUDA_VISIBLE_DEVICES": ",".join([gpu, *others]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 child.tell("start")
             starts = [child.hear() for child in children]
             prefill, decode = children
-            # not counted, because the first prompt also opens connections
+            # do not count the first prompt, which also opens connections
             measured(prefill, decode, min(lengths), -1, args.answer)
             found = [measured(prefill, decode, n, i, args.answer) for n in lengths for i in range(args.each)]
         except (ChildFailedError, OSError, ValueError) as error:
@@ -175,13 +175,13 @@ def line(row: dict[str, Any], length: int) -> str:
 
 
 def spread(of: list[dict[str, Any]]) -> str:
-    """Return the smallest, median and largest milliseconds of transfers."""
+    """Return the smallest, median and largest milliseconds of the transfers."""
     times = sorted(1e3 * one["transfer_s"] for one in of)
     return f"{times[0]:.1f}, {statistics.median(times):.1f}, {times[-1]:.1f}"
 
 
 def main() -> int:
-    """Run all dtypes, print and write. Return 1 if a run failed or the bytes of a block changed."""
+    """Run all dtypes, print and write. Return 1 if a run failed or if a block's bytes differ."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

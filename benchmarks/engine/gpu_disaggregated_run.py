@@ -1,4 +1,4 @@
-"""Child process of gpu_disaggregated.py: one engine that prefills or decodes, and answers its questions."""
+"""Child process of gpu_disaggregated.py: run one engine that prefills or decodes, and answer the parent's questions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """Engine: keyword arguments of `vllm.LLM`, token ids below `vocab`, and the address `where` of its client."""
+    """Engine, and how to reach the parent.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`.
+        vocab: token IDs are drawn below this number.
+        where: address of the parent's socket.
+    """
 
     engine: dict[str, Any]
     vocab: int
@@ -28,9 +34,9 @@ class Job:
 
 
 def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
-    """Return checksums of blocks over all stored layers.
+    """Return a checksum of each block over all layers that store one.
 
-    A checksum is the sum of the block's 8-byte words, each times its index, modulo 2^64.
+    It is the sum of the block's 8-byte words, each times an odd number for its place, modulo 2^64.
     """
     import torch
 
@@ -48,13 +54,13 @@ def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -
 
 
 class Engine:
-    """Engine that answers questions of the parent process."""
+    """Engine that answers the parent's questions. A question names a method."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.requests = job, 0
 
     def start(self) -> dict[str, Any]:
-        """Make the engine."""
+        """Create the engine, and return facts about it."""
         from vllm import LLM
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -90,11 +96,11 @@ class Engine:
         }  # fmt: skip
 
     def sums(self, blocks: Any) -> list[list[int]]:
-        """Return the sums of each group's blocks in all stored layers."""
+        """Return the checksums of each group's blocks."""
         return [block_sums(self.layers, self.config.num_blocks, group) for group in blocks]
 
     def serve(self, prompt: list[int], tokens: int, params: Any) -> dict[str, Any]:
-        """Answer one prompt, drawn at random from its length and number.
+        """Answer one random prompt. Its length and number are the seed, so all engines get the same prompts.
 
         The prompt has one extra token, so that the tokens before it fill whole blocks.
         """
@@ -124,7 +130,7 @@ class Engine:
         }  # fmt: skip
 
     def hear(self) -> None:
-        """Record the blocks that vLLM reads."""
+        """Run a step without a request, in which vLLM handles notifications about transferred blocks."""
         self.core.step()
 
 

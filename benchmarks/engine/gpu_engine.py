@@ -27,17 +27,17 @@ CASES = "32x16K,32x8K,32x4K,32x2K,32x16,8x1K,1x64K"
 
 
 def size(text: str) -> int:
-    """Parse a number of tokens: `2048`, or `2K` for the same."""
+    """Parse a number of tokens: `2K` is 2,048."""
     return int(text[:-1]) * 1024 if text.upper().endswith("K") else int(text)
 
 
 def sizes(text: str) -> list[int]:
-    """Return several sizes: `100,400`."""
+    """Parse a list of numbers of tokens, such as `100,400`."""
     return [size(one) for one in text.split(",")]
 
 
 def case(text: str) -> tuple[int, int]:
-    """Parse a case: `32x16K` is 32 sequences with 16,384 tokens of context each."""
+    """Parse a case: `32x16K` is 32 sequences, each with a context of 16,384 tokens."""
     batch, _, context = text.partition("x")
     return int(batch), size(context)
 
@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
 
 
 def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[str, Any]]:
-    """Return the model's name, its vocabulary, and vLLM's arguments for the model and its weights."""
+    """Return the model's name, its vocabulary size, and vLLM's arguments for the model and its weights."""
     if args.model:
         config = json.loads((args.model / "config.json").read_text())
         return args.model.name, config["vocab_size"], {"model": str(args.model)}
@@ -85,17 +85,17 @@ def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[st
 
 
 def alone(args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment that keeps vLLM in one process, as `--drafts` and `--beside` need it."""
+    """Return environment variables that keep vLLM in one process, as `--drafts` and `--beside` need it."""
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts or args.beside else {}
 
 
 def drafted(count: int) -> dict[str, Any]:
-    """Return options for n-gram speculation; the child replaces vLLM's proposer."""
+    """Return options for n-gram speculation. The child process replaces vLLM's proposer."""
     return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2}
 
 
 def command_line(words: list[str]) -> str:
-    """Return the command, without the folder of its output."""
+    """Return the command line, without the output folder."""
     kept = list(words)
     if "--out" in kept:
         at = kept.index("--out")
@@ -104,7 +104,7 @@ def command_line(words: list[str]) -> str:
 
 
 def measure(args: argparse.Namespace, name: str, dtype: str, job: Job, env: dict[str, str]) -> dict[str, Any]:
-    """Run one engine, and return its results together with its job. An error is a result, too."""
+    """Run one engine, and return its results with its job. An error is a result, too."""
     out = Path(job.out)
     log, error = out.with_suffix(".log"), None
     out.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Driver that steps vLLM's engine and measures seconds per prefill of prompts, and seconds per decode step.
+"""Driver that steps vLLM's engine, and measures the seconds of a prefill and of each decode step.
 
-The engine core runs in its own process, as behind an API server, and schedules ahead of the GPU. Each call of
+As behind an API server, the engine core runs in its own process and schedules ahead of the GPU. Each call of
 `engine.step()` returns the output of one step, so a step takes the time between two returns.
 """
 
@@ -13,25 +13,27 @@ from dataclasses import dataclass
 from typing import Any
 
 WARM_STEPS = 8
-"""Steps to skip before timing. Two are in flight when the last prefill ends; the others let the clocks settle."""
+"""Number of steps before the timing. Two are in flight when the last prefill ends. In the others the clock rates
+settle.
+"""
 
 FIRST_TOKEN = 100
-"""Lowest token id in a prompt. Special tokens are below it."""
+"""Lowest token ID in a prompt. Special tokens have lower IDs."""
 
 
 class DriveError(RuntimeError):
-    """Error for an engine that violates an assumption of the measurement. The message describes what the engine did."""
+    """Error for an engine that violates an assumption of the measurement. The message tells what the engine did."""
 
 
 def prompt(family: str, tokens: int, vocab: int) -> list[int]:
-    """Return `tokens` random token IDs. Within a family, a shorter prompt is a prefix of a longer one."""
+    """Return `tokens` random token IDs. In the same family, a shorter prompt is a prefix of a longer one."""
     chosen = random.Random(family)  # noqa: S311
     return chosen.choices(range(FIRST_TOKEN, vocab), k=tokens)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """Prefill of a batch of prompts: tokens, tokens found in the prefix cache, and seconds."""
+    """Prefill of several prompts: their tokens, the tokens found in the prefix cache, and seconds."""
 
     tokens: int
     cached: int
@@ -39,7 +41,7 @@ class Filled:
 
 
 class Driver:
-    """Driver of an `LLMEngine` that sends greedy requests of token IDs."""
+    """Driver of an `LLMEngine` that sends greedy requests with token IDs."""
 
     def __init__(self, engine: Any, max_model_len: int) -> None:
         self.engine = engine
@@ -47,7 +49,7 @@ class Driver:
         self._ids = itertools.count()
 
     def prefill(self, prompts: list[list[int]]) -> Filled:
-        """Prefill the prompts, and return the time from the first request to the first token of the last one."""
+        """Prefill the prompts. Return the time from the first request to the first token of the last one."""
         began, cached = time.perf_counter(), 0
         self.submit(prompts, 1)
         while self.engine.has_unfinished_requests():
@@ -55,9 +57,9 @@ class Driver:
         return Filled(sum(map(len, prompts)), cached, time.perf_counter() - began)
 
     def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        """Return the seconds of each of `steps` consecutive steps that gave every sequence exactly one token.
+        """Return the seconds of each of `steps` consecutive steps in which every sequence got exactly one token.
 
-        Then abort the requests. Prompts should be in the prefix cache, because otherwise they are prefilled first.
+        The requests are aborted afterwards. Prompts should be in the prefix cache; otherwise they are prefilled first.
 
         Raises:
             DriveError: the sequences never all decoded for `steps` steps, because the cache cannot hold them together.
@@ -74,13 +76,13 @@ class Driver:
             elif outputs:
                 marks.clear()
         self.engine.abort_request(names)
-        # Steps that are in flight at the abort must not run into the next measurement.
+        # Wait for the steps in flight, which must not extend into the next measurement.
         time.sleep(0.2)
         timed = marks[WARM_STEPS:]
         return [later - earlier for earlier, later in itertools.pairwise(timed)]
 
     def submit(self, prompts: list[list[int]], max_tokens: int) -> list[str]:
-        """Add a greedy request for each prompt of token ids; return the names of the requests."""
+        """Add a greedy request for each prompt, and return the names of the requests."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

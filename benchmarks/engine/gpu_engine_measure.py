@@ -1,7 +1,7 @@
-"""Child process of gpu_engine.py: start one engine, measure every case of a job file, and write after each case.
+"""Child process of gpu_engine.py: start one engine, measure the cases of a job file, and save after each case.
 
 Cases share their prompts: a shorter context is a prefix of a longer one. So the engine prefills each prompt only once,
-as far as the longest case needs it. A rate in tokens per second counts only prompts that are new to the engine.
+for the longest case. A rate in tokens per second counts only prompts that were not cached.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from benchmarks.engine.gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, DriveEr
 from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 PROMPTS_AT_ONCE = 8
-"""Number of prompts of one timed prefill. Several rates per case show the spread."""
+"""Number of prompts in one timed prefill. A case has several such prefills, whose rates show the spread."""
 SHORT, SHORTS = 512, 7
-"""Sizes of the mixed prefill: tokens of a short context and of its new part, and number of short prompts."""
+"""Short prompts of the mixed prefill: tokens of a context and also of the new part, and number of prompts."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of the engine, and the measurements to make.
+    """Engine, and the measurements to make.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
-        cases: (batch, context tokens) of each decode measurement.
-        chunked: tokens of a prompt whose first half is cached and whose second half is prefilled; 0 skips this case.
-        mixed: True also prefills the end of such a prompt in one step with short prompts.
-        steps, repeats: decode steps of one timing, and timings per case.
+        cases: (number of sequences, context tokens) of each decode measurement.
+        chunked: tokens of a prompt whose first half is cached and whose second half is prefilled; 0 to skip this case.
+        mixed: True to also prefill the end of such a prompt together with short prompts in one step.
+        steps, repeats: decode steps in one timing, and timings per case.
         vocab: token IDs are drawn below this number.
-        drafts: random draft tokens for every sequence in every step, almost all of which are rejected. A step then has
-            1 + drafts tokens of each sequence and yields one. 0 turns speculation off.
+        drafts: random draft tokens of every sequence in every step, almost all of which are rejected. A step then has 1
+            + drafts tokens of each sequence and yields one. 0 turns speculation off.
         out: file for the result.
-        beside: new tokens of a request that arrives while other sequences decode, one measurement each.
+        beside: for each measurement, new tokens of a request that arrives while other sequences decode.
     """
 
     engine: dict[str, Any]
@@ -59,14 +59,14 @@ class Job:
 
 
 class Result:
-    """JSON document of one engine. It is rewritten after each case, so that a time limit loses at most one case."""
+    """JSON file with the results of one engine. It is saved after each case, so a time limit loses at most one case."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.data: dict[str, Any] = {"cases": {}}
 
     def save(self, **facts: Any) -> None:
-        """Add results and rewrite the whole file."""
+        """Add results, and write the whole file again."""
         self.data.update(facts)
         scratch = self._path.with_suffix(".part")
         scratch.write_text(json.dumps(self.data, indent=1))
@@ -74,7 +74,7 @@ class Result:
 
 
 def decode_case(driver: Driver, job: Job, batch: int, context: int) -> dict[str, Any]:
-    """Prefill the prompts of a case, then time decode steps over them."""
+    """Prefill the prompts of a case, then measure decode steps over them."""
     prompts = [prompt(str(i), context, job.vocab) for i in range(batch)]
     groups = [prompts[i : i + PROMPTS_AT_ONCE] for i in range(0, batch, PROMPTS_AT_ONCE)]
     filled = [driver.prefill(group) for group in groups]
@@ -94,13 +94,13 @@ def decode_case(driver: Driver, job: Job, batch: int, context: int) -> dict[str,
 
 
 def prefill_facts(filled: list[Filled]) -> dict[str, Any]:
-    """Return tokens per second over the groups without cached tokens; None if every group had some."""
+    """Return tokens per second, the median over prefills without cached tokens. It is None if there are none."""
     rates = [group.tokens / group.seconds for group in filled if group.cached == 0]
     return {"tokens_per_s": statistics.median(rates) if rates else None, "groups": [asdict(g) for g in filled]}
 
 
 def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
-    """Return the time to first token of a long prompt whose first half is cached, for `repeats` fresh prompts."""
+    """Measure the time to first token of `repeats` long prompts whose first half is cached."""
     fills = []
     for repeat in range(job.repeats):
         tokens = prompt(f"chunked/{repeat}", job.chunked, job.vocab)
@@ -110,7 +110,7 @@ def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
 
 
 def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
-    """Return, by repeat, the time to the last first token of prompts of `chunked` tokens."""
+    """Return the time until all prompts of a prefill have their first token: the median, and each repeat."""
     return {
         "tokens": job.chunked,
         "ttft_s": statistics.median(fill.seconds for fill in fills),
@@ -119,7 +119,7 @@ def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
 
 
 def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
-    """Time one step of `step` new tokens: the end of a long prompt, and short prompts, all with cached contexts."""
+    """Measure a step with `step` new tokens: the end of a long prompt, and short prompts, all with cached contexts."""
     if not SHORTS * SHORT < step < job.chunked:
         raise DriveError(f"steps have {step:,} new tokens: give more than {SHORTS * SHORT:,}, and a longer --chunked")
     fills = []
@@ -133,7 +133,7 @@ def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
 
 
 def warm_up(driver: Driver, job: Job) -> None:
-    """Run each kind of step once, so that no timing includes the compilation of a kernel."""
+    """Run each kind of step once, so that no measurement includes the compilation of a kernel."""
     longest = min(16384, max(context for _, context in job.cases), driver.max_model_len // 4)
     tokens = prompt("warm", 2 * longest, job.vocab)
     driver.prefill([tokens[:longest]])
@@ -142,13 +142,13 @@ def warm_up(driver: Driver, job: Job) -> None:
 
 
 def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the results of one case, or the error that prevented them."""
+    """Return the figures of one case, or the error that prevented them."""
     if needed > capacity:
         return {"error": f"needs {needed:,} tokens of KV cache, there are {capacity:,}"}
     began = time.perf_counter()
     try:
         facts = measure()
-    except Exception as error:  # the error is the result of this case, and the other cases still run
+    except Exception as error:  # the error is this case's result, and the other cases still run
         facts = {"error": f"{type(error).__name__}: {error}"}
     shown = facts.get("error") or f"{facts.get('step_ms', facts.get('ttft_s')):.3f}"
     say(f"{what}: {shown} ({time.perf_counter() - began:.1f} s)")
@@ -158,7 +158,7 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
 def draft_at_random(drafts: int, vocab: int) -> None:
     """Make vLLM's n-gram proposers draft this many random tokens for each sequence.
 
-    On a GPU vLLM 0.32 has a second proposer for its second model runner.
+    vLLM 0.32 has a second such proposer, for its second model runner on a GPU.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
@@ -178,7 +178,7 @@ def draft_at_random(drafts: int, vocab: int) -> None:
 
 
 def main() -> NoReturn:
-    """Measure the job named on the command line."""
+    """Run the job of the file that the command line names."""
     end_with_parent()
     fields = json.loads(Path(sys.argv[1]).read_text())
     job = Job(**{**fields, "cases": [(batch, context) for batch, context in fields["cases"]]})
@@ -220,7 +220,7 @@ def main() -> NoReturn:
         found = attempt(f"{new} new beside", capacity, 0, partial(beside_case, driver, job.vocab, new))
         result.save(beside=[*result.data.get("beside", []), found])
     sys.stdout.flush()
-    # vLLM's own shutdown takes seconds of GPU time, and the parent kills the processes anyway.
+    # Skip vLLM's shutdown, which takes seconds of GPU time. The parent kills the processes anyway.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Runner of one vLLM engine per process: offline, with our plugin and a time limit. Its children end with it."""
+"""Run a vLLM engine in a child process, offline, with our plugin and a time limit. Its own children end with it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _OFFLINE = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may be missing, and this benchmark does not sample
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer may be missing, and this benchmark does not sample
 }
 
 
 class ChildFailedError(RuntimeError):
-    """Error for a child that failed or ran past its limit; the message has the errors from its log."""
+    """Error for a child process that failed or exceeded its time limit. The message has the errors of its log."""
 
 
 def say(text: str) -> None:
@@ -42,7 +42,7 @@ def say(text: str) -> None:
 def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]:
     """Yield the environment of an engine: our packages on the path, no network, and our plugin for vLLM.
 
-    Every process of vLLM finds plugins by the entry points of installed distributions. For a checkout that is not
+    Every process of vLLM finds plugins by the entry points of installed distributions. If our checkout is not
     installed, a folder on the path provides the same entry point.
     """
     with tempfile.TemporaryDirectory(prefix="kvpilot-plugin-") as folder:
@@ -59,12 +59,12 @@ def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]
 
 
 def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, str]) -> None:
-    """Run a module on a job file. Kill it and its children when time is up.
+    """Run a module on a job file. Kill it and its children after `limit_s` seconds.
 
-    Its output goes to `log`, and its progress lines (`say`) also go to our output.
+    Its output goes to `log`. Lines that it prints by `say` also go to our output.
 
     Raises:
-        ChildFailedError: the module ended with an error, or was still running after `limit_s` seconds.
+        ChildFailedError: the module ended with an error, or was killed.
     """
     command = [sys.executable, "-m", module, str(job)]
     child = subprocess.Popen(
@@ -79,11 +79,11 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        # Kill the group even after a clean exit: a worker that outlives its engine would keep GPU memory.
+        # Kill the group even after a clean exit, because a worker that outlives its engine would keep GPU memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        # Compile workers have their own session and hold the pipe open. They end a moment after their parent.
+        # Processes that compile have their own session and hold the pipe open. They end a moment after their parent.
         reader.join(10)
     if code != 0:
         print(*log.read_text().splitlines()[-60:], sep="\n", flush=True)
@@ -92,7 +92,7 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
 
 
 def end_with_parent() -> None:
-    """Kill this child's process group as soon as the parent has ended, so that no engine outlives it."""
+    """Kill this child's process group as soon as its parent has ended, so that no engine outlives it."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -119,14 +119,14 @@ def error_lines(log: Path) -> list[str]:
 
 
 def attention_lines(log: Path) -> list[str]:
-    """Return vLLM's log lines about its attention backend and the layout of its cache, without repetitions."""
+    """Return vLLM's log lines about attention backend and cache layout, each once."""
     chosen = r"Using [^\n]{0,80}?(?:[Aa]ttention backend|FlashAttention version \d|KV cache layout)"
     found = re.findall(chosen, log.read_text())
     return list(dict.fromkeys(found))
 
 
 def versions() -> dict[str, str]:
-    """Return device and versions for the results. Ask the driver, so that no CUDA context is created."""
+    """Return the device and the versions for a result. It asks the driver, so no CUDA context is created."""
     import torch
     import vllm
     from vllm.platforms import current_platform

@@ -1,6 +1,6 @@
-"""Tables of the engine benchmark: results, ratios over `auto` and `fp8`, and comparison with the project's targets.
+"""Tables of the engine benchmark: results, ratios over `auto` and `fp8`, and the project's targets.
 
-`load` reads the JSON files of gpu_engine.py. If a shape and dtype has several runs, the newest one counts.
+`load` reads the JSON files of gpu_engine.py. Of several runs of the same shape and dtype, the newest one counts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 Run = dict[str, Any]
 Runs = dict[str, Run]
-"""The runs of one shape, by dtype."""
+"""Runs of one shape, by dtype."""
 
 
 def load(paths: Iterable[Path]) -> dict[str, Runs]:
-    """Group runs by shape (and GPUs, if several), then dtype."""
+    """Return the runs by shape (with the number of GPUs if there are several), then by dtype."""
     found: dict[str, Runs] = {}
     for run in sorted((run for path in paths for run in _documents(path)), key=lambda run: run["date"]):
         gpus = f", {run['tp']} GPUs" if run["tp"] > 1 else ""
@@ -38,40 +38,40 @@ def step(run: Run | None, batch: int, context: int) -> float | None:
 
 
 def prefill(run: Run | None, context: int) -> float | None:
-    """Return tokens per second for new prompts of `context` tokens, in the largest measured batch."""
+    """Return the tokens per second of new prompts of `context` tokens, in the largest batch."""
     cases = [case for case in (run or {}).get("cases", {}).values() if case.get("context") == context]
     rates = [(case["batch"], case["prefill"]["tokens_per_s"]) for case in cases if case["prefill"]["tokens_per_s"]]
     return max(rates)[1] if rates else None
 
 
 def attention(run: Run | None, batch: int, context: int) -> float | None:
-    """Return the milliseconds that a decode step spends on its context.
+    """Return the milliseconds that a decode step takes for its context.
 
-    This is its time minus that of a step with a nearly empty cache.
+    This is the step's time minus that of a step with a nearly empty cache.
     """
     whole, empty = step(run, batch, context), step(run, batch, 16)
     return whole - empty if whole and empty else None
 
 
 def chunked(run: Run | None) -> float | None:
-    """Return the seconds to the first token of the long prompt whose first half is cached."""
+    """Return the seconds to the first token of a long prompt whose first half is cached."""
     found: float | None = (run or {}).get("chunked", {}).get("ttft_s")
     return found
 
 
 def capacity(run: Run | None) -> float | None:
-    """Return the tokens that the KV cache holds."""
+    """Return the number of tokens that the KV cache holds."""
     return (run or {}).get("kv_tokens")
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """Return a quotient, or None if a value is missing."""
+    """Return the quotient, or None if a value is missing or 0."""
     return numerator / denominator if numerator and denominator else None
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Target for a result, which must be at most or at least `bound`."""
+    """Target for a figure, which must be at least `bound`, or with `at_most` at most."""
 
     what: str
     measure: Callable[[Runs], float | None]
@@ -80,7 +80,7 @@ class Bar:
     unit: str = "x"
 
     def row(self, runs: Runs) -> str:
-        """Return one row of the table of targets."""
+        """Return this target's row of the table."""
         value = self.measure(runs)
         sign = "at most" if self.at_most else "at least"
         bound = f"{self.bound:,g}" if self.bound < 1e6 else f"{self.bound:,.0f}"
@@ -92,17 +92,17 @@ class Bar:
 
 
 def faster(dtype: str, than: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """Return a function that computes the speed of a step, over that of another dtype."""
+    """Return a function that computes the speed of a decode step relative to that of dtype `than`."""
     return lambda runs: ratio(step(runs.get(than), batch, context), step(runs.get(dtype), batch, context))
 
 
 def milliseconds(dtype: str, batch: int, context: int) -> Callable[[Runs], float | None]:
-    """Return a function that returns the milliseconds of a step."""
+    """Return a function that returns the milliseconds of a decode step."""
     return lambda runs: step(runs.get(dtype), batch, context)
 
 
 def tokens(dtype: str) -> Callable[[Runs], float | None]:
-    """Return a function that computes the ratio of KV tokens to those of `auto`."""
+    """Return a function that computes a dtype's KV-cache tokens relative to those of `auto`."""
     return lambda runs: ratio(capacity(runs.get(dtype)), capacity(runs.get("auto")))
 
 
@@ -128,14 +128,14 @@ OTHER_BARS = (Bar("k4v4 step, 32 x 16K, over bf16", faster("k4v4", "auto", 32, 1
 
 
 def bars_table(shape: str, runs: Runs) -> str:
-    """Return the targets of a shape: target, figure, and verdict."""
+    """Return the table of a shape's targets: target, figure and verdict."""
     bars = MAIN_BARS if shape == MAIN_SHAPE else OTHER_BARS
     rows = "\n".join(bar.row(runs) for bar in bars)
     return f"| what | bar | measured | |\n|---|---|---|---|\n{rows}\n"
 
 
 def results_table(runs: Runs) -> str:
-    """Return a row per dtype: capacity, steps in milliseconds with the speed over `auto` and `fp8`, prefill."""
+    """Return the table of results by dtype: capacity, steps in ms with speeds over `auto` and `fp8`, and prefill."""
     sizes = {(c["batch"], c["context"]) for run in runs.values() for c in run["cases"].values() if "batch" in c}
     cases = sorted(sizes, key=lambda case: (-case[0], -case[1]))
     largest, longest = cases[0] if cases else (0, 0)
@@ -163,7 +163,7 @@ def results_table(runs: Runs) -> str:
 
 
 def over(value: float | None, up: float | None, down: float | None, digits: int = 2, other: float | None = None) -> str:
-    """Return a cell: the value, and in brackets how many times better it is than `auto` (and than `fp8`)."""
+    """Return a cell: the value, and in brackets how many times better it is than `auto` (and `fp8`)."""
     if value is None:
         return "-"
     ratios = [f"{times:.2f}x" for times in (ratio(up, down), other) if times]
@@ -171,12 +171,12 @@ def over(value: float | None, up: float | None, down: float | None, digits: int 
 
 
 def short(tokens: int) -> str:
-    """Return `16K` for 16,384."""
+    """Return a number of tokens in short form, such as `16K` for 16,384."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
 
 
 def failures(runs: Runs) -> list[str]:
-    """Return the missing measurements, with reasons."""
+    """Return the measurements that failed, with the reasons."""
     found = [f"`{dtype}`: {run['error']}" for dtype, run in runs.items() if run.get("error")]
     for dtype, run in runs.items():
         cases = {**run["cases"], "second half": run.get("chunked", {})}
@@ -185,7 +185,7 @@ def failures(runs: Runs) -> list[str]:
 
 
 def described(runs: Runs) -> str:
-    """Return place and time of the runs, and vLLM's log lines about their attention backends."""
+    """Return device, versions and dates of the runs, and vLLM's log lines about its attention backends."""
     versions = sorted({versions_of(run["versions"]) for run in runs.values() if "versions" in run})
     dates = sorted({run["date"] for run in runs.values()})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -196,7 +196,7 @@ def described(runs: Runs) -> str:
 
 
 def versions_of(facts: dict[str, str]) -> str:
-    """Return the device and the versions of a run, in words."""
+    """Return the device and the versions of a run as text."""
     return f"{facts['device']}, vLLM {facts['vllm']}, torch {facts['torch']}, Python {facts['python']}"
 
 
@@ -211,7 +211,7 @@ Raw: [h200-engine.json](h200-engine.json).
 
 
 def page(found: dict[str, Runs], plots: dict[str, list[str]]) -> str:
-    """Return the whole Markdown page; `plots` names the image files of a shape."""
+    """Return the page as Markdown. `plots` has the names of the image files of each shape."""
     commands = sorted({run["command"] for runs in found.values() for run in runs.values()})
     text = ["# Decode, prefill and capacity in real vLLM\n", "\n".join(f"    {command}" for command in commands) + "\n"]
     text.append(INTRODUCTION)

@@ -1,8 +1,9 @@
-"""Model shapes for the engine benchmark: one `config.json` each, served with dummy weights.
+"""Shapes of models for the engine benchmark. Each is a `config.json`, used with dummy weights.
 
-A step's time depends only on shapes, so no checkpoint is needed. Some models have a dense stand-in with the same
-attention shape, because their other parts do not matter here. A mixture of experts becomes a dense FFN of its active
-width. One of eight GPUs under tensor parallelism becomes a model with an eighth of the heads, FFN and vocabulary.
+A step's time depends only on the shapes, so no checkpoint is needed. For some models a dense model with the same
+attention replaces the other parts, which do not matter here. A mixture of experts becomes a dense FFN as wide as its
+active experts. One of eight GPUs under tensor parallelism becomes a model with an eighth of the heads, FFN and
+vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers, query heads, KV heads, head_dim, and the widths that determine the rest of a step's time."""
+    """Numbers that determine the time of a step: layers, query heads, KV heads, head_dim, and widths."""
 
     layers: int
     heads: int
@@ -54,7 +55,7 @@ class Shape:
 
 
 def latent(layers: int, heads: int, nope: int, value: int, hidden: int, vocab: int, **others: Any) -> Shape:
-    """Return DeepSeek V2's architecture with this many heads, and an MoE of 64 experts as in DeepSeek-V2-Lite."""
+    """Return DeepSeek V2's architecture with this many heads, and the MoE of DeepSeek-V2-Lite (64 experts)."""
     fields = {
         "model_type": "deepseek_v2", "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": nope,
         "qk_rope_head_dim": 64, "v_head_dim": value, "n_routed_experts": 64, "n_shared_experts": 2,
@@ -71,17 +72,17 @@ SHAPES = {
     "llama3-70b-16-layers": Shape(16, 64, 8, 128, 8192, 28672, 128256),
     "qwen3-30b-a3b": Shape(48, 32, 4, 128, 2048, 6144, 151936, "Qwen3ForCausalLM"),
     "phi3-mini": Shape(32, 32, 32, 96, 3072, 8192, 32064),
-    # With more layers, 32 x 16K tokens in 16 bits would not fit one H200.
+    # With more layers, 32 x 16K tokens in 16 bits would not fit in one H200.
     "hd256": Shape(16, 16, 8, 256, 3584, 14336, 128256),
     "deepseek-v2-lite": latent(27, 16, 128, 128, 2048, 102400),
-    # Use the architecture of DeepSeek V2: the class of this model needs a hidden size that its heads divide.
+    # This model's own class needs a hidden size that is a multiple of its heads, so use that of DeepSeek V2.
     "glm-4.7-flash": latent(47, 20, 192, 256, 1920, 154880, q_lora_rank=768, num_experts_per_tok=4, n_shared_experts=1),
     "tiny": Shape(2, 4, 2, 64, 128, 256, 4096),
 }
 
 
 def write(folder: Path, shape: Shape, layers: int, max_model_len: int) -> Path:
-    """Write the model folder of a shape and return it."""
+    """Write the model folder of a shape, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config(layers, max_model_len), indent=1))
     return folder

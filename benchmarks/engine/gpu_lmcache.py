@@ -31,12 +31,12 @@ from benchmarks.engine.gpu_lmcache_run import Job
 
 BLOCK = 64
 QUICK = {"enforce_eager": True, "kernel_config": {"enable_jit_warmup": False}}
-"""Options that make the start faster."""
+"""Options that make engines start faster."""
 QUIET = {"LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1"}
-"""Environment of the server and the engines, which prevents network look-ups."""
+"""Environment variables that prevent the server and the engines from using the network."""
 READY = "cache server is running"
 WAIT = 60
-"""Time limits in seconds for the server's start, and for one of its answers."""
+"""Time limits in seconds: for the server's start, and for one of its answers."""
 
 
 def arguments() -> argparse.Namespace:
@@ -58,10 +58,10 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def server(args: argparse.Namespace) -> Iterator[int]:
-    """Start LMCache's server, and yield the port for engines.
+    """Run LMCache's server during the block, and yield the port for engines.
 
     Raises:
-        ChildFailedError: it did not start; the message has the end of its log.
+        ChildFailedError: the server did not start; the message has the end of its log.
     """
     sockets = [socket.socket() for _ in range(3)]
     for one in sockets:
@@ -93,7 +93,7 @@ def server(args: argparse.Namespace) -> Iterator[int]:
 
 
 def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: Path) -> dict[str, Any]:
-    """Run both engines of a dtype, and return the report of each and their agreement."""
+    """Run the two engines of a dtype. Return the report of each, and the comparison."""
     transfer = {
         "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
     engine = {
         "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "kv_cache_dtype": dtype, "block_size": BLOCK, "max_num_seqs": 4,
-        # Without this, a block could get another owner before its comparison after the answer.
+        # Keep blocks reserved. Otherwise another request could get a block before its comparison after the answer.
         "num_gpu_blocks_override": (args.tokens // BLOCK + 8) * (args.prompts + 2),
         "max_model_len": args.tokens + args.answer + BLOCK, "max_num_batched_tokens": args.tokens + BLOCK,
         "gpu_memory_utilization": 0.8, "kv_transfer_config": transfer, **QUICK, **args.engine_args,
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
 
 
 def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the record: both sides without their checksums, and the comparison of these."""
+    """Return the reports of the two engines without their checksums, and the comparison of these."""
     seen = dict.fromkeys(("compared", "changed", "not stored", "tokens_alike"), 0)
     for left, came in zip(first["prompts"], second["prompts"], strict=True):
         kept, loaded = left["stored"], came["loaded"]
@@ -141,7 +141,7 @@ def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Return the comparison, a line for each dtype."""
+    """Return the comparison as a table, one line for each dtype."""
     print("| KV cache | stored, tokens | MiB a prompt | loaded, tokens | MiB a prompt | computed: first token, ms | "
           "loaded: first token, ms | of it LMCache, ms | its message, ms | kept after the answer, ms | as they left | "
           "tokens alike |")  # fmt: skip
@@ -166,7 +166,7 @@ def table(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Run all dtypes, print and write. Return 1 if a run failed, a block's bytes changed, or no block arrived."""
+    """Run all dtypes, print and write. Return 1 if a run failed, a block's bytes differ, or no block arrived."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

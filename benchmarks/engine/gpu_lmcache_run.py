@@ -19,13 +19,13 @@ from benchmarks.engine.gpu_offload_run import counters
 
 @dataclass(frozen=True)
 class Job:
-    """Engine and its prompts.
+    """Engine, and its prompts.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         vocab: token IDs are drawn below this number.
         prompts, tokens, answer: number of prompts, tokens of each (plus one), and tokens of an answer.
-        wait: longest time in seconds until stored blocks are in LMCache.
+        wait: largest time in seconds until stored blocks are in LMCache.
         out: file for the result.
     """
 
@@ -39,7 +39,7 @@ class Job:
 
 
 class Moves:
-    """Transfers to and from LMCache since the last `take`, with their seconds and bytes."""
+    """Recorder of transfers to and from LMCache since the last `take`, with seconds and bytes."""
 
     def __init__(self, block: int) -> None:
         from lmcache.v1.platform import resolve_device_ops
@@ -53,7 +53,7 @@ class Moves:
         context = adapter.transfer_ctx
         device = next(iter(adapter.kv_caches.values())).device.type
         copy = resolve_device_ops(device).multi_layer_block_kv_transfer
-        # LMCache falls back to torch if its compiled kernels do not match the installed torch.
+        # LMCache uses torch if its compiled kernels do not fit the installed torch.
         self.how = f"{type(context).__name__}, copies by {'torch' if inspect.ismethod(copy) else 'its kernels'}"
         store, retrieve, message = context.submit_store, context.submit_retrieve, context.engine_driven_context
         prepare, commit = message.prepare_retrieve, message.commit_store
@@ -78,7 +78,7 @@ class Moves:
             self.found["read_bytes"] += sum(chunk.nbytes for chunk in chunks or ())
             return chunks
 
-        def written(key: Any, instance: int, chunks: Any) -> bool:  # on CUDA a thread of LMCache calls this function
+        def written(key: Any, instance: int, chunks: Any) -> bool:  # on a GPU, a thread of LMCache calls this
             began = time.perf_counter()
             done = bool(commit(key, instance, chunks))
             self.found["write_s"] += time.perf_counter() - began
@@ -89,7 +89,7 @@ class Moves:
         message.prepare_retrieve, message.commit_store = read, written
 
     def take(self, wait: float) -> dict[str, Any]:
-        """Wait for stores to end. Return the blocks by outcome, each with its index in the prompt."""
+        """Wait until stores have ended. Return stored and loaded blocks by their index in the prompt, and figures."""
         taken: dict[str, Any] = {"stored": {}, "loaded": {}, "failed": 0}
         for what, moves in (("stored", self.stores), ("loaded", self.loads)):
             for done, first, blocks in moves:
@@ -111,8 +111,8 @@ class Engine:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            # vLLM 0.32's CPU platform searches every module for kernels, and crashes on a module of numba, which
-            # LMCache imports.
+            # vLLM 0.32 on a CPU searches every module for kernels. It crashes on a module of numba, which LMCache
+            # imports.
             import llvmlite.binding.ffi
 
             llvmlite.binding.ffi.lib._fntab["__dict__"] = {}
@@ -126,7 +126,7 @@ class Engine:
         self.moves = Moves(job.engine["block_size"])
 
     def serve(self, number: int) -> dict[str, Any]:
-        """Answer one prompt, drawn at random from its number.
+        """Answer one random prompt, whose number is the seed.
 
         The prompt has one extra token, so that the tokens before it fill whole blocks. The comparison of bytes takes
         time, so it comes after the answer. Until then only LMCache writes to full blocks.
@@ -163,7 +163,7 @@ class Engine:
 
 
 def main() -> NoReturn:
-    """Run the job that the command line names. An extra first prompt compiles the kernels, and is not measured."""
+    """Run the job that the command line names. An extra first prompt, which is not measured, compiles the kernels."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     engine = Engine(job)

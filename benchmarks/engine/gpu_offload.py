@@ -28,7 +28,7 @@ from kvpilot_runtime.config import offload
 
 BLOCK = 64
 MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}
-"""Column titles for the bytes moved, and the names that the child uses for them."""
+"""Titles of the columns for moved bytes, and the child's names for these figures."""
 
 
 def arguments() -> argparse.Namespace:
@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Return an engine's dtype, its lowest tier below the GPU, and True if it compares bytes."""
+    """Return an engine's KV-cache dtype, its lowest tier below the GPU, and True if it compares bytes."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []
@@ -70,7 +70,7 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
 
 
 def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
-    """Return the options of an engine with this dtype and tier."""
+    """Return engine options for this dtype and tier."""
     host = {"kv_offloading_size": args.host_gib} if tier else {}
     if tier != "disk":
         return host
@@ -78,7 +78,7 @@ def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run all dtypes, print and write. Return 1 if a run failed or a block came back with other bytes."""
+    """Run all dtypes, print and write. Return 1 if a run failed, or if a block came back with other bytes."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]
@@ -124,7 +124,7 @@ def main() -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """Print the results to compare, one line for each engine."""
+    """Print a table with one line for each engine."""
     for row in rows:
         if "error" in row:
             say(f"{row['run']}: {row['error']}")

@@ -1,4 +1,4 @@
-"""Child process of gpu_offload.py: one engine continues conversations in random order, and reports hits by tier."""
+"""Child process of gpu_offload.py: continue conversations in random order in one engine, and report hits by tier."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """Engine and its load.
+    """Engine, and its load.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
         vocab: token IDs are drawn below this number.
         conversations: number of conversations.
         history, turn, answer: tokens of a conversation's history, of a request, and of its answer.
-        requests: number of measured requests, after one request in each conversation.
+        requests: number of measured requests, which follow one unmeasured request in each conversation.
         at_once: number of requests in flight.
-        check: True compares the bytes of loaded blocks.
+        check: True to compare the bytes of loaded blocks with those that were stored.
         out: file for the result.
     """
 
@@ -46,7 +46,7 @@ class Job:
 
 
 class Checked:
-    """Checksums of every stored block in every layer, to compare with the bytes that are loaded later."""
+    """Checksums of every stored block in every layer, which loaded blocks must match."""
 
     def __init__(self, llm: Any) -> None:
         import torch
@@ -68,7 +68,7 @@ class Checked:
         def sums(group: int, blocks: Any) -> Any:
             """Return checksums, int64 [blocks, layers].
 
-            A checksum is the sum of a block's 8-byte words, each times its own number, modulo 2^64.
+            Each is the sum of a block's 8-byte words, times a number for its place, modulo 2^64.
             """
             found = []
             for name in groups[group]:
@@ -100,7 +100,7 @@ class Checked:
 
 
 def main() -> NoReturn:
-    """Run the engine of the job file on the command line, and write its result."""
+    """Run the engine of the job file that the command line names, and write its result."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM
@@ -146,12 +146,12 @@ def main() -> NoReturn:
 
 
 def turn(history: list[int], job: Job, rng: random.Random) -> list[int]:
-    """Return a request: the history, and new tokens that no later request contains."""
+    """Return the prompt of a request: the history, and new tokens that no later request contains."""
     return history + [rng.randrange(3, job.vocab) for _ in range(job.turn)]
 
 
 def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
-    """Answer requests in order, with `at_once` in flight. Return the seconds from each arrival to the first token."""
+    """Send requests in order, `at_once` in flight. Return the seconds from each arrival to the first token."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=job.answer, ignore_eos=True, detokenize=False)
@@ -176,7 +176,8 @@ def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
 def counters() -> dict[str, float]:
     """Return vLLM's counters by name, each summed over its series.
 
-    `LLM.get_metrics` would truncate seconds to integers. "disk" counts the prompt tokens that a disk had.
+    `disk` is the number of prompt tokens that came from a disk. `LLM.get_metrics` is not used, because it truncates
+    seconds to integers.
     """
     found: dict[str, float] = {}
     for family in REGISTRY.collect():

@@ -33,11 +33,11 @@ from benchmarks.engine.users import Load, Objectives, Users, summary
 
 LEVELS = "auto=75,100 fp8=150,175 k8v4=150,200 k4v4=225,250,275"
 STARTS = 600
-"""Longest time in seconds until a server answers."""
+"""Seconds after which a server's start has failed."""
 
 
 def levels(text: str) -> dict[str, list[int]]:
-    """Parse the levels of each dtype: `auto=75,100 fp8=150`."""
+    """Parse the numbers of users for each dtype, such as `auto=75,100 fp8=150`."""
     pairs = (word.partition("=") for word in text.split())
     return {dtype: [int(one) for one in numbers.split(",")] for dtype, _, numbers in pairs}
 
@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: Path) -> Iterator[tuple[str, Any]]:
-    """Run `vllm serve` on GPU number `place`, and yield its address and process. Its group ends with the block."""
+    """Run `vllm serve` on GPU number `place` during the block. Yield its address and process."""
     shape, load = SHAPES[args.shape], Load(args.history)
     port = args.port + place
     refuse_busy(port)
@@ -88,7 +88,7 @@ def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: P
 
 
 def refuse_busy(port: int) -> None:
-    """Raise OSError if another server has the port, because its answers would be taken for ours."""
+    """Raise OSError if another server uses the port, because its answers would be taken for ours."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -98,12 +98,12 @@ def refuse_busy(port: int) -> None:
 
 
 def longest(load: Load) -> int:
-    """Return the longest context that a conversation reaches, rounded up to a multiple of 1,024 tokens."""
+    """Return the longest context of a conversation, rounded up to a multiple of 1,024 tokens."""
     return -(-(load.history + load.turns * (load.asked + load.answered)) // 1024) * 1024
 
 
 async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, found: dict[str, Any]) -> None:
-    """Raise the level until an objective is missed. Add each level's figures to `found`."""
+    """Add users, level by level, until an objective is missed. Append each level's figures to `found`."""
     objectives, levels = Objectives(args.ttft, args.itl), found.setdefault("levels", [])
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         began = time.monotonic()
@@ -132,7 +132,7 @@ async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, fo
 
 
 async def healthy(session: aiohttp.ClientSession, url: str) -> bool:
-    """Return True once the server answers."""
+    """Return True if the server answers its health check."""
     try:
         async with session.get(f"{url}/health") as answer:
             return answer.status == 200
@@ -147,7 +147,7 @@ async def page(session: aiohttp.ClientSession, url: str) -> list[str]:
 
 
 async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Return vLLM's counters of preemptions, computed tokens and generated tokens."""
+    """Return vLLM's counters of preemptions, of computed tokens and of generated tokens."""
     wanted = {
         "preemptions": "vllm:num_preemptions_total{",
         "prompt_tokens": "vllm:prompt_tokens_total{",
@@ -162,7 +162,7 @@ async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]
 
 
 async def kv_tokens(session: aiohttp.ClientSession, url: str) -> int:
-    """Return the tokens that the server's KV cache holds, from vLLM's own metric."""
+    """Return the capacity of the server's KV cache in tokens, from vLLM's own metric."""
     for line in await page(session, url):
         if line.startswith("vllm:cache_config_info{"):
             return int(line.partition('kv_cache_size_tokens="')[2].partition('"')[0] or 0)
@@ -170,14 +170,14 @@ async def kv_tokens(session: aiohttp.ClientSession, url: str) -> int:
 
 
 def row(level: dict[str, Any]) -> str:
-    """Return the figures of a level in one line, with times in ms."""
+    """Return the figures of one level as a line, with times in ms."""
     ttft, itl = ([round(1e3 * value, 1) for value in level[name]] for name in ("ttft", "itl"))
     held = "holds" if level["held"] else "misses"
     return f"TTFT p50/p95/p99 {ttft} ms, ITL {itl} ms, {level['turns_per_second']:.1f} turns/s: {held}"
 
 
 async def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> dict[str, Any]:
-    """Measure one dtype on one GPU. An error is part of the result. An interruption keeps the levels before it."""
+    """Measure one dtype on one GPU. An error is part of the result. After an interruption, earlier levels remain."""
     out = args.out / f"users-{args.shape}-{dtype}.json"
     log = out.with_suffix(".log")
     facts = {
@@ -200,14 +200,14 @@ async def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> 
 
 
 async def run_all(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
-    """Measure all dtypes side by side."""
+    """Measure all dtypes at the same time, each on its own GPU."""
     return await asyncio.gather(*(run(args, model, place, dtype) for place, dtype in enumerate(args.levels)))
 
 
 def main() -> int:
     """Run every dtype, and print the table. Return 1 if one failed."""
     args = arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the servers end, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception lets the servers end, too
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch:
         shape = SHAPES[args.shape]

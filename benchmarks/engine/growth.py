@@ -23,13 +23,13 @@ DTYPES = ("auto", "fp8", "k8v4", "k4v4", "k4v2")
 
 
 def weights_of(shape: Shape, layers: int) -> int:
-    """Return the bytes of 16-bit weights that a step of a dense model reads: all layers and the output projection."""
+    """Return the bytes of 16-bit weights that a dense model reads in a step: all layers and the output projection."""
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     return 2 * (layers * (attention + 3 * shape.hidden * shape.ffn) + shape.vocab * shape.hidden)
 
 
 def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
-    """Return the shortest possible milliseconds of a step, by total tokens. `copy_rate` is in bytes per second."""
+    """Return the smallest possible milliseconds of a step, by total tokens. `copy_rate` is in bytes per second."""
     name, layers = re.fullmatch(r"(.+?)(?:-(\d+)-layers)?", run["shape"]).groups()  # type: ignore[union-attr]
     shape = SHAPES[name]
     count = int(layers or shape.layers)
@@ -39,13 +39,13 @@ def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
 
 
 def steps(run: dict[str, Any]) -> dict[tuple[int, int], float]:
-    """Return the milliseconds of a step, by number of sequences and tokens of each."""
+    """Return the measured milliseconds of a step, by number of sequences and tokens of each."""
     cases = [case for case in run["cases"].values() if "step_ms" in case]
     return {(case["batch"], case["context"]): case["step_ms"] for case in cases}
 
 
 def table(runs: dict[str, dict[str, Any]], copy_rate: float) -> str:
-    """Return the table of steps, with the largest number of tokens first."""
+    """Return the table of steps, with the most tokens first."""
     found = {dtype: (steps(run), limits(run, copy_rate)) for dtype, run in runs.items()}
     every = {case for of, _ in found.values() for case in of}
     heads = ["sequences x tokens", "tokens in all", *(f"`{dtype}`" for dtype in found)]
@@ -60,7 +60,7 @@ def table(runs: dict[str, dict[str, Any]], copy_rate: float) -> str:
 
 
 def plot(runs: dict[str, dict[str, Any]], copy_rate: float, path: Path) -> None:
-    """Plot steps as lines and limits as dashes. Both axes are logarithmic."""
+    """Plot steps as lines and limits as dashed lines, on logarithmic axes."""
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -19,7 +19,7 @@ import matplotlib as mpl
 from benchmarks.engine import gpu_engine_report as report
 
 mpl.use("svg")
-import matplotlib.pyplot as plt  # must follow the choice of the plot backend
+import matplotlib.pyplot as plt  # import it only after the plot backend is chosen
 
 COLOURS = {
     "auto": "#333333",
@@ -33,14 +33,14 @@ COLOURS = {
 RIVAL = "#9a9a9a"
 TICKS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40, 60, 80, 120, 200)
 OUR_WIDTH, RIVAL_WIDTH = 2.2, 1.3
-# Leave out random ids and the date, so that the same input gives the same file.
+# Without random ids and the date, the same data give the same file.
 STYLE = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
-    """Plot a step's milliseconds against the context, one line per dtype, at the batch with the most contexts.
+    """Plot a step's milliseconds over the context, one line per dtype, at the batch with the most contexts.
 
-    Return False without data.
+    Return False if there are no data.
     """
     cases = [case for run in runs.values() for case in run["cases"].values() if "step_ms" in case]
     batches = [case["batch"] for case in cases if case["context"] >= 1024]
@@ -58,7 +58,7 @@ def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
         axes.plot([c / 1024 for c in contexts], steps, marker="o", markersize=3.5, color=colour, linewidth=width)
         ends.append((steps[-1], contexts[-1] / 1024, dtype, colour))
     axes.set(xlabel="context of each sequence, thousands of tokens", ylabel="decode step, ms", title=title)
-    # A logarithmic axis shows equal ratios as equal distances, and slow rivals do not flatten the rest.
+    # On a logarithmic axis equal ratios are equal distances, and slow rivals do not compress the rest.
     axes.set_yscale("log")
     ticks = [tick for tick in TICKS if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -70,7 +70,7 @@ def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
 
 
 def _label_ends(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Label each line at its right end, with readable distances between labels."""
+    """Write each line's name at its right end. Move names apart that would overlap."""
     low, high = axes.get_ylim()
     gap = (high / low) ** 0.05
     lowest = 0.0
@@ -81,7 +81,7 @@ def _label_ends(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
 
 
 def capacity_plot(title: str, runs: report.Runs, path: Path) -> bool:
-    """Plot the tokens that fit the KV cache, one bar per dtype. Return False without data."""
+    """Plot the tokens that fit in the KV cache, one bar per dtype. Return False if there are no data."""
     held = sorted((run["kv_tokens"], dtype) for dtype, run in runs.items() if run.get("kv_tokens"))
     if not held:
         return False

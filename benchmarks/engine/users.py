@@ -1,4 +1,4 @@
-"""Simulated users of a chat service, who hold long conversations with a vLLM server over its HTTP API."""
+"""Simulated users who hold long conversations with a vLLM server over its HTTP API."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any
 import aiohttp
 
 FIRST_TOKEN = 100
-"""Lowest token id in a prompt. Special tokens are below it."""
+"""Lowest token ID in a prompt. Special tokens have lower IDs."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One user's conversation, in tokens and seconds."""
+    """Conversations of one user. Lengths are in tokens, times in seconds."""
 
     history: int = 6000
-    """Tokens of a new conversation before its first question."""
+    """Length of a new conversation before its first question."""
     asked: int = 400
     answered: int = 200
     turns: int = 12
-    """Questions before a new conversation begins."""
+    """Number of questions before a new conversation begins."""
     thought: float = 20.0
-    """Mean seconds between an answer and the next question; exponential."""
+    """Mean time between an answer and the next question; exponentially distributed."""
 
 
 @dataclass(frozen=True)
 class Objectives:
-    """Upper limits of the 95th percentiles of time to first token and inter-token latency, in seconds."""
+    """Upper limits for the 95th percentiles of TTFT and ITL, in seconds."""
 
     ttft: float
     itl: float
@@ -41,14 +41,14 @@ class Objectives:
 
 @dataclass
 class Turn:
-    """One question: when it was sent, and when each chunk of its answer arrived, in seconds."""
+    """One question: the time when it was sent, and the times when chunks of its answer arrived."""
 
     sent: float
     chunks: list[float] = field(default_factory=list)
 
 
 class Users:
-    """A growing number of users. Each holds one conversation at a time."""
+    """Growing number of users. Each has one conversation at a time."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str, load: Load, vocab: int) -> None:
         self.turns: list[Turn] = []
@@ -63,7 +63,7 @@ class Users:
             self._tasks.append(asyncio.create_task(self._converse(len(self._tasks), wait)))
 
     def check(self) -> None:
-        """Raise the error of a user whose question failed."""
+        """Raise the exception of a user whose question failed."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -75,7 +75,9 @@ class Users:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _converse(self, number: int, wait: float) -> None:
-        """Ask and pause, forever. The first conversation starts at a later turn, as in a service that has run."""
+        """Ask and pause, forever. The first conversation starts at a random turn, as if the user had been active
+        before.
+        """
         chance, load = random.Random(number), self._load  # noqa: S311
         await asyncio.sleep(wait)
         done = chance.randrange(load.turns)
@@ -91,7 +93,7 @@ class Users:
         return chance.choices(range(FIRST_TOKEN, self._vocab), k=count)
 
     async def _ask(self, tokens: list[int]) -> list[int]:
-        """Send the conversation, and return the tokens of the answer."""
+        """Send the conversation as a prompt, and return the tokens of the answer."""
         body = {
             "model": self._model, "prompt": tokens, "max_tokens": self._load.answered, "temperature": 0,
             "ignore_eos": True, "stream": True, "return_token_ids": True,
@@ -112,15 +114,15 @@ class Users:
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
-    """Return the 50th, 95th and 99th percentile (nearest rank); infinity where there is no value."""
+    """Return the 50th, 95th and 99th percentile (nearest rank), or infinities without values."""
     ranked = sorted(values)
     return [ranked[-(-len(ranked) * percent // 100) - 1] if ranked else float("inf") for percent in (50, 95, 99)]
 
 
 def summary(turns: Sequence[Turn], begin: float, end: float, objectives: Objectives) -> dict[str, Any]:
-    """Return the latencies of a period in seconds. `held` is True if both objectives hold.
+    """Return latencies of a period in seconds. `held` is True if both objectives are met.
 
-    A question counts in the period in which it was sent. If it is unanswered at the end, its wait so far counts. A
+    A question counts in the period in which it was sent. If it has no answer at the end, its wait so far counts. A
     pause between chunks counts in the period in which it ends.
     """
     sent = [turn for turn in turns if begin <= turn.sent < end]

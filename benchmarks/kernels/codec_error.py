@@ -22,12 +22,12 @@ ROWS, DIM = 20_000, 128
 
 
 def ours(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Encode and decode in kvpilot's group format."""
+    """Encode and decode in our group format."""
     return decode(*encode(x, bits, group), bits)
 
 
 def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Encode and decode asymmetrically, with an exact scale and zero point per group (stored as two 16-bit numbers)."""
+    """Encode and decode asymmetrically. Scale and zero point of a group are exact, and count as two 16-bit numbers."""
     y = x.view(-1, DIM // group, group)
     lo, hi = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
     scale = (hi - lo) / (2**bits - 1)
@@ -35,7 +35,7 @@ def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Encode and decode symmetrically, with an exact scale per group (stored as one 16-bit number)."""
+    """Encode and decode symmetrically. The scale of a group is exact, and counts as one 16-bit number."""
     y = x.view(-1, DIM // group, group)
     top = 2 ** (bits - 1) - 1
     scale = y.abs().amax(-1, keepdim=True) / top
@@ -43,7 +43,7 @@ def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def groups() -> None:
-    """Print size and error of group formats."""
+    """Print sizes and errors of the group formats."""
     x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
     print("| codes | group | metadata | bits an element | mean squared error |\n|---|---|---|---|---|")
     for bits in (4, 2):
@@ -60,7 +60,7 @@ def groups() -> None:
 
 
 def heads(dims: list[int]) -> None:
-    """Print errors and bits of heads, by dtype and head_dim."""
+    """Print errors and bits per element, by dtype and head_dim."""
     names = formats.own_names()
     print(f"| head_dim | stored as | data | {' | '.join(names)} |\n|---|---|---|{'---|' * len(names)}")
     for dim in dims:

@@ -39,7 +39,7 @@ from kvpilot_kernels.ring import ring_slots
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `context` tokens, with an attention shape."""
+    """Shape of one measurement: `batch` sequences of `context` tokens, and the heads."""
 
     shape: str
     heads: int
@@ -70,7 +70,7 @@ CASES = [
 
 
 def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
-    """Return pages of random codes, with scales between 0.01 and 0.03 and zero points around the middle."""
+    """Return pages of random codes. Scales are between 0.01 and 0.03, and zero points near the middle."""
     blocks = case.batch * -(-case.context // block) + 1
     cache = torch.randint(
         0, 256, (blocks, case.kv_heads, block, fmt.row_bytes(case.dim)), dtype=torch.uint8, device=device
@@ -87,7 +87,9 @@ def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.devi
 def fill_ring(
     pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
 ) -> torch.Tensor | None:
-    """Write valid rows of every sequence's last tokens to pages and ring. Return the ring slots of the last tokens."""
+    """Write valid residuals of every sequence's last tokens to pages and ring. Return the ring slots of the last
+    tokens.
+    """
     shape = pages.shape
     if not shape.recent:
         return None
@@ -105,7 +107,7 @@ def fill_ring(
 def ours(
     name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64, overlap: bool | None = None
 ) -> dict[str, Any]:
-    """Time our kernels in one format. If `overlap` is None, the plan decides if decode overlaps with `store`."""
+    """Measure our kernels in one format. If `overlap` is None, the plan decides if decode overlaps with `store`."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
@@ -164,7 +166,7 @@ def ours(
 def weighing(
     pages: list[GpuPages], table: torch.Tensor, lens: torch.Tensor, plan: Plan, turn: Iterator[int]
 ) -> dict[str, float]:
-    """Time the extra work of heavy hitters in decode, in a step that measures attention and in another one."""
+    """Measure the extra time of heavy hitters in decode, in a step that measures attention and in one that does not."""
     wanted = torch.ones(1, dtype=torch.int32, device=table.device)
     size = stretch(plan.shape)
     room = table.shape[1] * plan.shape.block_size // size
@@ -179,7 +181,7 @@ def weighing(
 
 
 def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:
-    """Time every installed kernel and write the results. `sizes` selects batches such as 32x16384; empty means all."""
+    """Measure every installed kernel, and write the results. `sizes` selects cases such as 32x16384; empty for all."""
     device = torch.device("cuda", torch.cuda.current_device())
     packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
     facts: dict[str, Any] = {

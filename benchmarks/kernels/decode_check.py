@@ -34,18 +34,21 @@ from kvpilot_kernels.places import joined_slots
 from kvpilot_kernels.ring import ring_slots
 
 LIMIT, READ_LIMIT = 2e-3, 6e-3
-"""Allowed errors relative to a head's norm. Queries and probabilities are rounded to float16, `gather` to bfloat16."""
+"""Allowed errors relative to a head's norm. Queries and probabilities are rounded to float16, and `gather` writes
+bfloat16.
+"""
 LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
 
 
 PADDED = (80, 112, 160)
-"""Head dimensions that have no layout and are padded."""
+"""Head dimensions without a layout of their own, which are stored with padding."""
 
 
 class Case(NamedTuple):
-    """Format, head_dim, query heads per KV head, recent window, tokens of a sequence in a step, and options.
+    """One case to check: format, head_dim, query heads per KV head, recent window, tokens of a sequence in a step, and
+    options.
 
-    The options are the soft cap, sinks, and launches as for one multiprocessor.
+    Options are the soft cap, sinks, and a plan for one multiprocessor.
     """
 
     name: str
@@ -134,7 +137,7 @@ def check(case: Case) -> dict[str, Any]:
         pages.store(query.to(device), key.to(device), value.to(device), slots, plan, 0, scale, at, ordinals.to(device))
 
     for i, n in enumerate(LENGTHS):
-        if ring_table is not None:  # the ring holds another sequence's rows, whose pages are in block 0
+        if ring_table is not None:  # the ring holds residuals of another sequence, whose pages are in block 0
             every, (key, value) = torch.arange(rings * tokens), torch.randn(2, rings * tokens, KV_HEADS, dim).bfloat16()
             at = ring_slots(every, torch.full_like(every, len(every)), ring_table[i].expand(len(every), -1),
                             len(every), tokens).to(device)  # fmt: skip
@@ -197,7 +200,7 @@ def check(case: Case) -> dict[str, Any]:
         cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
     begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
-    # Attention reads the step's own tokens exactly, and all earlier tokens from the cache.
+    # Attention uses the step's own tokens exactly, and all earlier tokens as the cache returns them.
     starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
     places = joined_slots(on_gpu, begins.to(device), starts, int(begins[-1]), BLOCK)
     pages.gather(*places, read[0], read[1], key, value)
@@ -227,7 +230,7 @@ def check(case: Case) -> dict[str, Any]:
 
         element = value[last, 1, 0].clone()
         clean = answers(values[i][place : place + 1], element)
-        # Two tokens: one of an earlier step, which all rows attend to, and the last one of this step.
+        # Choose two tokens: one of an earlier step, to which all queries attend, and the last one of this step.
         for begin, broken in (
             (first, answers(spoilt, element)),
             (last, answers(values[i][place : place + 1], spoilt[0, 1, 0].to(device))),
@@ -251,7 +254,7 @@ def main() -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(DIMS))
     options = parser.parse_args()
     cases = [case for case in CASES if case.dim in options.head_dims]
-    # Use one process per case, because a fault in a kernel makes a process unusable.
+    # Use one process per case, because after a fault in a kernel the process is unusable.
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         futures = [(case, pool.submit(check, case)) for case in cases]
         rows = []

@@ -34,7 +34,7 @@ BLOCK, LIMIT = 64, 2e-3
 
 
 def launch_as(shape: Shape, choice: str, tokens: int) -> None:
-    """Use these launch choices instead of those of `tuning` in steps with several tokens of a sequence."""
+    """Use these launch choices instead of those of `tuning`, for steps with several tokens per sequence."""
     tile, stages, programs = map(int, choice.split("x"))
     found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
     wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))
@@ -43,7 +43,7 @@ def launch_as(shape: Shape, choice: str, tokens: int) -> None:
 
 
 def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: int, choice: str) -> dict[str, Any]:
-    """Time one format with `tokens` tokens of each sequence in a step."""
+    """Measure one format with `tokens` tokens of each sequence in a step."""
     fmt = formats.parse(name)
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
     if recent:
@@ -105,7 +105,7 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
     for i in range(tokens):
         mine = slice(i, None, tokens)
         again = torch.empty_like(exact[mine])
-        # Every slot is padding, so the launch stores nothing.
+        # Every slot is marked as padding, so this launch stores nothing.
         nothing = torch.full((case.batch,), -1, dtype=torch.int64, device=device)
         one.update(seen[mine].contiguous())
         first.store(

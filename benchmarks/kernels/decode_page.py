@@ -1,4 +1,4 @@
-"""Write the pages of the runs of `decode.py` in docs/benchmarks: `python -m benchmarks.kernels.decode_page`.
+"""Write the pages about runs of `decode.py` in docs/benchmarks: `python -m benchmarks.kernels.decode_page`.
 
 The pages are h200-decode.md, h200-decode-float16.md for earlier kernels, h200-decode-wide.md for heads of 512 elements,
 and h100-decode-heads.md for heads of 80 and 192.
@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 def page(source: Path, title: str) -> str:
-    """Return a run as Markdown, under this title."""
+    """Return a run as Markdown, with this title."""
     facts = json.loads(source.read_text())
     copy = facts["copy_bytes_per_s"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
@@ -52,12 +52,12 @@ def page(source: Path, title: str) -> str:
 
 
 def write(name: str, title: str, runs: Iterable[tuple[str, str]]) -> None:
-    """Write runs as a page. `runs` has the names of their files and their titles."""
+    """Write several runs as one page. `runs` has their file names and titles."""
     (DOCS / name).write_text("\n".join([f"{title}\n", *(page(DOCS / source, heading) for source, heading in runs)]))
 
 
 def main() -> None:
-    """Make the pages."""
+    """Write the pages."""
     matrices = "before [rows were rotated without matrices](h100-decode-short.md)"
     write(
         "h200-decode.md",

@@ -1,6 +1,6 @@
-"""Rivals of our kernels in `decode.py`: FlashAttention 3 as vLLM ships it, FlashInfer, and vLLM's own Triton kernel.
+"""Other projects' kernels for `decode.py`: FlashAttention 3 as in vLLM, FlashInfer, and vLLM's own Triton kernel.
 
-The Triton kernel is for heads that the other two do not support.
+The Triton kernel is measured only for heads that the other two do not support.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def installed(dim: int) -> dict[str, Run]:
-    """Return, by name, functions of case and device that measure the installed rivals at this head_dim."""
+    """Return functions of case and device that measure the installed rivals at this head_dim, by name."""
     found: dict[str, Run] = {}
     if dim > 256:
         if importlib.util.find_spec("vllm"):
@@ -49,7 +49,7 @@ def _caches(case: Any, device: torch.device, dtype: torch.dtype, block: int) -> 
 
 
 def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Time FlashAttention 3 over a paged cache. As in vLLM, the schedule is computed before."""
+    """Measure FlashAttention 3 over a paged cache. As in vLLM, its schedule is computed beforehand."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     caches, size, table = _caches(case, device, dtype, 16)
@@ -80,7 +80,7 @@ def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
-    """Time vLLM's Triton kernel over a paged cache in bf16, with its backend's number of segments for decode."""
+    """Measure vLLM's Triton kernel over a paged cache in bf16, with as many segments as its backend uses for decode."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     segments, most = 16, 128 // case.kv_heads
@@ -107,7 +107,7 @@ def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
 
 
 def flashinfer(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Time FlashInfer's batch decode with a plan made before. It uses tensor cores if queries share a KV head."""
+    """Measure FlashInfer's batch decode, planned beforehand. It uses tensor cores if query heads share a KV head."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     caches, size, table = _caches(case, device, dtype, 16)

@@ -43,8 +43,8 @@ from kvpilot_kernels.gpu import (
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""Shared memory limit of a block, by compute capability."""
-triton.knobs.compilation.disable_line_info = True  # takes a tenth of the time, and the machine code is the same
+"""Largest shared memory of a program in KiB, by compute capability."""
+triton.knobs.compilation.disable_line_info = True  # saves nine tenths of the time and gives the same machine code
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
     "query_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "out_ptr": "*bf16", "key_out_ptr": "*bf16",
@@ -67,7 +67,7 @@ class Resources:
     stack: int
 
     def misfit(self, capability: int) -> str:
-        """Return the reason why this program cannot be launched on this GPU, or an empty string."""
+        """Return the reason why this GPU cannot launch the program, or an empty string."""
         if self.stack:
             return f"spills {self.stack} bytes of registers"
         if self.shared > SHARED_KIB[capability] * 1024:
@@ -76,7 +76,7 @@ class Resources:
 
 
 def kernels() -> dict[str, Any]:
-    """Return the kernels by name."""
+    """Return all kernels by name."""
     found = (decode.decode_kernel, store.store_kernel, gather.gather_kernel, plan.plan_kernel, reduce.reduce_kernel,
              ring.ring_slots_kernel, prefill.prefill_kernel, latent_decode.latent_decode_kernel,
              latent_gather.latent_gather_kernel,
@@ -117,14 +117,14 @@ def known(variant: Variant, taken: Resources) -> bool:
 
 
 def compile_for(variant: Variant, capability: int) -> Resources:
-    """Compile a program to machine code, and read its resources from it. Errors of Triton are not caught."""
+    """Compile a program to machine code, and return its resources. Errors of Triton are not caught."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
     if "OVERLAP" in kernel.arg_names:
         constants["OVERLAP"] = capability >= 90
     if "WAIT" in kernel.arg_names:
         constants["WAIT"] = capability >= 90
-    if constants.get("D") == constants.get("WIDE"):  # rows of a power of two have no signs
+    if constants.get("D") == constants.get("WIDE"):  # rows of a power of two are rotated without signs
         constants |= {name: None for name in kernel.arg_names if name.endswith("signs_ptr")}
     for name in kernel.arg_names:
         if name in constants:
@@ -136,7 +136,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     in_gluon = variant.kernel in ("decode_kernel", "latent_decode_kernel")
     if in_gluon:
         types |= {name: kind for name, kind in {"query_ptr": "*fp16", "out_ptr": "*fp32"}.items() if name in types}
-    if variant.kernel.startswith("latent"):  # queries for latents are floats
+    if variant.kernel.startswith("latent"):  # for latents, queries are floats
         own = {"rotated_ptr": "*fp16", "sums_ptr": "*fp32"}
         types |= {name: kind for name, kind in own.items() if name in types}
     aligned = {
@@ -161,7 +161,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
 
 
 def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], capabilities: list[int]) -> str:
-    """Return the table: for each kernel, dtype and shape, the warps and the `Resources` by compute capability."""
+    """Return the page: for each kernel, dtype and shape, the warps and the `Resources` by compute capability."""
     names = [f"{capability // 10}.{capability % 10}" for capability in capabilities]
     limits = ", ".join(f"{SHARED_KIB[c]} KiB on {n}" for c, n in zip(capabilities, names, strict=True))
     tools = ", ".join(f"{tool} {version(tool)}" for tool in ("ptxas", "ptxas-blackwell"))
@@ -187,7 +187,7 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
 
 
 def cell(warps: int, taken: Resources) -> str:
-    """Return a cell of the table."""
+    """Return one cell of the table."""
     return f"{warps} x {taken.registers}, {taken.shared / 1024:.1f}" + (f" **{taken.stack}**" if taken.stack else "")
 
 
@@ -198,7 +198,7 @@ def version(tool: str) -> str:
 
 
 def main() -> int:
-    """Compile every program, and print the resources or write the page."""
+    """Compile every program, and print its resources or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--few", action="store_true", help="of each kernel and format one variant alone")
     parser.add_argument("--page", action="store_true", help="write the page")

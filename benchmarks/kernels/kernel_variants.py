@@ -1,4 +1,4 @@
-"""Programs of each GPU kernel that engines launch: kernel, constants and warps by format, head_dim and capability."""
+"""Variants of each GPU kernel that engines launch: constants and warps by format, head_dim and compute capability."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernel with its constants. `shape` and `dtype` name it in a table.
+    """Kernel with its compile-time constants. `shape` and `dtype` name it in a table.
 
-    `registers` is as in `tuning.Choice`. `stages` is the number for loops that Triton pipelines; None means no such
-    loop.
+    `registers` is as in `tuning.Choice`. `stages` is the number of stages of loops that Triton pipelines, or None.
     """
 
     kernel: str
@@ -33,14 +32,14 @@ class Variant:
 
 
 def row(dim: int) -> dict[str, int]:
-    """Return the number of elements of a head and of its stored row, and the number of the row's slots."""
+    """Return constants for a head: its own size, the size at which it is stored, and the number of slots."""
     stored = formats.stored_dim(dim) or 0
     return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
 
 
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
                    softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
-    """Return decode as `GpuPages` launches it for this format, head_dim, query heads per KV head, window and so on."""
+    """Return decode as `GpuPages` launches it for this format, head_dim and number of query heads per KV head."""
     fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
     kept = recent + tokens - 1 if recent else 0
     key, value = side_layouts(fmt, dim, page, recent)
@@ -58,7 +57,7 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
 
 
 def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
-    """Return store as `GpuPages` launches it for this number of tokens."""
+    """Return `store` as `GpuPages` launches it for this number of tokens."""
     fmt = formats.parse(name)
     block = tuning.store_block(row(dim)["D"], tokens)
     key, value = side_layouts(fmt, dim, BLOCK, recent)
@@ -70,11 +69,11 @@ def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
 
 
 STORED = (1, tuning.FEW_TOKENS + 1)
-"""Numbers of tokens for which `store` uses different programs."""
+"""Two numbers of tokens, for which `store` has different variants."""
 
 
 def gather_variant(name: str, dim: int) -> Variant:
-    """Return gather as `GpuPages` launches it for a head_dim."""
+    """Return `gather` as `GpuPages` launches it for this head_dim."""
     block = tuning.gather_block(row(dim)["D"])
     key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
     constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "TOKENS": block.tokens}
@@ -82,19 +81,24 @@ def gather_variant(name: str, dim: int) -> Variant:
 
 
 def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
-    """Return reduce for this many of 8 query heads and of splits in flight. It is the same for all formats."""
+    """Return reduce, which is the same for all formats.
+
+    Args:
+        take: query heads per program, of 8.
+        step: splits that are merged at once.
+    """
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
     constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
     return Variant("reduce_kernel", "any", shape, warps, constants)
 
 
 def merge_variant(dim: int) -> Variant:
-    """Return reduce for many sequences, of a head_dim."""
+    """Return reduce for many sequences, for this head_dim."""
     return reduce_variant(dim, *tuning.MERGES[row(dim)["D"]][-1][1])
 
 
 def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
-    """Return weigh for this many query heads per KV head."""
+    """Return weigh for this number of query heads per KV head."""
     fmt = formats.parse(name)
     queries, bits = tuning.program_queries(row(dim)["D"], ratio, 1), fmt.key.bits + fmt.value.bits
     choice = tuning.choose(row(dim)["D"], queries, bits, BLOCK, 0, divmod(capability, 10))
@@ -106,7 +110,7 @@ def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
 
 
 def prefill_variant(causal: bool, capability: int) -> Variant:
-    """Return prefill of heads of 512 elements, as the CUDA backend launches it."""
+    """Return prefill for heads of 512 elements, as the CUDA backend launches it."""
     block = tuning.prefill_block(divmod(capability, 10))
     constants = {"RATIO": 8, "D": 512, "WIDE": 512, "M": block.queries, "N": block.keys, "CAUSAL": causal,
                  "SOFTCAP": False}  # fmt: skip
@@ -115,7 +119,7 @@ def prefill_variant(causal: bool, capability: int) -> Variant:
 
 
 def step_variants() -> list[Variant]:
-    """Return plan and ring slots, which are independent of heads."""
+    """Return the plan and the ring slots, which do not depend on heads."""
     cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "ROUNDS": plan.ROUNDS}
     slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
     return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
@@ -124,7 +128,7 @@ def step_variants() -> list[Variant]:
 
 
 def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Variant]:
-    """Return the kernels of latent pages for a model's heads, as `GpuLatentPages` launches them."""
+    """Return the kernels for latents, as `GpuLatentPages` launches them for this number of heads."""
     shape, found = f"{heads} heads" + (f", blocks of {page}" if page != BLOCK else ""), []
     for name in latent_formats.names():
         fmt = latent_formats.parse(name)
@@ -153,9 +157,9 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
 
 
 def every_variant(capability: int) -> list[Variant]:
-    """Return each kernel for each format and head_dim, with and without a recent window.
+    """Return every kernel for each format and head_dim, with and without a recent window.
 
-    Decode has 4 and 8 queries, and several tokens with 4 queries.
+    Decode is included with 4 and 8 query heads per KV head, and for several tokens with 4.
     """
     found = step_variants()
     for dim in (80, 160):
@@ -180,10 +184,11 @@ def every_variant(capability: int) -> list[Variant]:
 def few_variants(capability: int) -> list[Variant]:
     """Return every kernel for a few shapes.
 
-    Decode has Llama-3-8B's shape in each format, with a window of 64, and Gemma's head_dim 256 in int8. The other
-    kernels have one or two shapes, because their resources hardly depend on the format. Latents have 16 heads in mla4.
-    Three more head dims are only for two GPUs, one with little and one with much shared memory: 192, whose rows have
-    slots in two parts, 80, which is padded, and Gemma 4's 512.
+    - Decode has Llama-3-8B's shape in each format, with a window of 64, and Gemma's head_dim 256 in int8.
+    - The other kernels have one or two shapes, because their resources hardly depend on the format.
+    - Latents have 16 heads in mla4.
+    - Three more head dims are included only for two GPUs, one with little and one with much shared memory. These are
+      192, whose rows have slots in two parts, 80, which is padded, and Gemma 4's 512.
     """
     found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():

@@ -1,11 +1,11 @@
-"""Error of a latent cache, by bits and elements per scale: `python -m benchmarks.kernels.latent_error`.
+"""Error of a latent cache, by bits and by elements per scale: `python -m benchmarks.kernels.latent_error`.
 
-Entries are random, but similar to a model's. The latent looks like the output of an RMSNorm with a learned weight, with
-some channels 8 times the others. The RoPE part has large channels and no norm. A query attends to some 100 of 4,096
-tokens.
+Cached vectors are random, but similar to a model's. The latent looks like the output of an RMSNorm with a learned
+weight, in which some channels are 8 times as large as the others. The RoPE part has large channels and no norm. A query
+attends to some 100 of 4,096 tokens.
 
-The program prints a Markdown table: bytes per token, capacity over 16 bits, the error's share of the power of latents
-and of RoPE parts, and the error of attention's output over the output's norm (median and worst of 64 heads).
+The program prints a Markdown table: bytes per token, capacity relative to 16 bits, the error's share of the power of
+latents and of RoPE parts, and the error of attention's output over the output's norm (median and worst of 64 heads).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOKENS, HEADS = 4096, 64
 
 
 def entries(rng: torch.Generator) -> torch.Tensor:
-    """Return float32 [TOKENS, 576]."""
+    """Return random vectors as a cache would hold them, float32 [TOKENS, 576]."""
     weight = torch.rand(ENTRY, generator=rng) + 0.5
     weight[torch.randperm(ENTRY, generator=rng)[:12]] *= 8
     x = torch.randn(TOKENS, ENTRY, generator=rng)
@@ -32,7 +32,7 @@ def entries(rng: torch.Generator) -> torch.Tensor:
 
 
 def grouped(x: torch.Tensor, bits: int, group: int, turned: bool = True) -> torch.Tensor:
-    """Round latents and RoPE parts in groups with 16-bit scale and zero point, rotated or not."""
+    """Quantize latents and RoPE parts in groups with a 16-bit scale and zero point, rotated or not, and decode them."""
     parts = []
     for part, width, size in ((x[:, :RANK], bits, group), (x[:, RANK:], 8, ROPE)):
         turn = hadamard(part.shape[1]) if turned else torch.eye(part.shape[1])
@@ -41,7 +41,7 @@ def grouped(x: torch.Tensor, bits: int, group: int, turned: bool = True) -> torc
 
 
 def float8(x: torch.Tensor) -> torch.Tensor:
-    """Round to e4m3 with a scale of 1, as in engines."""
+    """Round to e4m3 with a scale of 1, as engines do."""
     return x.to(torch.float8_e4m3fn).float()
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     """Print the table."""
     rng = torch.Generator().manual_seed(0)
     x, query = entries(rng), torch.randn(HEADS, 1, ENTRY, generator=rng)
-    # Make queries attend to some tokens more than to others: scores have a standard deviation of 2.5.
+    # Let queries attend to some tokens more than to others: scores have a standard deviation of 2.5.
     scale = 2.5 / float((query[:, 0] @ x.T).std())
     exact = torch.cat([attend(q[None], x, scale) for q in query])
     print("| | bytes a token | capacity | latent lost | RoPE part lost | output off, median | worst |")

@@ -1,9 +1,9 @@
-"""Baseline for latent decode in `mla_decode.py` without vLLM: the same attention over 16 or 8 bits.
+"""Baseline for latent decode in `mla_decode.py` without vLLM: the same attention over a cache of 16 or 8 bits.
 
-It is a split-context Triton kernel, like those of engines for GPUs without a special kernel. Heads are along M. A tile
-of entries is loaded once, and serves as keys and as values. The softmax is online. Entries are bfloat16, or float8
-(e4m3, scale 1) that the kernel converts to bfloat16 before the tensor cores. `attend` takes launch choices; `CHOICES`
-are those to try.
+It is a Triton kernel with splits of the context, like those of engines for GPUs without a special kernel. Heads are
+along M. A tile of cached vectors is loaded once, and used as keys and as values. The softmax is online. The cache is
+bfloat16, or float8 (e4m3, scale 1) that the kernel converts to bfloat16 before the tensor cores. `attend` takes launch
+choices; `CHOICES` are those to try.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ RANK, ROPE, ENTRY = 512, 64, 576
 def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr, page_stride, table_stride, scale,
                     HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
                     SPLITS: tl.constexpr):  # fmt: skip
-    """Attend in one split. Grid (cdiv(HEADS, ROWS), sequences, SPLITS).
+    """Compute attention over one split. Grid (cdiv(HEADS, ROWS), sequences, SPLITS).
 
-    query: bfloat16 [sequences, HEADS, 576]; cache: [blocks, PAGE, 576]; out: float32 [sequences, SPLITS, HEADS, 512]
-    and lse: float32 [sequences, SPLITS, HEADS] in log2, normalised parts; scale: on scores in log2.
+    query: bfloat16 [sequences, HEADS, 576].
+    cache: [blocks, PAGE, 576].
+    out: float32 [sequences, SPLITS, HEADS, 512], the normalised result of each split.
+    lse: float32 [sequences, SPLITS, HEADS], its log-sum-exp in log2.
+    scale: softmax scale, for scores in log2.
     """
     sequence = tl.program_id(1)
     length = tl.load(lens_ptr + sequence)
@@ -64,11 +67,11 @@ def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
 
 @dataclass(frozen=True)
 class Choice:
-    """Launch choice.
+    """Launch choice of the kernel.
 
     Attributes:
         tile: tokens per iteration.
-        stages: stages of the loop's pipeline.
+        stages: pipeline stages of the loop.
         warps: warps of a program.
         programs: programs per multiprocessor.
     """
@@ -86,12 +89,13 @@ CHOICES = [
 
 
 class Baseline:
-    """Cache of 16 or 8 bits of one layer, and the scratch memory of one step.
+    """One layer's attention over a cache of 16 or 8 bits, with the scratch memory of one step.
 
     Args:
-        cache: bfloat16 or float8_e4m3fn [blocks, page, 576].
-        table: int32 [sequences, blocks].
-        lens: int32 [sequences].
+        table: block table, int32 [sequences, blocks].
+        lens: lengths of the sequences, int32 [sequences].
+        heads: number of query heads.
+        choice: launch choice.
     """
 
     def __init__(self, table: torch.Tensor, lens: torch.Tensor, heads: int, choice: Choice) -> None:
@@ -104,7 +108,13 @@ class Baseline:
         self.lse = torch.empty(len(lens), self.splits, heads, device=table.device)
 
     def attend(self, query: torch.Tensor, cache: torch.Tensor, scale: float) -> None:
-        """Write the parts of every split into `out` and `lse`. `query` is bfloat16 [sequences, heads, 576]."""
+        """Write the result of every split into `out` and `lse`.
+
+        Args:
+            query: bfloat16 [sequences, heads, 576].
+            cache: bfloat16 or float8_e4m3fn [blocks, page, 576].
+            scale: softmax scale.
+        """
         baseline_kernel[(self.blocks, len(self.lens), self.splits)](
             query, cache, self.table, self.lens, self.out, self.lse, cache.stride(0), self.table.stride(0),
             scale * 1.4426950408889634, HEADS=self.heads, ROWS=self.rows, TILE=self.choice.tile, PAGE=cache.shape[1],
@@ -112,11 +122,11 @@ class Baseline:
         )  # fmt: skip
 
     def merged(self) -> torch.Tensor:
-        """Merge the parts in plain torch and return float32 [sequences, heads, 512]. It is only for checks."""
+        """Merge the splits in plain torch, for checks. Return float32 [sequences, heads, 512]."""
         weight = torch.softmax(self.lse * 0.6931471805599453, 1)
         return (weight[..., None] * self.out).sum(1)
 
 
 def choices(heads: int) -> Iterator[Choice]:
-    """Return the choices to try for this many heads. The accumulators of 64 heads need 8 warps."""
+    """Return the launch choices to try for this many heads. The accumulators of 64 heads need 8 warps."""
     return (choice for choice in CHOICES if heads <= 32 or choice.warps == 8)

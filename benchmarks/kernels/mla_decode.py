@@ -40,7 +40,9 @@ from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 
 BLOCK, LIMIT, READ_LIMIT = 64, 3e-3, 6e-3
-"""Tokens of a block, and allowed errors over an output's norm. Outputs have float16, those of `gather` bfloat16."""
+"""Tokens of a block, and allowed errors relative to an output's norm. Outputs are float16, and those of `gather`
+bfloat16.
+"""
 LENGTHS = [1, 63, 64, 65, 300, 1000, 2500]
 CHECKED = [(name, heads) for name in names() for heads in (1, 8, 16, 20, 64, 128)]
 BASELINES = [("baseline bf16", heads) for heads in (16, 20, 128)]
@@ -48,7 +50,7 @@ BASELINES = [("baseline bf16", heads) for heads in (16, 20, 128)]
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `context` tokens, for a model with this many heads per rank."""
+    """Shape of one measurement: `batch` sequences of `context` tokens, and heads per rank."""
 
     model: str
     heads: int
@@ -66,9 +68,9 @@ CASES = [
 
 
 def some_entries(count: int) -> torch.Tensor:
-    """Return float32 [count, 576] on the CPU, as after an RMSNorm with a learned weight.
+    """Return random vectors as a latent cache holds them, float32 [count, 576] on the CPU.
 
-    Some channels are 8 times the others.
+    They look like the output of an RMSNorm with a learned weight, in which some channels are 8 times the others.
     """
     weight = torch.rand(ENTRY) + 0.5
     weight[torch.randperm(ENTRY)[:12]] *= 8
@@ -161,14 +163,14 @@ def check_baseline(name: str, heads: int) -> dict[str, Any]:
 
 
 def tables(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a random block table, int32 [batch, blocks], and lengths, int32 [batch]."""
+    """Return a random block table, int32 [batch, blocks], and the lengths, int32 [batch]."""
     per = -(-case.context // BLOCK)
     table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
     return table, torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
 
 
 def random_pages(fmt: LatentFormat, blocks: int, device: torch.device) -> torch.Tensor:
-    """Return pages of random codes with scales between 0.01 and 0.03 and zero points around the middle."""
+    """Return pages of random codes. Scales are between 0.01 and 0.03, and zero points near the middle."""
     cache = torch.randint(0, 256, (blocks, BLOCK, fmt.row_bytes), dtype=torch.uint8, device=device)
     layout = fmt.page_layout(BLOCK)
     scale = (torch.rand(blocks, 2 * BLOCK, device=device) * 0.02 + 0.01).half().view(torch.int16).int()
@@ -183,7 +185,7 @@ def ours(
     device: torch.device,
     others: Callable[[LatentChoice], Iterator[tuple[LatentChoice, Merge | None]]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Time our kernels at their own launch choices, or decode at another choice."""
+    """Measure our kernels at their own launch choices, or decode at another choice."""
     size = case.batch * case.context * fmt.row_bytes
     blocks = case.batch * -(-case.context // BLOCK) + 1
     caches = [random_pages(fmt, blocks, device) for _ in range(layers_for(size))]
@@ -255,14 +257,14 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
 
 
 def decodes(choice: LatentChoice) -> Iterator[tuple[LatentChoice, None]]:
-    """Yield choices near this one. With more programs the assembler has fewer registers and spills."""
+    """Yield launch choices near this one. With more programs, a thread gets fewer registers and may spill."""
     ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
     for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
         yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers), None
 
 
 def merges(choice: LatentChoice) -> Iterator[tuple[LatentChoice, Merge]]:
-    """Yield merges with more and fewer splits in flight, for as many splits as programs fit and for half of them."""
+    """Yield merges with more and with fewer splits at once, for as many splits as programs fit and half of them."""
     ways = [(2, 16, 16), (2, 8, 16), (2, 8, 8), (2, 4, 8), (4, 8, 16), (4, 4, 8), (4, 2, 8)]
     for programs, way in product((choice.programs, 1), ways):
         yield replace(choice, programs=programs), Merge(*way)

@@ -35,7 +35,7 @@ BLOCKS = [PrefillBlock(*block) for block in (
 
 def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
           softcap: float) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return one sequence in float64: outputs [tokens, heads, D], and log-sums [heads, tokens]."""
+    """Return attention of one sequence in float64: outputs [tokens, heads, D], and log-sum-exps [heads, tokens]."""
     key, value = (x.double().repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = torch.einsum("ihd,thd->hit", query.double(), key) * DIM**-0.5
     if softcap:
@@ -46,7 +46,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: b
 
 
 def check(dtype: torch.dtype, causal: bool, softcap: float, device: torch.device) -> dict[str, Any]:
-    """Return the largest error of an output over its norm, and of a log-sum."""
+    """Return the largest error of an output relative to its norm, and of a log-sum-exp."""
     torch.manual_seed(5)
     news = [1, 65, 300, 17, 64]
     lens = [n + extra for n, extra in zip(news, (0, 7, 0, 500, 0), strict=True)] if causal else [70, 1, 0, 513, 31]
@@ -69,12 +69,12 @@ def check(dtype: torch.dtype, causal: bool, softcap: float, device: torch.device
 
 
 def milliseconds(launch: Any) -> float:
-    """Return the time of one launch."""
+    """Return the milliseconds of one launch."""
     return float(triton.testing.do_bench(launch, warmup=20, rep=100, return_mode="median"))
 
 
 def rival(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: int, old: int) -> Any:
-    """Return a launch of vLLM's Triton kernel over the same tokens in pages."""
+    """Return a function that launches vLLM's Triton kernel over the same tokens in pages."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     device, block = query.device, 16
@@ -91,7 +91,7 @@ def rival(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: int,
 
 
 def times(new: int, old: int, blocks: list[PrefillBlock], device: torch.device) -> list[dict[str, Any]]:
-    """Time a chunk that attends to itself and to a context before it, both in one launch."""
+    """Measure a chunk that attends to itself, and one that also attends to a context, each in one launch."""
     query = torch.randn(new, HEADS, DIM, device=device).bfloat16()
     key, value = torch.randn(2, new + old, KV_HEADS, DIM, device=device).bfloat16()
     starts, rows = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (new, new + old))

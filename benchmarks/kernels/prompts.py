@@ -46,7 +46,7 @@ BLOCK = 64
 
 
 def tokens_of(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values of a prompt, adjacent in one tensor as from a model, and its block table."""
+    """Return queries, keys and values of a prompt, as views of one tensor as in a model, and its block table."""
     heads = case.heads + 2 * case.kv_heads
     every = torch.randn(case.context, heads, case.dim, device=device, dtype=torch.bfloat16)
     query, key, value = every.split((case.heads, case.kv_heads, case.kv_heads), 1)
@@ -55,12 +55,12 @@ def tokens_of(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def slots_of(table: torch.Tensor) -> torch.Tensor:
-    """Return each token's slot, int64."""
+    """Return the slot of each token, int64 [tokens]."""
     return (table.long()[0][:, None] * BLOCK + torch.arange(BLOCK, device=table.device)).flatten()
 
 
 def ours(name: str, case: Case, device: torch.device, recent: int) -> dict[str, Any]:
-    """Time one format."""
+    """Measure our kernels in one format."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
@@ -95,7 +95,7 @@ def ours(name: str, case: Case, device: torch.device, recent: int) -> dict[str, 
 
 
 def vllms(dtype: str, case: Case, device: torch.device) -> dict[str, Any]:
-    """Time vLLM's store of a prompt."""
+    """Measure vLLM's store of a prompt."""
     from vllm import _custom_ops as ops
 
     _, key, value, table = tokens_of(case, device)
@@ -113,12 +113,12 @@ def vllms(dtype: str, case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def block_of(text: str) -> tuning.Block | None:
-    """Parse a block of the command line; None for the block that engines launch."""
+    """Parse a program size of the command line; None for the size that engines use."""
     return tuning.Block(*map(int, text.split(","))) if text else None
 
 
 def runs_of(options: argparse.Namespace, case: Case, device: torch.device) -> Iterator[tuple[str, Any]]:
-    """Yield the runs of a case, by name."""
+    """Yield the measurements of a case, by name."""
     for dtype in ("auto", "fp8"):
         yield f"vLLM {dtype}", lambda dtype=dtype: vllms(dtype, case, device)
     blocks = list(itertools.zip_longest(options.blocks, options.gathers, fillvalue=""))
@@ -138,7 +138,7 @@ def runs_of(options: argparse.Namespace, case: Case, device: torch.device) -> It
 
 
 def main() -> None:
-    """Time all cases, print and write."""
+    """Measure all cases, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
@@ -162,7 +162,7 @@ def main() -> None:
                 row = run()
                 for what in {"store", "gather"} & set(row):
                     row[f"{what} of copy"] = row["bytes"] / row[what] * 1e6 / facts["copy_bytes_per_s"]
-            except Exception as error:  # vLLM may be missing, and does not support all dtypes and head dims
+            except Exception as error:  # vLLM may be missing, or lack support for a dtype or head_dim
                 row = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             facts["rows"].append({"case": asdict(case), "name": name, **row})
             told = {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}

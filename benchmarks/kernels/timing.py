@@ -1,4 +1,4 @@
-"""Times of GPU launches in CUDA graphs that rotate over many caches, and the rate of the GPU's memory copies."""
+"""Measure GPU launches in CUDA graphs that rotate over many caches, and the rate of memory copies on the GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAUNCHES = 32
 
 
 def microseconds(launch: Callable[[], object]) -> float:
-    """Return the median time of one launch, in a graph of many."""
+    """Return the median time of one launch, measured in a graph of many."""
     for _ in range(3):
         launch()
     torch.cuda.synchronize()
@@ -32,12 +32,12 @@ def microseconds(launch: Callable[[], object]) -> float:
 
 
 def layers_for(size: int) -> int:
-    """Return the number of caches to rotate over. Together they have at least 1 GB, far more than any L2."""
+    """Return how many caches to rotate over. Together they have at least 1 GB, far more than the L2 cache."""
     return max(2, min(LAUNCHES, -(-(10**9) // size)))
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes per second of a large device-to-device copy. Read and written bytes both count."""
+    """Return the rate of a large copy within GPU memory in bytes per second. It counts bytes read and bytes written."""
     source = torch.randint(0, 256, (4 * 2**30,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")

@@ -1,4 +1,4 @@
-"""Process that uses a share of the machine's processor time and does nothing else.
+"""Program that uses a share of the machine's CPU time and does nothing else.
 
 python -m benchmarks.operator.background SHARE
 """
@@ -16,7 +16,7 @@ SLICE_SECONDS = 0.02
 
 @contextlib.contextmanager
 def taking(cores: float) -> Iterator[None]:
-    """Use this many cores, with as few processes as possible."""
+    """Use this many cores during the block, by as few processes as possible."""
     number = max(1, -int(-cores // 1))
     command = [sys.executable, __file__, str(cores / number)]
     programs = [subprocess.Popen(command) for _ in range(number)] if cores > 0 else []

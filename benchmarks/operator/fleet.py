@@ -54,14 +54,14 @@ PROMETHEUS_SECONDS = 30.0
 
 
 class ApiServer(ControlPlane):
-    """Control plane of only etcd and the API server. fleet_kubelets.py creates the pods."""
+    """Control plane of etcd and the API server only. fleet_kubelets.py replaces the other components."""
 
     def _controllers(self) -> None:
         pass
 
 
 class Fleet:
-    """Cluster, its helper processes, and the changes that the benchmark makes."""
+    """Cluster with its helper processes, and the changes that the benchmark makes there."""
 
     def __init__(self, cluster: Cluster, operator: Process, port: int) -> None:
         self.cluster = cluster
@@ -69,11 +69,11 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
-        # All measurements share one generator: an edit must not repeat the value that a spec already has.
+        # All measurements share one generator, because an edit must not repeat the value that a spec already has.
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:
-        """Create services up to this number. Return the seconds until all have their replicas."""
+        """Create services until there are `size`. Return the seconds until all have their replicas."""
         began = time.monotonic()
         new = [(f"team-{i % NAMESPACES}", f"model-{i:04d}") for i in range(len(self.keys), size)]
         places = asyncio.Semaphore(8)
@@ -93,7 +93,7 @@ class Fleet:
         return time.monotonic() - began
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Edit specs and change pods for this many seconds."""
+        """Edit specs and change pods for this many seconds, and return the figures."""
         await self._stats()
         before, cores, began = await self._metrics(), Cores(), time.monotonic()
         edits: list[asyncio.Task[float]] = []
@@ -148,7 +148,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _flip(self, key: tuple[str, str], i: int) -> float:
-        """Make a pod unready. Make it ready again once the status has counted it."""
+        """Make a pod unready, wait until the service's status counts it, and make it ready again."""
         found = await self.cluster.list("v1", "Pod", key[0], f"{SERVICE_LABEL}={key[1]}")
         name = sorted(pod["metadata"]["name"] for pod in found)[i]
         since = time.monotonic()
@@ -161,7 +161,7 @@ class Fleet:
         return max(0.0, done - answered)
 
     async def _page(self) -> tuple[float, int]:
-        """Read the operator's metrics. Return the duration in seconds and the size in bytes."""
+        """Read the operator's metrics page. Return the duration in seconds and the size in bytes."""
         began = time.monotonic()
         async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{self._port}/metrics") as answer:
             size = len(await answer.read())
@@ -180,7 +180,7 @@ class Fleet:
 
 
 def service(key: tuple[str, str]) -> Object:
-    """Return a service whose metrics are judged. Its mode is Recommend, because no engine can be probed."""
+    """Return a service in mode Recommend. The operator judges its metrics, but these engines cannot be probed."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -197,7 +197,7 @@ def service(key: tuple[str, str]) -> Object:
 
 @contextlib.contextmanager
 def plane_of(folder: Path, namespaces: Sequence[str]) -> Iterator[ControlPlane]:
-    """Start an API server that knows our API, with these namespaces and nodes with GPUs."""
+    """Start an API server with our CRD, these namespaces, and nodes with GPUs."""
     with ApiServer(folder / "plane", build.build()) as plane:
         define(plane.rest, [yaml.safe_load((ROOT / "crds" / "kvpilot.io_quantizedllmservices.yaml").read_text())])
         for name in namespaces:
@@ -214,7 +214,7 @@ def plane_of(folder: Path, namespaces: Sequence[str]) -> Iterator[ControlPlane]:
 
 
 async def connected(plane: ControlPlane) -> Cluster:
-    """Return a client of this API server. The caller closes it."""
+    """Return a client of this API server. The caller must close it."""
     await config.load_kube_config(config_file=str(plane.kubeconfig))
     configuration = Configuration.get_default_copy()
     configuration.connection_pool_maxsize = 0
@@ -226,7 +226,7 @@ async def connected(plane: ControlPlane) -> Cluster:
 
 @contextlib.asynccontextmanager
 async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
-    """Start everything, with engines for this many pods, and end it afterwards."""
+    """Start everything, with engines for this many pods. End it when the block ends."""
     with plane_of(folder, [f"team-{i}" for i in range(NAMESPACES)]) as plane:
         cluster = await connected(plane)
         port = free_port()
@@ -250,7 +250,7 @@ async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
 
 
 async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Grow the fleet and measure at each size. Write the results after each one."""
+    """Grow the fleet to each size, measure, and write the results."""
     for size in options.sizes:
         up = await fleet.grow(size)
         await asyncio.sleep(options.settle)
@@ -266,7 +266,7 @@ async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure at all sizes, then run the soak."""
+    """Measure at all sizes, and then over a long time."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "sizes": []}
     result["pages_per_second"] = PAGES_PER_SECOND
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--soak", type=float, default=0.0, help="seconds of measuring more at the largest size (0)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "fleet.json")
     parser.add_argument("--keep-log", type=Path, help="where to keep the operator's log")
-    # Exit normally on SIGTERM, because otherwise all child processes would stay.
+    # Exit normally on SIGTERM. Otherwise all child processes would remain.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run(parser.parse_args()))
 

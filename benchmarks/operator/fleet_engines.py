@@ -1,10 +1,10 @@
-"""One process that answers /metrics for every engine of the fleet, at each pod's address and port 8000.
+"""Process that answers /metrics for every engine of the fleet, at each pod's address and port 8000.
 
     python -m benchmarks.operator.fleet_engines EARLY LATER PODS
 
-EARLY and LATER are two pages of one real vLLM. Every counter grows at its rate between these pages, times one of
-sixteen factors (paces). KV use and running requests go up and down. /stats returns a histogram of the time since each
-pod's previous scrape.
+EARLY and LATER are two metrics pages of one real vLLM. Every counter grows at its rate between these pages, times one
+of sixteen factors (paces). KV cache usage and running requests go up and down. /stats returns a histogram of the time
+between scrapes of the same pod.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNTED = re.compile(r"^[^{ ]+_(total|bucket|sum|count)(\{|$)")
 
 
 class Pages:
-    """Pages of all pods, which change every second. Pods of one pace share a page."""
+    """Metrics pages of all pods, which change every second. Pods of the same pace share a page."""
 
     def __init__(self, early: str, later: str) -> None:
         before = dict(m.groups() for m in map(_SERIES.match, early.splitlines()) if m)
@@ -69,7 +69,7 @@ class Pages:
 
 
 class Engines:
-    """Record of every pod's last scrape, and of the intervals between earlier ones."""
+    """Time of every pod's last scrape, and the intervals between earlier ones."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
@@ -77,7 +77,7 @@ class Engines:
         self._gaps: Counter[int] = Counter()
 
     def metrics(self, address: str) -> bytes:
-        """Return the answer of the pod with this address."""
+        """Return the HTTP answer of the pod with this address, and record the scrape."""
         now = time.monotonic()
         last = self._last.get(address)
         if last is not None:
@@ -87,24 +87,24 @@ class Engines:
         return self.pages.of((int(a) * 256 + int(b)) % PACES)
 
     def stats(self) -> bytes:
-        """Return the number of pods, and the gaps between scrapes since the last call, in tenths of a second."""
+        """Return the number of pods, and the intervals between scrapes since the last call, in tenths of a second."""
         body = json.dumps({"pods": len(self._last), "gaps": self._gaps}).encode()
         self._gaps = Counter()
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 class Connection(asyncio.Protocol):
-    """Connection to one client. A request always fits into one segment."""
+    """Connection of one client. A request always fits in one segment."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Remember the connection."""
+        """Remember the transport."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer."""
+        """Answer the request."""
         path = data.split(b" ", 2)[1]
         if path == b"/metrics":
             self._transport.write(self._engines.metrics(self._transport.get_extra_info("sockname")[0]))
@@ -115,11 +115,11 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(early: str, later: str, pods: int) -> None:
-    """Answer forever."""
+    """Answer requests forever."""
     engines = Engines(Pages(early, later))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # Address number 0 is not a pod: it answers /stats.
+    # Address number 0 belongs to no pod. It answers /stats.
     addresses = [numbered(number) for number in range(pods + 1)]
     server = await asyncio.get_running_loop().create_server(lambda: Connection(engines), addresses, PORT, backlog=64)
     await server.serve_forever()

@@ -1,4 +1,4 @@
-"""Measurements for fleet.py: the cost of processes, statuses from a watch, percentiles, and rates of counters."""
+"""Measurements for fleet.py: cost of processes, statuses from a watch, percentiles, and rates of counters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 
 OPERATOR = "kvpilot-operator"
-# In seconds. The limit only guards against hanging, because everything takes longer on a busy machine.
+# Seconds. The limit is only against hanging, because everything takes longer on a busy machine.
 DEADLINE = 600.0
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Process:
-    """Child process and its cost."""
+    """Child process whose cost is measured."""
 
     def __init__(
         self, command: list[str], folder: Path, kubeconfig: Path, start: Callable[[], None] | None = None
@@ -40,7 +40,7 @@ class Process:
             self._child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, preexec_fn=start)
 
     def rss(self) -> float:
-        """Return the resident MiB."""
+        """Return the resident memory in MiB."""
         pages = Path(f"/proc/{self._child.pid}/statm").read_text().split()[1]
         return int(pages) * _PAGE_BYTES / 2**20
 
@@ -49,7 +49,7 @@ class Process:
         return self._child.poll() is None
 
     def end(self) -> None:
-        """Ask the process to end, and wait."""
+        """Send SIGTERM to the process, and wait until it has ended."""
         self._child.send_signal(signal.SIGTERM)
         try:
             self._child.wait(30)
@@ -58,7 +58,7 @@ class Process:
 
 
 class Cores:
-    """Processor use of the machine's processes since this object was made.
+    """CPU use of the machine's processes since the creation of this object.
 
     The benchmark's programs are listed by name, and all other processes together.
     """
@@ -67,18 +67,18 @@ class Cores:
         self._before, self._since = self._now(), time.monotonic()
 
     def taken(self) -> dict[str, float]:
-        """Return cores by program. A program that has already ended counts with the others."""
+        """Return the mean number of used cores by program. A program that has already ended counts as `others`."""
         wall, now = time.monotonic() - self._since, self._now()
         spent = {name: (seconds - self._before.get(name, 0.0)) / wall for name, seconds in now.items()}
         spent["others"] = spent.pop("machine") - sum(spent.values())
         return {name: round(max(0.0, cores), 2) for name, cores in spent.items()}
 
     def _now(self) -> dict[str, float]:
-        """Return the processor seconds so far, of the machine and of each descendant of this process."""
+        """Return the CPU seconds so far of the machine, and of each descendant of this process by program."""
         words = Path("/proc/stat").read_text().split(maxsplit=9)
         found = {"machine": sum(map(int, (*words[1:4], *words[6:9]))) / _TICK}
         family = {os.getpid()}
-        # A parent's id may be larger than its child's, so repeat. The process tree is not deep.
+        # Repeat until no process is added, because a parent's id may be larger than its child's.
         lines = _processes()
         while new := {pid for pid, (parent, _) in lines.items() if parent in family} - family:
             family |= new
@@ -89,7 +89,7 @@ class Cores:
 
 
 def _processes() -> dict[int, tuple[int, float]]:
-    """Return the parent and the processor seconds of each process."""
+    """Return the parent and the CPU seconds of each process."""
     found = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ def _processes() -> dict[int, tuple[int, float]]:
 
 
 def _program(pid: int) -> str:
-    """Return a process' program, or a script with its argument: "etcd", "hostile_engines good"."""
+    """Return the name of a process's program. For a script add its argument, as in "hostile_engines good"."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:
@@ -113,7 +113,7 @@ def _program(pid: int) -> str:
 
 
 class Watched:
-    """Services as the watch reports them. Callers can wait for a status and get its arrival time."""
+    """Services as the watch reports them. A caller can wait for a status and get the time of its arrival."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -142,7 +142,7 @@ class Watched:
     async def until(self, key: tuple[str, str], right: Any, since: float) -> float:
         """Return the arrival time of the first status after `since` for which `right(object)` is true.
 
-        Return infinity if there is none.
+        Return infinity if there is none within DEADLINE.
         """
         seen, latest = self._latest.get(key, (0.0, {}))
         if seen >= since and right(latest):
@@ -167,7 +167,7 @@ class Watched:
 
 
 def total(metrics: dict[str, float], name: str, part: str = "") -> float:
-    """Return the sum of a metric's series that have `part` in their labels."""
+    """Return the sum of a metric over the series whose labels contain `part`."""
     return sum(value for series, value in metrics.items() if series.partition("{")[0] == name and part in series)
 
 
@@ -177,7 +177,7 @@ def rate(before: dict[str, float], after: dict[str, float], name: str, seconds: 
 
 
 def shares(values: Iterable[float]) -> dict[str, float]:
-    """Return percentiles of the finite values, and the number of infinite ones."""
+    """Return percentiles of the finite values, and how many values are infinite."""
     every = list(values)
     rising = sorted(value for value in every if value != float("inf"))
     if not rising:

@@ -1,9 +1,9 @@
-"""One process that replaces the Deployment controller, the scheduler and all kubelets.
+"""Process that replaces the Deployment controller, the scheduler and all kubelets.
 
     python -m benchmarks.operator.fleet_kubelets KUBECONFIG
 
-It watches our Deployments and keeps the requested number of pods for each. Pods are bound to a node, Running and Ready,
-and each has its own address in 127.0.0.0/8. They are real objects of the real API server, but run no containers.
+It watches our Deployments and creates as many pods as each requests. Pods are bound to a node, Running and Ready, and
+each has its own address in 127.0.0.0/8. They are real objects of the real API server, but run no containers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ KINDS = (
 
 
 def kind_of(deployment: Object) -> int:
-    """Return the index of this kind of engine."""
+    """Return the index of the kind of this Deployment's engines."""
     return next((i for i, kind in enumerate(KINDS) if deployment["metadata"]["name"].startswith(f"{kind}-0")), 0)
 
 
 def address(number: int, deployment: Object) -> str:
-    """Return the pod's address: 127.(100 + kind).0.1 and up, or 127.(100 + kind).128.1 for another dtype."""
+    """Return the pod's address: 127.(100 + kind).0.1 and up, or 127.(100 + kind).128.1 and up for a quantized dtype."""
     half = 0 if deployment["metadata"]["labels"].get(DTYPE_LABEL, "auto") == "auto" else 128
     return numbered(number, kind_of(deployment), half)
 
@@ -49,7 +49,7 @@ def numbered(number: int, kind: int = 0, half: int = 0) -> str:
 
 
 class Kubelets:
-    """Pods for every Deployment. Within a kind, no pod's number is used twice."""
+    """Pods for every Deployment. Each pod has a number that is unique within its kind."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -58,7 +58,7 @@ class Kubelets:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
-        """Create and delete pods forever."""
+        """Follow the Deployments and create their pods, forever."""
         version = ""
         async with asyncio.TaskGroup() as group:
             while True:
@@ -111,11 +111,11 @@ class Kubelets:
 
 
 async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip: str | None = None) -> Object:
-    """Return a pod's status as a kubelet would report it."""
+    """Write a pod's status as a kubelet would report it, and return the pod."""
     word = "True" if ready else "False"
     status: Object = {
         "phase": "Running",
-        # A merge patch replaces the whole list. So repeat an open readiness gate, which would close otherwise.
+        # A merge patch replaces the whole list, so repeat the open readiness gate. It would close otherwise.
         "conditions": [
             {"type": "PodScheduled", "status": "True"},
             {"type": ADMITTED, "status": "True"},

@@ -78,7 +78,7 @@ def slope(memory: list[list[float]]) -> float:
 
 
 def bars(result: dict[str, Any]) -> str:
-    """Return the targets and the results at the largest size and over the long run."""
+    """Return the table of targets, with the figures at the largest size and over the long run."""
     every = [result["sizes"][-1], *([result["soak"]] if "soak" in result else [])]
     edge = max(one[what]["p99"] for one in every for what in ("edit_to_status", "pod_to_status"))
     cycle = max(one["scrape_cycle_seconds"] for one in every)
@@ -95,7 +95,7 @@ def bars(result: dict[str, Any]) -> str:
 
 
 def soak(one: dict[str, Any]) -> str:
-    """Describe the long run."""
+    """Return the text about the long run."""
     memory, edit = one["rss_mib"], one["edit_to_status"]
     half = memory[len(memory) // 2 :]
     told = (
@@ -112,7 +112,7 @@ def _wrapped(text: str) -> str:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Plot latency, scrape gap, cores and memory over the number of services."""
+    """Plot latency, interval between scrapes, cores and memory over the number of services."""
     sizes = result["sizes"]
     x = [one["services"] for one in sizes]
     figure, axes = plt.subplots(2, 2, figsize=(9, 6))
@@ -138,7 +138,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the table, one line per size."""
+    """Return the table of results, one line per size."""
     return _COLUMNS + "\n".join(row(one) for one in result["sizes"]) + "\n"
 
 

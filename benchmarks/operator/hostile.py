@@ -53,12 +53,12 @@ from kvpilot_operator.cluster.objects import Ref
 MEBIBYTES = 512
 SCRAPE_SECONDS = 1.0
 PROBES = 5
-# Least number of scrape loops in each phase.
+# Smallest number of scrape cycles in each phase.
 CYCLES = 6
 
 
 class HostileFleet:
-    """Cluster, and the benchmark's actions on it."""
+    """Cluster with good and hostile services, and the benchmark's actions there."""
 
     def __init__(self, cluster: Cluster, operator: Process, group: MemoryGroup, port: int) -> None:
         self.cluster, self.operator, self.group = cluster, operator, group
@@ -71,7 +71,7 @@ class HostileFleet:
         self._cycles: set[str] = set()
 
     async def make_good(self, number: int) -> None:
-        """Create good services and wait for their replicas."""
+        """Create good services, and wait for their replicas."""
         self.good = [(GOOD[i % len(GOOD)], f"good-{i:03d}") for i in range(number)]
         for key in self.good:
             await self.cluster.create(service(*key, GOOD_REPLICAS))
@@ -95,7 +95,7 @@ class HostileFleet:
             raise RuntimeError(f"the operator has ended: {self.operator.log.read_text()[-3000:]}")
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Edit and probe good services, and hostile ones if there are any, for at least this long."""
+        """Edit and probe good services for at least this long, while hostile ones do harm if there are any."""
         own = {key: await self._addresses(key) for key in self.good}
         before, began, cores = await self.asked(), time.monotonic(), Cores()
         failed = self._failed_scrapes()
@@ -105,7 +105,7 @@ class HostileFleet:
         probes = [asyncio.create_task(self._probe(key)) for key in self._to_probe()]
         edits: list[asyncio.Task[float]] = []
         quiet = self.good[-10:]
-        # On a busy machine a cycle of the scrape loop takes longer, and so does a phase.
+        # On a busy machine a cycle takes longer. Then the phase is extended until there are enough cycles.
         while (passed := time.monotonic() - began) < seconds or (len(self._cycles) <= CYCLES and passed < DEADLINE):
             self._alive()
             edits.append(asyncio.create_task(self._edit(quiet[len(edits) % len(quiet)], len(edits))))
@@ -154,7 +154,7 @@ class HostileFleet:
         return max(0.0, done - answered)
 
     async def _probe(self, key: tuple[str, str]) -> float:
-        """Request another dtype, and return the seconds until its canary has passed its probes and serves."""
+        """Request another dtype. Return the seconds until its canary has passed its probes and the dtype is active."""
         since = time.monotonic()
         fixed = {"spec": {"kvCache": {"mode": "Fixed", "dtype": "k8v4"}}}
         await self.cluster.merge(Ref(API_VERSION, KIND, *key), fixed)
@@ -176,7 +176,7 @@ class HostileFleet:
                 await asyncio.sleep(0.25)
 
     async def _count_cycles(self) -> None:
-        """Return the scrapes of the whole fleet, from the operator's own metrics."""
+        """Record the timestamps of the operator's scrape cycles from its own metrics, forever."""
         self._cycles = set()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE)) as http:
             while True:
@@ -190,14 +190,14 @@ class HostileFleet:
         return [pod["status"]["podIP"] for pod in found]
 
     async def asked(self, address: str = "127.100.0.1") -> Counter[str]:
-        """Return the number of page requests that each engine of a process got."""
+        """Return how often each engine of the process at `address` was scraped."""
         async with aiohttp.ClientSession() as http, http.get(f"http://{address}:8000/stats") as answer:
             return Counter(json.loads(await answer.text()))
 
 
 @contextlib.asynccontextmanager
 async def world(folder: Path) -> AsyncIterator[HostileFleet]:
-    """Start everything, and end it afterwards."""
+    """Start everything. End it when the block ends."""
     namespaces = [*GOOD, *(f"team-{kind}" for kind in HOSTILE)]
     async with contextlib.AsyncExitStack() as stack:
         plane = stack.enter_context(plane_of(folder, namespaces))
@@ -223,7 +223,7 @@ async def world(folder: Path) -> AsyncIterator[HostileFleet]:
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the good services alone, then together with the hostile ones."""
+    """Measure the good services alone, and then together with the hostile ones."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count()}
     result["background_cores"] = options.background
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--background", type=float, default=0.0, help="measure beside so many cores taken, too (0)")
     parser.add_argument("--out", type=Path, help="where to write the result")
     parser.add_argument("--keep-log", type=Path, help="where to keep the operator's log")
-    # Exit normally on SIGTERM, because otherwise all child processes would stay.
+    # Exit normally on SIGTERM. Otherwise all child processes would remain.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run(parser.parse_args()))
 

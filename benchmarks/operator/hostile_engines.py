@@ -3,8 +3,8 @@
     python -m benchmarks.operator.hostile_engines good
     python -m benchmarks.operator.hostile_engines hostile
 
-An engine's address 127.(100 + kind).x.y selects its behaviour. x is at least 128 for a quantized dtype. A good engine
-(kind 0) answers as vLLM does. /stats returns the number of page requests by address.
+The behaviour of an engine depends on its address 127.(100 + kind).x.y. x is at least 128 for a quantized dtype. A good
+engine (kind 0) answers as vLLM does. /stats returns the number of scrapes by address.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.operator.fleet_kubelets import KINDS
 from kvpilot_localcluster.engines.faulty import END, Engine
 
 PORT = 8000
-# Number of pods of one kind over the whole run.
+# Largest number of pods of one kind over the whole run.
 ADDRESSES = 150
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"
 USAGE = b"vllm:kv_cache_usage_perc"
@@ -35,7 +35,7 @@ COUNTED: Counter[str] = Counter()
 
 
 class HostileEngine(Engine):
-    """Engine with the bad behaviour of its kind. In all other respects it is a good engine."""
+    """Engine with the harmful behaviour of its kind. Otherwise it is a good engine."""
 
     def __init__(self, kind: str, dtype: str) -> None:
         super().__init__(dtype, "m")
@@ -70,7 +70,7 @@ ENGINES: dict[str, HostileEngine] = {}
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve one request on one connection."""
+    """Answer one request on one connection."""
     address = writer.get_extra_info("sockname")[0]
     _, kind, number, _ = address.split(".")
     engine = ENGINES.get(address)
@@ -96,7 +96,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def main(side: str) -> None:
-    """Answer forever, at addresses that no other process uses."""
+    """Answer requests forever, at addresses that no other process uses."""
     kinds = [0] if side == "good" else range(1, len(KINDS))
     hosts = [f"127.{100 + kind}.{half}.{i}" for kind in kinds for half in (0, 128) for i in range(1, ADDRESSES)]
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

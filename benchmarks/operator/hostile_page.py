@@ -75,19 +75,19 @@ _PHASES = {"quiet": "alone", "background": "beside a load", "hostile": "beside t
 
 
 def cycle(one: dict[str, Any]) -> float:
-    """Return the seconds of a cycle of the scrape loop."""
+    """Return the mean seconds of a scrape cycle."""
     return float(one["seconds"] / one["cycles"])
 
 
 def table(phases: dict[str, dict[str, Any]], rows: tuple[_Row, ...]) -> str:
-    """Return the table's rows by phase."""
+    """Return the rows of the table, with a column for each phase."""
     lines = [("", *(_PHASES[name] for name in phases)), ("---",) * (len(phases) + 1)]
     lines += [(what, *(said(one) for one in phases.values())) for what, said in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def verdicts(phases: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the waiting times relative to the quiet phase, and those under other load."""
+    """Yield sentences that compare delays with those of the quiet phase and of the phase with other load."""
     for what, waited in _BARS:
         before, after = waited(phases["quiet"]), waited(phases["hostile"])
         word = "within" if after <= 2 * before else "**over**"
@@ -100,7 +100,7 @@ def _cores(program: str, one: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any], name: str) -> str:
-    """Return the whole page."""
+    """Return the page as Markdown."""
     phases = {phase: result[phase] for phase in _PHASES if phase in result}
     programs = sorted({program for one in phases.values() for program in one["cores"]} - {"others"})
     cores = tuple((program, partial(_cores, program)) for program in (*programs, "others"))
@@ -114,7 +114,7 @@ def page(result: dict[str, Any], name: str) -> str:
 
 
 def main() -> None:
-    """Write the page next to the JSON file."""
+    """Write the page beside the JSON file."""
     path = Path(sys.argv[1])
     path.with_suffix(".md").write_text(page(json.loads(path.read_text()), path.name))
 

@@ -1,4 +1,4 @@
-"""Hostile services for hostile.py: their objects, and the later actions of their owners."""
+"""Hostile services for hostile.py: their objects, and later actions of their owners."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpilot_operator.errors import ClusterError
 
 GOOD_REPLICAS, HOSTILE_REPLICAS = 2, 4
 HOSTILE = KINDS[1:]
-# There are as many good teams as hostile ones, because namespaces share the operator's slots and turns.
+# There are as many good namespaces as hostile ones, because namespaces share the operator's permits.
 GOOD = tuple(f"team-good-{i}" for i in range(len(HOSTILE)))
 MAPS = 16
 BOMB = "prompts:\n- &a {k: v}\n" + "".join(f"- &a{i} {{<<: [{', '.join(['*a'] * 20)}]}}\n" for i in range(12))
@@ -23,7 +23,7 @@ CHARACTER = "\N{GRINNING FACE}"
 
 
 def service(namespace: str, name: str, replicas: int, **spec: Any) -> Object:
-    """Return a service in mode Fixed whose engines answer probes."""
+    """Return a service in mode Fixed, whose engines answer probes."""
     base = {
         "replicas": replicas,
         "model": {"source": "file:///models/tiny", "servedName": "m", "maxModelLen": 4096},
@@ -41,7 +41,7 @@ def service(namespace: str, name: str, replicas: int, **spec: Any) -> Object:
 
 
 class HostileServices:
-    """Services of one cluster, each kind in its own namespace. The API server's rejections are counted by kind."""
+    """Services of one cluster, each kind in its own namespace. Refusals by the API server are counted by kind."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.refused: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class HostileServices:
         self._keys: list[tuple[str, str]] = []
 
     async def create(self, number: int) -> list[tuple[str, str]]:
-        """Create services of each kind in turn. Return those that get replicas."""
+        """Create services of each kind in turn. Return the keys of those that get replicas."""
         self._keys = [
             (f"team-{kind}", f"{kind}-{i:03d}") for i in range(number) for kind in [HOSTILE[i % len(HOSTILE)]]
         ]
@@ -83,14 +83,13 @@ class HostileServices:
         return True
 
     async def provoke(self) -> None:
-        """Act as their owners forever: edit megabytes, and start canaries of engines that hang or lie."""
+        """Act as the owners forever: edit megabytes, and start canaries of engines that hang or lie."""
         canaries = [key for key in self._keys if key[0] in ("team-objects", "team-probe-hang")]
         for key in canaries:
             await self._try(self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"kvCache": {"dtype": "k8v4"}}}))
         specs = [key for key in self._keys if key[0] == "team-spec"]
         for number in itertools.count():
-            # Do not edit faster: the benchmark would then measure how the API server handles megabytes, not the
-            # operator.
+            # Do not edit faster. Otherwise the API server's own work with megabytes would be measured.
             await asyncio.sleep(1)
             if specs:
                 env = [{"name": f"V{i}", "value": f"{number:04d}" + CHARACTER * 4000} for i in range(64)]

@@ -1,6 +1,7 @@
-"""Limit on a process's memory: a control group of version 1 or 2 if possible, else a limit on its allocations.
+"""Memory limit for a process: by a control group of version 1 or 2 if possible, else on its allocations.
 
-That limit is RLIMIT_DATA. RLIMIT_AS would also count libraries, and memory that threads reserve and never touch.
+The limit on allocations is RLIMIT_DATA. RLIMIT_AS would also count libraries, and memory that threads reserve but do
+not use.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryGroup:
-    """Memory limit for one process and its children. The child calls `joins` before it becomes the program."""
+    """Memory limit for one process and its children. The child calls `joins` before it executes the program."""
 
     def __init__(self, mebibytes: int) -> None:
         self._bytes = mebibytes * 1024 * 1024
@@ -33,18 +34,18 @@ class MemoryGroup:
             resource.setrlimit(resource.RLIMIT_DATA, (self._bytes, self._bytes))
 
     def most_mib(self) -> float | None:
-        """Return the peak memory in MiB, or None if it is not measured."""
+        """Return the peak memory in MiB, or None if it was not measured."""
         return self._read("memory.max_usage_in_bytes", "memory.peak")
 
     def kills(self) -> int:
-        """Return the number of processes of the group that the kernel has killed."""
+        """Return how many processes of the group the kernel has killed."""
         if self._folder is None:
             return 0
         words = (self._folder / ("memory.oom_control" if self._v1 else "memory.events")).read_text().split()
         return int(words[words.index("oom_kill") + 1])
 
     def close(self) -> None:
-        """Remove the group; its process has ended."""
+        """Remove the control group after its processes have ended."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()

@@ -36,12 +36,12 @@ from kvpilot_operator.probes.errors import ProbeError
 from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
 
 SIZES = [1024 * 2**i for i in range(11)]
-# If a text took this long, the parser is not linear and gets no larger text.
+# If a text takes longer than this, the parser is not linear, and gets no larger text.
 ENOUGH_SECONDS = 1.0
 
 
 def page(text: bytes) -> None:
-    """Read a page in chunks, as scrapes do."""
+    """Parse a metrics page in chunks, as scrapes do."""
     reader = PageReader()
     for start in range(0, len(text), METRICS_CHUNK_BYTES):
         for _ in reader.steps(text[start : start + METRICS_CHUNK_BYTES]):
@@ -57,12 +57,12 @@ def prometheus_client(text: bytes) -> None:
 
 
 def pack(text: bytes) -> None:
-    """Read a pack as the operator does."""
+    """Parse a probe pack as the operator does."""
     load(["configmap/mine"], {"mine": {"prompts.yaml": text.decode()}})
 
 
 def spec(text: bytes) -> None:
-    """Return the verdict on an object."""
+    """Return the operator's verdict on an object."""
     faults(json.loads(text))
 
 
@@ -79,7 +79,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], dict[str, Make], int]] = {
 
 
 def measured(read: Callable[[bytes], object], make: Make, most: int) -> dict[str, Any]:
-    """Measure nanoseconds per byte by size, and memory and outcome at the largest size."""
+    """Return nanoseconds per byte at each size, and memory and outcome at the largest size."""
     costs: dict[str, float] = {}
     for size in (size for size in SIZES if size <= most):
         best = float("inf")
@@ -111,7 +111,7 @@ def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the page with a table for each parser."""
+    """Return the page, with a table for each parser."""
     words = [
         "# What each parser of tenants' input costs\n",
         "    python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json\n",
