@@ -130,7 +130,7 @@ class Engine:
         }  # fmt: skip
 
     def hear(self) -> None:
-        """Run a step without a request, in which vLLM handles notifications about transferred blocks."""
+        """Run a step, in which vLLM learns which of its blocks the other engine has read."""
         self.core.step()
 
 
