@@ -189,8 +189,8 @@ def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
     facts = {
         "shape": args.shape, "dtype": dtype, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
         "command": " ".join(["python", "-m", "benchmarks.engine.gpu_users", *sys.argv[1:]]), **versions(),
-        "arrivals": args.arrivals, "settle": args.settle, "seconds": args.seconds, "objectives": {"ttft_p95": args.ttft, "itl_p95": args.itl},
-        "error": "interrupted",
+        "arrivals": args.arrivals, "settle": args.settle, "seconds": args.seconds,
+        "objectives": {"ttft_p95": args.ttft, "itl_p95": args.itl}, "error": "interrupted",
     }  # fmt: skip
     try:
         with server(args, model, dtype, place, log) as (url, child):
