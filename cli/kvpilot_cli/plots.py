@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvpilot_operator.errors import KvpilotError
+from kvpilot_formats.untrusted import KvpilotError
 
 SUFFIXES = (".svg", ".png")
 # Use a white background for dark viewers, and no random ids: equal data give equal files.

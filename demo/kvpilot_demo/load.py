@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from kvpilot_operator.probes.stats import percentile
+from kvpilot_probes.stats import percentile
 
 # A user waits this long after a failure, so that a refused connection does not become a busy loop.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5

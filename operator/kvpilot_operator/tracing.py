@@ -17,7 +17,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Span, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvpilot_operator.errors import Conflict, KvpilotError
+from kvpilot_formats.untrusted import KvpilotError
+from kvpilot_operator.errors import Conflict
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

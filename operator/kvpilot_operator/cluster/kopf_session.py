@@ -17,7 +17,7 @@ import aiohttp
 import kopf
 import msgspec
 
-from kvpilot_operator.budget import whole_lines
+from kvpilot_formats.untrusted import whole_lines
 from kvpilot_operator.cluster.objects import Object, path_of
 from kvpilot_operator.cluster.transport import REMEDIES, Transport, connector
 

@@ -15,12 +15,10 @@ import msgspec
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.rest import RESTClientObject
 
-from kvpilot_formats.untrusted import lines, shown
-from kvpilot_operator.budget import read_body, whole_lines
+from kvpilot_formats.untrusted import OverBudget, lines, read_body, shown, whole, whole_lines
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
-from kvpilot_operator.numbers import whole
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected, Throttled
 
 # The kernel gives up unacknowledged data after this time. Otherwise it repeats a request for minutes, even after the
 # process was killed. The request could then arrive while another replica leads.
