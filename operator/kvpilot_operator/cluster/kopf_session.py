@@ -144,7 +144,7 @@ class KopfSession:
 
 
 def _refuse(response: aiohttp.ClientResponse) -> None:
-    """Raise for an answer that would end kopf. kopf itself retries after 429 and 5xx."""
+    """Raise ClientPayloadError for a status that would end kopf. Return for 200, and for 429 and 5xx: kopf retries."""
     if response.status == 200 or response.status == 429 or response.status >= 500:
         return
     response.close()

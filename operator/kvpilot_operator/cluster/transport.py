@@ -52,8 +52,8 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 TIMEOUT_SECONDS = 15.0
-# An API server ends a watch after this time by itself. Meanwhile it sends a bookmark about every minute, so a watch is
-# dead if it is silent for longer than `SILENCE_SECONDS`.
+# We ask the API server to end a watch after this time. Until then it sends a bookmark about every minute, so a watch
+# that is silent for longer than `SILENCE_SECONDS` is dead.
 WATCH_SECONDS = 300
 SILENCE_SECONDS = 75.0
 # Ignore a requested pause of more than a day, and retry as after any other error.
