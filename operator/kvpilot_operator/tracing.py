@@ -100,7 +100,9 @@ def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
         return None
     if not _is_url(environment[name]):
         # Do not show the value, because it may contain credentials.
-        raise TracingError(f"{name} is not a URL; give the OTLP/HTTP endpoint of a collector, such as http://collector:4318")
+        raise TracingError(
+            f"{name} is not a URL; give the OTLP/HTTP endpoint of a collector, such as http://collector:4318"
+        )
     try:
         sender = SpanSender()
     except ImportError as error:
