@@ -21,7 +21,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 
 LATENT, POSITION = slice(RANK), slice(RANK, None)
-"""Channels of an entry: the latent's, then the RoPE part's."""
+"""Channels of a token's latent and of its RoPE part in the factors."""
 
 
 class LatentPages:
@@ -29,7 +29,8 @@ class LatentPages:
 
     Args:
         cache: uint8 [blocks, block_size, row_bytes]; each block is one contiguous flat page.
-        fmt: the format. factors: the layer's calibration; None without calibration.
+        fmt: the format.
+        factors: the layer's calibration; None without calibration.
     """
 
     def __init__(self, cache: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> None:
@@ -49,7 +50,8 @@ class LatentPages:
         """Rotate, quantize and write tokens.
 
         Args:
-            latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
+            latent: [tokens, 512], after its norm, any float dtype.
+            rope: [tokens, 64], after RoPE, any float dtype.
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
         """
         check.tokens(latent, rope, slots)
@@ -77,7 +79,8 @@ class LatentPages:
         """Attend from one query token per sequence to all of its stored tokens, including itself.
 
         Args:
-            query: [sequences, heads, 512], absorbed into latent space; query_rope: [sequences, heads, 64].
+            query: [sequences, heads, 512], absorbed into latent space.
+            query_rope: [sequences, heads, 64].
             block_table: int [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int [sequences], tokens stored, at least 1.
             scale: factor on the scores.

@@ -35,7 +35,8 @@ def attend(query: torch.Tensor, entries: torch.Tensor, scale: float) -> torch.Te
     """Return causal attention in the absorbed form. The last query attends to all entries.
 
     Args:
-        query: [tokens, heads, 576], absorbed part first. entries: [context + tokens, 576], as read back.
+        query: [tokens, heads, 576], absorbed part first.
+        entries: [context + tokens, 576], as read back from the cache.
         scale: factor on the scores.
 
     Returns:
@@ -53,8 +54,10 @@ def decode_reference(
     """Return attention from one query token to all stored tokens of one sequence.
 
     Args:
-        query: [heads, 576]. entries: [tokens, 576] before quantization, the query's own token included.
-        fmt, factors: the cache's format and factors. scale: factor on the scores.
+        query: [heads, 576].
+        entries: [tokens, 576] before quantization, including the query's own token.
+        fmt, factors: format and factors of the cache.
+        scale: factor on the scores.
 
     Returns:
         float64 [heads, 512], in latent space.

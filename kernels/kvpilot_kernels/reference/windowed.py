@@ -18,8 +18,7 @@ def windowed(
 ) -> torch.Tensor:  # fmt: skip
     """Return causal attention that reads a query's last `recent` tokens, its own included, from `fine`.
 
-    It reads earlier tokens from `pages`.
-
+    Read all earlier tokens from `pages`.
     Args:
         query: [sequences, heads, tokens, D]; heads is a multiple of kv_heads.
         scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
