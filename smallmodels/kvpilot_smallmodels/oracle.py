@@ -26,7 +26,7 @@ from kvpilot_kernels.reference.attention import round_trip
 
 _NAME = "kvpilot_oracle"
 SLACK = 1e-3
-"""Largest change of a logit by rounding if every code stays the same. The spread of logits is 3.4."""
+"""Largest change of a logit by rounding if all quantized values stay the same. The spread of logits is 3.4."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Oracle:
     Args:
         folder: the model.
         dtype: one of our formats, or `auto` for no codec. Latent formats are for DeepSeek V2's attention.
-        factors: a calibration, layer by layer. recent: tokens of the recent window.
+        factors: a calibration, layer by layer.
+        recent: tokens of the recent window.
         seen: function from a number of tokens to bool [queries, keys], True if the query attends to the key. A query
             must attend to itself. None for all earlier keys.
     """

@@ -25,7 +25,9 @@ class Group:
     """Layers that keep keys and values of one size.
 
     Attributes:
-        kind: FULL, WINDOW or CHUNKED. layers: number of layers. kv_heads: KV heads of a layer.
+        kind: FULL, WINDOW or CHUNKED.
+        layers: number of layers.
+        kv_heads: KV heads of a layer.
         head_dim, value_dim: elements of a head's key and of its value, which may be shorter.
         window: length of the window or chunk in tokens; 0 for FULL.
     """
@@ -49,10 +51,11 @@ class Architecture:
         state_layers: layers with a state of fixed size (Mamba, linear attention, convolutions). They may also attend.
         shared_layers: layers that read the cache of another layer.
         other_layers: layers with an unknown kind of cache, which is not counted.
-        latent: elements of a token's entry in a layer with multi-head latent attention; 0 without it.
+        latent: elements that a layer with multi-head latent attention caches per token; 0 without it.
         index_bytes: bytes of a token's index in a layer with sparse attention, the same in every dtype; 0 without.
         softcap: cap on attention logits, or None.
-        alibi: attention has biases by distance. encoder_decoder: the model has cross attention.
+        alibi: True if attention has biases by distance.
+        encoder_decoder: True if the model has cross attention.
         bidirectional: tokens also attend to later tokens, as in embedding models.
         image_prefix: the tokens of an image attend to each other in both directions.
         custom_code: the repository brings its own model code (`auto_map`).

@@ -69,7 +69,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Return, by model_type, what its config class says: defaults, field names, text part and kinds of layers."""
+    """Return data of transformers' config classes by model_type: defaults, field names, text part, kinds of layers."""
     text = (resources.files("kvpilot_formats.models") / "defaults.json").read_text()
     table: dict[str, Any] = json.loads(text)["models"]
     return table

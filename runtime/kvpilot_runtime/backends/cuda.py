@@ -71,7 +71,7 @@ class CudaImpl(Reserving, PackedImpl):
         )  # fmt: skip
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
-        """Return this layer's shape for the kernels."""
+        """Return this layer's `Shape`, which the kernels take."""
         shape = Shape(
             self.fmt, self.head_size, self.num_kv_heads, self.num_heads // self.num_kv_heads, block_size, device,
             softcap=self.softcap, recent=self.recent or 0,
@@ -134,8 +134,8 @@ class CudaImpl(Reserving, PackedImpl):
               *fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return the keys and values of a context chunk, [total, kv_heads, D] each, read into the workspace.
 
-        If the workspace is None or too small, read into new memory. `fresh` are the keys and values of new tokens, if
-        the chunk copies some.
+        If the workspace is None or too small, read into new memory. `fresh` has the keys and values of new tokens, for
+        a chunk that includes new tokens.
         """
         if workspace is None or part.total > workspace.shape[1]:
             workspace = like.new_empty(2, part.total, self.num_kv_heads, self.head_size)
@@ -183,11 +183,13 @@ class CudaImpl(Reserving, PackedImpl):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, most: int,
                 rows: torch.Tensor, longest: int, causal: bool,
                 out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return attention over keys and values in 16 bits, in `out` if given, and its log-sums.
+        """Return attention over keys and values in 16 bits, in `out` if given, and the log-sums of its scores.
 
         Args:
-            starts: int32 [sequences + 1], each sequence's first query. most: largest number of queries of a sequence.
-            rows: int32 [sequences + 1], each sequence's first key. longest: largest number of keys of a sequence.
+            starts: int32 [sequences + 1], each sequence's first query.
+            most: largest number of queries of a sequence.
+            rows: int32 [sequences + 1], each sequence's first key.
+            longest: largest number of keys of a sequence.
         """
         if self.own_prefill:
             return prefill(query, key, value, starts, most, rows, self.scale, causal, self.softcap, out)

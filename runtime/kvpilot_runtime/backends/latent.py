@@ -1,8 +1,8 @@
 """Shared base of our backends for multi-head latent attention (MLA): pages, refusals and prefill.
 
-vLLM's own prefill backend attends in prompts. For it we read the context's entries from the pages, in the chunks that
-vLLM plans, and expand them to each head's keys and values. `latent_cpu` and `latent_cuda` store entries, and decode in
-the absorbed form.
+vLLM's own prefill backend attends in prompts. For it we read the context's entries (latents and RoPE parts) from the
+pages, in the chunks that vLLM plans, and expand them to each head's keys and values. `latent_cpu` and `latent_cuda`
+store entries, and decode in the absorbed form.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Return the only supported size: that of an entry."""
+        """Return the only supported size: 576 elements, a latent and its RoPE part."""
         return [ENTRY]
 
     @classmethod
@@ -82,8 +82,10 @@ class LatentImpl:
         """Read entries from pages into `out`.
 
         Args:
-            block_table: int32 [sequences, blocks]. starts: int32 [sequences], each sequence's first token to read.
-            rows: int32 [sequences + 1], each sequence's first row in `out`. longest: largest number of its rows.
+            block_table: int32 [sequences, blocks].
+            starts: int32 [sequences], each sequence's first token to read.
+            rows: int32 [sequences + 1], each sequence's first row in `out`.
+            longest: largest number of a sequence's rows.
             out: output, [tokens, 576] in the model's dtype.
         """
 

@@ -29,7 +29,9 @@ class Piece:
     """Pages [first, last) of each sequence in a group, read at once.
 
     Attributes:
-        slots: int64 [tokens]; ordinals: int32 [tokens]; from `places.stored_slots`.
+        first, last: the pages are [first, last).
+        slots: int64 [tokens], from `places.stored_slots`.
+        ordinals: int32 [tokens], from the same function.
     """
 
     first: int
@@ -43,8 +45,12 @@ class Group:
     """Sequences of a step that are weighed together.
 
     Attributes:
-        at: int64 [sequences], their rows in the step's total. rows: int64 [sequences, rows], measured batch rows.
-        table: int32 [sequences, pages]. lens: int32 [sequences]. weights: float64 [sequences, 1], of each query.
+        at: int64 [sequences], each sequence's row in the step's total.
+        rows: int64 [sequences, rows], measured rows of the batch.
+        table: int32 [sequences, pages], held pages.
+        lens: int32 [sequences], tokens in these pages.
+        weights: float64 [sequences, 1], weight of each query.
+        pieces: parts of the pages that are read one after another.
     """
 
     at: torch.Tensor

@@ -79,10 +79,10 @@ def asked() -> int | None:
 
 
 def attach(config: Any, layers: dict[str, Any]) -> None:
-    """Attach rings to an engine's layers, or decide that it has none. `layers`: our layers, by name.
+    """Attach rings to an engine's layers, or decide that it has none. `layers` are our layers, by name.
 
-    Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name: vLLM
-    has one builder per backend, and a builder plans steps either with or without a window.
+    Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name,
+    because vLLM has one builder per backend, and a builder plans steps either with or without a window.
 
     Raises:
         UnsupportedModelError: the requested window is longer than the context.

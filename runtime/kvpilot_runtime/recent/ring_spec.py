@@ -73,7 +73,7 @@ class RingManager(CircularBufferManager):  # type: ignore[misc]
         return max(int(wanted) - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> Sequence[Any]:
-        """Take the missing pages from the pool. They need no clearing, because tags identify rows of other tokens."""
+        """Take the missing pages from the pool. Do not clear them, because tags tell which token a row belongs to."""
         missing = self.get_num_blocks_to_allocate(request_id, num_tokens)
         new: list[Any] = self.block_pool.get_new_blocks(missing) if missing else []
         self.req_to_blocks[request_id].extend(new)

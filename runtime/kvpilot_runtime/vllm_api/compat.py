@@ -207,7 +207,8 @@ class Drafter:
     """Draft model of a runner.
 
     Attributes:
-        model: the draft model. reads_states: True if it reads hidden states of the served model.
+        model: the draft model.
+        reads_states: True if it reads hidden states of the served model.
         combines_states: True if it reads them from several layers.
         uses_mrope: True if its positions have three dimensions (M-RoPE).
     """
