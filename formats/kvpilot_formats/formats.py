@@ -91,7 +91,7 @@ class Side:
 
     @property
     def digits(self) -> int:
-        """Number of further digits, of `bits` bits each, that refine a code of 2, 4 or 8 bits to 8 bits."""
+        """Number of additional digits of `bits` bits each that refine a code to 8 bits; 0 for codes of 8 bits."""
         return 8 // self.bits - 1
 
     def row_bytes(self, head_dim: int) -> int:

@@ -160,6 +160,7 @@ class PackedPages:
         blocks = -(-int(seq_lens.max()) // self.block_size)
         table = block_table[:, :blocks]
         length = blocks * self.block_size
+        # Dimensions in comments: S sequences, H KV heads, L tokens, g elements of a group.
         past = torch.arange(length)[None, :] >= seq_lens[:, None]  # [S, L]
         # Table entries past a sequence's end are arbitrary, so point them at a valid block.
         table = table.masked_fill(past[:, :: self.block_size], 0)

@@ -116,7 +116,7 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 
 
 RECENT = 64
-"""Distance in tokens below which `Observed` ignores a query, because the recent window serves such queries.
+"""Distance in tokens below which `Observed` ignores a query, because such a query reads the recent window instead.
 
 It is the smallest default window of all dtypes. All dtypes share it, so that a model has one set of factors.
 """

@@ -120,7 +120,7 @@ class RingPages:
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[FineRows | None]:
-        """Return the `FineRows` of keys and of values; None for a side of 8 bits.
+        """Return the `FineRows` of keys and of values; None for codes of 8 bits.
 
         Args:
             positions: int64 [sequences, recent], negative for no token.

@@ -55,7 +55,8 @@ def prepare(
 ) -> tuple[dict[str, str], list[str] | None]:
     """Fill the pod's folder. Return the engine's environment variables for it, and the command to run beside it.
 
-    `arguments` are those of `vllm serve`; `say` takes a reason and a message. The command is None if nothing is kept.
+    `arguments` are those of `vllm serve`; `say` takes a reason and a message. The command is None if nothing can be
+    kept.
     """
     if not environment.get(VARIABLE) or "VLLM_CACHE_ROOT" in environment:
         return {}, None
@@ -84,8 +85,8 @@ def prepare(
 def identity(arguments: Sequence[str], folder: Path) -> str:
     """Return a hash of packages, interpreter, C library, CPU, GPUs and arguments, 16 hexadecimal digits.
 
-    vLLM, torch and Triton find files in the folder by their own keys. These leave out the C library that Triton's
-    launchers are linked with, and some properties of the CPU that torch compiles for.
+    vLLM, torch and Triton find files in the folder by their own keys. These keys leave out the C library that Triton's
+    launchers are linked with, and some properties of the CPU that torch compiles for. So this hash includes both.
     """
     installed = {name: _installed(name) for name in _DISTRIBUTIONS}
     cpu = sorted(
@@ -132,7 +133,7 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return False
-    # The time marks the archive as used (`tidy`). If the claim is read-only here, pods that write to it do this.
+    # The time marks the archive as used (`tidy`). If the claim is read-only here, a pod with write access does it.
     with suppress(OSError):
         os.utime(archive)
     return True

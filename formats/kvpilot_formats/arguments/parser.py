@@ -261,7 +261,10 @@ def _stray(text: str) -> str:
 
 
 def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None] | None:
-    """Return a word's option and its value after `=`, (None, None) for an unknown option, or None for a value."""
+    """Return a word's option, and the value after `=` or None.
+
+    Return (None, None) for an unknown option, and None if the word is a value.
+    """
     text, table = word.text, _options()
     if not text.startswith("-"):
         return None

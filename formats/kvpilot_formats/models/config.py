@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 def load(file: Path) -> dict[str, Any]:
     """Return the object in a config.json.
 
-    If it has no quantization_config, use the content of hf_quant_config.json in the same folder as one.
+    If it has no quantization_config, take the content of hf_quant_config.json in the same folder instead.
     """
     raw, beside = _object(file), file.with_name("hf_quant_config.json")
     if raw.get("quantization_config") is None and beside.is_file():

@@ -84,7 +84,7 @@ def _by_index(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_flag(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of a config that lists 0 or another number for each layer, for two kinds."""
+    """Return the layers of a config that marks two kinds of layers, with 0 for one kind and another number else."""
     for field, one, zero in (
         ("attn_type_list", "attention", "linear_attention"),
         ("hybrid_layer_pattern", "sliding_attention", "attention"),

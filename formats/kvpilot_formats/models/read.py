@@ -26,7 +26,7 @@ _LARGEST_CAP = 1e6  # larger than any logit
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that a Hugging Face config describes; of a multimodal model, that of its text part."""
+    """Return the architecture that a Hugging Face config describes. For a multimodal model, read its text part."""
     fields = Fields(raw)
     crossed = bool(raw.get("is_encoder_decoder")) or fields.model_type in ("whisper",)
     words = _decoder(fields) if crossed else kinds(fields)
@@ -91,7 +91,10 @@ def _decoder(fields: Fields) -> list[str]:
 
 
 def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
-    """Return the window in tokens, 0 if none limits attention, and True if there is one that no context exceeds."""
+    """Return the sliding window in tokens, and True if it is idle because no context exceeds it.
+
+    The window is 0 if none limits attention.
+    """
     window = fields.size("sliding_window", "sliding_window_size")
     if fields.built_as == "iquestloopcoder":
         window = fields.size("loop_window_size") or 64

@@ -27,7 +27,7 @@ NAN = tl.constexpr(0x7E00 >> layouts.CUT_BITS)
 NARROW = tl.constexpr(256)
 """Length of the longest rows, in elements, for which decode keeps queries in registers."""
 LARGEST = tl.constexpr(32512.0)
-"""Integer that the largest element of a query becomes. A signed upper and a signed lower byte can hold it."""
+"""Integer to which `store` scales the largest element of a query. A signed upper and lower byte can hold it."""
 
 
 class SideLayout(NamedTuple):

@@ -25,7 +25,7 @@ from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 
 MOST_HEADS = 128
-"""Largest number of query heads per rank that was checked against the reference."""
+"""Largest number of query heads per rank that was checked against `latent.reference`."""
 
 BEYOND = 1
 """Splits per sequence that a plan may make beyond a wave, on average. A split's result takes 256 KiB for 128 heads."""

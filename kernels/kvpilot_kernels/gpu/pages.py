@@ -116,7 +116,7 @@ class Shape:
         return self._variants[key]
 
     def cut(self, tokens: int = 1) -> Cut:
-        """Return the launch of decode for a step with at most this many tokens per sequence."""
+        """Return the launch parameters of decode for a step with at most this many query tokens per sequence."""
         if tokens not in self._cuts:
             take, bits = (
                 tuning.program_queries(self.row_dim, self.ratio, tokens),

@@ -1,10 +1,10 @@
 """Plan: the splits of decode. They are computed on the GPU, so that a captured graph follows each step's lengths.
 
 A wave is the number of splits that run at once: the concurrent programs, divided by the programs that share a split.
-The tiles of all sequences are cut into splits of about tiles / wave tiles. All tiles of a split belong to one sequence.
-If the sequences' ends would make more splits than a wave, all splits become a little longer. Sometimes a large part of
-a wave would get no split, for example with 32 sequences and a wave of 49. Then the plan makes splits for several waves
-(rounds), if these end sooner.
+The tiles of all sequences are cut into splits of about tiles / wave tiles. All tiles of a split belong to one sequence,
+so each sequence may end with a shorter split. If this would make more splits than a wave, all splits become a little
+longer. Sometimes a large part of a wave would get no split, for example with 32 sequences and a wave of 49. Then the
+plan makes splits for several waves (rounds), if these end sooner.
 """
 
 import torch

@@ -98,7 +98,8 @@ def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
     """Return attention of several sequences' queries over keys and values in 16 bits.
 
     Args:
-        query: [tokens, heads, D]; key, value: [keys, kv_heads, D]; heads and elements contiguous.
+        query: [tokens, heads, D], heads and elements contiguous.
+        key, value: [keys, kv_heads, D], heads and elements contiguous.
         starts, rows: int32 [sequences + 1], the first query and the first key of each sequence.
         longest: largest number of queries of a sequence.
         scale: factor on the scores.

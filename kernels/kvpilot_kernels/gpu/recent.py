@@ -84,7 +84,7 @@ def load_recent(base, table_ptr, page_stride, ring_ptr, ring_rows, t, end, ring_
 
     Returns:
         The ring's metadata, uint16 [TILE] for each group, keys' groups first.
-        The codes in a token's tags, uint16 [TILE] for the first two groups of the key and of the value.
+        The 16 bits of packed codes in a tag, uint16 [TILE], for the first two groups of the key and of the value.
         The ring's block, [TILE] or one for all tokens, negative for none.
     """
     GROUPS: gl.constexpr = D // GROUP
@@ -119,7 +119,10 @@ def same_tag(meta, ring_meta, codes, at: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def is_refined(meta, recent, right, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return True for tokens with `right` positions whose residual is in the ring. `recent` is from `load_recent`."""
+    """Return True for tokens whose residual is in the ring. `recent` is from `load_recent`.
+
+    `right` is False for tokens outside of the recent window or of the split.
+    """
     GROUPS: gl.constexpr = D // GROUP
     TAGGED: gl.constexpr = min(GROUPS, 2)
     ring_meta, codes, block = recent

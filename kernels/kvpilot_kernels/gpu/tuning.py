@@ -57,7 +57,7 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
 }  # fmt: skip
 """Programs per multiprocessor, by (elements of a row, largest number of queries).
 
-The three numbers are for more than 8, for 8, and for fewer bits of key and value together. `Shape.settle` lowers them
+The three numbers are for bits of key and value that add up to more than 8, to 8, or to less. `Shape.settle` lowers them
 if fewer programs fit with the compiled kernel's resources.
 """
 
@@ -154,7 +154,7 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
     """Return the launch parameters of decode.
 
     The tile divides `block_size`, so that it lies in one page. On compute capability 9.0 the assembler balances
-    registers against programs. With a recent window, it would miss 12 programs by a few registers, so the limit is 168.
+    registers against programs. With a recent window, 12 programs would just not fit, so the limit is 168 registers.
     On other GPUs a limit would cause spills, so a thread may have all 255 registers.
 
     With a recent window, 2-bit codes need as much shared memory and as many registers as 4-bit codes. At head_dim 192

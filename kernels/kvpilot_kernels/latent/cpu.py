@@ -91,6 +91,7 @@ class LatentPages:
         check.queries(query, query_rope)
         common.tables(block_table, seq_lens, self.codes.shape[0], self.block_size)
         blocks = -(-int(seq_lens.max()) // self.block_size)
+        # Dimensions in comments: S sequences, L tokens.
         past = torch.arange(blocks * self.block_size)[None, :] >= seq_lens[:, None]  # [S, L]
         # Table entries past a sequence's end are arbitrary, so point them at a valid block.
         table = block_table[:, :blocks].masked_fill(past[:, :: self.block_size], 0)

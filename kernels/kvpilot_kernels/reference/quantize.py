@@ -85,7 +85,9 @@ def encode_range(
     """Quantize groups, float32 [..., g], to codes up to `qmax`, for given ranges [lo, hi], [..., 1], that include 0.
 
     Returns:
-        codes (float) [..., g]; scale metadata (int32), scales and zero points [..., 1].
+        Codes, float [..., g].
+        Scale metadata, int32 [..., 1].
+        Scales and zero points, float32 [..., 1] each.
     """
     wanted = ((hi - lo) / qmax).clamp(max=65504.0)
     # Round the scale up, so that both ends of the range have a code.

@@ -109,8 +109,8 @@ class CudaImpl(Reserving, PackedImpl):
         ring_slots = None if rings is None else rings.slots[: slots.shape[0]]
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
-            # This layer reads another layer's cache and stores nothing: with only padding in the slots, the launch
-            # just rotates the queries.
+            # This layer reads another layer's cache and stores nothing. Its slots are all padding, so the launch only
+            # rotates the queries.
             slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
             key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
@@ -146,7 +146,10 @@ class CudaImpl(Reserving, PackedImpl):
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
                  pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor,
                  later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
-        """Write attention to `out` as if there were no sinks. Return log-sums of scores, float32 [heads, tokens]."""
+        """Write attention to `out` as if there were no sinks. Return log-sums of scores, float32 [heads, tokens].
+
+        `forward` then scales the output by the weight that sinks leave.
+        """
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:
             key, value = self._read(pages, joined, query, workspace, key, value)

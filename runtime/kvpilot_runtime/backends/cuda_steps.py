@@ -243,7 +243,7 @@ class CudaBuilder(PackedBuilder):
         """Launch every variant of our kernels that serving needs.
 
         Triton compiles a new variant if a constant changes, or if an address or a stride is not a multiple of 16.
-        vLLM's own warm-up misses some: it never reads context back, and never decodes beside a prefill.
+        vLLM's own warm-up misses some variants: it never reads context back, and never decodes beside a prefill.
         """
         shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio

@@ -51,7 +51,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
 
 class LatentImpl:
-    """Attention of one layer over latent pages: a mixin for vLLM's MLA class of the platform."""
+    """Attention of one layer over latent pages: a mixin for the platform's MLA class in vLLM."""
 
     kv_cache_dtype: str
     kv_lora_rank: int

@@ -184,7 +184,10 @@ def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | None:
-    """Return the buffers for measurements by kernel, for a group of layers; None on a CPU, which has no kernels."""
+    """Return buffers for a kernel that measures single tokens, for a group of layers; None on a CPU.
+
+    A CPU has no such kernel.
+    """
     if builder.device.type == "cpu":
         return None
     from kvpilot_runtime.bounded import heavy_cuda

@@ -56,7 +56,7 @@ def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
 
 
 def lone(tokens: int) -> int:
-    """Return how many of the last `tokens` run alone at position 0. They give the mean of the first key."""
+    """Return how many of `tokens` tokens, the last ones, run alone at position 0. They give the first key's mean."""
     return min(_LONE, tokens // _LONE_SHARE)
 
 

@@ -19,7 +19,7 @@ SERVE = "KVPILOT_SERVE"
 The engine then serves requests for offloaded pages (`offload.FROM_HOST`), and finishes waiting requests when it drains.
 """
 WORKSPACE_SHARE = 200
-"""Part of an engine's GPU memory, one in this many, for the workspace into which prefill reads context."""
+"""Divisor of an engine's GPU memory: one part in this many is the workspace into which prefill reads context."""
 SLIDING = "sliding_window"
 """Value of `--kv-cache-dtype-skip-layers` for all layers with a sliding window."""
 

@@ -37,7 +37,7 @@ class Rings:
 
     Attributes:
         slots: int64 [tokens or more], each token's slot in its ring; -1 for none.
-        table: int32 [rows or more, ring_blocks], the rings' blocks of rows that decode; 0 or negative for none.
+        table: int32 [rows or more, ring_blocks], blocks of each decoding row's ring; 0 or negative for no block.
     """
 
     slots: torch.Tensor
@@ -57,7 +57,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
         return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """Return the spec of the ring's pages, with room for drafts: rejected drafts must not shorten the window."""
+        """Return the spec of the ring's pages, with room for drafts, so that rejected drafts leave a full window."""
         from kvpilot_runtime.recent.ring_spec import RingSpec
 
         page = self.owner.get_attn_backend().customize_spec(self.owner.get_kv_cache_spec(vllm_config))

@@ -21,7 +21,7 @@ from kvpilot_formats import formats
 class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Spec of a ring's pages.
 
-    They have the page size of the layer's own pages, so that one pool serves both, and the same block size.
+    They have the page size and the block size of the layer's own pages, so that one pool holds both.
 
     Attributes:
         kept: tokens that a ring keeps: the window, plus the largest number of drafts in a step.
@@ -52,7 +52,7 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
         return int(self.ring_blocks * self.page_size_bytes)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """Return the width of the layer's own table: vLLM's older runner looks up a slot for every position."""
+        """Return the width of the layer's own table, because vLLM's older runner looks up a slot for every position."""
         return max(int(AttentionSpec.max_num_blocks_per_req(self, vllm_config, max_len)), self.ring_blocks)
 
 

@@ -25,7 +25,8 @@ class Move:
     """Transfer of one chunk.
 
     Attributes:
-        job: number of its job. load: True to read from the file, False to write to it.
+        job: number of its job.
+        load: True to read from the file, False to write to it.
         held: its place in the file.
         row: the chunk in host memory, uint8 [bytes].
         checksum: checksum of the bytes; None if the transfer has not succeeded.

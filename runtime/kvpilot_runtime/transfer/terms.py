@@ -95,8 +95,8 @@ def connector_class(config: Any) -> type[Any] | None:
 def layout(config: Any) -> str | None:
     """Return the layout of the KV cache to request from vLLM; None for the choice of vLLM's own connector.
 
-    If all layers of a block are contiguous, one copy transfers a block. For a rank with one KV head, vLLM copies each
-    layer separately, and NIXL merges adjacent blocks of a layer.
+    If all layers of a block are contiguous, one copy transfers a block. For a rank with one KV head this saves no
+    copies: vLLM copies each layer separately there, and NIXL merges adjacent blocks of a layer.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NIXL.name:
