@@ -176,7 +176,7 @@ class Format:
 
     @property
     def has_ring(self) -> bool:
-        """True if a recent window makes this format more accurate: it is ours, and a side has less than 8 bits."""
+        """True if a recent window makes this format more accurate: it is ours, with keys or values below 8 bits."""
         return self.ours and min(self.key.bits, self.value.bits) < 8
 
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:

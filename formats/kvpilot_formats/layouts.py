@@ -43,7 +43,7 @@ packed like a row of codes. Each group i of the key and of the value has 16 bits
 token's row in the page::
 
     meta = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
-    w: the group's scale metadata        u: 16 bits of the side's packed codes, from byte i * row bytes / G on
+    w: the group's scale metadata        u: 16 bits of the row's packed codes, from byte i * row bytes / G on
 
 A reader uses a ring row only if its tags match the token's row in the page. Otherwise it reads the token with b bits.
 It compares the tags of groups 0 and 1 of key and value, or of the only group. So rings need no clearing. The ring row

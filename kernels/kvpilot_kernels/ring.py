@@ -126,7 +126,7 @@ class RingPages:
             positions: int64 [sequences, recent], negative for no token.
             ring_table: int [sequences, ring_blocks].
             pages: these tokens' packed codes, uint8 [sequences, recent, kv_heads, bytes], and scale metadata, int16
-                [sequences, recent, kv_heads, groups], for each side.
+                [sequences, recent, kv_heads, groups], for keys and then for values.
         """
         place = positions.clamp(min=0) % (self.per_sequence * self.tokens)
         block = ring_table.long().gather(1, place // self.tokens)

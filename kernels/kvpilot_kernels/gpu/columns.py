@@ -53,7 +53,7 @@ def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, co
 
     Returns:
         The queries, int8 [bytes, 2 Q] for each plane.
-        The initial sums and the contribution of a zero-code step, for each group, from `load_sums`.
+        The initial sums and the effect of zero points, for each group, from `load_sums`.
         The unit and the offsets of scores, from `load_units`.
     """
     PLANES: gl.constexpr = key_planes(KEY.bits, D, GROUP)
@@ -80,10 +80,10 @@ def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, co
 @gluon.jit
 def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr,
               GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Load a group's initial sums, int32 [2 Q], and the contribution of one zero-code step, float32 [Q].
+    """Load a group's initial sums, int32 [2 Q], and the effect of its zero points, float32 [Q].
 
-    The initial sums, in the columns of the first product, correct for codes that are read 128 too low. The contribution
-    is in units of UNIT.
+    The initial sums, in the columns of the first product, correct for codes that are read 128 too low. The effect is
+    the number that a zero code of 1 subtracts from a product, in units of UNIT.
     """
     sums_ptr += 3 * g
     column = gl.arange(0, 2 * Q, gl.SliceLayout(0, MMA))

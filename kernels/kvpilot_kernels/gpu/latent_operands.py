@@ -104,8 +104,8 @@ def load_sums(sums_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, POSITI
 
     Returns:
         The unit of each query.
-        The contribution of a zero-code step of the latent.
-        The contribution of a zero-code step of the RoPE part.
+        The number that a zero code of 1 subtracts from a product with the latent.
+        The number that a zero code of 1 subtracts from a product with the RoPE part.
     """
     n = first + gl.arange(0, Q, gl.SliceLayout(0, products(WARPS)))
     unit = gl.load(sums_ptr + n, mask=n < count, other=0.0) * (1.0 / UNIT)

@@ -34,13 +34,13 @@ def slots(dim: int) -> int:
 
 @cache
 def packing_order(dim: int, bits: int) -> torch.Tensor:
-    """Return the element in each slot of a packed row, int64 [slots]; -1 for an empty slot."""
+    """Return the element in each slot of a row in packing order (rotated), int64 [slots]; -1 for an empty slot."""
     return _padded(dim, min(slots(dim) * bits // 8, 64))
 
 
 @cache
 def plain_order(dim: int) -> torch.Tensor:
-    """Return the element in each slot of a plain row, as `rotate` reads it, int64 [slots]; -1 for an empty slot."""
+    """Return the element in each slot of a row in the order of `rotate`, int64 [slots]; -1 for an empty slot."""
     return _padded(dim, min(slots(dim), BASE.value))
 
 

@@ -133,7 +133,7 @@ def weigh_warps(tokens: int) -> int:
 
 
 def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
-    """Return the block of `prefill`. 64 queries fit an operand of Hopper's warp groups, but spill on other GPUs."""
+    """Return the block of `prefill`: 64 queries for Hopper's warp groups, else 32, because 64 would spill registers."""
     return PrefillBlock(64 if capability[0] == 9 else 32, 32, 8, 2)
 
 

@@ -1,6 +1,7 @@
 """Latent pages on a CPU, in vectorised plain torch: store, decode and read over `LatentLayout`.
 
-Decode never dequantizes. With codes c, scale s and zero point z of a token, and the rotated query q,
+Decode never dequantizes. A token has codes c, a scale s and a zero point z for its latent, and others for its RoPE
+part. With x for one of the two, the rotated query q, and the probability p_t of token t,
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 

@@ -1,8 +1,8 @@
 """Shared base of our backends for multi-head latent attention (MLA): pages, refusals and prefill.
 
 vLLM's own prefill backend attends in prompts. For it we read the context's entries (latents and RoPE parts) from the
-pages, in the chunks that vLLM plans, and expand them to each head's keys and values. `latent_cpu` and `latent_cuda`
-store entries, and decode in the absorbed form.
+pages, in the chunks that vLLM plans. Then we expand the entries to each head's keys and values. `latent_cpu` and
+`latent_cuda` store entries, and decode in the absorbed form.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measurement of page masses on a GPU, without waiting for the device.
 
 For single tokens, a kernel after decode measures the masses. Captured graphs contain this kernel, and in most steps it
-does nothing. Chunks of prompts are weighed together, in a few launches per layer. Their keys are read piece by piece,
+does nothing. Chunks of prompts are measured together, in a few launches per layer. Their keys are read piece by piece,
 with prefill's kernel and into its workspace.
 """
 
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass
 class Group:
-    """Sequences of a step that are weighed together.
+    """Sequences of a step that are measured together.
 
     Attributes:
         at: int64 [sequences], each sequence's row in the step's total.

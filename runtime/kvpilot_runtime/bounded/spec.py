@@ -49,7 +49,7 @@ class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # mypy sees vLLM's 
 
 
 class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
-    """Manager that frees pages that no later token attends to, and finds cached prefixes without those pages."""
+    """Manager that frees pages that no later token attends to. A cached prefix need not have these pages."""
 
     @classmethod
     def find_longest_cache_hit(

@@ -66,7 +66,7 @@ class SinksAndWindow:
         return "--retention-window-tokens"
 
     def kept(self, page: int) -> int:
-        """Return the largest number of tokens that one token attends to, in pages of `page` tokens."""
+        """Return the largest number of tokens that a token can attend to, if whole pages of `page` tokens are kept."""
         return self.sink_pages(page) * page + self.window + page - 1
 
 
@@ -98,7 +98,7 @@ class HeavyHitters(SinksAndWindow):
         return (self.sink_pages(page) + -(-(self.window + page - 2) // page) + 1) * page
 
     def kept(self, page: int) -> int:
-        """Return the largest number of tokens that one token attends to in decode, in pages of `page` tokens."""
+        """Return the largest number of tokens that a token can attend to in decode, in pages of `page` tokens."""
         return self.budget + page
 
 
