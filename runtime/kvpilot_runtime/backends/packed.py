@@ -325,10 +325,11 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         return found[self.ring.layer_name] if found and self.ring is not None else None
 
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
-        """Return this layer's factors for this rank's KV heads. They come from the calibration file, or change nothing.
+        """Return this layer's factors for this rank's KV heads, from the calibration file.
 
-        A layer that reads another layer's cache has that layer's factors. The first call creates them on `device`.
-        `set_factors` changes them in place, because pages and captured graphs hold their address.
+        Without a file, return factors that change nothing until `set_factors` overwrites them. A layer that reads
+        another layer's cache has that layer's factors. The first call creates them on `device`. Later changes are in
+        place, because pages and captured graphs hold their address.
         """
         if self._factors is None:
             if self._calibration is not None:

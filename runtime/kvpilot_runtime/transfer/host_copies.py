@@ -1,7 +1,7 @@
 """Worker of vLLM's offloading on the CPU platform, which copies pages with torch.
 
 vLLM's own worker copies only with CUDA. With ours, an engine on a CPU offloads like one on a GPU. This saves no memory,
-but tests everything except the copies without a GPU.
+but lets a machine without a GPU test all of offloading except vLLM's own copies.
 """
 
 from __future__ import annotations
