@@ -64,7 +64,7 @@ class Moments:
         self.tokens = 0
 
     def add(self, x: torch.Tensor, squared: torch.Tensor) -> None:
-        """Add tokens: keys (or values) and their g^2, both [tokens, kv_heads, D] of any float dtype.
+        """Add tokens: keys (or values) and their squared gradients, both [tokens, kv_heads, D] of any float dtype.
 
         Raises:
             ValueError: the shapes differ from each other or from this layer's, or a number is not finite.

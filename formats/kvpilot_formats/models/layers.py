@@ -35,7 +35,7 @@ def kinds(fields: Fields) -> list[str]:
     pattern = fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
         return [_PATTERN.get(letter, letter) for letter in pattern[:MOST_LAYERS]]
-    # Both names spell the same list. Classes without num_hidden_layers take the number of layers from it.
+    # Configs use either name for this list. Without num_hidden_layers, its length is the number of layers.
     for field in ("layer_types", "layers_block_type"):
         found = fields.listed(field)
         if found is not None:

@@ -45,7 +45,7 @@ def plain_order(dim: int) -> torch.Tensor:
 
 
 def _padded(dim: int, part: int) -> torch.Tensor:
-    """Return the elements in order, with the padding spread evenly over the parts of `part` slots."""
+    """Return the element in each slot, int64 [slots]. Each part of `part` slots ends with padding, -1."""
     at, real = torch.arange(slots(dim)), dim * part // slots(dim)
     return torch.where(at % part < real, at // part * real + at % part, -1)
 

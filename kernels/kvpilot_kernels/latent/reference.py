@@ -18,7 +18,7 @@ from kvpilot_kernels.reference.quantize import decode, encode
 
 
 def round_trip(entries: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> torch.Tensor:
-    """Return entries [..., 576] as a cache in this format gives them back, float64 in the same shape."""
+    """Return entries [..., 576] after quantization to this format and back, float64 in the same shape."""
     x = entries.float()
     if factors is not None:
         x = (x - factors.mean) * factors.scale

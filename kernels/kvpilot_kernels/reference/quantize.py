@@ -38,7 +38,7 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
 
     Returns:
         codes, uint8 [..., D], and scale metadata, int16 [..., D / group] (bits of an unsigned number). A group with a
-        NaN reads back as NaN. Values beyond float16's range saturate.
+        NaN decodes to NaN. Values beyond float16's range saturate.
     """
     qmax = (1 << bits) - 1
     x = split(x.float(), x.shape[-1] // group)

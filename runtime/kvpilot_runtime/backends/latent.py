@@ -93,7 +93,7 @@ class LatentImpl:
         self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Prefill with unquantized new tokens, or read them back from the pages first (`PREFILL_FROM_PAGES`)."""
+        """Prefill with unquantized new tokens. With `PREFILL_FROM_PAGES`, read them back from their pages first."""
         if self.read_back:
             prefill = attn_metadata.prefill
             context, rows = prefill.chunked_context, prefill.query_start_loc

@@ -109,7 +109,7 @@ def masses(
     """Return the causal attention that each page gets from sequences' last tokens, float64 [sequences, pages].
 
     Attention is summed over the page's tokens, rows and heads. All pages of a sequence add up to `rows * heads`, less
-    the weight of sinks.
+    the weight of sink logits.
 
     Args:
         score: from `scores`, overwritten; the last row is a sequence's last token.

@@ -196,7 +196,7 @@ def gain(
     """Return a line with the damage on held-out text: with these factors, with an engine's own, and without factors.
 
     Args:
-        read: largest number of tokens of the built-in text for an engine's own factors.
+        read: largest number of tokens of the built-in text from which an engine's own factors are fitted.
     """
     if not kept_back:
         return "no text was left to judge the factors by; give more than one sequence"

@@ -52,7 +52,10 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
         return int(self.ring_blocks * self.page_size_bytes)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """Return the width of the layer's own table, because vLLM's older runner looks up a slot for every position."""
+        """Return the width of the layer's own block table.
+
+        It has a column for every page of a sequence, because vLLM's older runner looks up a slot for every position.
+        """
         return max(int(AttentionSpec.max_num_blocks_per_req(self, vllm_config, max_len)), self.ring_blocks)
 
 
