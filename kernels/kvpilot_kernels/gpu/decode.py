@@ -249,7 +249,7 @@ def decode_kernel(
         ring_rows = ()
         for i in gl.static_range(RING_BLOCKS):
             ring_rows = ring_rows + (gl.load(ring_table_ptr + sequence.to(gl.int64) * ring_table_stride + i),)
-        # In the recent window the ring's digits use the buffers of later tiles. So copy ahead only up to its first tile.
+        # In the recent window the ring's digits use the buffers of later tiles. So copy ahead only to its first tile.
         plain = end
         ahead = end
         if RECENT > 0:

@@ -47,7 +47,7 @@ def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
 
 @triton.jit
 def tiles_of(lens_ptr, s, live, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the lengths of sequences s, and the first tile and number of tiles that their last `tokens` tokens need."""
+    """Return lengths of sequences s, and the first tile and number of tiles that their last `tokens` tokens need."""
     lens = tl.load(lens_ptr + s, mask=live, other=0)
     begin = lens * 0
     if WINDOW > 0:
