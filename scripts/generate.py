@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("operator", "runtime", "kernels", "formats", "cli", "localcluster")
+PACKAGES = ("operator", "runtime", "kernels", "formats", "probes", "cli", "localcluster")
 FIGURES = "docs/benchmarks"
 COMMANDS = (
     ("scripts/manifests.py",),

@@ -24,9 +24,9 @@ from typing import Any
 from kvpilot_demo.load import Load
 from kvpilot_formats import formats
 from kvpilot_localcluster.engines.real import Engine, engine
-from kvpilot_operator.probes import packs
-from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.probes.run import capture, control, measure
+from kvpilot_probes import packs
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.run import capture, control, measure
 from kvpilot_smallmodels.models import smollm2_135m
 
 DTYPES = ("auto", "fp8", "int8", "k8v4", "k4v4", "k4v2")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -47,7 +48,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--levels", type=levels, default=levels(LEVELS),
                         help=f"users of each dtype, rising (default: {LEVELS})")  # fmt: skip
-    parser.add_argument("--settle", type=float, default=35, help="seconds before each measurement (default: 35)")
+    parser.add_argument("--arrivals", type=float, default=2.5,
+                        help="new users a second; each brings a history to compute (default: 2.5)")  # fmt: skip
+    parser.add_argument("--settle", type=float, default=20,
+                        help="seconds between the last new user and a measurement (default: 20)")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=50, help="seconds of each measurement (default: 50)")
     parser.add_argument("--ttft", type=float, default=2.0, help="objective: TTFT p95 in seconds (default: 2)")
     parser.add_argument("--itl", type=float, default=0.05, help="objective: ITL p95 in seconds (default: 0.05)")
@@ -105,7 +109,9 @@ def longest(load: Load) -> int:
 async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, found: dict[str, Any]) -> None:
     """Add users, level by level, until an objective is missed. Append each level's figures to `found`."""
     objectives, levels = Objectives(args.ttft, args.itl), found.setdefault("levels", [])
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+    # One connection a request: a kept one may be closed by the server in the moment in which a user asks.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
         began = time.monotonic()
         while not await healthy(session, url):
             if time.monotonic() - began > STARTS or child.poll() is not None:
@@ -116,8 +122,7 @@ async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, fo
         users = Users(session, url, args.shape, Load(args.history), SHAPES[args.shape].vocab)
         try:
             for level in args.levels[dtype]:
-                users.raise_to(level, args.settle)
-                await asyncio.sleep(args.settle)
+                await asyncio.sleep(users.raise_to(level, args.arrivals) + args.settle)
                 before, begin = await counters(session, url), time.perf_counter()
                 await asyncio.sleep(args.seconds)
                 after = await counters(session, url)
@@ -176,19 +181,20 @@ def row(level: dict[str, Any]) -> str:
     return f"TTFT p50/p95/p99 {ttft} ms, ITL {itl} ms, {level['turns_per_second']:.1f} turns/s: {held}"
 
 
-async def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> dict[str, Any]:
-    """Measure one dtype on one GPU. An error is part of the result. After an interruption, earlier levels remain."""
-    out = args.out / f"users-{args.shape}-{dtype}.json"
+def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
+    """Measure one dtype on one GPU, and write its file. An error is a result. An interruption keeps earlier levels."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends, too
+    out = result(args, dtype)
     log = out.with_suffix(".log")
     facts = {
         "shape": args.shape, "dtype": dtype, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
         "command": " ".join(["python", "-m", "benchmarks.engine.gpu_users", *sys.argv[1:]]), **versions(),
-        "settle": args.settle, "seconds": args.seconds, "objectives": {"ttft_p95": args.ttft, "itl_p95": args.itl},
-        "error": "interrupted",
+        "arrivals": args.arrivals, "settle": args.settle, "seconds": args.seconds,
+        "objectives": {"ttft_p95": args.ttft, "itl_p95": args.itl}, "error": "interrupted",
     }  # fmt: skip
     try:
         with server(args, model, dtype, place, log) as (url, child):
-            await measure(args, url, child, dtype, facts)
+            asyncio.run(measure(args, url, child, dtype, facts))
         facts["error"] = None
     except (RuntimeError, OSError, aiohttp.ClientError) as failure:
         facts["error"] = "; ".join([str(failure), *(error_lines(log) if log.exists() else ())])
@@ -196,23 +202,38 @@ async def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> 
     finally:
         facts["attention"] = attention_lines(log) if log.exists() else []
         out.write_text(json.dumps(facts, indent=1) + "\n")
-    return facts
 
 
-async def run_all(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
-    """Measure all dtypes at the same time, each on its own GPU."""
-    return await asyncio.gather(*(run(args, model, place, dtype) for place, dtype in enumerate(args.levels)))
+def result(args: argparse.Namespace, dtype: str) -> Path:
+    """Return the file of a dtype's figures."""
+    return Path(args.out, f"users-{args.shape}-{dtype}.json")
+
+
+def run_all(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
+    """Measure all dtypes side by side, each from a process of its own so that no dtype's load delays another's."""
+    spawn = multiprocessing.get_context("spawn")
+    children = [spawn.Process(target=run, args=(args, model, *one)) for one in enumerate(args.levels)]
+    try:
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+    finally:
+        for child in children:
+            child.terminate()
+            child.join()
+    return [json.loads(result(args, dtype).read_text()) for dtype in args.levels]
 
 
 def main() -> int:
     """Run every dtype, and print the table. Return 1 if one failed."""
     args = arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception lets the servers end, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the children end, too
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch:
         shape = SHAPES[args.shape]
         model = write(Path(scratch, "model"), shape, shape.layers, longest(Load(args.history)))
-        runs = asyncio.run(run_all(args, model))
+        runs = run_all(args, model)
     print("| dtype | users | TTFT p50 / p95 / p99, ms | ITL p50 / p95 / p99, ms | turns/s | preemptions | |")
     print("|---|---|---|---|---|---|---|")
     for one in runs:

@@ -55,12 +55,12 @@ class Users:
         self._session, self._url, self._model, self._load, self._vocab = session, url, model, load, vocab
         self._tasks: list[asyncio.Task[None]] = []
 
-    def raise_to(self, count: int, spread: float) -> None:
-        """Add users until there are `count`. Their starts are spread over half of `spread` seconds."""
+    def raise_to(self, count: int, rate: float) -> float:
+        """Add users until there are `count`, `rate` of them a second. Return the seconds until the last one starts."""
         missing = count - len(self._tasks)
         for place in range(missing):
-            wait = spread / 2 * place / missing
-            self._tasks.append(asyncio.create_task(self._converse(len(self._tasks), wait)))
+            self._tasks.append(asyncio.create_task(self._converse(len(self._tasks), place / rate)))
+        return missing / rate
 
     def check(self) -> None:
         """Raise the exception of a user whose question failed."""

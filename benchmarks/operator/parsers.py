@@ -23,17 +23,17 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_localcluster.engines.hostile_texts import BASELINES, CONFIG_MAPS, PAGES, SPECS, TOKENS, YAML, Make
+from kvpilot_operator import budget
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.budget import METRICS_CHUNK_BYTES
-from kvpilot_operator.errors import KvpilotError
-from kvpilot_operator.observe import series
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.probe_packs import texts_of
-from kvpilot_operator.probes.answers import read_streamed, read_tokens
-from kvpilot_operator.probes.codec import decode
-from kvpilot_operator.probes.errors import ProbeError
-from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
+from kvpilot_probes.answers import read_streamed, read_tokens
+from kvpilot_probes.codec import decode
+from kvpilot_probes.errors import ProbeError
+from kvpilot_probes.packs import MAX_PACK_BYTES, load
 
 SIZES = [1024 * 2**i for i in range(11)]
 # If a text takes longer than this, the parser is not linear, and gets no larger text.
@@ -149,8 +149,8 @@ def main() -> None:
         options.page.with_suffix(".md").write_text(table(json.loads(options.page.read_text())))
         return
     # Lift the limits on page sizes, so that the slope beyond them shows.
-    series.METRICS_LINE_BYTES = series.METRICS_LINES = 2**40
-    series.METRICS = replace(series.METRICS, read_bytes=2**40)
+    budget.METRICS_LINE_BYTES = budget.METRICS_LINES = 2**40
+    budget.METRICS = replace(budget.METRICS, read_bytes=2**40)
     result: dict[str, Any] = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",

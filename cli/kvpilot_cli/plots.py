@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvpilot_operator.errors import KvpilotError
+from kvpilot_formats.untrusted import KvpilotError
 
 SUFFIXES = (".svg", ".png")
 # The white background suits viewers in dark mode. Without random ids, equal data give equal files.

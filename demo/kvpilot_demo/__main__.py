@@ -26,9 +26,9 @@ from kvpilot_demo.story import Story, StoryFailed
 from kvpilot_demo.summary import summary
 from kvpilot_demo.world import World, run_folder
 from kvpilot_formats.installed import add_version
+from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_localcluster.errors import LocalClusterError
 from kvpilot_operator.api.spec import parse
-from kvpilot_operator.errors import KvpilotError
 from kvpilot_smallmodels.models import ModelError
 
 START = "start the cluster"

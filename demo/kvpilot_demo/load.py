@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from kvpilot_operator.probes.stats import percentile
+from kvpilot_probes.stats import percentile
 
 # Pause after a failure. Otherwise a user whose connection is refused would retry without end at full speed.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5

@@ -15,7 +15,7 @@ from kvpilot_demo.load import Load, LoadError
 from kvpilot_demo.observation import STANDSTILL, Observation, Patience
 from kvpilot_demo.screen import Screen
 from kvpilot_demo.service import DemoError, DemoService
-from kvpilot_operator.errors import KvpilotError
+from kvpilot_formats.untrusted import KvpilotError
 
 USERS = 12
 PROMPT_TOKENS = 400

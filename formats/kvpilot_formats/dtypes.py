@@ -1,6 +1,6 @@
 """All KV-cache dtypes: vLLM's, ours, and ours for multi-head latent attention (MLA). Pure Python.
 
-`DTYPES` joins the tables `formats.FORMATS` and `latent.LATENT_FORMATS`. Entries of both have `ours`, `latent`,
+`DTYPES` joins the tables `formats.FORMATS` and `latent.LATENT_FORMATS`. Both classes of formats have `ours`, `latent`,
 `has_ring`, `calibrated_only`, `bits_per_element` and `recent_tokens`.
 """
 

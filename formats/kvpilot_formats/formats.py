@@ -56,8 +56,8 @@ class UnsupportedHeadDimError(FormatError):
 def stored_dim(head_dim: int) -> int | None:
     """Return the smallest of `HEAD_DIMS` that holds a head of `head_dim` elements; the rest is padded with zeros.
 
-    Return None if padding would be a third of the row or more, or if `head_dim` is not a multiple of 8 (the kernels
-    load multiples of 16 bytes).
+    Return None if padding would be a third of the row or more. Also return None if `head_dim` is not a multiple of 8,
+    because the kernels load multiples of 16 bytes.
     """
     wide = next((dim for dim in HEAD_DIMS if dim >= head_dim), 0)
     return wide if head_dim % 8 == 0 and 3 * head_dim > 2 * wide > 0 else None
@@ -91,7 +91,7 @@ class Side:
 
     @property
     def digits(self) -> int:
-        """Number of further digits, of `bits` bits each, that refine a code of 2, 4 or 8 bits to 8 bits."""
+        """Number of additional digits of `bits` bits each that refine a code to 8 bits; 0 for codes of 8 bits."""
         return 8 // self.bits - 1
 
     def row_bytes(self, head_dim: int) -> int:
@@ -106,9 +106,11 @@ class Format:
 
     Attributes:
         name: the value of `--kv-cache-dtype`.
-        key, value: storage of a key and a value. For our formats, as at a head dimension that is a multiple of 64.
+        key, value: storage of a key and a value. In our formats, `group` holds for head dimensions that are multiples
+            of 64; `group_size` returns the others.
         origin: project that implements it.
-        summary: one line for people. colour: colour of its line in plots; grey for dtypes that are only compared.
+        summary: one line for people.
+        colour: colour of its line in plots; grey for dtypes that are only compared.
         window: default size of the recent window in tokens, one of `RECENT_CHOICES`; 0 for none.
         calibrated_only: True if the format is inaccurate, and refused, without calibration factors.
         latent: False. `latent.LatentFormat` describes the formats of multi-head latent attention.
@@ -174,7 +176,7 @@ class Format:
 
     @property
     def has_ring(self) -> bool:
-        """True if a recent window makes this format more accurate: it is ours, and a side has less than 8 bits."""
+        """True if a recent window makes this format more accurate: it is ours, with keys or values below 8 bits."""
         return self.ours and min(self.key.bits, self.value.bits) < 8
 
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:

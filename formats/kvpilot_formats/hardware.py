@@ -36,8 +36,8 @@ def gpu_fault(
 ) -> str | None:
     """Return why an NVIDIA GPU of this compute capability cannot serve the dtype, or None.
 
-    The text completes a sentence that begins with the dtype. Pass None for an unknown `head_dim` or `latent`, which
-    then excludes nothing.
+    The text completes a sentence that begins with the dtype. An unknown `head_dim` or `latent` is None, and then
+    excludes no GPU.
     """
     oldest = _oldest(dtype, head_dim, latent)
     if capability >= oldest:

@@ -63,8 +63,10 @@ class LatentFormat:
     """KV-cache format of MLA. Methods that `formats.Format` also has mean the same.
 
     Attributes:
-        name: the value of `--kv-cache-dtype`. bits: width of a latent's code.
-        summary: one line for people. colour: colour of its line in plots.
+        name: the value of `--kv-cache-dtype`.
+        bits: width of a latent's code.
+        summary: one line for people.
+        colour: colour of its line in plots.
     """
 
     name: str

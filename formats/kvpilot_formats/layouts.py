@@ -2,14 +2,14 @@
 
 Group format (all data of a token is in its page; nothing depends on other tokens)
 -----------------------------------------------------------------------------------
-A row of D elements is cut into groups of g = 64 (g = 48 at D = 96 and 192). Each group stores codes of b bits and 16
-bits of scale metadata (little endian)::
+A row is one token's key or value of one KV head. Its D elements are cut into groups of g = 64 (g = 48 at D = 96 and
+192). Each group stores codes of b bits, which are unsigned integers, and 16 bits of scale metadata (little endian)::
 
     meta = (float16 bits of `scale` >> 4) << 5 | zero_code        scale: positive, rounded up to 6 mantissa bits
     qmax = 2^b - 1        z = zero_code * qmax / 30, zero_code in 0..30        x is read back as scale * (code - z)
 
-Byte j of a 4-bit row holds element j (low nibble) and j + D/2 (high nibble); byte j of a 2-bit row holds j, j + D/4,
-j + D/2 and j + 3D/4 from the low bits up: a kernel unpacks contiguous tiles without interleaving.
+Byte j of a 4-bit row holds element j in its low nibble and element j + D/2 in its high nibble. Byte j of a 2-bit row
+holds j, j + D/4, j + D/2 and j + 3D/4, from the low bits up. So a kernel unpacks contiguous tiles without interleaving.
 
 D is one of `formats.HEAD_DIMS`. A head x of d < D elements is padded with D - d zeros and then rotated by the D x D
 Hadamard matrix H. This equals x H_d, where H_d is the first d rows of H. The row x' is read back as x' H_d^T, and
@@ -28,7 +28,7 @@ region         offset in bytes                        shape, row-major          
 =============  =====================================  =========================  ================
 
 D is a multiple of 32 and T of 16, so every region starts at a multiple of 16 bytes. A group's metadata is contiguous
-over the tokens: a kernel loads the scales of a tile as one vector.
+over the tokens, so a kernel loads the scales of a tile as one vector.
 
 Ring layout (recent window: a ring buffer of pages that refines the codes of the last tokens to 8 bits)
 -------------------------------------------------------------------------------------------------------
@@ -38,17 +38,18 @@ residual r of 8 - b bits to each code of b bits, with n = 2^(8 - b). Codes of 8 
 
     x is read back as scale * (code - z) + scale * 2^e / n * (r - (n - 1) / 2)        e in 0..2 for a token's group
 
-r is stored in digits of b bits, the highest first, each digit of all elements packed as a row of codes: one digit
-where b is 4, three where b is 2. Each group i of each side has 16 bits of e and a tag of the token's row in the page::
+r is stored in digits of b bits, the highest first: one digit if b is 4, three if b is 2. A digit of all elements is
+packed like a row of codes. Each group i of the key and of the value has 16 bits for e and a tag, which is a hash of the
+token's row in the page::
 
     meta = (h >> 18) << 2 | e        h = (0x9E3779B1 * u + 0x85EBCA77 * w) mod 2^32
-    w: the group's scale metadata        u: 16 bits of the side's packed codes, from byte i * row bytes / G on
+    w: the group's scale metadata        u: 16 bits of the row's packed codes, from byte i * row bytes / G on
 
-A reader uses a ring row only if its tags match the token's row in the page, and else reads the token with b bits. It
-compares the tags of groups 0 and 1 of both sides, or of the only group. So rings need no clearing. Another token's row
-matches with a probability of 2^-56 (2^-28 at D = 64), and would move an element by at most 2 scales.
+A reader uses a ring row only if its tags match the token's row in the page. Otherwise it reads the token with b bits.
+It compares the tags of groups 0 and 1 of key and value, or of the only group. So rings need no clearing. The ring row
+of another token matches with a probability of 2^-56 (2^-28 at D = 64), and would move an element by at most 2 scales.
 
-Regions of a ring page, with m = 8 / b - 1 digits of a side:
+Regions of a ring page, with m = 8 / b - 1 digits of a key or of a value:
 
 ===============  ================================================  ======================  ================
 region           offset in bytes                                   shape, row-major        element
@@ -115,7 +116,7 @@ class RingLayout:
 
     Attributes:
         tokens: tokens of a page, C.
-        key_digits, value_digits: rows of digits, m * C; no rows for a side of 8 bits.
+        key_digits, value_digits: rows of digits, m * C; no rows for codes of 8 bits.
         meta: tags and exponents, [2 * groups, tokens].
         size: used bytes, at most the size of a page.
     """

@@ -1,4 +1,4 @@
-"""Cleaning of text that comes from engines, kubelets, API servers and tenants. Pure Python, for every package.
+"""Limits and cleaning of text from engines, kubelets, API servers and tenants. Pure Python, for every package.
 
 Pass such text through `shown`, or through `lines` to keep line breaks, before it goes to a status, an Event, a log or a
 terminal. Shorten it only afterwards, because a password is recognised by the @ after it.
@@ -6,7 +6,9 @@ terminal. Shorten it only afterwards, because a password is recognised by the @ 
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import AsyncIterator
 
 _HIDDEN = "***@"
 # An address with a scheme: everything up to the last @ before its path. A password with a slash, as S3 has them, is
@@ -41,3 +43,57 @@ def lines(text: str) -> str:
 def shown(text: str) -> str:
     """Return the text on one line, without credentials and unprintable characters."""
     return lines(text).replace("\n", " ")
+
+
+class KvpilotError(Exception):
+    """Base of the errors of operator and probes. Their messages may quote other programs."""
+
+    def __str__(self) -> str:
+        return lines(super().__str__())
+
+
+class OverBudget(KvpilotError):
+    """A sender exceeded a limit on bytes; the operator's limits are in `kvpilot_operator.budget`."""
+
+
+def whole(text: object, most: int) -> int | None:
+    """Return the number from 0 to `most` in ASCII digits; None for any other text, and for larger numbers.
+
+    `str.isdigit` accepts digits that `int` does not ("²"), and `int` refuses more than 4,300 of them.
+    """
+    if not isinstance(text, str) or not (text.isascii() and text.isdigit()):
+        return None
+    digits = text.lstrip("0") or "0"
+    if len(digits) > len(str(most)) or int(digits) > most:
+        return None
+    return int(digits)
+
+
+async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> bytes:
+    """Return an answer's whole body. Raise OverBudget, which names `where`, if it has more than `most` bytes."""
+    body = bytearray()
+    async for chunk in chunks:
+        if len(body) + len(chunk) > most:
+            raise OverBudget(f"{where}: more than {most} bytes")
+        body += chunk
+    return bytes(body)
+
+
+async def whole_lines(
+    chunks: AsyncIterator[bytes], where: str = "", most: float = math.inf, longest: float = math.inf
+) -> AsyncIterator[bytes]:
+    """Yield the non-empty lines of a stream, without an incomplete last line. Raise OverBudget, which names `where`."""
+    line = bytearray()
+    async for chunk in chunks:
+        most -= len(chunk)
+        if most < 0:
+            raise OverBudget(f"{where}: more bytes than its tokens can take")
+        parts = chunk.split(b"\n")
+        for i, part in enumerate(parts):
+            if i:
+                if line.strip():
+                    yield bytes(line)
+                line.clear()
+            line += part
+            if len(line) > longest:
+                raise OverBudget(f"{where}: a line of more than {longest} bytes")

@@ -39,7 +39,13 @@ def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "ca
 
 
 def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str, field: str = "cache") -> None:
-    """Check pages: uint8 [*dims, row], where `dims` ends with the page's tokens, of `row` contiguous bytes each."""
+    """Check that pages are uint8 [*dims, row], contiguous, aligned to 16 bytes, and without overlap.
+
+    Args:
+        dims: names of the leading dimensions; the last one counts the tokens of a page.
+        row: bytes of a token.
+        what: description of the format, for the message.
+    """
     right = cache.dtype == torch.uint8 and cache.dim() == len(dims) + 1 and cache.shape[-1] == row
     if not right or cache.stride()[-2:] != (row, 1) or cache.shape[-2] % 16 or cache.shape[-2] == 0:
         takes = f"{what} takes uint8 [{', '.join(dims)}, {row}] with contiguous pages and a block_size that is a"
@@ -56,7 +62,7 @@ def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str, field
 
 
 def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """Check new tokens: key and value, floats [tokens, kv_heads, head_dim], and slots, int64 [tokens or fewer]."""
+    """Check that key and value are floats [tokens, kv_heads, head_dim], and slots int64 [tokens or fewer]."""
     for name, x in (("key", key), ("value", value)):
         if x.dtype not in FLOATS or tuple(x.shape[1:]) != (kv_heads, head_dim):
             raise BadInputError(name, f"is {shown(x)}", f"this cache takes floats [tokens, {kv_heads}, {head_dim}]")
@@ -64,7 +70,7 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
 
 
 def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> None:
-    """Check slots: int64 [rows or fewer], because byte offsets exceed 32 bits in a cache of more than 2 GiB."""
+    """Check that slots are int64, at most one per row. Byte offsets in a cache of more than 2 GiB exceed 32 bits."""
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
         raise BadInputError("slots", f"is {shown(slot_mapping)}", "give one int64 for each token")
     if slot_mapping.shape[0] > min(x.shape[0] for x in rows.values()):
@@ -73,7 +79,7 @@ def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> 
 
 
 def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """Check that the ring's pages have the shape of the layer's, and that a ring is given exactly if `recent` > 0."""
+    """Check that a ring is given if, and only if, `recent` > 0, and that its pages have the shape of the layer's."""
     if recent < 0 or (ring is not None) != (recent > 0):
         holds = f"is {recent} {'without' if ring is None else 'with'} a ring"
         raise BadInputError("recent", holds, "give a ring and the tokens that it keeps, or neither")
@@ -89,7 +95,7 @@ def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
 
 
 def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
-    """Check ring slots: int64 in the shape of `slot_mapping` with a window, else None."""
+    """Check that ring slots are int64 in the shape of `slot_mapping`, or None without a recent window."""
     if (ring_slots is not None) != (recent > 0):
         remedy = f"these pages were made with recent={recent}: give them if, and only if, there is a recent window"
         raise BadInputError("ring_slots", "are missing" if recent else "are given", remedy)
@@ -99,7 +105,7 @@ def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, rece
 
 
 def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
-    """Check positions in sequences: integers [tokens], fewer if only padding follows, or None."""
+    """Check that positions in sequences are None or integers [tokens]. They may leave out padding at the end."""
     if ordinals is None:
         return
     if ordinals.dtype not in _INTEGERS or ordinals.dim() != 1 or ordinals.shape[0] > slot_mapping.shape[0]:
@@ -108,7 +114,7 @@ def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
 
 
 def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int) -> None:
-    """Check the ring table: integers [sequences or more, ring_blocks] with a window, else None."""
+    """Check that the ring table is integers [sequences or more, ring_blocks], or None without a recent window."""
     if (ring_table is not None) != (ring_blocks > 0):
         remedy = (
             f"a sequence has {ring_blocks} ring blocks here: give the table if, and only if, there is a recent window"
@@ -123,7 +129,7 @@ def ring_table(ring_table: torch.Tensor | None, sequences: int, ring_blocks: int
 
 
 def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
-    """Check queries: floats [rows, heads, head_dim], heads a multiple of kv_heads."""
+    """Check that queries are floats [rows, heads, head_dim], and heads a multiple of kv_heads."""
     right = query.dtype in FLOATS and query.dim() == 3 and query.shape[2] == head_dim
     if not right or query.shape[1] == 0 or query.shape[1] % kv_heads:
         remedy = f"this cache takes floats [rows, heads, {head_dim}] with heads a multiple of {kv_heads}"
@@ -140,7 +146,7 @@ def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str =
 def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block_size: int) -> None:
     """Check block tables, integers [sequences, columns], and seq_lens, integers [sequences] of at least 1.
 
-    Check only entries that a sequence uses, because later entries are arbitrary.
+    Ignore table entries past a sequence's length, because they are arbitrary.
     """
     for name, x, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
         if x.dtype not in _INTEGERS or x.dim() != dims or x.shape[0] != seq_lens.shape[0]:
@@ -175,9 +181,14 @@ def sequences(seq_lens: torch.Tensor, most: int) -> None:
 
 def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: torch.Tensor, tokens: int,
             rows: int) -> None:  # fmt: skip
-    """Check a step with several rows per sequence against a plan of `tokens` rows per sequence and `rows` in all.
+    """Check that a step with several query tokens per sequence fits a plan.
 
-    `starts` is int32 [sequences + 1 or more], `owners` int32 [rows or fewer].
+    Args:
+        starts: int32 [sequences + 1 or more], the first row of each sequence. A row is a query token.
+        owners: int32 [rows or fewer], the sequence of each row.
+        most: largest number of rows of a sequence in this step.
+        tokens: largest number of rows of a sequence in the plan.
+        rows: largest number of rows of all sequences in the plan.
     """
     int32(starts=starts, owners=owners)
     if starts.shape[0] <= seq_lens.shape[0]:

@@ -1,6 +1,7 @@
 """Packed pages on a CPU, in vectorised plain torch: store, decode and prefill over `layouts.PageLayout`.
 
-Decode never dequantizes a key or a value. With codes c, scale s and zero point z per group, and the rotated query q,
+Decode never dequantizes a key or a value. A group has codes c (quantized integers), a scale s and a zero point z. With
+the rotated query q, and the probability p_t of token t,
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
@@ -34,7 +35,8 @@ class PackedPages:
         head_dim: elements of a key and of a value.
         factors: the layer's calibration, [kv_heads, head_dim] each; None without calibration.
         ring: pages of the recent window's ring, shaped like `cache` and perhaps the same tensor; None without a window.
-        recent: tokens of the window, 0 without a ring. drafts: see `RingPages`.
+        recent: tokens of the window; 0 without a ring.
+        drafts: largest number of draft tokens in a step (see `RingPages`).
 
     Raises:
         BadInputError: the cache or the ring does not have the layout of `fmt`, or one of `ring` and `recent` is
@@ -84,7 +86,8 @@ class PackedPages:
         Args:
             key, value: [tokens, kv_heads, head_dim], any float dtype.
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
-            ring_slots: int64 [tokens], from `ring.ring_slots`, negative for none; None without a ring.
+            ring_slots: int64 [tokens], from `ring.ring_slots`, negative for a token outside the window; None without a
+                ring.
             ordinals: int [tokens, or fewer before padding], each token's position in its sequence, counted from 1;
                 None if no token is the first of its sequence.
         """
@@ -135,14 +138,15 @@ class PackedPages:
     ) -> torch.Tensor:
         """Attend from one query token per sequence to all of its stored tokens, including itself.
 
-        The last `recent` tokens are refined by the ring if it has their rows.
+        The ring refines the last `recent` tokens to 8 bits, if it still holds their residuals.
 
         Args:
             query: [sequences, heads, head_dim]; heads is a multiple of kv_heads.
             block_table: int [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int [sequences], tokens stored, at least 1.
-            scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
-            ring_table: int [sequences, ring_blocks], negative for none; None without a ring.
+            scale: factor on the scores.
+            softcap: 0 for none, else scores become cap * tanh(score / cap).
+            ring_table: int [sequences, ring_blocks], negative for no block; None without a ring.
             sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
 
         Returns:
@@ -156,6 +160,7 @@ class PackedPages:
         blocks = -(-int(seq_lens.max()) // self.block_size)
         table = block_table[:, :blocks]
         length = blocks * self.block_size
+        # Dimensions in comments: S sequences, H KV heads, L tokens, g elements of a group.
         past = torch.arange(length)[None, :] >= seq_lens[:, None]  # [S, L]
         # Table entries past a sequence's end are arbitrary, so point them at a valid block.
         table = table.masked_fill(past[:, :: self.block_size], 0)
@@ -181,7 +186,7 @@ class PackedPages:
             at = positions.clamp(min=0)[:, None, None].expand(-1, *scores.shape[1:3], -1)
         if at is not None and fine_key is not None:
             finer = torch.matmul(q, fine_key.values.transpose(-1, -2)).mul_(fine_key.scales.unsqueeze(3)).sum(2)
-            scores.scatter_add_(-1, at, finer)  # positions without a row have a scale of 0
+            scores.scatter_add_(-1, at, finer)  # tokens missing from the ring have scale 0, so this adds 0 for them
         if apart is not None:
             scores[..., 0] += apart
         if level is not None and (softcap or sinks is not None):
@@ -221,7 +226,8 @@ class PackedPages:
         """Return causal attention from a sequence's new chunk to its quantized context and to the unquantized chunk.
 
         Args:
-            query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], the new chunk.
+            query: [tokens, heads, D].
+            key, value: [tokens, kv_heads, D], those of the new chunk.
             block_table: int [blocks] of this sequence.
             context: tokens stored before the chunk.
             scale, softcap, sinks: as in `decode`.
@@ -278,7 +284,10 @@ class PackedPages:
     def _recent(
         self, ring: RingPages, table: torch.Tensor, seq_lens: torch.Tensor, ring_table: torch.Tensor
     ) -> tuple[torch.Tensor, list[FineRows | None]]:
-        """Return positions of the window's tokens, int64 [S, recent], negative if missing, and their fine rows."""
+        """Return the positions of the window's tokens, int64 [S, recent], and their `FineRows`.
+
+        Positions before the start of a sequence are negative.
+        """
         positions = seq_lens[:, None].long() - self.recent + torch.arange(self.recent)
         at = positions.clamp(min=0)
         block = table.long().gather(1, at // self.block_size)
@@ -289,11 +298,11 @@ class PackedPages:
         return positions, ring.fine_rows(positions, ring_table, pages)
 
     def _codes(self, codes: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-        """Return codes of sequences as float32 [S, H, groups, L, g]."""
+        """Return the codes of sequences, float32 [sequences, kv_heads, groups, tokens, elements of a group]."""
         rows = codes[table].transpose(1, 2).flatten(2, 3)
         return split(unpack(rows, bits), self.groups).transpose(2, 3).float()
 
     def _meta(self, meta: torch.Tensor, table: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scales and zero points of sequences, float32 [S, H, groups, 1, L]."""
+        """Return scales and zero points of sequences, float32 [sequences, kv_heads, groups, 1, tokens] each."""
         meta = meta[table].transpose(1, 2).flatten(2, 3).transpose(2, 3).unsqueeze(3)
         return scale_and_zero(meta, bits)

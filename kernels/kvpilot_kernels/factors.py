@@ -4,14 +4,14 @@ A token is stored as
 
     k' = ((k - key_mean) * key_scale) H        v' = ((v - value_mean) * value_scale) H
 
-and read back with the inverse. Decode applies `key_scale` to the query, and `value_scale` and `value_mean` to the
-output, because probabilities sum to one. With a sink they sum to less than one, and that sum weights the mean.
-`key_mean` costs nothing: q . key_mean is the same for every token, so the softmax ignores it. Scores include it only
-with a soft cap or an attention sink.
+and read back with the inverse. Decode divides the query by `key_scale`. It divides the output by `value_scale` and adds
+`value_mean`, because probabilities sum to one. With a learned sink logit (`kvpilot_kernels.softmax`) they sum to less
+than one, and `value_mean` is multiplied by their sum. `key_mean` costs nothing: q . key_mean is the same for every
+token, so the softmax ignores it. Scores include it only with a soft cap or a sink logit.
 
-The first token of a sequence is an attention sink. Its key is far from all others, and in most layers about the same in
-every text. So the key at position 0 has its own mean, `key_first`, in place of `key_mean`. A decode step adds
-q . (key_first - key_mean) to the score of this token.
+The first token of a sequence gets much attention in any text. Its key is far from all others, and in most layers about
+the same in every text. So the key at position 0 has its own mean, `key_first`, in place of `key_mean`. A decode step
+adds q . (key_first - key_mean) to the score of this token.
 """
 
 from __future__ import annotations

@@ -16,20 +16,19 @@ which becomes an error of variance v_t / s_c^2 in channel c when it is read back
 We minimise it for m and s in turns, each in closed form. m_c' is the mean of x_tc' weighted by sum_c g_tc^2 / s_c^2.
 With M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2, s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2).
 
-The weights matter. The first token of a text is an attention sink: its key and value are far from all others, and most
-queries look at it. An unweighted mean of values doubles its error. Its key has its own mean (`factors`) and is left out
-of the fit.
+The weights matter: an unweighted mean of the values doubles the error of the first token. Its value is far from all
+others, and most queries attend to it. The first key has its own mean (`factors`), so the fit leaves it out.
 
 From a forward pass alone (`Observed`; an engine's calibration at start)
 ------------------------------------------------------------------------
-Here attention itself gives the cost of an error. A key's error e changes the score of query i by q_i . e, and the
-output o_i by p_it (v_t - o_i) times that. A value's error e changes o_i by p_it e. If all directions of the output
-count alike,
+Here attention itself gives the cost of an error. An error e of the key of token t changes the score of query i by
+q_i . e, and the output o_i by p_it (v_t - o_i) times that. An error e of the value changes o_i by p_it e. If all
+directions of the output count alike,
 
     g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
-summed over the queries i that read the token from its page, at least RECENT tokens later. Nearer queries read it at 8
-bits, from the recent window. Of a sequence's first token, only the value counts.
+The sum is over queries i that read token t from its page: those at least RECENT tokens later. Nearer queries read it at
+8 bits, from the recent window. The fit leaves out the first key of each sequence.
 """
 
 from __future__ import annotations
@@ -46,9 +45,13 @@ _FLOOR = 1e-3
 
 
 class Moments:
-    """Sums over tokens for the keys or values of one layer, in float64.
+    """Sums over tokens for the keys or values x of one layer, in float64.
 
-    `weight` [kv_heads, D] sums g_c^2; `first` and `second` [kv_heads, D, D] sum g_c^2 x_c' and g_c^2 x_c'^2.
+    Attributes:
+        weight: [kv_heads, D], sum of g_c^2.
+        first: [kv_heads, D, D], sum of g_c^2 x_c'.
+        second: [kv_heads, D, D], sum of g_c^2 x_c'^2.
+        tokens: number of added tokens.
     """
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
@@ -61,7 +64,7 @@ class Moments:
         self.tokens = 0
 
     def add(self, x: torch.Tensor, squared: torch.Tensor) -> None:
-        """Add tokens: keys (or values) and their g^2, both [tokens, kv_heads, D] of any float dtype.
+        """Add tokens: keys (or values) and their squared gradients, both [tokens, kv_heads, D] of any float dtype.
 
         Raises:
             ValueError: the shapes differ from each other or from this layer's, or a number is not finite.
@@ -89,7 +92,7 @@ class Moments:
 
 
 def fit(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean and scale of least damage, float32 [kv_heads, D]. A head's scales have geometric mean 1."""
+    """Return the mean and scale that minimise damage, float32 [kv_heads, D]. A head's scales have geometric mean 1."""
     squared = torch.ones_like(moments.weight)  # s^2
     mean = torch.zeros_like(squared)
     for _ in range(_ROUNDS):
@@ -113,9 +116,9 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 
 
 RECENT = 64
-"""Tokens within which `Observed` ignores queries: the smallest default window of all dtypes.
+"""Distance in tokens below which `Observed` ignores a query, because such a query reads the recent window instead.
 
-It is the same for all dtypes, so that a model has one set of factors.
+It is the smallest default window of all dtypes. All dtypes share it, so that a model has one set of factors.
 """
 
 _SCORES = 2**24  # float32 scores in memory at once: 64 MiB in each of a few arrays
@@ -145,7 +148,9 @@ class Observed:
         Args:
             query: [tokens, heads, D], after RoPE, any float dtype; heads is a multiple of kv_heads.
             key, value: [tokens, kv_heads, D], keys after RoPE.
-            scale: factor on the scores. softcap: 0 for none. sliding_window: tokens that a query sees; None for all.
+            scale: factor on the scores.
+            softcap: 0 for none.
+            sliding_window: number of last tokens that a query attends to; None for all.
             sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
 
         Raises:
@@ -204,7 +209,10 @@ def _information(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, window: int | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return g^2 of one KV head's keys [tokens, D] and values [tokens]; query is [tokens, heads of the group, D]."""
+    """Return g^2 (see the module) of one KV head's keys, [tokens, D], and of its values, [tokens].
+
+    `query` is [tokens, query heads of the KV head, D].
+    """
     tokens = key.shape[0]
     recent = min(RECENT, tokens // 8)
     for_key, for_value = torch.zeros_like(key), torch.zeros_like(key[:, 0])

@@ -1,4 +1,4 @@
-"""Lookup of the sequence of each row of a batch, and of the slots of several sequences' tokens."""
+"""Lookup of the sequence of each query token in a batch, and of the cache slots of several sequences' tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import torch
 
 
 def owners(starts: torch.Tensor, seq_lens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's sequence, and its token's position in that sequence, counted from 1.
+    """Return the sequence of each row (query token), and the row's position in that sequence, counted from 1.
 
     The position is also the number of tokens that the row attends to. Nothing is copied from a GPU to its host.
 
     Args:
-        starts: int [sequences + 1], first rows; at least one sequence. seq_lens: int [sequences], stored tokens after
-            this step. tokens: number of rows. Rows after the last sequence's are padding.
+        starts: int [sequences + 1], the first row of each sequence; at least one sequence.
+        seq_lens: int [sequences], stored tokens after this step.
+        tokens: number of rows. Rows after those of the last sequence are padding.
 
     Returns:
-        Sequences, int64 [tokens], arbitrary for padding; and positions, [tokens] of seq_lens' type, 0 for padding.
+        Sequences, int64 [tokens], arbitrary for padding.
+        Positions, [tokens] of seq_lens' type, 0 for padding.
     """
     row = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
     ends = starts[1:]
@@ -31,15 +33,17 @@ def stored_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the slots of tokens [begin, begin + length) of each sequence, one sequence after another.
 
-    All layers and heads share this list. A launch over (sequences, longest length) would have many idle programs.
+    All layers and heads share this list. A kernel launched over (sequences, longest length) would have idle programs.
 
     Args:
-        block_table: int32 [sequences, blocks]. begins: int32 [sequences].
+        block_table: int32 [sequences, blocks].
         rows: int32 [sequences + 1], each sequence's first place in the results. Their differences are the lengths, and
             the last is `tokens`.
+        begins: int32 [sequences], the first token of each sequence.
 
     Returns:
-        Slots, int64 [tokens], block * block_size + offset; and ordinals, int32 [tokens], positions counted from 1.
+        Slots, int64 [tokens], block * block_size + offset.
+        Ordinals, int32 [tokens], positions in the sequence, counted from 1.
     """
     owner, ordinals = owners(rows, begins + rows.diff(), tokens)
     return _slots(block_table, owner, ordinals, block_size), ordinals
@@ -51,11 +55,13 @@ def joined_slots(
     """Return the slots of all tokens of each sequence: its context in pages, then its new tokens in rows of the step.
 
     Args:
-        block_table: int32 [sequences, blocks]. rows: as in `stored_slots`.
+        block_table: int32 [sequences, blocks].
+        rows: as in `stored_slots`.
         starts: int32 [sequences + 1], each sequence's first row among the new tokens.
 
     Returns:
-        Slots, int64 [tokens], as from `stored_slots`, or -1 - row for a new token; and ordinals.
+        Slots, int64 [tokens]: for a stored token as from `stored_slots`, and -1 - row for a new token.
+        Ordinals, as from `stored_slots`.
     """
     owner, ordinals = owners(rows, rows.diff(), tokens)
     row = torch.arange(tokens, device=rows.device) - (rows - starts)[1:][owner]  # a sequence ends with its new tokens

@@ -62,12 +62,15 @@ class RingPages:
 
     Args:
         cache: uint8 [blocks, kv_heads, block_size, row_bytes], pages like the layer's own; it may be the same tensor.
-        fmt: a format with a ring. head_dim: elements of a key. recent: tokens of the window.
-        drafts: largest number of draft tokens in a step. The ring keeps so many more tokens, because drafts may be
+        fmt: a format with a ring.
+        head_dim: elements of a key.
+        recent: tokens of the window.
+        drafts: largest number of draft tokens in a step. The ring keeps this many tokens more, because drafts may be
             rejected.
 
     Raises:
-        BadInputError: the cache does not have the layout of `fmt`. FormatError: no ring, or a negative window.
+        BadInputError: the cache does not have the layout of `fmt`.
+        FormatError: the format has no ring, or the window is negative.
     """
 
     def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int, recent: int, drafts: int = 0) -> None:
@@ -100,7 +103,10 @@ class RingPages:
         self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write the ring rows of some tokens' keys (side 0) or values (side 1): x, [tokens, kv_heads, D], rotated."""
+        """Write residuals and tags of some tokens' keys (side 0) or values (side 1) into the ring.
+
+        `x`, [tokens, kv_heads, D], is rotated but not quantized. The other tensors are its quantized form.
+        """
         bits, digits, meta_at = self.sides[side]
         kept = slots >= 0
         x, codes, packed, meta, slots = x[kept], codes[kept], packed[kept], meta[kept], slots[kept]
@@ -114,13 +120,13 @@ class RingPages:
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[FineRows | None]:
-        """Return the `FineRows` of keys and of values; None for a side of 8 bits.
+        """Return the `FineRows` of keys and of values; None for codes of 8 bits.
 
         Args:
             positions: int64 [sequences, recent], negative for no token.
             ring_table: int [sequences, ring_blocks].
             pages: these tokens' packed codes, uint8 [sequences, recent, kv_heads, bytes], and scale metadata, int16
-                [sequences, recent, kv_heads, groups], for each side.
+                [sequences, recent, kv_heads, groups], for keys and then for values.
         """
         place = positions.clamp(min=0) % (self.per_sequence * self.tokens)
         block = ring_table.long().gather(1, place // self.tokens)

@@ -9,7 +9,7 @@ import torch
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax over the last dimension. The sinks' logits, which broadcast to [..., 1], add to its sum."""
+    """Return the softmax over the last dimension. The logits `sinks`, which broadcast to [..., 1], add to its sum."""
     if sinks is None:
         return scores.softmax(-1)
     one_more = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -23,7 +23,8 @@ def attention(
     """Return attention to the keys that are `seen`, bool [tokens, keys]: float32 [1, heads, tokens, D].
 
     Args:
-        softcap: 0 for none. sinks: [heads], or None.
+        softcap: 0 for none.
+        sinks: [heads], or None.
     """
     repeat = q.shape[1] // k.shape[1]
     k, v = k.float().repeat_interleave(repeat, 1), v.float().repeat_interleave(repeat, 1)

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from kvpilot_operator.errors import OverBudget, PermitLost
+from kvpilot_operator.errors import PermitLost
+from kvpilot_probes.answers import READ_BYTES
 
 _KIB, _MIB = 1024, 1024 * 1024
 
@@ -52,42 +53,12 @@ PACKS_BYTES = 128 * _KIB
 
 # A run takes at most 2 MiB, and about 0.5 MiB with the built-in packs. It takes seconds on a GPU and half a minute on a
 # CPU. A prompt has at most the 65,536 tokens that a baseline keeps, of 10 bytes each.
-CANARY_PROBE = InputLimits("a probe of a canary", 640 * _KIB, permits=16, share=8)
+CANARY_PROBE = InputLimits("a probe of a canary", READ_BYTES, permits=16, share=8)
 # Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them.
-CHECK = InputLimits("a check of a replica", 640 * _KIB, permits=16, share=8)
+CHECK = InputLimits("a check of a replica", READ_BYTES, permits=16, share=8)
 
 # A reader of /metrics costs two requests to the API server. An address that tries tokens cannot starve others.
 TOKEN_REVIEW = InputLimits("a review of a token", 0, permits=4, share=2)
-
-
-async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> bytes:
-    """Return an answer's whole body. Raise OverBudget, which names `where`, if it has more than `most` bytes."""
-    body = bytearray()
-    async for chunk in chunks:
-        if len(body) + len(chunk) > most:
-            raise OverBudget(f"{where}: more than {most} bytes")
-        body += chunk
-    return bytes(body)
-
-
-async def whole_lines(
-    chunks: AsyncIterator[bytes], where: str = "", most: float = math.inf, longest: float = math.inf
-) -> AsyncIterator[bytes]:
-    """Yield the non-empty lines of a stream, without an incomplete last line. Raise OverBudget, which names `where`."""
-    line = bytearray()
-    async for chunk in chunks:
-        most -= len(chunk)
-        if most < 0:
-            raise OverBudget(f"{where}: more bytes than its tokens can take")
-        parts = chunk.split(b"\n")
-        for i, part in enumerate(parts):
-            if i:
-                if line.strip():
-                    yield bytes(line)
-                line.clear()
-            line += part
-            if len(line) > longest:
-                raise OverBudget(f"{where}: a line of more than {longest} bytes")
 
 
 class Permits:

@@ -1,20 +1,13 @@
-"""Every error that the operator raises on purpose, except those of probes (`kvpilot_operator.probes.errors`)."""
+"""Every error that the operator raises on purpose, except those of probes (`kvpilot_probes.errors`)."""
 
 from __future__ import annotations
 
 import traceback
 from pathlib import PurePath
 
-from kvpilot_formats import untrusted
+from kvpilot_formats.untrusted import KvpilotError, lines
 
 _PACKAGE = "kvpilot_operator"
-
-
-class KvpilotError(Exception):
-    """Base of all errors that the operator raises on purpose. Their messages may quote other programs."""
-
-    def __str__(self) -> str:
-        return untrusted.lines(super().__str__())
 
 
 class ClusterError(KvpilotError):
@@ -24,7 +17,7 @@ class ClusterError(KvpilotError):
         super().__init__(f"{method} {path}: HTTP {status}: {message}")
         self.request = f"{method} {path}"
         self.status = status
-        self.message = untrusted.lines(message)
+        self.message = lines(message)
 
     @property
     def away(self) -> bool:
@@ -123,10 +116,6 @@ class ScrapeTimeout(ScrapeError):
 
 class NoIdentity(KvpilotError):
     """The certificates for engines in a mesh cannot be read."""
-
-
-class OverBudget(KvpilotError):
-    """A sender exceeded the budget of one service; the limits are in `kvpilot_operator.budget`."""
 
 
 class PermitLost(KvpilotError):

@@ -17,7 +17,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Span, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvpilot_operator.errors import Conflict, KvpilotError
+from kvpilot_formats.untrusted import KvpilotError
+from kvpilot_operator.errors import Conflict
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -99,7 +100,9 @@ def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
         return None
     if not _is_url(environment[name]):
         # Do not show the value, because it may contain credentials.
-        raise TracingError(f"{name}: is not a URL; give a collector's OTLP over HTTP, such as http://collector:4318")
+        raise TracingError(
+            f"{name} is not a URL; give the OTLP/HTTP endpoint of a collector, such as http://collector:4318"
+        )
     try:
         sender = SpanSender()
     except ImportError as error:

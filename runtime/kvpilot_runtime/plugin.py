@@ -52,7 +52,7 @@ def register() -> None:
 
 
 def serve_requests() -> None:
-    """Let the engine serve requests for offloaded pages, and finish waiting requests when it drains.
+    """Let the engine load offloaded pages if a request asks for it, and finish waiting requests when it drains.
 
     An engine with vLLM's own dtypes must start with any later vLLM, so a missing part is only logged.
     """

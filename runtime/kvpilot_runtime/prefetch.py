@@ -104,7 +104,9 @@ def plan(name: str, revision: str | None) -> Part:
 
 
 def fetch(part: Part) -> None:
-    """Download missing files, each by itself: without a hub, an engine rejects a partial snapshot.
+    """Download missing files as single files, not as a snapshot of the repository.
+
+    An engine that cannot reach the hub would reject a snapshot with only these files.
 
     Raises:
         PreflightError: ModelNotFound.

@@ -125,7 +125,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
-    """Return the request and the arguments for `vllm serve`, to which `main` adds some. Raise PreflightError."""
+    """Return the request and the arguments for `vllm serve`, to which `main` adds more.
+
+    Raises:
+        PreflightError: an argument is invalid.
+    """
     found, parser = vllm.read(argv), _parser()
     if found.faults:
         raise PreflightError("BadArguments", f"argument {found.faults[0].place + 1}: {found.faults[0].message}")

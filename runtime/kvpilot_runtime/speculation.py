@@ -46,7 +46,8 @@ def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[s
     overwrite pages of the served model.
 
     Args:
-        groups: vLLM's `KVCacheGroupSpec`s. drafting: the names of the draft model's layers.
+        groups: vLLM's `KVCacheGroupSpec`s.
+        drafting: names of the draft model's layers.
     """
     if not drafting <= set(groups[0].layer_names):
         raise UnsupportedModelError(
@@ -61,7 +62,7 @@ def spares(vllm_config: Any, layer: Any) -> int:
 
     vLLM splits layers with pages like those of `layer` into groups as large as the group of ring layers. A draft model
     has no ring layers, so its layers might fall into two groups. With as many ring layers as other layers, vLLM makes
-    one group of each. They are no larger than with vLLM's own padding.
+    one group of each. These groups are no larger than with vLLM's own padding.
     """
     found = getattr(vllm_config, "speculative_config", None)
     if found is None or found.method != "draft_model":

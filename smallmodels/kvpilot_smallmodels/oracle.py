@@ -1,8 +1,8 @@
-"""Oracle for an engine's answers: the same weights and codec in plain transformers, without pages or batches.
+"""Oracle for an engine's answers: the same weights and quantization in plain transformers, without pages or batches.
 
-One causal pass over prompt and answer gives the logits of each step. All keys and values go through the codec as whole
-tensors. An engine computes the same values token by token from its pages, because every token is quantized on its own.
-It must read a chunk's own tokens back from the pages (KVPILOT_PREFILL_FROM_PAGES).
+One causal pass over prompt and answer gives the logits of each step. All keys and values are quantized and read back as
+whole tensors (the codec). An engine computes the same values token by token from its pages, because every token is
+quantized on its own. The engine must read a chunk's own tokens back from the pages (KVPILOT_PREFILL_FROM_PAGES).
 
 With a recent window the oracle needs a record of the engine's steps. Only a step of one token reads the window, and the
 window holds only tokens that were stored after the sequence got a ring.
@@ -26,7 +26,7 @@ from kvpilot_kernels.reference.attention import round_trip
 
 _NAME = "kvpilot_oracle"
 SLACK = 1e-3
-"""Largest change of a logit by rounding if every code stays the same. The spread of logits is 3.4."""
+"""Largest change of a logit by rounding if all quantized values stay the same. The spread of logits is 3.4."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class Oracle:
     Args:
         folder: the model.
         dtype: one of our formats, or `auto` for no codec. Latent formats are for DeepSeek V2's attention.
-        factors: a calibration, layer by layer. recent: tokens of the recent window.
+        factors: a calibration, layer by layer.
+        recent: tokens of the recent window.
         seen: function from a number of tokens to bool [queries, keys], True if the query attends to the key. A query
-            must attend to itself. None for all earlier keys.
+            must attend to itself. None if queries attend to all earlier keys.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class Oracle:
             jitter: relative random change of values before they are quantized. It acts like another order of sums, and
                 moves values between two codes.
             misread: simulated paging fault. In place of the 16 tokens from this one on, layers read the 16 before it.
-            rings: for each position, the first token in the ring when the position was computed. None, and positions
-                past the end, mean a step of several tokens.
+            rings: for each position, the first token in the ring when the position was computed. None, or a missing
+                position, means that a step of several tokens computed it.
             picture: the prompt's image.
         """
         self._jitter, self._misread, self._spans = jitter, misread, picture.spans if picture else ()

@@ -13,7 +13,9 @@ def in_steps(
     """Answer prompts together with greedy decoding. Return the token ids and the number of cached tokens of each.
 
     Args:
-        engine: vLLM's `LLMEngine`. counts: tokens of each answer. first: the first request's id, an increasing number.
+        engine: vLLM's `LLMEngine`.
+        counts: number of tokens of each answer.
+        first: the first request's id; further ids count up from it.
         after: called after each step with the number of steps so far and the step's outputs. It may abort requests.
     """
     from vllm import SamplingParams

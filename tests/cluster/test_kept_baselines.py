@@ -12,8 +12,8 @@ from kvpilot_localcluster.controlplane import ControlPlane
 from kvpilot_operator.act.perform import MAX_KEPT, MAX_SEEN, Actor
 from kvpilot_operator.api.names import SERVICE_LABEL
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.state.decision import Decision
+from kvpilot_probes.codec import Baseline
 from support.services import KEY, manifest, snapshot
 
 MAPS = f"/api/v1/namespaces/{KEY.namespace}/configmaps"

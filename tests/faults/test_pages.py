@@ -15,9 +15,9 @@ from kvpilot_localcluster.engines.faulty import Engine
 from kvpilot_operator.budget import METRICS, METRICS_LINE_BYTES, METRICS_LINES
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe import page, scrape
-from kvpilot_operator.probes import packs, run
-from kvpilot_operator.probes.errors import MalformedAnswer, ProbeTimeout
-from kvpilot_operator.probes.session import Settings
+from kvpilot_probes import packs, run
+from kvpilot_probes.errors import MalformedAnswer, ProbeTimeout
+from kvpilot_probes.session import Settings
 from support.metrics_pages import parse_page
 from support.probe_engine import engine, respond, tokens_of
 from support.scrape_loop import ignore, scraping

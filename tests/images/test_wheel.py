@@ -46,13 +46,12 @@ def test_the_wheel_holds_the_packages_and_no_tests(wheel: Path) -> None:
         "kvpilot_operator",
         "kvpilot_runtime",
         "kvpilot_formats",
+        "kvpilot_probes",
         "kvpilot_kernels",
         "kvpilot_cli",
         "kvpilot_kubectl",
     }
-    assert {f"kvpilot_operator/probes/data/{pack}.yaml" for pack in ("general", "multi-turn", "structured")} <= set(
-        names
-    )
+    assert {f"kvpilot_probes/data/{pack}.yaml" for pack in ("general", "multi-turn", "structured")} <= set(names)
     assert [
         name for name in names if re.search(r"(^|/)(tests?|benchmarks|demo|smallmodels)/|conftest|test_", name)
     ] == []

@@ -3,18 +3,19 @@
 A program that spills registers is slow. A program that asks for too much shared memory fails at the first request.
 `tuning` chooses neither on any of these GPUs.
 
-Each program is compiled once for each version of the kernels' source (`kernel_cache`). Its resources are read from the
-machine code each time. Triton's key of a program covers everything that its kernel reads.
+Each program is compiled once on a machine, until its kernel changes: Triton's key of a program covers everything that
+its kernel reads. The resources are read from the machine code each time.
 """
 
+import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +27,28 @@ import kvpilot_kernels
 from kvpilot_formats import formats
 from kvpilot_localcluster.cache import cache_folder
 
-PACKAGES = (Path(kvpilot_kernels.__file__).parent, Path(kvpilot_formats.__file__).parent)
 UNUSED = 14 * 24 * 3600
-"""Seconds after which an unused folder is removed."""
+"""Age in seconds at which a compiled program is removed."""
 
 
-def source_key(*packages: Path) -> str:
-    """Return a hash of all source files in some folders. Names of the folders themselves do not count."""
-    files = [(package, one) for package in packages for one in sorted(package.rglob("*.py"))]
-    told = "".join(f"{one.relative_to(top)} {hashlib.sha256(one.read_bytes()).hexdigest()}\n" for top, one in files)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
-
-
-def kernel_cache(*packages: Path) -> Path:
-    """Return Triton's cache for the current kernels, and delete old caches. Triton itself never deletes a program."""
+@pytest.fixture(scope="session")
+def compiled() -> Iterator[Path]:
+    """Triton's cache of all tests of this machine. Remove old programs from it while no other test run uses it."""
     cache = cache_folder() / "kernels"
     cache.mkdir(parents=True, exist_ok=True)
-    found = cache / source_key(*(packages or PACKAGES))
     with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        found.mkdir(exist_ok=True)
-        os.utime(found)
-        for one in cache.iterdir():
-            if one.is_dir() and one.stat().st_mtime < time.time() - UNUSED:
-                shutil.rmtree(one)
-    return found
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_old(cache)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield cache
+
+
+def remove_old(cache: Path) -> None:
+    """Remove programs that were compiled long ago, because Triton itself never removes one."""
+    for one in cache.iterdir():
+        if one.is_dir() and one.stat().st_mtime < time.time() - UNUSED:
+            shutil.rmtree(one)
 
 
 ROOT = Path(__file__).parents[2]
@@ -69,9 +67,9 @@ def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) 
 
 
 @pytest.fixture(scope="module")
-def served() -> subprocess.CompletedProcess[str]:
+def served(compiled: Path) -> subprocess.CompletedProcess[str]:
     """Compile some programs of each kernel, for every GPU."""
-    return python(*RESOURCES, "--few", "--processes", "1", cache=kernel_cache(), timeout=1800)
+    return python(*RESOURCES, "--few", "--processes", "1", cache=compiled, timeout=1800)
 
 
 @pytest.mark.timeout(2000)
@@ -101,7 +99,7 @@ def test_every_head_dim_window_and_group_of_queries_fits_and_spills_no_more_than
     assert f"head_dim {max(formats.HEAD_DIMS)}" in done.stdout
 
 
-def test_a_program_that_would_spill_is_told_and_not_chosen() -> None:
+def test_a_program_that_would_spill_is_told_and_not_chosen(compiled: Path) -> None:
     code = """
 from benchmarks.kernels.kernel_resources import compile_for
 from dataclasses import replace
@@ -110,7 +108,7 @@ own = gather_variant("k4v4", 96)
 for variant in (replace(own, registers=32), own):
     print(compile_for(variant, 80).misfit(80))
 """
-    done = python("-c", code, cache=kernel_cache(), timeout=300)
+    done = python("-c", code, cache=compiled, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     few, enough = done.stdout.splitlines()
     assert few.startswith("spills ")
@@ -130,7 +128,7 @@ for capability in SHARED_KIB:
 
 
 def test_a_kernel_is_compiled_again_where_a_constant_of_another_module_has_changed(tmp_path: Path) -> None:
-    formats_package = PACKAGES[1]
+    formats_package = Path(kvpilot_formats.__file__).parent
     changed = tmp_path / formats_package.name
     shutil.copytree(formats_package, changed)
     layouts = changed / "layouts.py"
@@ -184,20 +182,11 @@ def test_another_value_of_a_constant_is_another_key_of_every_kernel_that_reads_i
     assert "plan.plan_kernel" not in told["changed"][constant]
 
 
-def test_what_was_compiled_of_kernels_that_nobody_tests_any_more_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVPILOT_CACHE", str(tmp_path / "cache"))
-    sources = {name: tmp_path / name for name in ("old", "used", "new")}
-    for name, package in sources.items():
-        package.mkdir()
-        (package / "kernel.py").write_text(name)
-    old, used = (kernel_cache(sources[name]) for name in ("old", "used"))
-    (used / "program").write_text("compiled")
+def test_a_program_that_was_compiled_long_ago_is_removed(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "program").write_text("compiled")
     past = time.time() - UNUSED - 60
-    for folder in (old, used):
-        os.utime(folder, (past, past))
-    assert kernel_cache(sources["used"]) == used
-    kernel_cache(sources["new"])
-    assert not old.exists()
-    assert (used / "program").read_text() == "compiled"
+    os.utime(tmp_path / "old", (past, past))
+    remove_old(tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["new"]

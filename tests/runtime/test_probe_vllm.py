@@ -24,14 +24,14 @@ from kvpilot_operator.api.spec import parse
 from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import described, judge
 from kvpilot_operator.mesh import Identity
-from kvpilot_operator.probes import codec, packs
-from kvpilot_operator.probes.client import http_client
-from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.probes.errors import EngineBusy, EngineUnreachable
-from kvpilot_operator.probes.run import capture, control, measure
-from kvpilot_operator.probes.session import GiveWay, Settings
-from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_probes import codec, packs
+from kvpilot_probes.client import http_client
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.errors import EngineBusy, EngineUnreachable
+from kvpilot_probes.run import capture, control, measure
+from kvpilot_probes.session import GiveWay, Settings
+from kvpilot_probes.stats import Measurement
 from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
 from support.crd import apply_defaults
 from support.forked_serve import engine

@@ -11,9 +11,9 @@ import yaml
 
 from kvpilot_operator.control.prober import Prober
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.probes import packs
 from kvpilot_operator.state.decision import Capture, Captured
 from kvpilot_operator.tracing import SpanSender
+from kvpilot_probes import packs
 from kvpilot_smallmodels.models import tiny_llama
 from support.collector import collecting
 from support.forked_serve import engine

@@ -18,8 +18,6 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Rejected
 from kvpilot_operator.observe.views import together
-from kvpilot_operator.probes.codec import Baseline, Control
-from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Capture, Captured, Decision, Find, Measure, NothingKept, ProbeResult
 from kvpilot_operator.state.objects import Parent, PodView, RouteView
@@ -28,6 +26,8 @@ from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import Status, parse_status
+from kvpilot_probes.codec import Baseline, Control
+from kvpilot_probes.stats import Measurement
 from support.memory_api import Killed, MemoryApi, What
 from support.model_engines import ModelEngines, flows
 from support.services import KEY, NOW, PROBES

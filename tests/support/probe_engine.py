@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
-from kvpilot_operator.probes.packs import Message, ProbePrompt
-from kvpilot_operator.probes.session import Settings
-from kvpilot_operator.probes.stats import Logprobs
+from kvpilot_probes.codec import Baseline, BaselinePrompt
+from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.session import Settings
+from kvpilot_probes.stats import Logprobs
 
 Body = dict[str, Any]
 Writer = asyncio.StreamWriter

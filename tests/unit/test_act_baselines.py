@@ -9,8 +9,8 @@ from kvpilot_operator.act.perform import MAX_KEPT, MAX_SEEN, Actor
 from kvpilot_operator.api.names import SERVICE_LABEL, baseline_name
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.state.decision import Decision
+from kvpilot_probes.codec import Baseline
 from support.services import KEY, manifest, snapshot
 
 BASELINE = Baseline("0123456789", "org/model", "auto", ())

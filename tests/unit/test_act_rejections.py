@@ -13,8 +13,8 @@ from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.act.rejections import BACKOFF
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Rejected
-from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.state.decision import Decision, Objects
+from kvpilot_probes.codec import Baseline
 from support.memory_api import MemoryApi, Operator
 from support.services import manifest, revision_of, snapshot
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.budget import InputLimits, Permits, read_body, whole_lines
-from kvpilot_operator.errors import OverBudget, PermitLost
+from kvpilot_formats.untrusted import OverBudget, read_body, whole_lines
+from kvpilot_operator.budget import InputLimits, Permits
+from kvpilot_operator.errors import PermitLost
 
 LIMITS = InputLimits("a test", 1024, permits=4, share=2)
 PATIENCE = 0.02

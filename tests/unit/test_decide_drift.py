@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_fleet import GARBAGE, PERIOD, SOUND, fixed, serving
 
-from kvpilot_operator.probes.stats import AnswerPair
 from kvpilot_operator.state.decision import ProbeFailed
 from kvpilot_operator.state.status import MAX_MESSAGE, Denied, parse_status
+from kvpilot_probes.stats import AnswerPair
 from support.model_cluster import measurement
 from support.services import revision_of
 

@@ -12,7 +12,6 @@ from kvpilot_operator.api.names import baseline_name
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.accuracy import baseline as borrowing
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import (
     Capture,
@@ -27,6 +26,7 @@ from kvpilot_operator.state.decision import (
 from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import Canary, Status, parse_status
+from kvpilot_probes.codec import Baseline, Control
 from support.model_cluster import ModelCluster, measurement
 from support.services import KEY, NOW, PROBES, baseline, manifest, pod, reporting, revision_of, running
 

@@ -11,12 +11,12 @@ import pytest
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.step_rules import policy_input
-from kvpilot_operator.probes.codec import Baseline, Control
 from kvpilot_operator.state.decision import Capture, Captured, ProbeResult
 from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import NodeFacts
 from kvpilot_operator.state.status import Canary, Denied, KVCache, Status
+from kvpilot_probes.codec import Baseline, Control
 from support.model_cluster import ModelCluster
 from support.services import NOW, PROBES, manifest, pod, revision_of, running, samples
 

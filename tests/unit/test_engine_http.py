@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from kvpilot_operator.engine_http import AROUND_A_BYTE, HEAD_BYTES, INTERIM_ANSWERS
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.probes.client import EngineClient, http_client, served_models
-from kvpilot_operator.probes.errors import EngineUnreachable
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_probes.client import EngineClient, http_client, served_models
+from kvpilot_probes.engine_http import AROUND_A_BYTE, HEAD_BYTES, INTERIM_ANSWERS
+from kvpilot_probes.errors import EngineUnreachable
 from support.scrape_loop import ignore, scraping
 
 KEY = ServiceKey("models", "chat")

@@ -69,7 +69,7 @@ def test_each_question_repeats_the_conversation_with_its_answers() -> None:
         load = Load(history=50, asked=4, answered=3, turns=1000, thought=1e-6)
         async with aiohttp.ClientSession() as session:
             users = Users(session, url, "m", load, 1000)
-            users.raise_to(1, 0)
+            users.raise_to(1, rate=1)
             while len(asked) < 4:
                 await asyncio.sleep(0.01)
                 users.check()

@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 FOLDERS = [
-    "benchmarks", "cli", "demo", "formats", "kernels", "kubectl", "localcluster", "operator", "runtime", "scripts",
-    "smallmodels",
+    "benchmarks", "cli", "demo", "formats", "kernels", "kubectl", "localcluster", "operator", "probes", "runtime",
+    "scripts", "smallmodels",
 ]  # fmt: skip
 
 

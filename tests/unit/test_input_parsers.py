@@ -20,10 +20,10 @@ from kvpilot_operator.budget import CANARY_PROBE, CONFIG_MAP_BYTES, METRICS, MET
 from kvpilot_operator.errors import ClusterError, ScrapeError
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.probe_packs import texts_of
-from kvpilot_operator.probes.answers import read_streamed, read_tokens
-from kvpilot_operator.probes.codec import decode
-from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer, MalformedBaseline, PackError
-from kvpilot_operator.probes.packs import MAX_PACK_BYTES, load
+from kvpilot_probes.answers import read_streamed, read_tokens
+from kvpilot_probes.codec import decode
+from kvpilot_probes.errors import EngineRefused, MalformedAnswer, MalformedBaseline, PackError
+from kvpilot_probes.packs import MAX_PACK_BYTES, load
 
 
 @dataclass(frozen=True)

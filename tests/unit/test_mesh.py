@@ -19,11 +19,11 @@ from kvpilot_operator.errors import NoIdentity, ScrapeError
 from kvpilot_operator.mesh import CHAIN, KEY, ROOT, Identity
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.options import parse_arguments
-from kvpilot_operator.probes.client import http_client, served_models
-from kvpilot_operator.probes.errors import EngineUnreachable
 from kvpilot_operator.state.decision import Capture, Captured
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.tracing import NO_TRACER
+from kvpilot_probes.client import http_client, served_models
+from kvpilot_probes.errors import EngineUnreachable
 from support.meshed import Mesh, Sidecar, sidecar
 from support.observed import pod
 from support.probe_engine import counting

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_formats.untrusted import OverBudget
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.budget import CONFIG_MAP_BYTES, PACKS_BYTES
 from kvpilot_operator.cluster.objects import Ref
-from kvpilot_operator.errors import ClusterError, OverBudget
+from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe.probe_packs import PackTexts
-from kvpilot_operator.probes.errors import PackTooLarge
+from kvpilot_probes.errors import PackTooLarge
 from support.crd import apply_defaults
 from support.services import KEY, manifest
 

@@ -12,8 +12,8 @@ from aiohttp import web
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.views import is_ours
-from kvpilot_operator.probes.client import EngineClient, http_client
-from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
+from kvpilot_probes.client import EngineClient, http_client
+from kvpilot_probes.errors import EngineRefused, MalformedAnswer
 from support.answering_server import Server
 from support.scrape_loop import ignore, scraping
 from support.services import KEY

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.probes.answers import read_streamed, read_tokens
-from kvpilot_operator.probes.codec import MAX_TOKEN_ID
-from kvpilot_operator.probes.errors import (
+from kvpilot_probes.answers import read_streamed, read_tokens
+from kvpilot_probes.codec import MAX_TOKEN_ID
+from kvpilot_probes.errors import (
     EngineRefused,
     EngineUnreachable,
     MalformedAnswer,
 )
-from kvpilot_operator.probes.run import capture, measure
-from kvpilot_operator.probes.stats import MAX_KL, MAX_MASS
+from kvpilot_probes.run import capture, measure
+from kvpilot_probes.stats import MAX_KL, MAX_MASS
 from support.probe_engine import (
     PROMPTS,
     SETTINGS,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_operator.probes.codec import (
+from kvpilot_probes.codec import (
     MAX_BYTES,
     MAX_POSITIONS,
     MAX_PROMPT_TOKENS,
@@ -23,9 +23,9 @@ from kvpilot_operator.probes.codec import (
     encode,
     identity,
 )
-from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
-from kvpilot_operator.probes.packs import Message, ProbePrompt
-from kvpilot_operator.probes.stats import MAX_TEXT, Logprobs, kl_nats
+from kvpilot_probes.errors import BaselineTooLarge, MalformedBaseline
+from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.stats import MAX_TEXT, Logprobs, kl_nats
 
 ids = st.integers(0, MAX_TOKEN_ID)
 

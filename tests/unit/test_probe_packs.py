@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.probes.errors import PackError, PackTooLarge
-from kvpilot_operator.probes.packs import (
+from kvpilot_probes.errors import PackError, PackTooLarge
+from kvpilot_probes.packs import (
     BUILTIN,
     MAX_FILL_TOKENS,
     MAX_LEVELS,

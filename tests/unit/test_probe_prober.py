@@ -18,13 +18,13 @@ from kvpilot_operator.control import prober as module
 from kvpilot_operator.control.prober import BACKOFF, Probe, Prober, schedules_by_priority
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.probes import codec
-from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, NothingKept, ProbeFailed, ProbeResult
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.tracing import NO_TRACER
+from kvpilot_probes import codec
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.stats import Measurement
 from support.probe_engine import Body, Writer, counting, engine, noisy, respond
 from support.services import KEY, manifest, spec_of
 

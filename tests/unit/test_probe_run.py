@@ -5,17 +5,17 @@ import json
 
 import pytest
 
-from kvpilot_operator.probes import session
-from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
-from kvpilot_operator.probes.errors import (
+from kvpilot_probes import session
+from kvpilot_probes.codec import Baseline, BaselinePrompt
+from kvpilot_probes.errors import (
     BaselineTooLarge,
     NothingFits,
     ProbeTimeout,
 )
-from kvpilot_operator.probes.packs import Message, ProbePrompt
-from kvpilot_operator.probes.run import capture, control, measure
-from kvpilot_operator.probes.session import Settings
-from kvpilot_operator.probes.stats import Logprobs
+from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.run import capture, control, measure
+from kvpilot_probes.session import Settings
+from kvpilot_probes.stats import Logprobs
 from support.probe_engine import (
     PROMPTS,
     SETTINGS,

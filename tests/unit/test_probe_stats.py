@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_operator.probes.stats import (
+from kvpilot_probes.stats import (
     BUCKET_EDGES,
     MAX_KL,
     Answers,

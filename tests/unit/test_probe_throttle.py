@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
-from kvpilot_operator.probes import session
-from kvpilot_operator.probes.codec import Baseline, BaselinePrompt
-from kvpilot_operator.probes.errors import EngineBusy
-from kvpilot_operator.probes.packs import Message, ProbePrompt
-from kvpilot_operator.probes.run import capture, measure
-from kvpilot_operator.probes.session import GiveWay, Settings
-from kvpilot_operator.probes.stats import Logprobs, Measurement
+from kvpilot_probes import session
+from kvpilot_probes.codec import Baseline, BaselinePrompt
+from kvpilot_probes.errors import EngineBusy
+from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.run import capture, measure
+from kvpilot_probes.session import GiveWay, Settings
+from kvpilot_probes.stats import Logprobs, Measurement
 from support.metrics_pages import parse_page
 from support.probe_engine import Body, Handler, Writer, counting, engine, respond
 from support.scrape_loop import scraping

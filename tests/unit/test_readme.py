@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from functools import cache
@@ -126,5 +127,19 @@ def test_figures_are_those_of_the_benchmarks_page() -> None:
     rows = [line for line in section("On a GPU").splitlines() if line.startswith(("| bf16", "| fp8", "| `k"))]
     assert len(rows) == 4
     for row in rows:
-        for figure in re.findall(r"\d[\d,.]*(?= ms| tokens/s| \|)", row.rpartition(" | ")[0] + " |"):
+        measured = row.rsplit(" | ", 2)[0] + " |"  # the rest, users and KL, is of other pages
+        for figure in re.findall(r"\d[\d,.]*(?= ms| tokens/s| \|)", measured):
             assert figure in page, figure
+
+
+def test_users_are_the_last_level_that_held_and_the_next_level_missed() -> None:
+    runs = json.loads((ROOT / "docs/benchmarks/h200-users.json").read_text())["one host"]
+    claim = re.search(
+        r"serves (\d+) users .*?, (\d+) with `fp8` and (\d+) with bf16.*?\((\d+), (\d+), (\d+)\)", README, re.S
+    )
+    assert claim is not None
+    for place, dtype in enumerate(("k4v4", "fp8", "auto")):
+        *_, held, missed = runs[dtype]["levels"]
+        assert (held["held"], missed["held"]) == (True, False)
+        assert (str(held["users"]), str(missed["users"])) == (claim[place + 1], claim[place + 4])
+        assert f"| {held['users']} |" in section("On a GPU")

@@ -17,6 +17,7 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_localcluster.engines.hostile_texts import REAL
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.faults import faults
@@ -27,7 +28,7 @@ from kvpilot_operator.control.pilot import Pilot, Registry, ServiceRecord
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.control.workqueue import WorkQueue
 from kvpilot_operator.decide import decide
-from kvpilot_operator.errors import KvpilotError, Rejected
+from kvpilot_operator.errors import Rejected
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.pod_metrics import PodMetrics

@@ -19,20 +19,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_states import settled
 
+from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_kubectl import fields
 from kvpilot_kubectl.errors import ToolError
 from kvpilot_operator.api.names import ENGINE_CONTAINER
 from kvpilot_operator.control.logs import FIELDS, JsonLines
 from kvpilot_operator.decide import decide
-from kvpilot_operator.errors import ClusterError, KvpilotError, Rejected, ScrapeError
+from kvpilot_operator.errors import ClusterError, Rejected, ScrapeError
 from kvpilot_operator.observe.api_reads import refusal_of
 from kvpilot_operator.observe.prefetch import prefetch_view
 from kvpilot_operator.observe.views import deployment_view, pod_view, route_view
-from kvpilot_operator.probes.answers import read_models, read_streamed, read_tokens
-from kvpilot_operator.probes.client import http_client, served_models
-from kvpilot_operator.probes.errors import EngineRefused, ProbeError
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.status import clip
+from kvpilot_probes.answers import read_models, read_streamed, read_tokens
+from kvpilot_probes.client import http_client, served_models
+from kvpilot_probes.errors import EngineRefused, ProbeError
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from support.answering_server import Server, status

@@ -25,13 +25,12 @@ import msgspec
 from kvpilot_cli import plots
 from kvpilot_cli.probe import report
 from kvpilot_cli.probe.compare import Endpoint, compare
+from kvpilot_formats.untrusted import KvpilotError, whole
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.api.spec import parse
-from kvpilot_operator.errors import KvpilotError
-from kvpilot_operator.numbers import whole
-from kvpilot_operator.probes import packs, session
-from kvpilot_operator.probes.client import Progress
-from kvpilot_operator.probes.errors import ProbeError
+from kvpilot_probes import packs, session
+from kvpilot_probes.client import Progress
+from kvpilot_probes.errors import ProbeError
 
 PASSED, REGRESSED, NO_MEASUREMENT, INCONCLUSIVE = 0, 1, 2, 3
 _CODES = {"Passed": PASSED, "Failed": REGRESSED, "Error": NO_MEASUREMENT, "Inconclusive": INCONCLUSIVE}

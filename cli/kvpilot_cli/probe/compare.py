@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide import Judgement, described, judge
-from kvpilot_operator.probes import codec, run
-from kvpilot_operator.probes.client import Progress, http_client, served_models
-from kvpilot_operator.probes.errors import ProbeError
-from kvpilot_operator.probes.packs import ProbePrompt
-from kvpilot_operator.probes.session import Settings
-from kvpilot_operator.probes.stats import Measurement
+from kvpilot_probes import codec, run
+from kvpilot_probes.client import Progress, http_client, served_models
+from kvpilot_probes.errors import ProbeError
+from kvpilot_probes.packs import ProbePrompt
+from kvpilot_probes.session import Settings
+from kvpilot_probes.stats import Measurement
 
 Tell = Callable[[str], Progress]
 """Function that gets the name of a stage, and returns a callback for each answer in that stage."""

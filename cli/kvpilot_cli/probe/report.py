@@ -11,7 +11,7 @@ from kvpilot_cli import plots
 from kvpilot_cli.probe.compare import Comparison
 from kvpilot_cli.text_tables import render
 from kvpilot_operator.api.rollout import Accuracy
-from kvpilot_operator.probes.stats import Measurement
+from kvpilot_probes.stats import Measurement
 
 _BAR = 24
 _NOISE, _DAMAGE, _WIDTH = "#9a9a9a", "#d1491f", 0.4

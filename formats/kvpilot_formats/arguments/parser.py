@@ -28,7 +28,13 @@ _LEVEL = "--optimization-level"
 
 
 class Option(NamedTuple):
-    """Option: its main name, its number of values ("?": 0 or 1, "+": 1 or more), and `off`, True for `--no-...`."""
+    """Option of vLLM.
+
+    Attributes:
+        name: its main name.
+        takes: its number of values, as in argparse: "0", "1", "?" (0 or 1) or "+" (1 or more).
+        off: True for a `--no-...` name.
+    """
 
     name: str
     takes: str
@@ -39,8 +45,10 @@ class Given(NamedTuple):
     """Option that the arguments set.
 
     Attributes:
-        name: its main name. values: its values; empty for a flag.
-        off: True if it is turned off (`--no-...`). places: indices of the arguments that set it.
+        name: its main name.
+        values: its values; empty for a flag.
+        off: True if it is turned off (`--no-...`).
+        places: indices of the arguments that set it.
     """
 
     name: str
@@ -253,7 +261,10 @@ def _stray(text: str) -> str:
 
 
 def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None] | None:
-    """Return a word's option and its value after `=`, (None, None) for an unknown option, or None for a value."""
+    """Return a word's option, and the value after `=` or None.
+
+    Return (None, None) for an unknown option, and None if the word is a value.
+    """
     text, table = word.text, _options()
     if not text.startswith("-"):
         return None

@@ -31,7 +31,8 @@ class Switch(NamedTuple):
 
     Attributes:
         what: its name in messages.
-        options: main names of the options that turn it on. off: values of these options that leave it off.
+        options: main names of the options that turn it on.
+        off: values of these options that leave it off.
         setting: its attribute path in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty for none.
     """
 

@@ -25,7 +25,9 @@ class Group:
     """Layers that keep keys and values of one size.
 
     Attributes:
-        kind: FULL, WINDOW or CHUNKED. layers: number of layers. kv_heads: KV heads of a layer.
+        kind: FULL, WINDOW or CHUNKED.
+        layers: number of layers.
+        kv_heads: KV heads of a layer.
         head_dim, value_dim: elements of a head's key and of its value, which may be shorter.
         window: length of the window or chunk in tokens; 0 for FULL.
     """
@@ -49,15 +51,16 @@ class Architecture:
         state_layers: layers with a state of fixed size (Mamba, linear attention, convolutions). They may also attend.
         shared_layers: layers that read the cache of another layer.
         other_layers: layers with an unknown kind of cache, which is not counted.
-        latent: elements of a token's entry in a layer with multi-head latent attention; 0 without it.
+        latent: elements that a layer with multi-head latent attention caches per token; 0 without it.
         index_bytes: bytes of a token's index in a layer with sparse attention, the same in every dtype; 0 without.
         softcap: cap on attention logits, or None.
-        alibi: attention has biases by distance. encoder_decoder: the model has cross attention.
-        bidirectional: tokens also attend to later tokens, as in embedding models.
-        image_prefix: the tokens of an image attend to each other in both directions.
-        custom_code: the repository brings its own model code (`auto_map`).
+        alibi: True if attention has biases by distance.
+        encoder_decoder: True if the model has cross attention.
+        bidirectional: True if tokens also attend to later tokens, as in embedding models.
+        image_prefix: True if the tokens of an image attend to each other in both directions.
+        custom_code: True if the repository brings its own model code (`auto_map`).
         max_positions: longest context in tokens; None if the config does not say.
-        idle_window: the sliding window is as long as the longest context or longer, so its layers count as full.
+        idle_window: True if no context is longer than the sliding window. Its layers then count as full attention.
         auto: KV-cache dtype that vLLM chooses for `auto`; `auto` itself means the model's own dtype.
         element_bytes: bytes of a KV element in the model's own dtype.
         doubt: message for people about uncertain facts; empty if there are none.
@@ -91,34 +94,34 @@ class Architecture:
 
     @property
     def full_layers(self) -> int:
-        """Number of these layers with full attention."""
+        """Number of layers with their own KV cache and full attention."""
         return sum(group.layers for group in self.groups if group.kind is Kind.FULL)
 
     @property
     def window_layers(self) -> int:
-        """Number of these layers with a sliding window. Our dtypes leave them in 16 bits."""
+        """Number of layers with their own KV cache and a sliding window. Our dtypes leave them in 16 bits."""
         return sum(group.layers for group in self.groups if group.kind is Kind.WINDOW)
 
     @property
     def chunked_layers(self) -> int:
-        """Number of these layers with chunked attention."""
+        """Number of layers with their own KV cache and chunked attention."""
         return sum(group.layers for group in self.groups if group.kind is Kind.CHUNKED)
 
     @property
     def kv_heads(self) -> int:
-        """Largest number of KV heads among full layers, or among all if none is full; 0 without a cache."""
+        """Largest number of KV heads of layers with full attention, else of all layers; 0 without a cache."""
         return max((group.kv_heads for group in self._growing()), default=0)
 
     @property
     def head_dim(self) -> int:
-        """Largest key dimension among full layers, or among all if none is full; 0 without a cache."""
+        """Largest key dimension of layers with full attention, else of all layers; 0 without a cache."""
         return max((group.head_dim for group in self._growing()), default=0)
 
     def _growing(self) -> tuple[Group, ...]:
         return tuple(group for group in self.groups if group.kind is Kind.FULL) or self.groups
 
     def token_bytes(self, dtype: str | formats.Format | latent_formats.LatentFormat, kept: int = 0) -> int:
-        """Return the bytes that a token adds to the cache: in full layers, over all KV heads.
+        """Return the bytes that a token adds to the cache of all layers with full attention, over all KV heads.
 
         Args:
             dtype: KV-cache dtype. For multi-head latent attention: 16 bits, fp8 or a latent format.

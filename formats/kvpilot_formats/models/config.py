@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 def load(file: Path) -> dict[str, Any]:
     """Return the object in a config.json.
 
-    If it has no quantization_config, use the content of hf_quant_config.json in the same folder as one.
+    If it has no quantization_config, take the content of hf_quant_config.json in the same folder instead.
     """
     raw, beside = _object(file), file.with_name("hf_quant_config.json")
     if raw.get("quantization_config") is None and beside.is_file():
@@ -69,7 +69,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Return, by model_type, what its config class says: defaults, field names, text part and kinds of layers."""
+    """Return data of transformers' config classes by model_type: defaults, field names, text part, kinds of layers."""
     text = (resources.files("kvpilot_formats.models") / "defaults.json").read_text()
     table: dict[str, Any] = json.loads(text)["models"]
     return table

@@ -35,7 +35,7 @@ def kinds(fields: Fields) -> list[str]:
     pattern = fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
         return [_PATTERN.get(letter, letter) for letter in pattern[:MOST_LAYERS]]
-    # Both names spell the same list. Classes without num_hidden_layers take the number of layers from it.
+    # Configs use either name for this list. Without num_hidden_layers, its length is the number of layers.
     for field in ("layer_types", "layers_block_type"):
         found = fields.listed(field)
         if found is not None:
@@ -84,7 +84,7 @@ def _by_index(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_flag(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of a config that lists 0 or another number for each layer, for two kinds."""
+    """Return the layers of a config that marks two kinds of layers, with 0 for one kind and another number else."""
     for field, one, zero in (
         ("attn_type_list", "attention", "linear_attention"),
         ("hybrid_layer_pattern", "sliding_attention", "attention"),

@@ -15,8 +15,8 @@ LATENT = frozenset({
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm5_next",
     "glm5_next_text", "glm_moe_dsa", "hy_v4", "kimi_k2", "kimi_linear", "longcat_flash", "pangu_ultra_moe",
 })  # fmt: skip
-"""model_types whose latents vLLM caches if there is a kv_lora_rank. For others it expands latents to keys and values.
-"""
+"""model_types whose latents vLLM caches if they have a kv_lora_rank. With other types vLLM expands latents to keys and
+values."""
 
 _ALIBI = frozenset({"bloom", "mpt"})
 _IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
@@ -26,7 +26,7 @@ _LARGEST_CAP = 1e6  # larger than any logit
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that a Hugging Face config describes; of a multimodal model, that of its text part."""
+    """Return the architecture that a Hugging Face config describes. For a multimodal model, read its text part."""
     fields = Fields(raw)
     crossed = bool(raw.get("is_encoder_decoder")) or fields.model_type in ("whisper",)
     words = _decoder(fields) if crossed else kinds(fields)
@@ -91,7 +91,10 @@ def _decoder(fields: Fields) -> list[str]:
 
 
 def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
-    """Return the window in tokens, 0 if none limits attention, and True if there is one that no context exceeds."""
+    """Return the sliding window in tokens, and True if it is idle because no context exceeds it.
+
+    The window is 0 if none limits attention.
+    """
     window = fields.size("sliding_window", "sliding_window_size")
     if fields.built_as == "iquestloopcoder":
         window = fields.size("loop_window_size") or 64

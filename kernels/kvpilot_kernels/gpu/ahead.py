@@ -20,11 +20,11 @@ from triton.runtime.driver import driver
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 MOST_THREADS = 8
-"""Largest useful number of threads: a tenth of the work holds Python's lock, and all wait for the longest variant."""
+"""Largest useful number of threads. A tenth of the work holds Python's lock, and the slowest variant sets the time."""
 
 
 class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's classes as Any
-    """Mode in which a launch of an uncompiled variant only submits the variant to `pool`."""
+    """Mode in which launching an uncompiled variant only queues its compilation in `pool`."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__(pool, ignore_errors=True)
@@ -48,7 +48,7 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's class
 
 
 def threads(sharers: int) -> int:
-    """Return the number of threads for each of `sharers` processes that compile at once: together half of the cores."""
+    """Return the number of threads for each of `sharers` processes, which together use about half of the cores."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * sharers)))
 
 
@@ -58,8 +58,9 @@ def compile_ahead(launch: Callable[[], None], sharers: int = 1) -> None:
     If that fails, log a warning. The launches then compile one after another as usual, and may raise.
 
     Args:
-        launch: function that launches kernels. It is called twice; the first call runs only compiled variants.
-        sharers: number of processes on this machine that do the same.
+        launch: function that launches kernels. It is called twice. The first call runs only variants that were already
+            compiled.
+        sharers: number of processes on this machine that compile at the same time.
     """
     began, mode, failed = time.perf_counter(), None, None
     try:

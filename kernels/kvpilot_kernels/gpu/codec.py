@@ -1,9 +1,12 @@
-"""Page codec of the Triton kernels: convert codes and scale metadata between a row's slots and the bytes of a page.
+"""Page codec of the Triton kernels: pack and unpack the codes and scale metadata of a page.
 
-`kvpilot_formats.layouts` defines the bytes, and `reference.quantize` does the same in plain torch. Offsets of regions
-are constants of a launch, from `Format.page_layout` and `Format.ring_layout`. HEAD is the model's head dimension. D is
-the number of elements of a stored row, the next of `formats.HEAD_DIMS` to HEAD. WIDE is D padded to groups of 64 slots
-(`rotation`). Only D = 96 and 192 have empty slots.
+`kvpilot_formats.layouts` defines the bytes, and `reference.quantize` does the same in plain torch. A row is one token's
+key or value of one KV head. Kernels hold a row in slots, 64 for each group. Constants of a launch:
+
+- HEAD: the model's head dimension.
+- D: the number of elements of a stored row, the smallest of `formats.HEAD_DIMS` that is at least HEAD.
+- WIDE: the number of slots of a row. Only D = 96 and 192, with groups of 48 elements, have empty slots (`rotation`).
+- Offsets of regions in a page, from `Format.page_layout` and `Format.ring_layout`.
 """
 
 from typing import NamedTuple
@@ -22,16 +25,18 @@ ROUND_HALF = tl.constexpr(1 << (layouts.CUT_BITS - 1))
 INFINITY = tl.constexpr(0x7C00 >> layouts.CUT_BITS)
 NAN = tl.constexpr(0x7E00 >> layouts.CUT_BITS)
 NARROW = tl.constexpr(256)
-"""Largest number of elements of a row at which decode keeps queries in registers."""
+"""Length of the longest rows, in elements, for which decode keeps queries in registers."""
 LARGEST = tl.constexpr(32512.0)
-"""Largest element of a query that is stored as an integer with an upper and a lower signed byte."""
+"""Integer to which `store` scales the largest element of a query. A signed upper and lower byte can hold it."""
 
 
 class SideLayout(NamedTuple):
     """Layout of the keys or values in a page and in a ring's page, as a kernel's constant; sizes in bytes.
 
     Attributes:
-        bits: bits of a code. row: size of a token's packed codes. codes, meta: offsets in a page.
+        bits: bits of a code.
+        row: size of a token's packed codes.
+        codes, meta: offsets of the codes and of the scale metadata in a page.
         shrink: factors by which the encoder tries to shrink a group's range.
         digits: number of digits that refine a code to 8 bits.
         digit_codes, ring_meta: offsets in a ring's page; 0 without a ring.
@@ -66,7 +71,7 @@ def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: in
 
 @triton.jit
 def byte_of(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return the byte of a packed row that holds a slot, and True if the slot is not empty."""
+    """Return the offset of the byte that holds a slot in a packed row, and True if the slot is not empty."""
     PLANE: tl.constexpr = WIDE * BITS // 8
     GROUP: tl.constexpr = D // (WIDE // 64)
     if PLANE > 64 and GROUP != 64:  # then the groups of a plane are adjacent
@@ -89,20 +94,20 @@ def pack_codes(codes, BITS: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constex
 
 @triton.jit
 def write_codes(row_ptr, packed, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Write packed bytes [TOKENS, WIDE * BITS / 8] at each token's row, pointers [TOKENS], where `live` [TOKENS]."""
+    """Write packed bytes, [TOKENS, WIDE * BITS / 8], to rows at pointers [TOKENS], for tokens that are `live`."""
     at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
     tl.store(row_ptr[:, None] + at[None, :], packed.to(tl.uint8), mask=live[:, None] & real[None, :])
 
 
 @triton.jit
 def read_codes(row_ptr, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Read codes, int32 [TOKENS, WIDE] by slot, of rows at pointers [TOKENS]; empty slots give 0."""
+    """Read the codes of rows at pointers [TOKENS], as int32 [TOKENS, WIDE] by slot. Empty slots give 0."""
     return read_slots(row_ptr, live, tl.arange(0, WIDE), BITS, D, WIDE)
 
 
 @triton.jit
 def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Read some slots only; otherwise like `read_codes`."""
+    """Read only the slots in `slot`; otherwise like `read_codes`."""
     at, real = byte_of(slot, BITS, D, WIDE)
     byte = tl.load(row_ptr[:, None] + at[None, :], mask=live[:, None] & real[None, :], other=0).to(tl.int32)
     return (byte >> (BITS * (slot // (WIDE * BITS // 8)))[None, :]) & ((1 << BITS) - 1)
@@ -110,10 +115,10 @@ def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: t
 
 @triton.jit
 def query_planes(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return `operands.key_planes` by slots of a query.
+    """Return how decode multiplies the slots of a query (`operands.key_planes`): a factor and a flag for each.
 
-    The result is the divisor of the slot's element, float32, 1 or 4, and a bool. The bool is True if the codes that the
-    element multiplies end at a byte's sign bit.
+    The query's element is divided by the factor, float32, 1 or 4. The flag is True if the codes that the element
+    multiplies end at a byte's sign bit.
     """
     GROUP: tl.constexpr = D // (WIDE // 64)
     first = slot // (WIDE * BITS // 8) * BITS
@@ -146,7 +151,7 @@ def scale_of(bits):
 
 @triton.jit
 def zero_of(zero_code, BITS: tl.constexpr):
-    """Return zero points, float32 in codes, of zero_code."""
+    """Return the zero points that `zero_code` stands for, float32, in units of a code."""
     return zero_code.to(tl.float32) * (((1 << BITS) - 1) / ZERO_STEPS)
 
 
@@ -158,13 +163,13 @@ def pack_meta(bits, zero_code):
 
 @triton.jit
 def scale_and_zero(meta, BITS: tl.constexpr):
-    """Return scales and zero points, float32, of scale metadata as int32 (higher bits than its 16 are ignored)."""
+    """Return float32 scales and zero points from scale metadata, int32 of which only the lower 16 bits count."""
     return scale_of((meta & 0xFFFF) >> ZERO_BITS), zero_of(meta & ZERO_MASK, BITS)
 
 
 @triton.jit
 def tags(packed, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the 14-bit tags that identify rows in a ring, int32 [TOKENS, groups], from packed bytes and metadata."""
+    """Return 14-bit tags, int32 [TOKENS, groups], of packed bytes and metadata. They tell whose residual a ring has."""
     GROUPS: tl.constexpr = WIDE // 64
     at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
     group = tl.arange(0, GROUPS)

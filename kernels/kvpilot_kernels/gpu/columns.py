@@ -1,19 +1,19 @@
-"""Order of queries in decode's matrix products: their columns before, between and after the two products.
+"""Order of queries in the columns of decode's two matrix products.
 
-Tensor cores take 8 columns at once, but models often have 4 query heads per KV head. So the first product has query i
-in two columns: the upper bytes of its 16-bit integers in 2 i, the lower ones in 2 i + 1. A thread holds both sums and
-adds them; then each thread has its own query. With 4 queries or more no column is empty.
+Tensor cores take 8 columns at once, but models often have 4 query heads per KV head. So in the first product query i
+has two columns: 2 i with the upper bytes of its 16-bit integers, and 2 i + 1 with the lower bytes. A thread holds the
+sums of both columns and adds them. Then each thread has its own query. With 4 queries or more no column is empty.
 
-The second product has 8 columns. `movmatrix` makes its right operand from the registers after the first product: it
-transposes blocks of 8 x 8 numbers, and takes the two halves of a register as adjacent columns. So
+The second product has 8 columns. `movmatrix` makes its right operand from the registers after the first product. It
+transposes blocks of 8 x 8 numbers, and the two halves of a register become adjacent columns:
 
-- with 8 queries (Q = 8), a register holds queries t and t + 4 of one token, and column 2 t + h is query t + 4 h;
-- with 16 queries, the second 8 columns are the second 8 queries in the same order;
-- with 4 queries, a register holds two tokens that are 8 apart. Of 16 tokens, a query's even column has the first 8 and
+- With 8 queries (Q = 8), a register holds queries t and t + 4 of one token. Column 2 t + h is query t + 4 h.
+- With 16 queries, the second 8 columns are the second 8 queries in the same order.
+- With 4 queries, a register holds two tokens that are 8 apart. Of 16 tokens, a query's even column has the first 8 and
   its odd column the last 8. The other half of each column is zero. A query's two columns are added at the end.
 
-In a step with several tokens of a sequence (SEVERAL), a KV head's queries are in the order of the tokens. In memory,
-the queries of other KV heads are between those of two tokens.
+In a step with several query tokens of a sequence (SEVERAL), a KV head's queries are in the order of the tokens. In
+memory, the queries of other KV heads lie between the queries of two tokens.
 """
 
 from triton.experimental import gluon
@@ -37,9 +37,10 @@ from kvpilot_kernels.gpu.operands import (
 
 @gluon.jit
 def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
-    """Return the offset of query `first` + n of a KV head from query `first`. With SEVERAL, return it from query 0.
+    """Return the offset in memory of query `first` + n of a KV head.
 
-    stride: number of queries from one token of the sequence to its next one.
+    It counts queries from query `first`, or with SEVERAL from query 0 of the sequence. `stride` is the number of
+    queries from one token of the sequence to the next.
     """
     return (first + n) // RATIO * stride + (first + n) % RATIO if SEVERAL else n
 
@@ -48,10 +49,12 @@ def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
 def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, KEY: gl.constexpr,
                D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
                SEVERAL: gl.constexpr):  # fmt: skip
-    """Load `count` queries of a KV head, at their `place_of`, into registers, as the integers that `store` wrote.
+    """Load `count` queries of a KV head into registers, as the integers that `store` wrote.
 
     Returns:
-        Tensors int8 [bytes, 2 Q], one per plane; the `load_sums` of each group; then the `load_units`.
+        The queries, int8 [bytes, 2 Q] for each plane.
+        The initial sums and the effect of zero points, for each group, from `load_sums`.
+        The unit and the offsets of scores, from `load_units`.
     """
     PLANES: gl.constexpr = key_planes(KEY.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(KEY.bits, D, GROUP)
@@ -77,10 +80,10 @@ def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, co
 @gluon.jit
 def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr,
               GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Load a group's initial sums, int32 [2 Q], and the contribution of one zero-code step, float32 [Q].
+    """Load a group's initial sums, int32 [2 Q], and the effect of its zero points, float32 [Q].
 
-    The initial sums correct for codes that are read 128 too low. They have the columns of the first product. The
-    contribution is in units of UNIT.
+    The initial sums, in the columns of the first product, correct for codes that are read 128 too low. The effect is
+    the number that a zero code of 1 subtracts from a product, in units of UNIT.
     """
     sums_ptr += 3 * g
     column = gl.arange(0, 2 * Q, gl.SliceLayout(0, MMA))
@@ -95,9 +98,12 @@ def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexp
 @gluon.jit
 def load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO: gl.constexpr, Q: gl.constexpr,
                LEVEL: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Load the units of `count` queries, float32 [Q], NaN for a query with a NaN, and offsets of scores in these units.
+    """Load the units of `count` queries and the offsets of their scores, float32 [Q] each.
 
-    The offset of the sequence's first token is float32 [Q]. With LEVEL there is another offset, of every token.
+    Returns:
+        The unit: the value of a query's integer 1. It is NaN if the query has a NaN.
+        The offset of the score of the sequence's first token, in this unit.
+        The offset of all scores, in this unit; 0 without LEVEL.
     """
     i = gl.arange(0, Q, COLS)
     place = place_of(i, first, stride, RATIO, SEVERAL)
@@ -111,14 +117,14 @@ def load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO: gl.
 
 @gluon.jit
 def join_bytes(sums, TILE: gl.constexpr, Q: gl.constexpr):
-    """Join sums of products with the upper and the lower bytes of queries, int32 [TILE, 2 Q], as float32 [TILE, Q]."""
+    """Add the products with the queries' upper and lower bytes, int32 [TILE, 2 Q], to float32 [TILE, Q]."""
     upper, lower = gl.split(gl.reshape(sums, [TILE, Q, 2]))
     return gl.convert_layout((upper * 256 + lower).to(gl.float32), SCORES, assert_trivial=True)
 
 
 @gluon.jit
 def transpose_blocks(x):
-    """Swap rows and columns of each block of 8 x 8 that a register of a warp holds, two float16 a thread."""
+    """Transpose each block of 8 x 8 that a register of a warp holds, two float16 a thread."""
     return gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2
     )
@@ -132,7 +138,7 @@ def keep(x, mask):
 
 @gluon.jit
 def to_right(x, TILE: gl.constexpr, Q: gl.constexpr):
-    """Return float16 [TILE, Q] as a right operand [TILE, 8], or 16 for 16, in the module's order of columns."""
+    """Return float16 [TILE, Q] as a right operand in the module's order of columns: 16 columns for Q = 16, else 8."""
     x = transpose_blocks(x)
     # A thread's row and column become the operand's column and row; the other indices stay.
     if Q == 4:
@@ -158,7 +164,7 @@ def by_columns(x, Q: gl.constexpr):
 
 @gluon.jit
 def by_queries(x, WIDE: gl.constexpr, Q: gl.constexpr):
-    """Return a second product, [WIDE, 8] or [WIDE, 16] for 16 queries, with one column per query, [WIDE, Q]."""
+    """Return a second product, [WIDE, 8] or for 16 queries [WIDE, 16], as [WIDE, Q] with one column per query."""
     if Q == 4:
         first, last = gl.split(gl.reshape(x, [WIDE, 4, 2]))
         x = first + last
@@ -169,5 +175,5 @@ def by_queries(x, WIDE: gl.constexpr, Q: gl.constexpr):
 
 @gluon.jit
 def over_own_rows(x, TILE: gl.constexpr, Q: gl.constexpr):
-    """Sum the rows of [TILE, Q] that a thread holds: [8, Q]."""
+    """Sum the rows of x [TILE, Q] that a thread holds, and return [8, Q]."""
     return gl.convert_layout(gl.sum(gl.reshape(x, [TILE // 8, 8, Q]), 0), SCORES, assert_trivial=True)

@@ -1,27 +1,29 @@
 """Decode: attention from a step's tokens to the packed pages of their sequence, in splits, without dequantization.
 
-With codes c, scale s and zero point z of a group, and the rotated query q (in units of log2, see `store`)
+With codes c, scale s and zero point z of a group, the rotated query q (in units of log2, see `store`), and the
+probability p_t of token t,
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-so the matrix products run on codes alone. It is fast on NVIDIA GPUs from compute capability 8.0 on, because:
+so the matrix products run on codes alone. Decode is fast on NVIDIA GPUs from compute capability 8.0 on, because:
 
-- keys: one AND turns four bytes with packed codes into an operand of 8-bit integers (m16n8k32). A query is a 16-bit
-  integer in two columns (`columns`), so sums are exact;
-- values: one AND makes a code a float16: the bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24, which
-  tensor cores multiply exactly (m16n8k16). Only the upper byte of a word is shifted;
-- codes go from memory to shared memory (cp.async) and by ldmatrix, transposed for the values, straight into the
-  registers of an MMA operand. The planes of a row (`operands`) are separate MMAs on permuted elements;
-- keys and values are the left operand (tokens, or elements, along M), queries of one KV head the right;
-- a program is one warp: no barrier, no exchange between warps, and eight or more of them hide each other's latency.
+- Keys: one AND turns four bytes of packed codes into an operand of 8-bit integers (m16n8k32). A query is a 16-bit
+  integer in two columns (`columns`), so sums are exact.
+- Values: one AND turns a code into a float16. The bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24,
+  which tensor cores multiply exactly (m16n8k16). Only the upper byte of a word is shifted.
+- Copies: codes go from memory to shared memory (cp.async), and by ldmatrix straight into the registers of an MMA
+  operand, transposed for the values. The planes of a row (`operands`) are separate MMAs on permuted elements.
+- Operands: keys and values are on the left, with tokens or elements along M. Queries of one KV head are on the right.
+- Programs: each is one warp, so there are no barriers and no exchange between warps. Eight or more programs on a
+  multiprocessor hide each other's latency.
 
 A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). It adds a product with the
-digits that refine codes to 8 bits, times the scale of a token's residual. This scale is 0 if the ring holds the row of
-another token.
+digits that refine codes to 8 bits, times the scale of a token's residual. This scale is 0 if the ring holds the
+residual of another token.
 
 If a sequence has several tokens in a step (SEVERAL: a token and its drafts), each column of the products has its own
-`end`: the number of tokens that its query sees. Pages are read once for all columns. Only tiles that differ between
-columns are masked by column: the last tiles, and those of the recent window.
+`end`: the number of tokens that its query attends to. Pages are read once for all columns. Masks by column apply only
+to tiles in which columns differ: the last tiles, the first tiles of a sliding window, and those of the recent window.
 
 The language is Gluon, because Triton's own layouts move unpacked values through shared memory, at half the speed.
 """
@@ -74,10 +76,10 @@ from kvpilot_kernels.gpu.wide import (
 @gluon.jit
 def epilogue(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr,
              GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Write a split's normalised output, float32 [count, D], and its log-sums, float32 [count], at their `place_of`.
+    """Write a split's normalised output, float32 [count, D], and log2 of its softmax sums, float32 [count].
 
-    With several query tokens, one of them may attend to no token of a sequence's last split. Its output there is 0,
-    with a negligible weight.
+    With several query tokens, an early query may attend to no token of the last split. Its output there is 0, with a
+    negligible weight.
     """
     PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     WORDS: gl.constexpr = chunk_words(VALUE.bits, D, GROUP)
@@ -106,9 +108,14 @@ def attend(query, stage, m, total, zeros, acc, recent, base, table_ptr, ring_ptr
            RECENT: gl.constexpr, RING: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
     """Add tokens [begin, stop) of the split, which ends at `end`, to the running softmax of `accumulate`.
 
-    Copies of tiles up to `ahead`, STAGES - 1, are in flight. With RECENT only the tile at `stage` is, with its digits
-    in the buffers of the others, and `recent` has its `load_recent`. length: the smallest number of tokens that a query
-    attends to; `ends`: as in `hide`; ring_rows: the blocks of the sequence's ring.
+    Without RECENT, copies of STAGES - 1 tiles are in flight, up to token `ahead`. With RECENT only the tile at `stage`
+    is in flight, because its digits use the buffers of the other stages.
+
+    Args:
+        recent: result of `load_recent` for the first tile, with RECENT.
+        ring_rows: blocks of the sequence's ring.
+        length: smallest number of tokens that a query attends to.
+        ends: as in `hide`.
     """
     scores_unit = gl.full([Q], 1.0, gl.float32, COLS) if SOFTCAP else query[-3]
     for t in range(begin, stop, TILE):
@@ -173,20 +180,25 @@ def decode_kernel(
 ):  # fmt: skip
     """Attend in one split of the plan, for TAKE queries of a KV head, at most 16, with one warp.
 
-    Grid (cdiv(most tokens of a sequence * RATIO, TAKE), kv_heads, splits).
+    Grid (cdiv(most tokens of a sequence * RATIO, TAKE), kv_heads, splits). A row is a query token.
 
-    rotated: int8 [rows, kv_heads * RATIO, 2, D], sums: int32 [rows, kv_heads * RATIO, groups, 3] and units:
-    float32 [rows, kv_heads * RATIO], the queries as integers from `store`; a row is a query token.
-    apart: float32 [rows, kv_heads * RATIO], added to the score of the sequence's first token; level: the same shape,
-    added to every score before its cap, unread without one.
-    cache: packed pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, the
-    sequence's length), with a sequence of -1 for no work; KEY, VALUE: a `codec.SideLayout`.
-    ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; ring_table: int32 [sequences,
-    RING_BLOCKS], negative for none. Unread if RECENT is 0.
-    starts: int32 [sequences + 1], the first row of each sequence; each row sees a token more, and the last one all;
-    spans, bases: as written by `plan`. Without SEVERAL each sequence is one row, and these are not read.
-    out: float32 [results, kv_heads, RATIO, D], normalised, rotated; lse: float32 [results, kv_heads, RATIO] in log2. A
-    split has a result for each row of its sequence.
+    rotated: int8 [rows, kv_heads * RATIO, 2, D], the queries as integers, from `store`.
+    sums: int32 [rows, kv_heads * RATIO, groups, 3], sums of these integers.
+    units: float32 [rows, kv_heads * RATIO], the value of their 1.
+    apart: float32 [rows, kv_heads * RATIO], added to the score of the sequence's first token.
+    level: float32 [rows, kv_heads * RATIO], added to every score before its cap; not read without a cap.
+    cache: packed pages.
+    table: int32 [sequences, blocks].
+    splits: int32 [splits, 4] as (sequence, start, end, length of the sequence). The sequence is -1 for no work.
+    ring: pages of the last RECENT tokens' residuals, RING tokens in each of RING_BLOCKS; not read if RECENT is 0.
+    ring_table: int32 [sequences, RING_BLOCKS], negative for no block; not read if RECENT is 0.
+    starts: int32 [sequences + 1], the first row of each sequence, read only with SEVERAL. The last row attends to all
+        tokens of the sequence, and each earlier row to one token less. Without SEVERAL each sequence is one row.
+    spans, bases: as written by `plan`, read only with SEVERAL.
+    out: float32 [results, kv_heads, RATIO, D], normalised, still rotated. A split has a result for each row of its
+        sequence.
+    lse: float32 [results, kv_heads, RATIO], in log2.
+    KEY, VALUE: a `codec.SideLayout`.
     """
     Q: gl.constexpr = 4 if TAKE <= 4 else 8 if TAKE <= 8 else 16
     KEY_CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
@@ -237,14 +249,14 @@ def decode_kernel(
         ring_rows = ()
         for i in gl.static_range(RING_BLOCKS):
             ring_rows = ring_rows + (gl.load(ring_table_ptr + sequence.to(gl.int64) * ring_table_stride + i),)
-        # From the first tile of the recent window on, digits use the buffers that were meant for later tiles.
+        # In the recent window the ring's digits use the buffers of later tiles. So copy ahead only to its first tile.
         plain = end
         ahead = end
         if RECENT > 0:
             plain = gl.minimum(gl.maximum(gl.maximum(length - RECENT, 0) // TILE * TILE, start), end)
             ahead = gl.minimum(plain + 1, end)
-        # The end of a sequence may hold tokens of this step: its own, and one of a sequence that shares the block.
-        # Tiles before these two tokens do not wait for `store`.
+        # The last two tokens of a sequence may be from this step: its own, and one of a sequence that shares the block.
+        # Copy tiles before them without waiting for `store`.
         settled = gl.minimum(end - 1 - TILE, ahead)
         blocks = ()
         for i in gl.static_range(STAGES - 1):

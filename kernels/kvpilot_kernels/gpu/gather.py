@@ -1,4 +1,4 @@
-"""Gather: write keys and values contiguously in the model's 16-bit dtype, from pages, or copied from new tokens.
+"""Gather: write keys and values contiguously in the model's 16-bit dtype, read from pages or copied from new tokens.
 
 Prefill attends through a workspace of fixed size. If contexts and new tokens fit into it together, one launch writes
 them, and one call of FlashAttention attends to them. Longer contexts are read chunk by chunk.
@@ -14,7 +14,7 @@ from kvpilot_kernels.gpu.rotation import load_signs, plain_slots, rotate
 @triton.jit
 def read_side(page_ptr, place, live, signs_ptr, head, mean_ptr, scale_ptr, SIDE: tl.constexpr, HEAD: tl.constexpr,
               D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """Read rows [TOKENS, WIDE] of one side of `head`, and rotate them back to the model's elements, float32."""
+    """Dequantize rows of keys or values (SIDE) of `head`, and rotate them back: float32 [TOKENS, WIDE]."""
     code = read_codes(page_ptr + (SIDE.codes + place * SIDE.row), live, SIDE.bits, D, WIDE)
     at = (page_ptr + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None]
     at += tl.arange(0, WIDE // 64)[None, :] * PAGE + place[:, None]
@@ -40,8 +40,10 @@ def gather_kernel(
 ):  # fmt: skip
     """Write the tokens in `slots`, one after the other. Grid (cdiv(tokens, TOKENS), KV_HEADS).
 
-    slots: int64 [tokens]; a negative one, -1 - row, is a fresh token: row `row` of key and value, strides per token in
-    elements. ordinals: int32 [tokens], positions in a sequence from 1 on. Outputs: 16 bits [tokens, KV_HEADS, HEAD].
+    slots: int64 [tokens], slots in the cache; a negative one, -1 - row, stands for new token `row` of key and value.
+    ordinals: int32 [tokens], positions in a sequence, counted from 1.
+    key_out, value_out: 16 bits [tokens, KV_HEADS, HEAD].
+    key, value: new tokens, strides per token in elements.
     The rest is as in `store`.
     """
     head = tl.program_id(1)

@@ -1,7 +1,8 @@
 """Decode of multi-head latent attention: from one query token per sequence to its latent pages, in splits of tokens.
 
-All heads attend to the same entries, and the values are the latents. So a tile of packed codes is read once for both
-products and all heads of a program. With codes c, scale s and zero point z of a token, and the rotated query q
+All heads attend to the same entries (a token's latent and RoPE part), and the values are the latents. So a tile of
+packed codes is read once for both products and all heads of a program. With codes c, scale s and zero point z of a
+token, the rotated query q, and the probability p_t of token t,
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
@@ -10,8 +11,9 @@ operand of an MMA. There one AND makes a code a float16 subnormal, which tensor 
 elements are along M and heads along N, so that 16 heads fill an operand. Unlike `decode` a program has several warps,
 because the accumulators of 512 elements are too many registers for one.
 
-Weights p s are relative to a large weight, not to the largest p, because latents may be arbitrarily small or large. In
-the rare case that one exceeds float16's range, sums are rescaled. Weights down to 2^-22 of the largest fit.
+The weights p s are scaled by a common factor. It follows the largest weight, not the largest p, because latents may be
+arbitrarily small or large. If a weight exceeds float16's range, which is rare, sums are rescaled. Weights down to 2^-22
+of the largest fit.
 """
 
 from triton.experimental import gluon
@@ -52,7 +54,7 @@ HEADROOM = gl.constexpr(15.0)
 """Exponent of the largest weight, 2^15, within float16's range."""
 
 FROM = gl.constexpr(8.0)
-"""Exponent of the largest weight after a rescaling, 2^8."""
+"""Exponent of the largest weight right after a rescaling, 2^8."""
 
 LEAST = gl.constexpr(2.0**-20)
 """Smallest scale of a token that is not all zeros."""
@@ -60,7 +62,10 @@ LEAST = gl.constexpr(2.0**-20)
 
 @gluon.jit
 def multiply_by_queries(low, queries, sums, first: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr):
-    """Add the products of words [TILE, words] and queries to `sums`, part by part, for the planes from `first` on."""
+    """Multiply the codes in words, [TILE, words], by the queries, and add the products to `sums`.
+
+    `queries` and `sums` have an element for each part of the heads (`parts`). `first` is the words' first plane.
+    """
     both = (low, upper_bytes(low))
     for i in gl.static_range(2 * (8 // BITS)):
         plane = word_plane(both[i % 2], BITS, i // 2)
@@ -76,10 +81,10 @@ def multiply_by_queries(low, queries, sums, first: gl.constexpr, BITS: gl.conste
 def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums_ptr, count, LATENT: gl.constexpr,
           POSITION: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr,
           WARPS: gl.constexpr):  # fmt: skip
-    """Return a tile's scores in log2, float32 [TILE, heads] for each part.
+    """Return a tile's scores in log2, float32 [TILE, heads] for each part of the heads (`parts`).
 
-    word, rope_word: metadata of the tile's tokens. The sums of the queries are loaded again for each tile, because
-    registers have no room to keep them.
+    `word` and `rope_word` are the metadata of the tile's tokens. The sums of the queries are loaded again for each
+    tile, because registers have no room to keep them.
     """
     PARTS: gl.constexpr = parts(Q)
     CHUNKS: gl.constexpr = LATENT.row // 2 // chunk_words(WARPS)
@@ -111,9 +116,10 @@ def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums
 
 @gluon.jit
 def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr):
-    """Multiply the tile at `stage` by the weights in shared memory, by part [TILE, heads], and add it to acc.
+    """Multiply the tile at `stage` by the weights, and add the product to `acc`.
 
-    acc: by plane and part float32 [words, heads], in units of UNIT * 2^(bits * sub-plane).
+    weights: in shared memory, float16 [TILE, heads] for each part.
+    acc: float32 [words, heads] for each plane and part, in units of UNIT * 2^(bits * sub-plane).
     """
     PARTS: gl.constexpr = parts(Q)
     CHUNKS: gl.constexpr = LATENT.row // 2 // chunk_words(WARPS)
@@ -134,7 +140,7 @@ def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, Q: gl.constexpr
 
 @gluon.jit
 def rescaled(acc, alphas):
-    """Return acc, by plane and part, multiplied by a factor for each head, [heads] for each part."""
+    """Multiply `acc`, by plane and part, by a factor for each head. `alphas` has the factors, [heads] for each part."""
     PARTS: gl.constexpr = len(alphas)
     new = ()
     for i in gl.static_range(len(acc)):
@@ -150,11 +156,16 @@ def latent_decode_kernel(
 ):  # fmt: skip
     """Attend in one split of the plan, for TAKE heads padded to Q, with WARPS warps. Grid (cdiv(HEADS, TAKE), splits).
 
-    query: float16 [sequences, HEADS, 576] and sums: float32 [sequences, 3, HEADS], from `latent_store`.
-    cache: latent pages; table: int32 [sequences, blocks]; splits: int32 [splits, 4] as (sequence, start, end, ...),
-    with a sequence of -1 for no work; LATENT, POSITION: a `codec.SideLayout`.
-    out: float32 [splits, HEADS, 512], normalised, rotated; lse: float32 [splits, HEADS] in log2.
-    OVERLAP: launched as a dependent of `latent_prepare`, which lets this start once every entry is stored.
+    query: float16 [sequences, HEADS, 576], from `latent_store`.
+    sums: float32 [sequences, 3, HEADS], from `latent_store`.
+    cache: latent pages.
+    table: int32 [sequences, blocks].
+    splits: int32 [splits, 4] as (sequence, start, end, ...). The sequence is -1 for no work.
+    out: float32 [splits, HEADS, 512], normalised, still rotated.
+    lse: float32 [splits, HEADS], in log2.
+    LATENT, POSITION: a `codec.SideLayout`.
+    OVERLAP: True if launched as a dependent of `latent_prepare`. That kernel starts this one when all tokens are
+        stored, so this one can copy pages before `gdc_wait`.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -230,8 +241,8 @@ def latent_decode_kernel(
                 codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums, count, LATENT, POSITION, HEADS,
                 TILE, Q, WARPS,
             )  # fmt: skip
-            # Scales past the end may be NaN, and 0 * NaN is NaN. Before the end a NaN scale has made the score NaN
-            # already.
+            # Past the end scales may be NaN, and 0 * NaN is NaN, so limit them. Before the end no NaN is lost: it has
+            # made the score NaN already.
             scale = scales_up_to(word, gl.full([TILE], LARGEST_HALF, gl.uint16, ROWS))
             height = gl.log2(gl.maximum(scale, LEAST))
             zero = zero_codes(word)

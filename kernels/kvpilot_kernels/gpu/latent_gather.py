@@ -1,4 +1,4 @@
-"""Gather of latent pages: read entries back in the model's 16-bit dtype.
+"""Gather of latent pages: read entries (a token's latent and RoPE part) back in the model's 16-bit dtype.
 
 Prefill computes each head's keys and values from the context's entries, chunk by chunk, in a workspace of fixed size.
 So the whole context never exists in 16 bits.
@@ -14,7 +14,7 @@ from kvpilot_kernels.gpu.rotation import rotate
 
 @triton.jit
 def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """Read rows [TOKENS, WIDTH] of one part, rotate them back, and write those that are `live` at pointers [TOKENS]."""
+    """Dequantize latents or RoPE parts, [TOKENS, WIDTH], rotate them back, and write `live` ones to pointers `to`."""
     d = tl.arange(0, WIDTH)
     code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE.bits, WIDTH, WIDTH)
     meta = tl.load((page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place, mask=live, other=0).to(tl.int32)
@@ -24,16 +24,18 @@ def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, W
     tl.store(to[:, None] + d[None, :], y.to(to.dtype.element_ty), mask=live[:, None])
 
 
-# Steps pass slices of tensors, and tables of any width, so their alignment and stride differ.
+# Steps pass slices of tensors and tables of any width. Do not compile a variant for each alignment and stride.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "starts_ptr"])
 def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, mean_ptr, factor_ptr,
                          page_stride, table_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr,
                          TOKENS: tl.constexpr):  # fmt: skip
     """Read latents and RoPE parts of tokens [start, start + length). Grid (cdiv(longest, TOKENS), 2, sequences).
 
-    table: int32 [sequences, blocks]; starts: int32 [sequences]; rows: int32 [sequences + 1], where each sequence's
-    tokens start in the output (their differences are the lengths); out: any float dtype, [rows, 576]; the rest as in
-    `latent_store`.
+    table: int32 [sequences, blocks].
+    starts: int32 [sequences], `start` of each sequence.
+    rows: int32 [sequences + 1], each sequence's first row of the output. Their differences are the lengths.
+    out: [rows, 576], any float dtype.
+    The rest is as in `latent_store`.
     """
     sequence = tl.program_id(2)
     row = tl.load(rows_ptr + sequence)

@@ -34,7 +34,7 @@ def right(warps):
 
 @gluon.constexpr_function
 def halves(warps):
-    """Return the layout of a product after each thread has summed its two rows of 16."""
+    """Return the layout of a product after each thread has summed its two of every 16 rows."""
     return gl.BlockedLayout([1, 2], [8, 4], [warps, 1], [1, 0])
 
 
@@ -46,13 +46,13 @@ def copies(words, warps):
 
 @gluon.constexpr_function
 def chunk_words(warps):
-    """Return how many words of a row form one operand: an MMA's 16 rows for each warp."""
+    """Return the number of words of a row that form one operand: 16 for each warp, the rows of an MMA."""
     return 16 * warps
 
 
 @gluon.constexpr_function
 def parts(heads):
-    """Split heads along N, a multiple of 8, into products (first, width) whose widths are powers of two."""
+    """Split `heads`, a multiple of 8, into parts (first head, width) of 8, 16 or 32 heads. Each part is one product."""
     found, first = (), 0
     for width in (32, 16, 8):
         if heads - first >= width:
@@ -65,7 +65,7 @@ def parts(heads):
 def planes(bits, warps):
     """Return the planes of a latent's row as (chunk, sub-plane, odd).
 
-    Element of word w: sub * 512 * bits / 8 + 2 * (chunk * chunk_words + w) + odd.
+    Word w of a plane holds element sub * 512 * bits / 8 + 2 * (chunk * chunk_words + w) + odd.
     """
     return tuple(
         (c, sub, odd)
@@ -80,7 +80,7 @@ def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, 
                   WARPS: gl.constexpr):  # fmt: skip
     """Copy `count` prepared queries, from `first` on, into shared memory by plane, float16 [Q, words].
 
-    Each is divided by the excess factor of its plane's codes.
+    Divide them by 2^(bits * sub-plane), because the plane's codes are read too large by this factor.
     """
     PLANES: gl.constexpr = planes(LATENT.bits, WARPS)
     WORDS: gl.constexpr = chunk_words(WARPS)
@@ -100,7 +100,13 @@ def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, 
 @gluon.jit
 def load_sums(sums_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr,
               Q: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Load the unit of queries from `first` on, and each part's contribution of a zero-code step, float32 [Q]."""
+    """Load data of the queries from `first` on, float32 [Q] each.
+
+    Returns:
+        The unit of each query.
+        The number that a zero code of 1 subtracts from a product with the latent.
+        The number that a zero code of 1 subtracts from a product with the RoPE part.
+    """
     n = first + gl.arange(0, Q, gl.SliceLayout(0, products(WARPS)))
     unit = gl.load(sums_ptr + n, mask=n < count, other=0.0) * (1.0 / UNIT)
     taken = gl.load(sums_ptr + HEADS + n, mask=n < count, other=0.0) * zero_unit(LATENT.bits)
@@ -137,7 +143,7 @@ def fetch(codes, rope_codes, meta, stage, cache_ptr, table_ptr, t, end, page_str
 
 @gluon.jit
 def over_own_rows(x, WARPS: gl.constexpr):
-    """Sum the two rows of 16 that a thread has: from a product [rows, heads] to [rows / 2, heads]."""
+    """Sum the two of every 16 rows that a thread holds: from a product [rows, heads] to [rows / 2, heads]."""
     ROWS: gl.constexpr = x.shape[0]
     Q: gl.constexpr = x.shape[1]
     x = gl.sum(gl.reshape(x, [ROWS // 16, 2, 8, Q]), 1)

@@ -25,10 +25,10 @@ from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 
 MOST_HEADS = 128
-"""Largest number of query heads per rank. More were not checked against the reference."""
+"""Largest number of query heads per rank that was checked against `latent.reference`."""
 
 BEYOND = 1
-"""Average number of splits per sequence beyond a wave. A partial result of 128 heads takes 256 KiB."""
+"""Splits per sequence that a plan may make beyond a wave, on average. A split's result takes 256 KiB for 128 heads."""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:
@@ -46,10 +46,13 @@ class LatentShape:
     """Fixed properties of a layer: format, heads, block size, and the launch parameters that follow.
 
     Args:
-        fmt: the format. heads: query heads of this rank, at most 128. block_size: tokens in a page.
+        fmt: the format.
+        heads: query heads of this rank, at most 128.
+        block_size: tokens in a page.
 
     Raises:
-        BadInputError: no head, or more than 128. FormatError: a block size that is not a multiple of 16.
+        BadInputError: no head, or more than 128.
+        FormatError: the block size is not a multiple of 16.
     """
 
     def __init__(self, fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> None:
@@ -68,9 +71,12 @@ class LatentPlan:
     """Work of one decode step for up to `sequences` rows. Its buffers keep their addresses, for CUDA graphs.
 
     Attributes:
-        splits: int32 [count, 4]; spans: int32 [sequences, 2]; see `plan`.
-        partial: float32 [count, heads, 512]; lse: float32 [count, heads].
-        rotated: float16 [sequences, heads, 576], prepared queries; sums: float32 [sequences, 3, heads].
+        splits: int32 [count, 4], see `plan`.
+        spans: int32 [sequences, 2], see `plan`.
+        partial: float32 [count, heads, 512].
+        lse: float32 [count, heads].
+        rotated: float16 [sequences, heads, 576], prepared queries.
+        sums: float32 [sequences, 3, heads], see `latent_prepare_kernel`.
     """
 
     def __init__(self, shape: LatentShape, sequences: int) -> None:
@@ -84,7 +90,7 @@ class LatentPlan:
         self.sums = torch.empty(sequences, 3, heads, dtype=torch.float32, device=device)
 
     def update(self, seq_lens: torch.Tensor) -> None:
-        """Split the work of a step. `seq_lens`: int32 [sequences or fewer] stored lengths; 0 is a row of padding."""
+        """Split the work of a step. `seq_lens` is int32 [sequences or fewer], stored lengths; 0 means padding."""
         common.sequences(seq_lens, self.sequences)
         fill_splits(seq_lens, self.splits, self.spans, self.shape.wave, self.shape.choice.tile, more=BEYOND)
 
@@ -105,7 +111,8 @@ class GpuLatentPages:
         """Quantize entries and write them into their slots.
 
         Args:
-            latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
+            latent: [tokens, 512], after its norm, any float dtype.
+            rope: [tokens, 64], after RoPE, any float dtype.
             slot_mapping: int64 [tokens or fewer], block * block_size + offset; negative is padding.
         """
         s, f = self.shape, self.factors
@@ -123,7 +130,8 @@ class GpuLatentPages:
 
         Args:
             query: [sequences, heads, 512], absorbed into latent space, with contiguous elements.
-            query_rope: [sequences, heads, 64], with contiguous elements. scale: factor on the scores.
+            query_rope: [sequences, heads, 64], with contiguous elements.
+            scale: factor on the scores.
         """
         s = self.shape
         check.queries(query, query_rope, s.heads)
@@ -190,7 +198,8 @@ class GpuLatentPages:
         """Read entries of tokens [start, start + length) of each sequence from pages, in the dtype of `out`.
 
         Args:
-            block_table: int32 [sequences, blocks]. starts: int32 [sequences].
+            block_table: int32 [sequences, blocks].
+            starts: int32 [sequences].
             rows: int32 [sequences + 1], the first output row of each sequence. Their differences are the lengths, at
                 most `longest`.
             out: [rows, 576], 16 bits or float32, contiguous: latents, then RoPE parts.

@@ -19,9 +19,14 @@ def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, mean_ptr, factor_ptr, 
                          OVERLAP: tl.constexpr):  # fmt: skip
     """Merge the results of TAKE heads, STEP splits in flight. Grid (sequences, cdiv(HEADS, TAKE)).
 
-    partial: float32 [splits, HEADS, 512]; lse: float32 [splits, HEADS]; spans: int32 [sequences, 2], the first split of
-    a sequence and their number; mean and factor: float32 [512 or more]; out: [sequences, HEADS, 512], any float dtype,
-    stride per sequence in elements. A sequence without splits gets zeros. OVERLAP: launched as a dependent of decode.
+    A sequence without splits gets zeros.
+
+    partial: float32 [splits, HEADS, 512].
+    lse: float32 [splits, HEADS].
+    spans: int32 [sequences, 2], the first split of a sequence and the number of its splits.
+    mean, factor: float32 [512 or more].
+    out: [sequences, HEADS, 512], any float dtype, stride per sequence in elements.
+    OVERLAP: True if launched as a dependent of decode.
     """
     sequence = tl.program_id(0)
     first = tl.load(spans_ptr + 2 * sequence).to(tl.int64)

@@ -1,10 +1,11 @@
 """Store of latent pages: rotate, quantize, pack and write a step's entries, and prepare the queries for decode.
 
 There are two launches, because vLLM stores a step's entries before it absorbs the queries. Entries are computed as in
-`latent.reference`, with the factors of `latent.factors`. A query becomes, with both parts rotated,
+`latent.reference`, with the factors of `latent.factors`. Latent and RoPE part of a query are rotated, and it becomes
 
-    q' = (q / factor) H * scale * log2(e) / unit        where `unit` makes LARGEST the largest element of q', so that
-    neither q' nor q' / 16 leaves float16's range for any model.
+    q' = (q / factor) H * scale * log2(e) / unit
+
+The unit makes LARGEST the largest element of q', so neither q' nor q' / 16 leaves float16's range for any model.
 """
 
 import triton
@@ -27,7 +28,7 @@ LARGEST = tl.constexpr(1024.0)
 @triton.jit
 def store_part(x_ptr, stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens, page_stride,
                SIDE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """Quantize a block of tokens' rows [TOKENS, WIDTH], one group each, and write them into the tokens' pages."""
+    """Quantize latents or RoPE parts, [TOKENS, WIDTH], as one group each, and write them into the tokens' pages."""
     d = tl.arange(0, WIDTH)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
@@ -48,7 +49,7 @@ def store_part(x_ptr, stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens
 @triton.jit
 def load_part(x_ptr, stride, head_stride, factor_ptr, row, live, scale, HEADS: tl.constexpr,
               WIDTH: tl.constexpr):  # fmt: skip
-    """Load rotated rows of queries, float32 [ROWS, WIDTH]. row: [ROWS], row numbers over the heads of all tokens."""
+    """Load rotated queries, float32 [ROWS, WIDTH]. `row` [ROWS] counts the heads of all tokens."""
     d = tl.arange(0, WIDTH)
     at = (row // HEADS).to(tl.int64) * stride + (row % HEADS) * head_stride
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)
@@ -63,9 +64,13 @@ def latent_store_kernel(
 ):  # fmt: skip
     """Store latents, then RoPE parts. Grid (cdiv(tokens, TOKENS), 2).
 
-    latent: [tokens, 512] and rope: [tokens, 64]; any float dtype, strides per token in elements; slots: int64 [tokens],
-    negative for padding; cache: uint8 pages, stride in bytes; mean and factor: float32 [576]; LATENT, POSITION: a
-    `codec.SideLayout`. OVERLAP: earlier writes are visible after `gdc_wait`.
+    latent: [tokens, 512], any float dtype, stride per token in elements.
+    rope: [tokens, 64], likewise.
+    slots: int64 [tokens], negative for padding.
+    cache: uint8 pages, stride in bytes.
+    mean, factor: float32 [576].
+    LATENT, POSITION: a `codec.SideLayout`.
+    OVERLAP: True if earlier writes are visible only after `gdc_wait`.
     """
     if OVERLAP:
         gdc_wait()
@@ -88,9 +93,12 @@ def latent_prepare_kernel(
 ):  # fmt: skip
     """Prepare the queries that `latent_decode` reads. A row is a query of one head. Grid (cdiv(rows, ROWS),).
 
-    query: [tokens, HEADS, 512] and query_rope: [tokens, HEADS, 64], any float dtype, strides per token and per head in
-    elements; rotated: float16 [tokens, HEADS, 576]; sums: float32 [tokens, 3, HEADS], a query's unit and the sums of
-    its two parts; factor: as above. OVERLAP: decode may start once earlier writes are visible.
+    query: [tokens, HEADS, 512], any float dtype, strides per token and per head in elements.
+    query_rope: [tokens, HEADS, 64], likewise.
+    rotated: float16 [tokens, HEADS, 576], written.
+    sums: float32 [tokens, 3, HEADS], written: a query's unit, and the sums of its latent and RoPE part.
+    factor: float32 [576].
+    OVERLAP: True to start decode once earlier writes are visible.
     """
     if OVERLAP:
         gdc_wait()

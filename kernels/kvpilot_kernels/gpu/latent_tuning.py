@@ -54,9 +54,11 @@ class LatentChoice:
 
     Attributes:
         heads: heads of a program, padded to a multiple of 8.
-        tile, stages: tokens of a tile, and tiles in flight. warps: warps of a program.
+        tile: tokens of a tile.
+        stages: tiles in flight.
+        warps: warps of a program.
         programs: programs that fit on a multiprocessor at once.
-        registers: limit per thread, None to let the assembler choose.
+        registers: limit per thread; None to let the assembler choose.
     """
 
     heads: int

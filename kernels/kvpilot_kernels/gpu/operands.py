@@ -1,7 +1,8 @@
 """Operands of decode's matrix products: copies from pages to shared memory, and codes and weights for tensor cores.
 
-Keys are signed bytes for m16n8k32. Values are 16-bit words for m16n8k16 in float16. A row of packed codes is split into
-planes of permuted elements: a plane is the codes that one AND extracts from every byte or word of a register.
+Keys are signed bytes for m16n8k32. Values are 16-bit words for m16n8k16 in float16. A row of packed codes is cut into
+chunks, each the operand of one product. A plane is the set of codes that one AND extracts from all bytes, or words, of
+a chunk. Its sub-plane is the place of these codes in a byte, counted from the low bits.
 """
 
 from triton.experimental import gluon
@@ -33,7 +34,7 @@ SCALES = gl.constexpr(
 )
 LARGEST_HALF = gl.constexpr(0x7BFF)
 NAN_HALF = gl.constexpr(0x7FFF)
-"""Bits of the two limits in `scales_up_to`: the largest float16, and NaN, with which scales stay unchanged."""
+"""Bits of the two limits for `scales_up_to`: the largest float16, and NaN, which leaves scales unchanged."""
 ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << ZERO_BITS.value) - 1) * 0x10001)};")
 
 
@@ -41,7 +42,7 @@ ZEROS = gl.constexpr(f"and.b32 $0, $1, {hex(((1 << ZERO_BITS.value) - 1) * 0x100
 def value_planes(bits, dim, group):
     """Return the planes of a row as (chunk, sub-plane, odd, group). All words of a chunk and plane are in one group.
 
-    Element of word w of chunk c: sub * dim * bits / 8 + 2 * (c * chunk_words + w) + odd.
+    Word w of chunk c holds element sub * dim * bits / 8 + 2 * (c * chunk_words + w) + odd.
     """
     row, words = dim * bits // 8, chunk_words(bits, dim, group)
     return tuple(
@@ -56,9 +57,9 @@ def value_planes(bits, dim, group):
 def key_planes(bits, dim, group):
     """Return the planes of a row as (chunk, sub-plane, group, first bit, shifted, factor).
 
-    Element of byte b of chunk c: sub * dim * bits / 8 + 2 * c * chunk_words + b. Its code begins at the first bit of
-    the byte, or of its upper half if `shifted`, and counts `factor` * 2^`key_shift` times there. The factor, 1 or 4,
-    differs between planes of a group; queries are divided by it.
+    Byte b of chunk c holds element sub * dim * bits / 8 + 2 * c * chunk_words + b. Its code begins at the first bit of
+    the byte, or of the byte's upper half if `shifted`. So the code is read too large, by `factor` * 2^`key_shift`. The
+    factor, 1 or 4, differs between planes of a group, so queries are divided by it.
     """
     row, width = dim * bits // 8, 2 * chunk_words(bits, dim, group)
     planes = ()
@@ -124,15 +125,19 @@ def middle(bits):
 
 @gluon.constexpr_function
 def keep_in_words(bits, sub):
-    """Return PTX that keeps one code in each half of a register."""
+    """Return a PTX instruction that masks a register so that one code remains in each 16-bit half.
+
+    The code has `bits` bits, from bit `bits * sub` of the half on.
+    """
     return f"and.b32 $0, $1, {hex(((1 << bits) - 1 << bits * sub) * 0x10001)};"
 
 
 @gluon.constexpr_function
 def keep_in_bytes(bits, first):
-    """Return PTX that keeps one code in each byte of a register.
+    """Return a PTX instruction that masks a register so that one code remains in each byte.
 
-    Codes that use the byte's sign bit are read 128 too low: (register & mask) ^ sign.
+    The code has `bits` bits, from bit `first` of the byte on. If it uses the byte's sign bit, the instruction also
+    flips this bit: (register & mask) ^ sign. The signed byte is then 128 less than the code.
     """
     mask = hex(((1 << bits) - 1 << first) * 0x1010101)
     return f"lop3.b32 $0, $1, {mask}, 0x80808080, 0x6a;" if first + bits == 8 else f"and.b32 $0, $1, {mask};"
@@ -140,8 +145,9 @@ def keep_in_bytes(bits, first):
 
 @gluon.jit
 def store_pairs(pointer, even, odd, mask):
-    """Write adjacent float32 values, one of each tensor, from `pointer` on. Each store has eight bytes, so that whole
-    sectors of memory are written.
+    """Write pairs of float32, one of `even` and one of `odd`, from `pointer` on.
+
+    Each store has eight bytes, so that whole sectors of memory are written.
     """
     both = even.to(gl.uint32, bitcast=True).to(gl.uint64) | (odd.to(gl.uint32, bitcast=True).to(gl.uint64) << 32)
     gl.store(pointer.to(gl.pointer_type(gl.uint64)), both, mask=mask)
@@ -149,25 +155,25 @@ def store_pairs(pointer, even, odd, mask):
 
 @gluon.jit
 def word_plane(words, bits: gl.constexpr, sub: gl.constexpr):
-    """Return codes of a sub-plane of the low bytes as float16 subnormals times 2^(bits * sub)."""
+    """Extract a sub-plane's codes from the low bytes of words, as float16 subnormals times 2^(bits * sub)."""
     return gl.inline_asm_elementwise(keep_in_words(bits, sub), "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def byte_plane(codes, bits: gl.constexpr, first: gl.constexpr):
-    """Return the codes from bit `first` on, as int8 times 2^first. They are 128 too low if they end at the sign bit."""
+    """Extract the codes from bit `first` on, as int8 times 2^first. They are 128 too low if they use the sign bit."""
     return gl.inline_asm_elementwise(keep_in_bytes(bits, first), "=r,r", [codes], dtype=gl.int8, is_pure=True, pack=4)
 
 
 @gluon.jit
 def upper_bytes(words):
-    """Move the upper byte of each word down; `word_plane` masks the bits of the neighbour above."""
+    """Move the upper byte of each word down. `word_plane` masks the bits that come from the next word."""
     return gl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [words], dtype=gl.uint16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def upper_halves(codes):
-    """Move the upper half of each byte down; `byte_plane` masks the bits of the neighbour above."""
+    """Move the upper half of each byte down. `byte_plane` masks the bits that come from the next byte."""
     return gl.inline_asm_elementwise("shr.u32 $0, $1, 4;", "=r,r", [codes], dtype=gl.int8, is_pure=True, pack=4)
 
 
@@ -207,7 +213,10 @@ def zero_codes(meta):
 @gluon.jit
 def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr,
                SIZE: gl.constexpr):  # fmt: skip
-    """Start copying a tile's rows of codes, elements of SIZE bytes from `rows` + int [TILE] on, to `at`."""
+    """Start copying the codes of a tile's tokens, from pointers `rows` on, to the tile buffer `at`.
+
+    Elements have SIZE bytes.
+    """
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     token, element = row_of_copies(SIDE.bits, D, GROUP, TILE, SIZE)

@@ -29,7 +29,14 @@ LOG2_E = 1.4426950408889634
 
 
 class Cut(NamedTuple):
-    """Launch of decode: `take` queries a program, `parts` programs per split and KV head, `wave` concurrent splits."""
+    """Launch parameters of decode.
+
+    Attributes:
+        take: queries of a program.
+        parts: programs that share a split and a KV head.
+        choice: tile, stages and registers.
+        wave: number of splits that run at once.
+    """
 
     take: int
     parts: int
@@ -58,19 +65,24 @@ class Several:
 class Shape:
     """Fixed properties of a layer: format, heads, block size, and the launch parameters that follow.
 
-    `row_dim` is the number of elements of a stored row and of a rotated query. `wide` is True if they are more than
-    `codec.NARROW`, which some kernels treat differently.
+    Attributes:
+        row_dim: number of elements of a stored row and of a rotated query.
+        wide: True if `row_dim` is more than `codec.NARROW`. Some kernels treat such rows differently.
 
     Args:
-        fmt: one of kvpilot's own formats. head_dim: elements of a key and of a value.
-        kv_heads: KV heads of this rank. ratio: query heads per KV head.
-        block_size: tokens in a page. window: last tokens that a query sees, 0 for all. softcap: 0 for none.
-        recent: last tokens that a ring refines, 0 for no ring.
+        fmt: one of kvpilot's own formats.
+        head_dim: elements of a key and of a value.
+        kv_heads: KV heads of this rank.
+        ratio: query heads per KV head.
+        block_size: tokens in a page.
+        window: number of last tokens that a query attends to; 0 for all.
+        softcap: 0 for none.
+        recent: number of last tokens that a ring refines; 0 for no ring.
 
     Raises:
         BadInputError: no query head per KV head.
-        UnsupportedHeadDimError: heads of this dimension are not stored.
-        FormatError: a recent window for a format of 8 bits, or a negative one.
+        UnsupportedHeadDimError: the format cannot store heads of this dimension.
+        FormatError: a recent window for a format of 8 bits, or a negative window.
     """
 
     def __init__(self, fmt: Format, head_dim: int, kv_heads: int, ratio: int, block_size: int, device: torch.device,
@@ -97,14 +109,14 @@ class Shape:
         self._variants: dict[tuple[Any, ...], Variant] = {}
 
     def variant(self, kernel: Any, differs: tuple[Any, ...], constants: Callable[[], dict[str, Any]]) -> Variant:
-        """Return a kernel's variant, made once per `differs`: the values that its constants depend on."""
+        """Return a kernel's `Variant`, made once for each `differs`: the values that its constants depend on."""
         key = (id(kernel), *differs)
         if key not in self._variants:
             self._variants[key] = Variant(kernel, **constants())
         return self._variants[key]
 
     def cut(self, tokens: int = 1) -> Cut:
-        """Return the launch of decode for a step with at most this many tokens per sequence."""
+        """Return the launch parameters of decode for a step with at most this many query tokens per sequence."""
         if tokens not in self._cuts:
             take, bits = (
                 tuning.program_queries(self.row_dim, self.ratio, tokens),
@@ -116,11 +128,15 @@ class Shape:
         return self._cuts[tokens]
 
     def settle(self, tokens: int, taken: tuning.Taken | None) -> None:
-        """Limit the concurrent programs of decode to the number that fits with the resources `taken` per program.
+        """Lower the number of concurrent programs of decode to what fits with the compiled kernel's resources.
 
-        `attend` returns these resources; None means unknown. The tables of `tuning` hold for one compiler and compute
-        capability 9.0. Elsewhere fewer programs may fit, and some of a wave would wait for others. Call this before
-        CUDA graphs are captured, because a graph keeps its grid.
+        The tables of `tuning` hold for one compiler and compute capability 9.0. Elsewhere fewer programs may fit, and
+        some programs of a wave would wait for others. Call this before CUDA graphs are captured, because a graph keeps
+        its grid.
+
+        Args:
+            tokens: largest number of query tokens per sequence, as for `cut`.
+            taken: resources of a program, from `attend`; None if unknown.
         """
         cut = self.cut(tokens)
         if taken is not None:
@@ -132,18 +148,27 @@ class Shape:
 
 
 class Plan:
-    """Work of one decode step for up to `sequences`, with up to `tokens` rows of each and `rows` in all.
+    """Work of one decode step, and memory for its results. The buffers keep their addresses, for CUDA graphs.
 
-    `rows` defaults to sequences * tokens. The buffers keep their addresses, for CUDA graphs.
+    A row is a query token.
+
+    Args:
+        sequences: largest number of sequences.
+        tokens: largest number of rows of a sequence.
+        rows: largest number of rows of all sequences; None for sequences * tokens.
 
     Attributes:
-        splits: int32 [count, 4]; spans: int32 [sequences, 2]; bases: int32 [sequences]; see `plan`.
-        partial: float32 [results, kv_heads, ratio, row_dim]; lse: float32 [results, kv_heads, ratio].
+        splits: int32 [count, 4], see `plan`.
+        spans: int32 [sequences, 2], see `plan`.
+        bases: int32 [sequences], see `plan`.
+        partial: float32 [results, kv_heads, ratio, row_dim], outputs of the splits.
+        lse: float32 [results, kv_heads, ratio], log2 of their softmax sums.
         rotated: int8 [rows, kv_heads * ratio, 2, row_dim], rotated queries as integers, by upper and lower bytes.
-        sums: int32 [rows, kv_heads * ratio, groups, 3], their sums. units: float32 [rows, kv_heads * ratio], the value
-            of their 1 (`store.store_integers`).
+        sums: int32 [rows, kv_heads * ratio, groups, 3], sums of these integers (`store.store_integers`).
+        units: float32 [rows, kv_heads * ratio], the value of their 1.
         apart: float32 [rows, kv_heads * ratio], added to the score of a sequence's first token.
-        level: same shape, the share of the keys' mean in every score; used only with a cap or a sink.
+        level: float32 [rows, kv_heads * ratio], part of every score from the keys' mean; used only with a soft cap or
+            a sink.
         several: rows of the step; None if each sequence has one row.
     """
 
@@ -170,14 +195,14 @@ class Plan:
         self.rotated = torch.empty(*queries, 2, dim, dtype=torch.int8, **make)  # type: ignore[call-overload]
 
     def cut(self) -> Cut:
-        """Launch of decode in this step."""
+        """Return the launch parameters of decode in this step."""
         return self.shape.cut(1 if self.several is None else self.several.most)
 
     def update(self, seq_lens: torch.Tensor, overlap: bool = False, several: Several | None = None) -> None:
         """Split the work of a step.
 
         Args:
-            seq_lens: int32 [sequences or fewer], stored lengths; 0 is padding.
+            seq_lens: int32 [sequences or fewer], stored tokens; 0 means padding.
             overlap: let decode start to read before the step's tokens are stored. This is correct only if the step
                 stores one token of each sequence, because a chunk of a prompt may be another sequence's prefix.
             several: rows of the step; None if each sequence has one row.
@@ -194,8 +219,9 @@ class Plan:
 class GpuPages:
     """Cache of packed pages of one layer, uint8 [blocks, kv_heads, block_size, row_bytes], flat per (block, head).
 
-    `ring` holds the pages of the recent window, in the same shape and perhaps the same tensor; None without a window.
-    `sinks`: floats [kv_heads * ratio], a logit per head that takes weight but has no value; None without sinks.
+    Args:
+        ring: pages of the recent window, in the shape of `cache` and perhaps the same tensor; None without a window.
+        sinks: floats [kv_heads * ratio], a logit per head that takes weight but has no value; None without sinks.
     """
 
     def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, ring: torch.Tensor | None = None,
@@ -218,11 +244,13 @@ class GpuPages:
     def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
               plan: Plan, decodes: int, scale: float, ring_slots: torch.Tensor | None = None,
               ordinals: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Write tokens into their slots, and rotate the queries of the first `decodes` of them into the plan.
+        """Write tokens into their slots, and the rotated queries of the first `decodes` tokens into the plan.
 
         Args:
-            query: [tokens, heads, D]; key, value: [tokens, kv_heads, D], heads and elements contiguous.
-            slot_mapping: int64 [tokens], block * block_size + offset; negative is padding. scale: factor on the scores.
+            query: [tokens, heads, D], heads and elements contiguous.
+            key, value: [tokens, kv_heads, D], heads and elements contiguous.
+            slot_mapping: int64 [tokens], block * block_size + offset; negative is padding.
+            scale: factor on the scores.
             ring_slots: int64 [tokens], from `ring.ring_slots`; None without a recent window.
             ordinals: int [tokens, or fewer before padding], each token's position in its sequence, counted from 1;
                 None if no token is the first of its sequence.
@@ -254,14 +282,14 @@ class GpuPages:
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Attend from each sequence's query tokens, rotated by `store`, to the stored tokens that each of them sees.
+        """Attend from each sequence's query tokens, rotated by `store`, to the stored tokens up to each query token.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
-            seq_lens: int32 [sequences] stored tokens, as given to the plan's `update`; 0 gives zeros.
-            out: output, [rows, heads, D], 16 bits or float32; heads and elements contiguous. A row is a sequence, or a
-                row of the plan's `several`.
-            ring_table: int32 [sequences, ring_blocks], negative for none; None without a recent window.
+            seq_lens: int32 [sequences], stored tokens, as given to the plan's `update`; 0 gives zeros.
+            out: output, [rows, heads, D], 16 bits or float32; heads and elements contiguous. A row is a sequence, or
+                with the plan's `several` one of its rows.
+            ring_table: int32 [sequences, ring_blocks], negative for no block; None without a recent window.
         """
         check.int32(block_table=block_table, seq_lens=seq_lens)
         check.ring_table(ring_table, seq_lens.shape[0], self.shape.ring_blocks)
@@ -281,7 +309,7 @@ class GpuPages:
                ring_table: torch.Tensor | None = None) -> tuning.Taken | None:  # fmt: skip
         """Run the first half of `decode`: write the partial results of every split to the plan.
 
-        Return the resources of a program, as the compiler states them; None in the interpreter.
+        Return the resources of a program as the compiler states them, or None in Triton's interpreter.
         """
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
         several, choice = plan.several, cut.choice
@@ -326,7 +354,8 @@ class GpuPages:
         """Write tokens contiguously in the model's dtype: read from pages, or copied from new tokens.
 
         Args:
-            slots: int64 [tokens]; ordinals: int32 [tokens]; from `places.stored_slots` or `joined_slots`.
+            slots: int64 [tokens], from `places.stored_slots` or `joined_slots`.
+            ordinals: int32 [tokens], from the same function.
             key_out, value_out: output, [tokens or more, kv_heads, D], 16 bits, contiguous; further rows stay unchanged.
             key, value: new tokens, [rows, kv_heads, D], heads and elements contiguous. The slot -1 - row stands for one
                 of these rows. None if no slot is negative.

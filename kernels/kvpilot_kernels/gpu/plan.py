@@ -1,10 +1,10 @@
 """Plan: the splits of decode. They are computed on the GPU, so that a captured graph follows each step's lengths.
 
 A wave is the number of splits that run at once: the concurrent programs, divided by the programs that share a split.
-The tiles of all sequences are cut into splits of about tiles / wave tiles. A split has tiles of one sequence only. If
-the sequences' ends would make more splits than a wave, all splits become a little longer. Sometimes a large part of a
-wave would get no split, for example with 32 sequences and a wave of 49. Then the plan makes splits for several rounds
-of a wave, if these end sooner.
+The tiles of all sequences are cut into splits of about tiles / wave tiles. All tiles of a split belong to one sequence,
+so each sequence may end with a shorter split. If this would make more splits than a wave, all splits become a little
+longer. Sometimes a large part of a wave would get no split, for example with 32 sequences and a wave of 49. Then the
+plan makes splits for several waves (rounds), if these end sooner.
 """
 
 import torch
@@ -12,21 +12,21 @@ import triton
 import triton.language as tl
 
 CHUNK, OWN, PER = 1024, 32, 16
-"""Sequences that a program counts at once; sequences whose splits it writes; splits of each that it writes at once.
-"""
+"""Sequences that a program of `plan_kernel` counts at once, sequences whose splits it writes, and splits of a sequence
+that it writes at once."""
 
 ROUNDS = 4
-"""Number of cuts that the search compares: for one round of a wave and for more."""
+"""Number of cuts that the search compares. Each is made for one more round of a wave than the one before."""
 
 FIXED = tl.constexpr(3)
-"""Fixed cost of a split in tiles: its first loads, its results and their merge. It is an estimate, not tuned."""
+"""Fixed cost of a split, in tiles: first loads, results and their merge. It is an estimate, not tuned."""
 
 
 def beyond(tokens: int) -> int:
-    """Return how many splits per sequence a plan may make beyond a wave, on average over sequences with tokens.
+    """Return how many splits per sequence with tokens a plan may make beyond a wave, on average.
 
-    Every split costs memory for one result per query token, so steps with several query tokens get fewer. More than 3
-    would seldom end sooner, by `most_tiles`.
+    Every split costs memory for one result per query token, so steps with several query tokens get fewer splits. More
+    than 3 would seldom end sooner, by the estimate of `most_tiles`.
     """
     return 3 if tokens == 1 else 1
 
@@ -47,7 +47,7 @@ def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
 
 @triton.jit
 def tiles_of(lens_ptr, s, live, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the lengths of the sequences s, and the first tile and number of tiles that their last `tokens` see."""
+    """Return lengths of sequences s, and the first tile and number of tiles that their last `tokens` tokens need."""
     lens = tl.load(lens_ptr + s, mask=live, other=0)
     begin = lens * 0
     if WINDOW > 0:
@@ -57,7 +57,7 @@ def tiles_of(lens_ptr, s, live, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr
 
 @triton.jit
 def cut(tiles, c):
-    """Return the tiles per split, and the number of splits of each sequence, if a split may have c tiles."""
+    """Return the tiles per split and the number of splits of each sequence, for splits of at most c tiles."""
     parts = tl.maximum((tiles + c - 1) // c, 1)
     each = tl.maximum((tiles + parts - 1) // parts, 1)
     return each, (tiles + each - 1) // each
@@ -65,7 +65,7 @@ def cut(tiles, c):
 
 @triton.jit
 def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the number of splits of all sequences if a split may have c tiles, and the tiles of the largest split."""
+    """Return the number of splits of all sequences, for splits of at most c tiles, and the tiles of the largest one."""
     total = 0
     largest = 1
     for at in range(0, sequences, CHUNK):
@@ -79,10 +79,12 @@ def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.
 @triton.jit
 def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr, ROUNDS: tl.constexpr,
                CHUNK: tl.constexpr):  # fmt: skip
-    """Return the tiles per split for the earliest end of all. There are at most a wave of splits plus, on average,
-    `more` for each sequence that has tokens. Sequences without tokens add none, which `most_results` relies on. The
-    assumed time of a cut is its number of rounds of a wave, times the largest split plus FIXED. The search compares up
-    to ROUNDS cuts, starting with the fewest rounds. It stops at a cut within an eighth of the lower bound.
+    """Return the tiles per split with which a step is estimated to end first.
+
+    A plan has at most a wave of splits, plus `more` for each sequence that has tokens. Sequences without tokens add
+    none, which `most_results` relies on. The estimated time of a cut is its number of rounds of a wave, times the sum
+    of FIXED and the tiles of its largest split. The search compares up to ROUNDS cuts, starting with the fewest rounds.
+    It stops at a cut within an eighth of the lower bound.
     """
     total = 0
     live = 0
@@ -114,7 +116,7 @@ def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WIND
 
 @triton.jit
 def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
-    """Return the rows of the sequences s in this step."""
+    """Return the number of rows (query tokens) of each of the sequences s in this step."""
     rows = s * 0 + 1
     if SEVERAL:
         rows = tl.load(starts_ptr + 1 + s, mask=live, other=0) - tl.load(starts_ptr + s, mask=live, other=0)
@@ -125,13 +127,16 @@ def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
 def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequences, count, more, wave, tokens,
                 TILE: tl.constexpr, WINDOW: tl.constexpr, SEVERAL: tl.constexpr, ROUNDS: tl.constexpr,
                 CHUNK: tl.constexpr, OWN: tl.constexpr, PER: tl.constexpr):  # fmt: skip
-    """Count all sequences, and write the splits of the program's own ones. Grid (cdiv(sequences, OWN),).
+    """Count the splits of all sequences, and write those of the program's own sequences. Grid (cdiv(sequences, OWN),).
 
-    lens: int32 [sequences], 0 for a row of padding; starts: int32 [sequences + 1], the first row of each, at most
-    `tokens` each, not read without SEVERAL; splits: int32 [count, 4] as (sequence or -1, start, end, length) in tokens,
-    with start a multiple of TILE, and the sequence's length; more: as in `most_tiles`; spans: int32 [sequences, 2], the
-    first split of a sequence and their number; bases: int32 [sequences], the first split's first result, written with
-    SEVERAL.
+    lens: int32 [sequences], stored tokens; 0 means padding.
+    starts: int32 [sequences + 1], the first row of each sequence, which has at most `tokens` rows; read only with
+        SEVERAL.
+    splits: int32 [count, 4], written, as (sequence, start, end, length of the sequence) in tokens. `start` is a
+        multiple of TILE. Unused splits have the sequence -1.
+    spans: int32 [sequences, 2], written: the first split of a sequence and the number of its splits.
+    bases: int32 [sequences], written with SEVERAL: the first result of a sequence's first split.
+    more: as in `most_tiles`.
     """
     c = most_tiles(lens_ptr, sequences, more, wave, tokens, TILE, WINDOW, ROUNDS, CHUNK)
     own = tl.program_id(0) * OWN
@@ -174,10 +179,13 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
 def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tensor, wave: int, tile: int,
                 window: int = 0, bases: torch.Tensor | None = None, starts: torch.Tensor | None = None,
                 tokens: int = 1, more: int | None = None) -> None:  # fmt: skip
-    """Split the work of `seq_lens`, int32 [sequences] stored lengths, into `splits` and `spans`, with `plan_kernel`.
+    """Split the work of a step into `splits` and `spans`, with `plan_kernel`.
 
-    `starts` and `bases` are for sequences with up to `tokens` rows; None if each has one row. `more`: as in
-    `most_splits`, by default `beyond(tokens)`.
+    Args:
+        seq_lens: int32 [sequences], stored tokens.
+        starts, bases: as in `plan_kernel`; None if each sequence has one row.
+        tokens: largest number of rows of a sequence.
+        more: as in `most_splits`; None for `beyond(tokens)`.
     """
     sequences, several = seq_lens.shape[0], starts is not None
     more = beyond(tokens) if more is None else more

@@ -1,4 +1,4 @@
-"""Prefill of wide heads: attention from a chunk's queries to keys and values in 16 bits, with log-sums.
+"""Prefill of wide heads: attention from a chunk's queries to 16-bit keys and values, with log-sums of the scores.
 
 It is needed because FlashAttention 2 and 3 have no kernel for heads of more than 256 elements.
 
@@ -46,11 +46,14 @@ def prefill_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, starts_ptr, 
                    SOFTCAP: tl.constexpr):  # fmt: skip
     """Attend from M queries of a head to all keys of the sequence. Grid (cdiv(longest, M), heads, sequences).
 
-    With CAUSAL a query attends to the keys up to its own, and the last query to all.
+    With CAUSAL the last query of a sequence attends to all its keys, and each earlier query to one key less.
 
-    query, out: [rows, heads, D], key and value: [keys, heads / RATIO, D], 16 bits, strides per token in elements, heads
-    and elements contiguous; WIDE: D padded to a power of two; starts: int32 [sequences + 1], first queries; rows_ptr:
-    the same of keys; lse: float32 [heads, rows], natural, -inf (and outputs 0) for a sequence without keys.
+    query, out: [rows, heads, D], 16 bits, stride per token in elements, heads and elements contiguous.
+    key, value: [keys, heads / RATIO, D], likewise.
+    lse: float32 [heads, rows], natural logarithms. A sequence without keys gets -inf, and outputs of 0.
+    starts: int32 [sequences + 1], each sequence's first query.
+    rows_ptr: int32 [sequences + 1], each sequence's first key.
+    WIDE: D padded to a power of two.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # start the programs with the most keys first
     head = tl.program_id(1)
@@ -95,9 +98,12 @@ def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
     """Return attention of several sequences' queries over keys and values in 16 bits.
 
     Args:
-        query: [tokens, heads, D]; key, value: [keys, kv_heads, D]; heads and elements contiguous.
+        query: [tokens, heads, D], heads and elements contiguous.
+        key, value: [keys, kv_heads, D], heads and elements contiguous.
         starts, rows: int32 [sequences + 1], the first query and the first key of each sequence.
-        longest: largest number of queries of a sequence. scale: factor on the scores. softcap: 0 for none.
+        longest: largest number of queries of a sequence.
+        scale: factor on the scores.
+        softcap: 0 for none.
         causal: True if the last query of a sequence attends to all its keys, and each earlier query to one key less.
             False if each query attends to all keys of its sequence.
         out: output, [tokens, heads, D]; allocated if None.

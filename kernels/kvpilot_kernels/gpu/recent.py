@@ -1,7 +1,7 @@
 """Decode of the recent window: the ring's digits, and the check that they belong to a tile's tokens.
 
-`layouts` has the ring's layout. Digits are processed like codes (`operands`). If the tags in the ring differ from those
-of a token's row in the page, the scale of its residual is 0.
+`layouts` has the ring's layout. Digits are processed like codes (`operands`). Tags tell whose residual the ring holds.
+If a token's tags differ from those in the ring, its residual gets the scale 0.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,7 @@ from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shar
 
 @gluon.constexpr_function
 def places(side, stages, recent):
-    """Return the number of tile buffers of a side: `stages`, or more if a tile and its digits need them."""
+    """Return the number of tile buffers for keys or values: `stages`, or more if a tile and its digits need more."""
     return max(stages, 1 + side.digits) if recent else stages
 
 
@@ -35,7 +35,7 @@ def block_of(ring_rows, place, RING: gl.constexpr):
 def fetch_digits(buffer, stage, ring_ptr, ring_rows, t, ring_page_stride, SIDE: gl.constexpr, D: gl.constexpr,
                  GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr, STAGES: gl.constexpr,
                  SIZE: gl.constexpr):  # fmt: skip
-    """Start copying the digits of the tokens [t, t + TILE) that the ring may have, like `fetch_rows`."""
+    """Start copying the ring's digits at the places of tokens [t, t + TILE). `is_refined` tells whose they are."""
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE.bits, D, GROUP) // SIZE
     COUNT: gl.constexpr = chunks(SIDE.bits, D, GROUP)
     DIGITS: gl.constexpr = SIDE.digits
@@ -65,7 +65,7 @@ def fetch_digits(buffer, stage, ring_ptr, ring_rows, t, ring_page_stride, SIDE: 
 def fetch_ring(keys, values, stage, ring_ptr, ring_rows, t, ring_page_stride, KEY: gl.constexpr,
                VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr,
                STAGES: gl.constexpr):  # fmt: skip
-    """Start copying both sides' digits of the tile of tokens [t, t + TILE), which is at `stage`."""
+    """Start copying the ring's digits of keys and values for the tile of tokens [t, t + TILE), at `stage`."""
     fetch_digits(keys, stage, ring_ptr, ring_rows, t, ring_page_stride, KEY, D, GROUP, TILE, RING, STAGES, 1)
     fetch_digits(values, stage, ring_ptr, ring_rows, t, ring_page_stride, VALUE, D, GROUP, TILE, RING, STAGES, 2)
 
@@ -80,10 +80,12 @@ def over_lanes(tile):
 def load_recent(base, table_ptr, page_stride, ring_ptr, ring_rows, t, end, ring_page_stride, KEY: gl.constexpr,
                 VALUE: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
                 RING: gl.constexpr):  # fmt: skip
-    """Load the data that shows if the ring has the tokens [t, t + TILE). It is arbitrary for t >= `end`.
+    """Load the data that tells if the ring has the residuals of tokens [t, t + TILE). For t >= `end` it is arbitrary.
 
-    By group, keys before values: the ring's metadata, uint16 [TILE], and for the first two groups of a side the codes
-    in its tag, uint16 [TILE]. Then the ring's block, [TILE] or one for all tokens, negative for none.
+    Returns:
+        The ring's metadata, uint16 [TILE] for each group, keys' groups first.
+        The 16 bits of packed codes in a tag, uint16 [TILE], for the first two groups of the key and of the value.
+        The ring's block, [TILE] or one for all tokens, negative for none.
     """
     GROUPS: gl.constexpr = D // GROUP
     live = t < end
@@ -117,7 +119,10 @@ def same_tag(meta, ring_meta, codes, at: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def is_refined(meta, recent, right, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return True for tokens with `right` positions whose row is in the ring, by the data of `load_recent`."""
+    """Return True for tokens whose residual is in the ring. `recent` is from `load_recent`.
+
+    `right` is False for tokens outside of the recent window or of the split.
+    """
     GROUPS: gl.constexpr = D // GROUP
     TAGGED: gl.constexpr = min(GROUPS, 2)
     ring_meta, codes, block = recent
@@ -130,11 +135,11 @@ def is_refined(meta, recent, right, D: gl.constexpr, GROUP: gl.constexpr, TILE: 
 
 @gluon.jit
 def fine_scale(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """Return a residual's scale in units of its codes' scale, float32 [TILE]: 2^e / n, or 0 if the row is another
-    token's.
+    """Return a residual's scale relative to its codes' scale, float32 [TILE]: 2^e / n as in `layouts`.
 
-    `fine` is the ring's metadata by group, keys before values, and the result of `is_refined`. If queries differ in
-    their windows, it also has the tokens of each window, [TILE, Q], which is ignored here.
+    It is 0 if the ring holds another token's residual. `fine` has the ring's metadata by group, keys' groups first,
+    and the result of `is_refined`. With several queries per sequence it also has a mask of each query's window,
+    [TILE, Q], which this function ignores.
     """
     e = fine[0][g].to(gl.uint32) & 3
     factor = gl.where(e == 0, 0.5 ** (8 - BITS), gl.where(e == 1, 0.5 ** (7 - BITS), 0.5 ** (6 - BITS)))

@@ -24,14 +24,20 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
                   LEVEL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Merge TAKE of the query heads of a KV head, of one query token. Grid (rows, KV_HEADS, RATIO / TAKE).
 
-    partial: float32 [results, KV_HEADS, RATIO, D]; lse: float32 [results, KV_HEADS, RATIO]; spans: int32 [sequences,
-    2]; signs: [16, 16] or None (`rotation.plain_signs`); value_mean, value_scale: float32 [KV_HEADS, HEAD]; out: [rows,
-    KV_HEADS * RATIO, HEAD], any float dtype, stride per row in elements. A sequence without splits gets zeros. ROWS:
-    TAKE padded to a power of two; STEP: splits in flight. owners: int32 [rows], the sequence of each, negative for
-    padding, which gets zeros; starts, bases: as in `plan`. Without SEVERAL each sequence is a row, and these are not
-    read.
-    sinks: [KV_HEADS * RATIO], natural logits of any float dtype, read only with SINKS. level: float32 [rows, KV_HEADS *
-    RATIO], to be added to every score, in powers of two, read only with LEVEL.
+    A sequence without splits gets zeros. A row is a query token.
+
+    partial: float32 [results, KV_HEADS, RATIO, D].
+    lse: float32 [results, KV_HEADS, RATIO].
+    spans: int32 [sequences, 2], as in `plan`.
+    starts, bases: as in `plan`, read only with SEVERAL. Without it each sequence is one row.
+    owners: int32 [rows], the sequence of each row; read only with SEVERAL. Negative means padding, which gets zeros.
+    signs: [16, 16] or None (`rotation.plain_signs`).
+    value_mean, value_scale: float32 [KV_HEADS, HEAD].
+    sinks: [KV_HEADS * RATIO], natural logits of any float dtype, read only with SINKS.
+    level: float32 [rows, KV_HEADS * RATIO], in log2, to be added to every score; read only with SINKS and LEVEL.
+    out: [rows, KV_HEADS * RATIO, HEAD], any float dtype, stride per row in elements.
+    ROWS: TAKE padded to a power of two.
+    STEP: splits in flight.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)

@@ -13,8 +13,11 @@ def ring_slots_kernel(starts_ptr, lens_ptr, table_ptr, slots_ptr, sequences, tok
                       TOKENS: tl.constexpr):  # fmt: skip
     """Write the ring slots of a step's tokens. Grid (cdiv(tokens, TOKENS),).
 
-    starts: int32 [sequences + 1], the first row of each sequence; lens: int32 [sequences], stored after the step;
-    table: int32 [sequences, ring_blocks]; slots: int64 [tokens], written. 2^ROUNDS is more than `sequences`.
+    starts: int32 [sequences + 1], the first row of each sequence.
+    lens: int32 [sequences], stored tokens after the step.
+    table: int32 [sequences, ring_blocks].
+    slots: int64 [tokens], written.
+    ROUNDS: 2^ROUNDS is more than `sequences`.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     low = tl.zeros([TOKENS], tl.int32)
@@ -40,8 +43,9 @@ def fill_ring_slots(slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.T
     """Compute each row's slot in its sequence's ring, as `kvpilot_kernels.ring.ring_slots` does; -1 for none.
 
     Args:
-        slots: output, int64 [rows]. starts: int32 [sequences + 1], first rows; rows after the last are padding.
-        seq_lens: int32 [sequences], stored tokens after this step; 0 for a row of padding.
+        slots: output, int64 [rows].
+        starts: int32 [sequences + 1], the first row of each sequence; rows after the last sequence are padding.
+        seq_lens: int32 [sequences], stored tokens after this step; 0 for padding.
         table: int32 [sequences, ring_blocks], the rings' blocks; 0 or negative for none, as in vLLM's tables.
     """
     rows, sequences = slots.shape[0], seq_lens.shape[0]

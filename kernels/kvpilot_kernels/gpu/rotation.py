@@ -1,13 +1,13 @@
 """Rotation of rows by Hadamard matrices, in the order in which a row is packed.
 
-A row is rotated by sums and differences of its elements. For rows of 96 and 192, H also contains a matrix of order 12.
-A row of 96 is 12 groups of eight. Each group is rotated by sums and differences. Then a product with 12 x 12 signs
-mixes the groups, for each of the eight places.
+A row is one token's key, value or query of one head. It is rotated by sums and differences of its elements. For rows of
+96 and 192, H also contains a matrix of order 12. A row of 96 is 12 blocks of eight elements ("eights"). Sums and
+differences rotate each eight. Then a product with 12 x 12 signs mixes the eights, for each of their eight places.
 
-A row is packed from `slots`, in which each group is padded to 64. So a tile of slots divides into planes and groups by
-powers of two. Only rows of 96 and 192 elements (groups of 48) have empty slots, in whole eights, and their signs are 0.
-Other signs are +-1, exact in bfloat16; `rotate` divides by the square root of D. Triton's interpreter cannot round to
-bfloat16, so it gets float32.
+A row is packed from `slots`, in which each quantization group is padded to 64. So a tile of slots divides into planes
+and groups by powers of two. Only rows of 96 and 192 elements (groups of 48) have empty slots, in whole eights, and
+their signs are 0. Other signs are +-1, exact in bfloat16. `rotate` divides by the square root of D. Triton's
+interpreter cannot round to bfloat16, so it gets float32.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def slots(dim: int) -> int:
 
 @cache
 def packing_order(dim: int, bits: int) -> torch.Tensor:
-    """Return the element in each slot of a packed row, int64 [slots]; -1 for an empty slot."""
+    """Return the element in each slot of a row in packing order (rotated), int64 [slots]; -1 for an empty slot."""
     return _padded(dim, min(slots(dim) * bits // 8, 64))
 
 
 @cache
 def plain_order(dim: int) -> torch.Tensor:
-    """Return the element in each slot of a plain row, as `rotate` reads it, int64 [slots]; -1 for an empty slot."""
+    """Return the element in each slot of a row in the order of `rotate`, int64 [slots]; -1 for an empty slot."""
     return _padded(dim, min(slots(dim), BASE.value))
 
 
 def _padded(dim: int, part: int) -> torch.Tensor:
-    """Return the elements in order, with the padding spread evenly over the parts of `part` slots."""
+    """Return the element in each slot, int64 [slots]. Each part of `part` slots ends with padding, -1."""
     at, real = torch.arange(slots(dim)), dim * part // slots(dim)
     return torch.where(at % part < real, at // part * real + at % part, -1)
 
 
 @cache
 def packing_signs(dim: int, bits: int, device: torch.device) -> torch.Tensor | None:
-    """Return the signs of the matrix of order 12, [16, 16].
+    """Return the signs of the matrix of order 12, [16, 16], or None if H consists of sums and differences alone.
 
-    Rows are eights of plain slots, columns eights of packed slots; empty slots have zeros. Return None if `dim` is a
-    power of two: H then consists of sums and differences alone.
+    H does so if `dim` is a power of two. Rows of the result are eights of plain slots, columns are eights of packed
+    slots, and empty slots have zeros.
     """
     return _signs(dim, packing_order(dim, bits), device)
 
@@ -77,7 +77,7 @@ def _signs(dim: int, columns: torch.Tensor, device: torch.device) -> torch.Tenso
 
 @triton.jit
 def plain_slots(D: tl.constexpr, WIDE: tl.constexpr):
-    """Return `plain_order`: the element in each slot, and True if there is one, [WIDE] each."""
+    """Return `plain_order`, [WIDE]: the element in each slot, and True if the slot has one."""
     slot = tl.arange(0, WIDE)
     PART: tl.constexpr = min(WIDE, BASE)
     REAL: tl.constexpr = D * PART // WIDE
@@ -92,7 +92,7 @@ def plain_slots(D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def packing_slots(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return `packing_order`: the element in each of these slots of a packed row, and True if there is one."""
+    """Return `packing_order` for these slots of a packed row: the element in each, and True if the slot has one."""
     PART: tl.constexpr = min(WIDE * BITS // 8, 64)
     REAL: tl.constexpr = D * PART // WIDE
     return slot // PART * REAL + slot % PART, slot % PART < REAL
@@ -100,11 +100,12 @@ def packing_slots(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr)
 
 @triton.jit
 def rotate(x, signs, D: tl.constexpr):
-    """Return x H for float32 x [T, slots], with the signs of `load_signs`.
+    """Return x H for float32 x [T, slots]. `signs` are from `load_signs`.
 
-    H of a power of two is [[B, B], [B, -B]], and B likewise down to 1: in each round neighbours become their sum and
-    their difference, to 2^-23 in all. With signs these rounds stop at eights. A row is then multiplied by signs as the
-    sum of two bfloat16, to 2^-17, and two rows of 96 need one more sum and difference.
+    If D is a power of two, H is [[B, B], [B, -B]], and B is built likewise down to 1. Each round replaces neighbours by
+    their sum and their difference. The error is 2^-23 in all. With signs these rounds stop at eights. Then the signs
+    multiply the row as the sum of two bfloat16, with an error of 2^-17. A row of 192 needs one more sum and difference,
+    of its two halves.
     """
     T: tl.constexpr = x.shape[0]
     WIDE: tl.constexpr = x.shape[1]
@@ -121,9 +122,9 @@ def rotate(x, signs, D: tl.constexpr):
 
 @triton.jit
 def by_twelves(y, signs, T: tl.constexpr, PARTS: tl.constexpr):
-    """Multiply the eights of T times PARTS rows of 96 elements, in their slots, by the signs and sum the products.
+    """Multiply the eights of T * PARTS rows of 96 elements, in their slots, by the signs and sum the products.
 
-    Tokens vary fastest along M. Then four threads hold a row, as they hold a row of a product.
+    Tokens vary fastest along M. Then four threads hold a row of x, as they hold a row of the product.
     """
     BY: tl.constexpr = signs.shape[0]
     y = tl.reshape(tl.permute(tl.reshape(y, [T, PARTS, BY, EIGHT]), [3, 1, 0, 2]), [EIGHT * PARTS * T, BY])

@@ -1,7 +1,8 @@
 """Store: rotate, scale, quantize, pack and write a step's keys and values, and rotate its queries, in one launch.
 
 A program takes a block of tokens and one head of queries, keys or values. Keys and values are encoded as in
-`reference.quantize`, with `kvpilot_kernels.factors` (but a group with an infinity reads back as NaN). A query becomes
+`reference.quantize`, with `kvpilot_kernels.factors`. Unlike there, a group with an infinity reads back as NaN. A query
+becomes
 
     q' = (q / key_scale) H * scale * log2(e)
 
@@ -54,7 +55,10 @@ def real_slots(BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return codes [T, G, 64], scale metadata [T, G] and squared errors [T, G] of y [T, G, 64] in ranges [T, G]."""
+    """Quantize y [T, G, 64], T tokens of G groups, in the ranges [lo, hi], [T, G] each.
+
+    Return codes [T, G, 64], scale metadata [T, G] and squared errors [T, G].
+    """
     QMAX: tl.constexpr = (1 << BITS) - 1
     # Round the scale up, so that both ends of the range have a code.
     bits = scale_bits((hi - lo) / QMAX)
@@ -71,7 +75,10 @@ def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr)
 
 @triton.jit
 def stretched(y, codes, meta, BITS: tl.constexpr):
-    """Return scale metadata [T, G] that makes codes [T, G, 64] as long along y as y itself. Empty slots hold 0."""
+    """Return scale metadata [T, G] whose scales are stretched so that <y, y'> = <y, y> for the decoded y'.
+
+    `reference.quantize` explains why. Empty slots of y [T, G, 64] hold 0.
+    """
     scale, zero = scale_and_zero(meta, BITS)
     along = tl.sum((codes - zero[:, :, None]) * scale[:, :, None] * y, 2)
     square = tl.sum(y * y, 2)
@@ -83,7 +90,7 @@ def stretched(y, codes, meta, BITS: tl.constexpr):
 
 @triton.jit
 def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return codes, int32 [T, G, 64], and scale metadata [T, G] of y [T, G, 64], for the best of the tried ranges."""
+    """Quantize y [T, G, 64] in the best of the tried ranges: codes, int32 [T, G, 64], and scale metadata [T, G]."""
     lo = tl.minimum(tl.min(y, 2), 0.0)
     hi = tl.maximum(tl.max(y, 2), 0.0)
     # Compute the codes again at the end, because registers cannot hold the codes of two ranges.
@@ -106,9 +113,9 @@ def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def residual(y, codes, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return the residuals of codes to 8 bits: r, int32 [T, G, 64], and exponents, int32 [T, G].
+    """Return the residuals that refine codes to 8 bits: r, int32 [T, G, 64], and exponents, int32 [T, G].
 
-    y [T, G, 64] is the row before quantization; `codes` and `meta` are the row as it is stored.
+    y [T, G, 64] is the rotated row before quantization. `codes` and `meta` are its quantized form.
     """
     COUNT: tl.constexpr = 1 << (8 - BITS)
     HALF: tl.constexpr = (COUNT - 1) / 2
@@ -128,7 +135,11 @@ def residual(y, codes, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.const
 @triton.jit
 def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                TOKENS: tl.constexpr, RING: tl.constexpr):  # fmt: skip
-    """Write rows of a side at `place` [TOKENS] of the ring's pages [TOKENS], where `live`."""
+    """Write the residuals and tags of keys or values (SIDE) into ring pages, for tokens that are `live`.
+
+    ring: pointers to the pages, [TOKENS].
+    place: each token's place in its page, [TOKENS].
+    """
     BITS: tl.constexpr = SIDE.bits
     DIGITS: tl.constexpr = SIDE.digits
     exponent = tl.zeros_like(meta)
@@ -150,8 +161,10 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, signs_ptr, slots_p
                ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
                ring_head_stride, SIDE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
                TOKENS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
-    """Quantize a block of tokens' rows on one side of `head`; write them into each token's page, and into its ring.
-    first: mean for tokens with ordinal 1; only the first `numbered` tokens have an ordinal.
+    """Quantize the keys or values (SIDE) of `head` for a block of tokens. Write them into the tokens' pages and rings.
+
+    first: mean for tokens with ordinal 1.
+    numbered: number of tokens that have an ordinal; the tokens after them are not first.
     """
     GROUPS: tl.constexpr = WIDE // 64
     element, real = plain_slots(D, WIDE)
@@ -186,7 +199,7 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, signs_ptr, slots_p
     tl.store(to, meta.to(tl.int16), mask=live[:, None])
     if RING > 0:
         recent = live & (ring_at >= 0)
-        if tl.max(recent.to(tl.int32), 0) > 0:  # true only for the last tokens of a prompt
+        if tl.max(recent.to(tl.int32), 0) > 0:  # of a prompt, only the last tokens have ring slots
             ring_at = tl.where(recent, ring_at, 0)
             ring = ring_ptr + ring_at // RING * ring_page_stride + head.to(tl.int64) * ring_head_stride
             ring_place = (ring_at % RING).to(tl.int32)
@@ -196,13 +209,16 @@ def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, signs_ptr, slots_p
 @triton.jit
 def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, BITS: tl.constexpr, D: tl.constexpr,
                    WIDE: tl.constexpr):  # fmt: skip
-    """Write queries y [ROWS, WIDE], in the slots of keys of BITS, as decode multiplies them, where `live`.
+    """Write rotated queries y [ROWS, WIDE], in the slots of keys of BITS bits, as the integers that decode multiplies.
 
-    `query_planes` turns an element into round(y / factor / unit), as an upper and a lower byte: int8 [2, D]. The unit
-    makes the largest element LARGEST. The error is at most half a unit, or two if the factor is 4: 2^-16 or 2^-14 of
-    the query's largest element. The unit is also written; it is NaN if an element is NaN. So are three sums for each
-    group, int32 [groups, 3]: of the upper and the lower bytes if codes end at a sign, and of all integers times their
-    factors.
+    An element becomes round(y / factor / unit), with the factor of `query_planes`. The unit makes the query's largest
+    integer LARGEST. The error is at most half a unit, or two units if the factor is 4. That is 2^-16 or 2^-14 of the
+    query's largest element.
+
+    rotated: int8 [2, D], written: the upper and the lower bytes.
+    sums: int32 [groups, 3], written. The first two sum upper and lower bytes, of elements whose codes end at a sign
+        bit. The third sums all integers times their factors.
+    units: float32, written: the unit, or NaN if an element is NaN.
     """
     GROUPS: tl.constexpr = WIDE // 64
     ROWS: tl.constexpr = y.shape[0]
@@ -241,16 +257,22 @@ def store_kernel(
 
     Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)).
 
-    query: [tokens, KV_HEADS * RATIO, HEAD], key and value: [tokens, KV_HEADS, HEAD], any float dtype, strides per token
-    in elements; slots: int64 [tokens], negative for padding; ordinals: int [numbered], 1 for a sequence's first token;
-    cache: uint8 pages, strides in bytes; ring_slots and ring: the same of the ring, of RING tokens a page, unread if
-    RING is 0; rotated: int8 [decodes, KV_HEADS * RATIO, 2, D], sums: int32 [decodes, KV_HEADS * RATIO, groups, 3]
-    and units: float32 [decodes, KV_HEADS * RATIO], as in `store_integers`; apart: shaped like units, added to the
-    scores of first tokens; signs: [16, 16] or None (`rotation`); factors: float32 [KV_HEADS, HEAD]; KEY, VALUE: a
-    `SideLayout`.
-    level: as `apart`, the part of every score from the keys' mean. It is written only with LEVEL: a softmax ignores a
-    common offset unless scores have a cap or there is a sink.
-    WAIT: launched as a dependent: the preceding kernel's writes are visible after `gdc_wait`.
+    query: [tokens, KV_HEADS * RATIO, HEAD], any float dtype, stride per token in elements.
+    key, value: [tokens, KV_HEADS, HEAD], likewise.
+    slots: int64 [tokens], negative for padding.
+    ordinals: int [numbered], 1 for a sequence's first token.
+    cache: uint8 pages, strides in bytes.
+    ring_slots, ring: the same for the ring, with RING tokens a page; not read if RING is 0.
+    rotated: int8 [decodes, KV_HEADS * RATIO, 2, D], written as in `store_integers`.
+    sums: int32 [decodes, KV_HEADS * RATIO, groups, 3], written as in `store_integers`.
+    units: float32 [decodes, KV_HEADS * RATIO], written as in `store_integers`.
+    apart: float32 [decodes, KV_HEADS * RATIO], written: offset of the score of a sequence's first token.
+    level: float32 [decodes, KV_HEADS * RATIO], the part of every score from the keys' mean. It is written only with
+        LEVEL, because a softmax ignores a common offset unless scores have a cap or there is a sink.
+    signs: [16, 16] or None (`rotation`).
+    means and scales: float32 [KV_HEADS, HEAD].
+    KEY, VALUE: a `SideLayout`.
+    WAIT: True if launched as a dependent: the preceding kernel's writes are visible after `gdc_wait`.
     """
     head = tl.program_id(1)
     if head < KV_HEADS:

@@ -1,6 +1,6 @@
 """Running softmax over tiles of packed pages: the scores of a tile's keys, and its weighted values.
 
-`decode` explains the arithmetic. It has already copied a tile's codes, and its digits, to shared memory.
+`decode` explains the arithmetic, and copies a tile's codes and digits to shared memory before it calls this module.
 """
 
 from triton.experimental import gluon
@@ -63,10 +63,15 @@ def dot(codes, operands, start, g: gl.constexpr, BITS: gl.constexpr, D: gl.const
 def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
           TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
           RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Return a tile's scores, float32 [TILE, Q], in their query's `unit` or, with SOFTCAP, as they are.
+    """Return a tile's scores, float32 [TILE, Q], in units of each query, or with SOFTCAP in log2.
 
-    With RECENT the ring's digits are included; `fine` is that of `fine_scale`. Token 0 of the sequence has a mean of
-    its own, so its score starts with `apart`; t: the tile's first token. With SOFTCAP `level` is added before the cap.
+    Token 0 of a sequence has its own mean, so its score starts with the query's `apart`. With SOFTCAP the query's
+    `level` is added before the cap.
+
+    Args:
+        t: first token of the tile.
+        query: from `columns.load_query`.
+        fine: as in `recent.fine_scale`. With RECENT it adds the ring's digits.
     """
     COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
@@ -111,12 +116,16 @@ def hide(score, meta, t, ends, end, length, D: gl.constexpr, GROUP: gl.constexpr
          WINDOW: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
     """Mask the tokens of a tile that a query does not attend to: their scores become -1e38 or less.
 
-    t: the first token. `length` is the smallest number of tokens that a query attends to. With several query tokens per
-    sequence `ends` has the number for each, int32 [Q], and the largest of them.
+    A hidden token has weight 0, and 0 times a NaN scale would be NaN. So the scales of its value are limited to
+    numbers. If queries attend to different tokens, all scales of the tile are limited. Then a token with a NaN scale
+    gets the score NaN instead.
 
-    A hidden token has weight 0, and 0 times a NaN scale would be NaN, so its scales are limited to numbers. If queries
-    attend to different tokens, all scales of the tile are limited, and a token with a broken value gets the score NaN
-    instead.
+    Args:
+        t: first token of the tile.
+        ends: with several query tokens per sequence, the number of tokens that each query attends to, int32 [Q], and
+            the largest of these numbers.
+        end: end of the split.
+        length: smallest number of tokens that a query attends to.
 
     Returns:
         The scores, and limits for the values' scales, uint16 [TILE].
@@ -149,12 +158,17 @@ def hide(score, meta, t, ends, end, length, D: gl.constexpr, GROUP: gl.constexpr
 def accumulate(score, unit, limits, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr,
                D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
                RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Add a tile to the running softmax, and return it: m [Q], total [8, Q], zeros by group [8, Q], acc by plane.
+    """Add a tile to the running softmax, and return its state: `m`, `total`, `zeros` and `acc`.
 
-    m: the largest score so far, less HEADROOM. total: sums of probabilities times 2^HEADROOM, by the rows of a thread.
-    zeros: sums of these times scale and zero code, in units of UNIT. acc: by plane [words, columns], sums of these
-    times scale and code, in units of UNIT * 2^(bits * sub-plane), in the columns of `columns`. `fine`: as in `score`;
-    `limits`: from `hide`.
+    Args:
+        unit: factor that turns scores into log2, [Q].
+        limits: limits of the values' scales, from `hide`.
+        fine: as in `score`.
+        m: [Q], the largest score so far, less HEADROOM.
+        total: [8, Q], sums of probabilities times 2^HEADROOM, over the rows of a thread.
+        zeros: [8, Q] for each group, the same sums weighted by scale and zero code, in units of UNIT.
+        acc: [words, columns] for each plane, the same sums weighted by scale and code, in units of
+            UNIT * 2^(bits * sub-plane). The module `columns` defines the columns.
     """
     PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)

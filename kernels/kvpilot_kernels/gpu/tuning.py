@@ -27,7 +27,9 @@ class Choice:
     """Launch parameters of decode.
 
     Attributes:
-        tile, stages: tokens of a tile, and tiles in flight. programs: programs that fit on a multiprocessor at once.
+        tile: tokens of a tile.
+        stages: tiles in flight.
+        programs: programs that fit on a multiprocessor at once.
         registers: limit per thread; None lets the assembler balance registers against programs.
         grain: splits are multiples of this many tokens; None means the tile.
     """
@@ -55,7 +57,7 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
 }  # fmt: skip
 """Programs per multiprocessor, by (elements of a row, largest number of queries).
 
-The three numbers are for more than 8, for 8, and for fewer bits of key and value together. `Shape.settle` lowers them
+The three numbers are for bits of key and value that add up to more than 8, to 8, or to less. `Shape.settle` lowers them
 if fewer programs fit with the compiled kernel's resources.
 """
 
@@ -131,7 +133,7 @@ def weigh_warps(tokens: int) -> int:
 
 
 def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
-    """Return the block of `prefill`. 64 queries fit an operand of Hopper's warp groups, but spill on other GPUs."""
+    """Return the block of `prefill`: 64 queries for Hopper's warp groups, else 32, because 64 would spill registers."""
     return PrefillBlock(64 if capability[0] == 9 else 32, 32, 8, 2)
 
 
@@ -152,13 +154,17 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
     """Return the launch parameters of decode.
 
     The tile divides `block_size`, so that it lies in one page. On compute capability 9.0 the assembler balances
-    registers against programs. With a recent window it misses 12 programs by a few registers, so the limit is 168
-    there. On other GPUs it would spill, so a thread may have all 255. With a window, 2-bit codes need as much shared
-    memory and as many registers as 4-bit codes. At head_dim 192 they get tiles of 16, which spill 168 bytes on 9.0,
-    because tiles of 32 spill up to 896 bytes.
+    registers against programs. With a recent window, 12 programs would just not fit, so the limit is 168 registers.
+    On other GPUs a limit would cause spills, so a thread may have all 255 registers.
+
+    With a recent window, 2-bit codes need as much shared memory and as many registers as 4-bit codes. At head_dim 192
+    they get tiles of 16, which spill 168 bytes on 9.0. Tiles of 32 spill up to 896 bytes.
 
     Args:
-        queries: queries of a program. bits: bits of a key's and a value's element together. recent: see `Shape`.
+        dim: elements of a row.
+        queries: queries of a program.
+        bits: bits of a key's and a value's element together.
+        recent: see `Shape`.
     """
     most = 4 if queries <= 4 else 8 if queries <= 8 else 16
     programs = PROGRAMS[dim, most][0 if bits > 8 else 1 if bits == 8 else 2]
@@ -190,7 +196,10 @@ def fitting(taken: Taken, shared: int) -> int:
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
-    """Return query heads, splits in flight, and warps of a program of `reduce`. `groups`: KV heads of all sequences."""
+    """Return the query heads, splits in flight, and warps of a program of `reduce`.
+
+    `groups` is the number of KV heads of all sequences together.
+    """
     rows = groups * ratio / multiprocessors(device)
     most, splits, warps = next(way for bound, way in MERGES[dim] if rows <= bound)
     return max(n for n in range(1, most + 1) if ratio % n == 0), splits, warps

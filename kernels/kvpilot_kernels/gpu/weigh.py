@@ -1,7 +1,7 @@
 """Weigh: the attention that stored tokens get in a step, summed over query heads and over stretches of tokens.
 
-Decode leaves the log-sums of all splits in the plan, and they give the log-sum L of a sequence's scores. A token with
-score s gets exp2(s - L) of a query's attention. So only keys are read again, and no values:
+Decode leaves the log-sums of all splits in the plan. They give the log-sum L of a sequence's scores, in log2. A token
+with score s gets exp2(s - L) of a query's attention. So only keys are read again, and no values:
 
     mass of a stretch = sum over its tokens t and the query heads h of exp2(s_ht - L_h)
 
@@ -66,10 +66,13 @@ def weigh_kernel(
 ):  # fmt: skip
     """Add the attention that tokens of one split get from a KV head's queries. Grid (KV_HEADS, splits).
 
-    wanted: int32 [1], 0 for a step in which nothing is added. total: float32 [KV_HEADS, sequences, stretches] of TOKENS
-    tokens each; one program writes an element, and tokens past the last are left out. lse: float32 [splits, KV_HEADS,
-    RATIO]; a sequence has one row in the step. TOKENS divides PAGE and the splits' starts. ROWS: RATIO padded, at least
-    16. The rest is as in `decode` and, with SINKS, as in `reduce`.
+    wanted: int32 [1]; if it is 0, nothing is added.
+    total: float32 [KV_HEADS, sequences, stretches] of TOKENS tokens each. One program writes an element. Tokens past
+        the last stretch are left out.
+    lse: float32 [splits, KV_HEADS, RATIO]. Each sequence has one query token.
+    TOKENS: divides PAGE and the splits' starts.
+    ROWS: RATIO padded to a power of two, at least 16.
+    The rest is as in `decode` and, with SINKS, as in `reduce`.
     """
     head = tl.program_id(0)
     split = tl.program_id(1)

@@ -56,21 +56,22 @@ fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.constexpr_function
 def ends_part(sub, bits, digits):
-    """Return True if this sub-plane ends a part of a tile: two groups, or one group at 8 bits or with digits of the
-    recent window.
+    """Return True if a fence follows this sub-plane.
+
+    A fence follows every group at 8 bits or with digits of the recent window, and else every second group.
     """
     return digits > 0 or bits == 8 or sub % 2 == 1
 
 
 @gluon.constexpr_function
 def keep_row(row):
-    """Return PTX that keeps a register's two halves if a second register names this row, and gives zero otherwise."""
+    """Return PTX that copies register $1 if both halves of register $2 equal `row`, and gives zero otherwise."""
     return f"{{ .reg .pred p; setp.eq.u32 p, $2, {hex(row * 0x10001)}; selp.b32 $0, $1, 0, p; }}"
 
 
 @gluon.jit
 def places_of_queries(Q: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
-    """Return shared memory for queries, int8 [2 Q, 64] for each 64 bytes of a row.
+    """Allocate shared memory for queries, int8 [2 Q, 64] for each 64 bytes of a row.
 
     For each group there is also memory for the queries' sums, int32 [2 Q] and float32 [Q].
     """
@@ -85,7 +86,7 @@ def places_of_queries(Q: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def fetch_queries(shared, rotated_ptr, first, count, stride, D: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr,
                   SEVERAL: gl.constexpr):  # fmt: skip
-    """Start copying `store`'s integers of `count` queries, at their `place_of`. Past the end repeat the last query."""
+    """Start copying `count` queries, as `store`'s integers, to shared memory. Past the end repeat the last query."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0])
     column = gl.arange(0, 2 * Q, gl.SliceLayout(1, layout))
     byte = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
@@ -99,10 +100,10 @@ def fetch_queries(shared, rotated_ptr, first, count, stride, D: gl.constexpr, RA
 def load_wide_query(shared, sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, BITS: gl.constexpr,
                     D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
                     SEVERAL: gl.constexpr):  # fmt: skip
-    """Load the data for products with `count` queries, at their `place_of`; their sums go to shared memory.
+    """Load the data for products with `count` queries. The queries' sums go to shared memory.
 
     Returns:
-        The places in shared memory, then the `load_units`.
+        The tensors in shared memory, then the results of `load_units`.
     """
     for g in gl.static_range(D // GROUP):
         start, zero = load_sums(sums_ptr, first, count, stride, g, BITS, D, GROUP, RATIO, Q, SEVERAL)
@@ -117,7 +118,7 @@ def dot_wide(codes, shared, g: gl.constexpr, first: gl.constexpr, BITS: gl.const
              Q: gl.constexpr):  # fmt: skip
     """Multiply group g's codes, from bit `first` of `codes` on, by the queries: float32 [TILE, Q].
 
-    It is exact before the last rounding, as `tile.dot`.
+    The result is exact before the last rounding, as in `tile.dot`.
     """
     sums = gl.full([TILE, 2 * Q], 0, gl.int32, MMA)
     if first + BITS == 8:
@@ -221,7 +222,7 @@ def accumulate_wide(score, unit, limits, values, meta, stage, m, total, zeros, a
 
 @gluon.jit
 def only_row(x, row: gl.constexpr):
-    """Return a left operand, float16 [rows, TILE], with one row of its second half; the first half stays."""
+    """Return left operand x, float16 [rows, TILE], with all rows of its second half zeroed except `row`."""
     HALF: gl.constexpr = x.shape[0] // 2
     TILE: gl.constexpr = x.shape[1]
     at = gl.arange(0, x.shape[0], gl.SliceLayout(1, VALUES))[:, None]
@@ -237,9 +238,9 @@ def only_row(x, row: gl.constexpr):
 
 @gluon.jit
 def pack_fine(recent, right, D: gl.constexpr, GROUP: gl.constexpr):
-    """Pack the exponents of `load_recent`'s data, two bits a group, keys' before values', uint32 [TILE].
+    """Pack the exponents of the ring's residuals, two bits a group, keys' groups first: uint32 [TILE].
 
-    Also return a mask with all bits for tokens that are `right`, and none for others.
+    Also return a mask, uint32 [TILE], with all bits set for tokens that are `right`, and none for others.
     """
     packed = recent[0][0].to(gl.uint32) & 3
     for g in gl.static_range(1, 2 * (D // GROUP)):
@@ -250,8 +251,9 @@ def pack_fine(recent, right, D: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """Return 2^(e + BITS - 8), as `recent.fine_scale` does but built from its bits. It is 0 if the row is another
-    token's.
+    """Return 2^(e + BITS - 8), built from its float32 bits, or 0 if the ring holds another token's residual.
+
+    It is the same number as that of `recent.fine_scale`.
     """
     exponent = ((fine[0] >> 2 * g) & 3) + (127 + BITS - 8)
     return ((exponent << 23) & fine[1]).to(gl.float32, bitcast=True)

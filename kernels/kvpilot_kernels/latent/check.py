@@ -17,8 +17,12 @@ def page_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:
 
 
 def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Check new tokens: latents, floats [tokens, 512], RoPE parts, floats [tokens, 64], and slots, int64 [tokens or
-    fewer].
+    """Check new tokens.
+
+    Args:
+        latent: floats [tokens, 512].
+        rope: RoPE parts, floats [tokens, 64].
+        slot_mapping: int64 [tokens or fewer].
     """
     for name, x, width in (("latent", latent, RANK), ("rope", rope, ROPE)):
         if x.dtype not in FLOATS or x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
@@ -28,7 +32,7 @@ def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor)
 
 
 def queries(absorbed: torch.Tensor, rope: torch.Tensor, heads: int | None = None) -> None:
-    """Check queries: absorbed, floats [rows, heads, 512], and with RoPE, floats [rows, heads, 64]."""
+    """Check queries: floats [rows, heads, 512] absorbed into latent space, and RoPE parts, floats [rows, heads, 64]."""
     for name, x, width in (("query", absorbed, RANK), ("query_rope", rope, ROPE)):
         if x.dtype not in FLOATS or x.dim() != 3 or x.shape[2] != width or x.shape[1] != (heads or absorbed.shape[1]):
             raise BadInputError(name, f"is {shown(x)}", f"give floats [rows, {heads or 'heads'}, {width}]")

@@ -1,6 +1,7 @@
 """Latent pages on a CPU, in vectorised plain torch: store, decode and read over `LatentLayout`.
 
-Decode never dequantizes. With codes c, scale s and zero point z of a token, and the rotated query q,
+Decode never dequantizes. A token has codes c, a scale s and a zero point z for its latent, and others for its RoPE
+part. With x for one of the two, the rotated query q, and the probability p_t of token t,
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
@@ -21,7 +22,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 
 LATENT, POSITION = slice(RANK), slice(RANK, None)
-"""Channels of an entry: the latent's, then the RoPE part's."""
+"""Channels of a token's latent and of its RoPE part in the factors."""
 
 
 class LatentPages:
@@ -29,7 +30,8 @@ class LatentPages:
 
     Args:
         cache: uint8 [blocks, block_size, row_bytes]; each block is one contiguous flat page.
-        fmt: the format. factors: the layer's calibration; None without calibration.
+        fmt: the format.
+        factors: the layer's calibration; None without calibration.
     """
 
     def __init__(self, cache: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> None:
@@ -49,7 +51,8 @@ class LatentPages:
         """Rotate, quantize and write tokens.
 
         Args:
-            latent: [tokens, 512], after its norm; rope: [tokens, 64], after RoPE; any float dtype.
+            latent: [tokens, 512], after its norm, any float dtype.
+            rope: [tokens, 64], after RoPE, any float dtype.
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
         """
         check.tokens(latent, rope, slots)
@@ -77,7 +80,8 @@ class LatentPages:
         """Attend from one query token per sequence to all of its stored tokens, including itself.
 
         Args:
-            query: [sequences, heads, 512], absorbed into latent space; query_rope: [sequences, heads, 64].
+            query: [sequences, heads, 512], absorbed into latent space.
+            query_rope: [sequences, heads, 64].
             block_table: int [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int [sequences], tokens stored, at least 1.
             scale: factor on the scores.
@@ -88,6 +92,7 @@ class LatentPages:
         check.queries(query, query_rope)
         common.tables(block_table, seq_lens, self.codes.shape[0], self.block_size)
         blocks = -(-int(seq_lens.max()) // self.block_size)
+        # Dimensions in comments: S sequences, L tokens.
         past = torch.arange(blocks * self.block_size)[None, :] >= seq_lens[:, None]  # [S, L]
         # Table entries past a sequence's end are arbitrary, so point them at a valid block.
         table = block_table[:, :blocks].masked_fill(past[:, :: self.block_size], 0)

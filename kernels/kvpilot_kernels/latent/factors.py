@@ -1,8 +1,8 @@
 """Static per-channel factors of one layer's latent: a mean that all tokens share, and a scale.
 
 A token is stored as x' = ((x - mean) * scale) H and read back with the inverse. Latent and RoPE part each have their
-own Hadamard matrix H. The mean costs nothing at decode: q . mean is the same for every token, and an output contains it
-once, because probabilities sum to one. The scale divides queries and outputs.
+own Hadamard matrix H. The mean costs nothing at decode: q . mean is the same for every token, so the softmax ignores
+it. An output contains the mean once, because probabilities sum to one. The scale divides queries and outputs.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvpilot_kernels.reference.quantize import decode, encode
 
 
 def round_trip(entries: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> torch.Tensor:
-    """Return entries [..., 576] as a cache in this format gives them back, float64 in the same shape."""
+    """Return entries [..., 576] after quantization to this format and back, float64 in the same shape."""
     x = entries.float()
     if factors is not None:
         x = (x - factors.mean) * factors.scale
@@ -35,7 +35,8 @@ def attend(query: torch.Tensor, entries: torch.Tensor, scale: float) -> torch.Te
     """Return causal attention in the absorbed form. The last query attends to all entries.
 
     Args:
-        query: [tokens, heads, 576], absorbed part first. entries: [context + tokens, 576], as read back.
+        query: [tokens, heads, 576], absorbed part first.
+        entries: [context + tokens, 576], as read back from the cache.
         scale: factor on the scores.
 
     Returns:
@@ -53,8 +54,10 @@ def decode_reference(
     """Return attention from one query token to all stored tokens of one sequence.
 
     Args:
-        query: [heads, 576]. entries: [tokens, 576] before quantization, the query's own token included.
-        fmt, factors: the cache's format and factors. scale: factor on the scores.
+        query: [heads, 576].
+        entries: [tokens, 576] before quantization, including the query's own token.
+        fmt, factors: format and factors of the cache.
+        scale: factor on the scores.
 
     Returns:
         float64 [heads, 512], in latent space.

@@ -27,8 +27,10 @@ def round_trip(
 
     Args:
         x: [..., D], or [..., tokens, kv_heads, D] with `factors`.
-        fmt: the format. factors: applied before quantization and undone after it.
-        recent: True to refine x by the recent window's ring. begin: position of the first token.
+        fmt: the format.
+        factors: applied before quantization and undone after it.
+        recent: True to refine x by the recent window's ring.
+        begin: position of the first token.
 
     Returns:
         float64 in the shape of x.
@@ -65,10 +67,14 @@ def decode_reference(
     """Return attention from one query token to all stored tokens of one sequence.
 
     Args:
-        query: [heads, D]. key, value: [tokens, kv_heads, D] before quantization, the query's own token included.
-        fmt: the format of the cache. scale: factor on the scores. factors: of the layer, or None.
+        query: [heads, D].
+        key, value: [tokens, kv_heads, D] before quantization, including the query's own token.
+        fmt: the format of the cache.
+        scale: factor on the scores.
+        factors: factors of the layer, or None.
         fine: bool [tokens], True if the recent window's ring refines the token; None for no token.
-        begin: position of the first token. softcap, sinks: as in `attend`.
+        begin: position of the first token.
+        softcap, sinks: as in `attend`.
 
     Returns:
         float64 [heads, D].
@@ -96,8 +102,11 @@ def attend(
     """Return causal attention, float64 [tokens, heads, D]. The last query attends to all keys.
 
     Args:
-        query: [tokens, heads, D]. key, value: [context + tokens, kv_heads, D], as read back.
-        scale: factor on the scores. softcap: 0 for none. sinks: a logit per head, [heads], or None.
+        query: [tokens, heads, D].
+        key, value: [context + tokens, kv_heads, D], as read back from the cache.
+        scale: factor on the scores.
+        softcap: 0 for none.
+        sinks: [heads], a logit per head; None without sinks.
         spans: ranges [begin, end) of query tokens that attend to each other in both directions.
     """
     tokens, heads, _ = query.shape

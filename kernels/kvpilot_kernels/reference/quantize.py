@@ -38,7 +38,7 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
 
     Returns:
         codes, uint8 [..., D], and scale metadata, int16 [..., D / group] (bits of an unsigned number). A group with a
-        NaN reads back as NaN. Values beyond float16's range saturate.
+        NaN decodes to NaN. Values beyond float16's range saturate.
     """
     qmax = (1 << bits) - 1
     x = split(x.float(), x.shape[-1] // group)
@@ -85,7 +85,9 @@ def encode_range(
     """Quantize groups, float32 [..., g], to codes up to `qmax`, for given ranges [lo, hi], [..., 1], that include 0.
 
     Returns:
-        codes (float) [..., g]; scale metadata (int32), scales and zero points [..., 1].
+        Codes, float [..., g].
+        Scale metadata, int32 [..., 1].
+        Scales and zero points, float32 [..., 1] each.
     """
     wanted = ((hi - lo) / qmax).clamp(max=65504.0)
     # Round the scale up, so that both ends of the range have a code.

@@ -29,7 +29,9 @@ def encode_residual(
     """Return the residual that refines `codes` to 8 bits.
 
     Args:
-        x: [..., D], rotated. codes: uint8 [..., D]; meta: int16 [..., groups], from `quantize.encode`.
+        x: [..., D], rotated.
+        codes: uint8 [..., D], from `quantize.encode`.
+        meta: int16 [..., groups], from `quantize.encode`.
         bits: 2 or 4.
 
     Returns:
@@ -49,7 +51,7 @@ def encode_residual(
 
 
 def decode_residual(r: torch.Tensor, exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return what residuals r, uint8 [..., D], add to the row that was decoded from its codes: float32 [..., D]."""
+    """Return the numbers that residuals r, uint8 [..., D], add to the row decoded from the codes: float32 [..., D]."""
     fine = fine_scales(exponents, meta, bits)
     return ((split(r.float(), meta.shape[-1]) - half(bits)) * fine.unsqueeze(-1)).flatten(-2)
 
@@ -79,7 +81,8 @@ def tags(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """Return 14-bit tags, one per group, that identify a token's row of keys or of values.
 
     Args:
-        packed: codes, uint8 [..., bytes]. meta: int16 [..., groups].
+        packed: packed codes, uint8 [..., bytes].
+        meta: scale metadata, int16 [..., groups].
 
     Returns:
         int64 [..., groups].

@@ -18,13 +18,14 @@ def windowed(
 ) -> torch.Tensor:  # fmt: skip
     """Return causal attention that reads a query's last `recent` tokens, its own included, from `fine`.
 
-    It reads earlier tokens from `pages`.
+    Read all earlier tokens from `pages`.
 
     Args:
         query: [sequences, heads, tokens, D]; heads is a multiple of kv_heads.
-        scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
+        scale: factor on the scores.
+        softcap: 0 for none, else scores become cap * tanh(score / cap).
         since: tokens before this position are always read from `pages`.
-        sliding_window: number of last tokens that a query sees; None for all.
+        sliding_window: number of last tokens that a query attends to; None for all.
 
     Returns:
         [sequences, heads, tokens, D]. A backward pass recomputes the scores piece by piece, to save memory.

@@ -23,14 +23,14 @@ from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVIC
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, Ref, version_of
 from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
-from kvpilot_operator.probes import codec
-from kvpilot_operator.probes.codec import Baseline
 from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_do_not_evict
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import without_figures
+from kvpilot_probes import codec
+from kvpilot_probes.codec import Baseline
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Collection, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
+from kvpilot_formats.untrusted import whole
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import places
-from kvpilot_operator.numbers import whole
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

@@ -17,7 +17,7 @@ import aiohttp
 import kopf
 import msgspec
 
-from kvpilot_operator.budget import whole_lines
+from kvpilot_formats.untrusted import whole_lines
 from kvpilot_operator.cluster.objects import Object, path_of
 from kvpilot_operator.cluster.transport import REMEDIES, Transport, connector
 
@@ -144,7 +144,7 @@ class KopfSession:
 
 
 def _refuse(response: aiohttp.ClientResponse) -> None:
-    """Raise for an answer that would end kopf. kopf itself retries after 429 and 5xx."""
+    """Raise ClientPayloadError for a status that would end kopf. Return for 200, and for 429 and 5xx: kopf retries."""
     if response.status == 200 or response.status == 429 or response.status >= 500:
         return
     response.close()

@@ -15,12 +15,10 @@ import msgspec
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.rest import RESTClientObject
 
-from kvpilot_formats.untrusted import lines, shown
-from kvpilot_operator.budget import read_body, whole_lines
+from kvpilot_formats.untrusted import OverBudget, lines, read_body, shown, whole, whole_lines
 from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object
-from kvpilot_operator.errors import ClusterError, Conflict, NotFound, OverBudget, Rejected, Throttled
-from kvpilot_operator.numbers import whole
+from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected, Throttled
 
 # The kernel gives up unacknowledged data after this time. Otherwise it repeats a request for minutes, even after the
 # process was killed. The request could then arrive while another replica leads.
@@ -54,8 +52,8 @@ def _socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 TIMEOUT_SECONDS = 15.0
-# An API server ends a watch after this time by itself. Meanwhile it sends a bookmark about every minute, so a watch is
-# dead if it is silent for longer than `SILENCE_SECONDS`.
+# We ask the API server to end a watch after this time. Until then it sends a bookmark about every minute, so a watch
+# that is silent for longer than `SILENCE_SECONDS` is dead.
 WATCH_SECONDS = 300
 SILENCE_SECONDS = 75.0
 # Ignore a requested pause of more than a day, and retry as after any other error.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, WorkloadKind
-from kvpilot_operator.errors import KvpilotError
-from kvpilot_operator.probes.errors import ProbeError
+from kvpilot_probes.errors import ProbeError
 
 OTHER = "Other"
 # Refusals of kvpilot-serve and kvpilot-prefetch (kvpilot_runtime.errors).

@@ -1,4 +1,4 @@
-"""Connect observe, decide and act for the whole fleet."""
+"""Run the control loop of the whole fleet: `observe` makes snapshots, `decide` judges them, `act` writes."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
+from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.api.pods import Engine
 from kvpilot_operator.api.spec import Spec
@@ -21,13 +22,9 @@ from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.decide import control_fault, described, judge
-from kvpilot_operator.errors import KvpilotError, PermitLost
+from kvpilot_operator.errors import PermitLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.probes import codec, run
-from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.probes.errors import MalformedBaseline
-from kvpilot_operator.probes.session import GiveWay, Settings
 from kvpilot_operator.state.decision import (
     Capture,
     Captured,
@@ -41,6 +38,10 @@ from kvpilot_operator.state.decision import (
 )
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.tracing import Span, Tracer, span, trace_headers
+from kvpilot_probes import codec, run
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.errors import MalformedBaseline
+from kvpilot_probes.session import GiveWay, Settings
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from kvpilot_formats.untrusted import whole
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.gpus import GPUS, by_product
-from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.snapshot import NodeFacts
 

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from kvpilot_formats import dtypes, formats
+from kvpilot_formats.untrusted import whole
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.numbers import whole
 from kvpilot_operator.observe import pod_metrics as engine
 from kvpilot_operator.observe.pod_metrics import PodMetrics, Ranks, Totals
 from kvpilot_operator.observe.series import SeriesReader, labels_of

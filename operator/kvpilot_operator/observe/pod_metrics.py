@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvpilot_formats.untrusted import whole
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.numbers import whole
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import ModelFacts

@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvpilot_formats.untrusted import lines
+from kvpilot_formats.untrusted import OverBudget, lines
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.budget import CONFIG_MAP_BYTES, CONFIG_MAPS, PACKS_BYTES
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
-from kvpilot_operator.errors import ClusterError, OverBudget
-from kvpilot_operator.probes import codec, packs
-from kvpilot_operator.probes.errors import PackError, PackTooLarge
-from kvpilot_operator.probes.packs import CONFIG_MAP_KEY, ProbePrompt
-from kvpilot_operator.probes.session import DEFAULT_TOKENS, TOP_K
+from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey
+from kvpilot_probes import codec, packs
+from kvpilot_probes.errors import PackError, PackTooLarge
+from kvpilot_probes.packs import CONFIG_MAP_KEY, ProbePrompt
+from kvpilot_probes.session import DEFAULT_TOKENS, TOP_K
 
 # A service's packs are read again after this long: each of up to 16 ConfigMaps takes a request.
 PACKS_SECONDS = 15.0

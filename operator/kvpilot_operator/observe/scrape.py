@@ -12,18 +12,18 @@ from typing import TypeVar
 
 import aiohttp
 
-from kvpilot_formats.untrusted import shown
+from kvpilot_formats.untrusted import OverBudget, read_body, shown
 from kvpilot_operator import budget
 from kvpilot_operator.backoff import Backoff
-from kvpilot_operator.engine_http import EngineConnector
-from kvpilot_operator.errors import NoIdentity, OverBudget, ScrapeError, ScrapeTimeout
+from kvpilot_operator.errors import NoIdentity, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.series import SeriesReader
-from kvpilot_operator.probes.answers import read_models
-from kvpilot_operator.probes.errors import MalformedAnswer
 from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_probes.answers import read_models
+from kvpilot_probes.engine_http import EngineConnector
+from kvpilot_probes.errors import MalformedAnswer
 
 # Limit of the whole answer, so that a server that sends a byte a second cannot block a scrape.
 TIMEOUT_SECONDS = 5.0
@@ -70,7 +70,7 @@ class Scraper:
         """Return the LoRA adapters that one engine has loaded: models that have a parent."""
         address = f"{url}/v1/models"
         async with self._answer(service, address) as (answer, _):
-            body = await budget.read_body(answer.content.iter_any(), _MAX_MODELS_BYTES, "models")
+            body = await read_body(answer.content.iter_any(), _MAX_MODELS_BYTES, "models")
             spend(len(body) // budget.METRICS_WORK_BYTES)
             return tuple(shown(one.id) for one in read_models(address, body) if one.parent is not None)
 

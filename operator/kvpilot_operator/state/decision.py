@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from kvpilot_operator.probes.codec import Baseline
-from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.questions import Unanswered
 from kvpilot_operator.state.status import Status
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.stats import Measurement
 
 Manifest = Mapping[str, Any]
 Ref = tuple[str, str, str]

@@ -27,7 +27,13 @@ from kvpilot_runtime.speculation import drafts
 
 @dataclass
 class Prefill:
-    """Prefilling sequence: its index in the batch, its new rows [start, end), and its number of tokens before them."""
+    """Prefilling sequence.
+
+    Attributes:
+        sequence: its index in the batch.
+        start, end: its new tokens are the batch's rows [start, end).
+        context: number of its stored tokens before these.
+    """
 
     sequence: int
     start: int
@@ -66,7 +72,7 @@ class CpuBuilder(PackedBuilder):
         starts = common.query_start_loc[: sequences + 1].long()
         owner, ordinals = owners(starts, common.seq_lens[:sequences], int(starts[-1]))
         lengths = starts[1:] - starts[:-1]
-        # A prompt's last chunk may be as short as a token with its drafts, but its tokens are not drafts.
+        # A prompt's last chunk may be as short as a token with its drafts, so use vLLM's list of prompts too.
         short = lengths <= 1 + drafts(self.vllm_config)
         if (prompts := getattr(common, "is_prefilling", None)) is not None:
             short &= ~prompts[:sequences]

@@ -71,7 +71,7 @@ class CudaImpl(Reserving, PackedImpl):
         )  # fmt: skip
 
     def shape(self, block_size: int, device: torch.device) -> Shape:
-        """Return this layer's shape for the kernels."""
+        """Return this layer's `Shape`, which the kernels take."""
         shape = Shape(
             self.fmt, self.head_size, self.num_kv_heads, self.num_heads // self.num_kv_heads, block_size, device,
             softcap=self.softcap, recent=self.recent or 0,
@@ -109,8 +109,8 @@ class CudaImpl(Reserving, PackedImpl):
         ring_slots = None if rings is None else rings.slots[: slots.shape[0]]
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
-            # This layer reads another layer's cache and stores nothing: with only padding in the slots, the launch
-            # just rotates the queries.
+            # This layer reads another layer's cache and stores nothing. Its slots are all padding, so the launch only
+            # rotates the queries.
             slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
             key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
@@ -134,8 +134,8 @@ class CudaImpl(Reserving, PackedImpl):
               *fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Return the keys and values of a context chunk, [total, kv_heads, D] each, read into the workspace.
 
-        If the workspace is None or too small, read into new memory. `fresh` are the keys and values of new tokens, if
-        the chunk copies some.
+        If the workspace is None or too small, read into new memory. `fresh` has the keys and values of new tokens, for
+        a chunk that includes new tokens.
         """
         if workspace is None or part.total > workspace.shape[1]:
             workspace = like.new_empty(2, part.total, self.num_kv_heads, self.head_size)
@@ -146,7 +146,10 @@ class CudaImpl(Reserving, PackedImpl):
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
                  pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor,
                  later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
-        """Write attention to `out` as if there were no sinks. Return log-sums of scores, float32 [heads, tokens]."""
+        """Write attention to `out` as if there were no sinks. Return log-sums of scores, float32 [heads, tokens].
+
+        `forward` then scales the output by the weight that sinks leave.
+        """
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:
             key, value = self._read(pages, joined, query, workspace, key, value)
@@ -183,11 +186,13 @@ class CudaImpl(Reserving, PackedImpl):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, most: int,
                 rows: torch.Tensor, longest: int, causal: bool,
                 out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return attention over keys and values in 16 bits, in `out` if given, and its log-sums.
+        """Return attention over keys and values in 16 bits, in `out` if given, and the log-sums of its scores.
 
         Args:
-            starts: int32 [sequences + 1], each sequence's first query. most: largest number of queries of a sequence.
-            rows: int32 [sequences + 1], each sequence's first key. longest: largest number of keys of a sequence.
+            starts: int32 [sequences + 1], each sequence's first query.
+            most: largest number of queries of a sequence.
+            rows: int32 [sequences + 1], each sequence's first key.
+            longest: largest number of keys of a sequence.
         """
         if self.own_prefill:
             return prefill(query, key, value, starts, most, rows, self.scale, causal, self.softcap, out)

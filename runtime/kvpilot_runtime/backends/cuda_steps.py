@@ -50,7 +50,7 @@ def decode_sizes(vllm_config: Any) -> tuple[int, int]:
 
 
 class CudaLimits:
-    """Limits of our CUDA kernels: a mixin for backends. Decode tiles lie in one page, so they divide block sizes."""
+    """Limits of our CUDA kernels: a mixin for backends. Block sizes are multiples of a decode tile (`block_step`)."""
 
     block_step: ClassVar[int] = BLOCK_STEPS["cuda"]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -66,9 +66,11 @@ class ContextChunk:
     """Tokens [begin, begin + length) of each prefilling sequence, to be read into the workspace.
 
     Attributes:
-        longest, total: largest length, and sum of all lengths, in tokens.
+        longest: largest length, in tokens.
+        total: sum of all lengths, in tokens.
         rows: int32 [sequences + 1], each sequence's first row in the workspace.
-        slots: int64 [total]; ordinals: int32 [total]; from `places.stored_slots` or `places.joined_slots`.
+        slots: int64 [total], from `places.stored_slots` or `places.joined_slots`.
+        ordinals: int32 [total], from the same function.
     """
 
     longest: int
@@ -95,11 +97,12 @@ class Prefills:
     """Prefilling sequences of a batch. They follow those that decode.
 
     Attributes:
-        starts: int32 [sequences + 1], first rows, counted from the first prefilling token.
-        longest, tokens: largest number of new tokens of a sequence, and sum over all; further rows are padding.
+        starts: int32 [sequences + 1], each sequence's first row, counted from the first prefilling token.
+        longest: largest number of new tokens of a sequence.
+        tokens: number of new tokens of all sequences; further rows are padding.
         ordinals: int32 [tokens], each token's position in its sequence, counted from 1.
-        context_chunks: contexts in pieces, if they are not in `joined`.
-        stored: the new tokens, for layers that read another layer's cache; None without such layers.
+        context_chunks: contexts in pieces that fit into the workspace, if they are not in `joined`.
+        stored: slots of the new tokens, for layers that read another layer's cache; None without such layers.
         joined: contexts and new tokens together; None without contexts, or if the workspace is too small.
     """
 
@@ -117,7 +120,8 @@ class Metadata:
     """Metadata of a batch: the first `decodes` rows decode, the others are `prefills`.
 
     Attributes:
-        block_table: int32 [sequences or more, blocks]. seq_lens: int32 [sequences that decode], stored tokens.
+        block_table: int32 [sequences or more, blocks].
+        seq_lens: int32 [sequences that decode], stored tokens.
         ordinals: int32 [tokens without padding], each token's position in its sequence, counted from 1.
         nowhere: slot mapping with only padding, for layers that read another layer's cache.
         mm_prefix_range: tokens of `prefills` that attend to later tokens, or None. vLLM's Gemma 4 deletes the attribute
@@ -206,8 +210,8 @@ class CudaBuilder(PackedBuilder):
             prefills = common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
-        # Drafts, and pieces of a bounded cache, read tokens that the same step stores. Stores and reads may overlap
-        # only in steps without them.
+        # Drafts, and pieces of a bounded cache, read tokens that the same step stores. In steps with these, reads must
+        # not start before the tokens are stored.
         alone = not prefills and several is None and common.max_query_len == 1
         self.plan.update(lens, overlap=alone, several=several)
         found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
@@ -219,9 +223,11 @@ class CudaBuilder(PackedBuilder):
         return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere, later)
 
     def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
-        """Return the rows of the first `decodes` sequences, or None if each has one row; and each row's position.
+        """Return the rows (query tokens) of the first `decodes` sequences, which have `tokens` rows together.
 
-        Positions are int32 [rows], counted from 1 in the sequence. `tokens` is the number of rows.
+        Returns:
+            The rows, or None if each sequence has one row.
+            Each row's position in its sequence, int32 [rows], counted from 1.
         """
         starts, lens = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
         most = int(common.query_start_loc_cpu[: decodes + 1].diff().max()) if self.width > 1 and decodes else 1
@@ -237,7 +243,7 @@ class CudaBuilder(PackedBuilder):
         """Launch every variant of our kernels that serving needs.
 
         Triton compiles a new variant if a constant changes, or if an address or a stride is not a multiple of 16.
-        vLLM's own warm-up misses some: it never reads context back, and never decodes beside a prefill.
+        vLLM's own warm-up misses some variants: it never reads context back, and never decodes beside a prefill.
         """
         shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio
@@ -286,7 +292,7 @@ class CudaBuilder(PackedBuilder):
         if self.width == 1 or not prefix_lm.ranges(common):
             return decodes
         new = common.query_start_loc_cpu.diff().tolist()
-        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; inexact only after all images
+        lens = common.seq_lens_cpu_upper_bound  # exact in prompts, and all images are in prompts
         seen = (common.seq_lens.cpu() if lens is None else lens).tolist()
         return min(prefix_lm.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
 

@@ -1,8 +1,8 @@
 """Shared base of our backends for multi-head latent attention (MLA): pages, refusals and prefill.
 
-vLLM's own prefill backend attends in prompts. For it we read the context's entries from the pages, in the chunks that
-vLLM plans, and expand them to each head's keys and values. `latent_cpu` and `latent_cuda` store entries, and decode in
-the absorbed form.
+vLLM's own prefill backend attends in prompts. For it we read the context's entries (latents and RoPE parts) from the
+pages, in the chunks that vLLM plans. Then we expand the entries to each head's keys and values. `latent_cpu` and
+`latent_cuda` store entries, and decode in the absorbed form.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Return the only supported size: that of an entry."""
+        """Return the only supported size: 576 elements, a latent and its RoPE part."""
         return [ENTRY]
 
     @classmethod
@@ -51,7 +51,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
 
 class LatentImpl:
-    """Attention of one layer over latent pages: a mixin for vLLM's MLA class of the platform."""
+    """Attention of one layer over latent pages: a mixin for the platform's MLA class in vLLM."""
 
     kv_cache_dtype: str
     kv_lora_rank: int
@@ -82,8 +82,10 @@ class LatentImpl:
         """Read entries from pages into `out`.
 
         Args:
-            block_table: int32 [sequences, blocks]. starts: int32 [sequences], each sequence's first token to read.
-            rows: int32 [sequences + 1], each sequence's first row in `out`. longest: largest number of its rows.
+            block_table: int32 [sequences, blocks].
+            starts: int32 [sequences], each sequence's first token to read.
+            rows: int32 [sequences + 1], each sequence's first row in `out`.
+            longest: largest number of a sequence's rows.
             out: output, [tokens, 576] in the model's dtype.
         """
 
@@ -91,7 +93,7 @@ class LatentImpl:
         self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Prefill with unquantized new tokens, or read them back from the pages first (`PREFILL_FROM_PAGES`)."""
+        """Prefill with unquantized new tokens. With `PREFILL_FROM_PAGES`, read them back from their pages first."""
         if self.read_back:
             prefill = attn_metadata.prefill
             context, rows = prefill.chunked_context, prefill.query_start_loc

@@ -46,7 +46,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees 
 class CpuLatentBackend(LatentBackend):
     """Backend of latent dtypes on a CPU, with one subclass per dtype.
 
-    vLLM uses blocks of 16 tokens, but on a CPU with AMX the block size that the user chose.
+    vLLM uses blocks of 16 tokens. On a CPU with AMX, it uses the block size that the user chose.
     """
 
     block_step = BLOCK_STEPS["cpu"]

@@ -32,7 +32,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @cache
 def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> LatentShape:
-    """Return the shape of layers for the kernels. Equal layers get the same object."""
+    """Return the `LatentShape` of layers, which the kernels take. Equal layers get the same object."""
     try:
         return LatentShape(fmt, heads, block_size, device)
     except BadInputError as error:

@@ -40,7 +40,7 @@ from kvpilot_runtime.vllm_api.compat import backend_class, page_layouts
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
 """Environment variable. With 1, prefill reads a chunk's own tokens back from their pages too.
 
-Outputs are then slightly less accurate, but do not depend on chunks, prefix hits and preemption, as tests need it.
+Outputs are then slightly less accurate, but do not depend on chunks, prefix hits and preemption. Tests rely on this.
 """
 
 
@@ -50,7 +50,8 @@ def classes_of(
     """Return a module's `__getattr__`, which finds the subclass of `parent` for a dtype by its class name.
 
     Args:
-        names: function that returns the dtypes. parse: function from a dtype to its format, the subclass's `fmt`.
+        names: function that returns the dtypes.
+        parse: function from a dtype to its format, which becomes the subclass's `fmt`.
     """
 
     @cache
@@ -69,8 +70,9 @@ class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     Attributes:
         block_step: block sizes are multiples of this many tokens.
-        impl: implementation of one layer. builder: builder of a batch's metadata.
-        remedies: our text with a remedy, by vLLM's reason against a backend.
+        impl: implementation of one layer.
+        builder: builder of a batch's metadata.
+        remedies: our message with a remedy, by the reason that vLLM gives against a backend.
     """
 
     block_step: ClassVar[int]
@@ -143,7 +145,8 @@ class PackedBackend(OurBackend):
     def supports_mm_prefix(cls) -> bool:
         """Return True if image tokens may attend in both directions.
 
-        A bounded cache does not support it, because token positions differ there.
+        A bounded cache does not support it, because positions in its tables of kept pages differ from those in the
+        prompt.
         """
         return retention.asked() is None
 
@@ -250,7 +253,8 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
 
     Attributes:
         drafting: True for a draft model's layer, which has no recent window and no factors from a file.
-        recent: tokens of the recent window; None until `attach` sets it. ring: its ring layer; None without a window.
+        recent: tokens of the recent window; None until `attach` sets it.
+        ring: ring layer of the recent window; None without a window.
         drafts: largest number of draft tokens per sequence and step.
     """
 
@@ -321,10 +325,11 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         return found[self.ring.layer_name] if found and self.ring is not None else None
 
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
-        """Return this layer's factors for this rank's KV heads. They come from the calibration file, or change nothing.
+        """Return this layer's factors for this rank's KV heads, from the calibration file.
 
-        A layer that reads another layer's cache has that layer's factors. The first call creates them on `device`.
-        `set_factors` changes them in place, because pages and captured graphs hold their address.
+        Without a file, return factors that change nothing until `set_factors` overwrites them. A layer that reads
+        another layer's cache has that layer's factors. The first call creates them on `device`. Later changes are in
+        place, because pages and captured graphs hold their address.
         """
         if self._factors is None:
             if self._calibration is not None:
@@ -336,6 +341,6 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
 
     def set_factors(self, layer: Any, found: Factors) -> None:
         """Overwrite the layer's factors in place."""
-        # A trial capture of graphs may have created them in inference mode. Only that mode can then change them.
+        # A trial capture of graphs may have created the factors in inference mode, and only that mode can change them.
         with torch.inference_mode():
             self.factors(layer, found.key_mean.device).copy_(found)

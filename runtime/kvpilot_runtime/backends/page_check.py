@@ -2,8 +2,9 @@
 
 A later vLLM may keep shapes and names but change their meaning: swap blocks and heads, exchange keys and values, or
 count slots differently. So this check runs once a worker has its KV cache. One layer of each shape stores up to three
-requests of different lengths, and attends to them in one step. The result must agree with the reference. With a bounded
-cache, the longest request exceeds the bound, and its freed pages are overwritten.
+requests of different lengths, and attends to them in one step. The result must agree with a computation in float64
+(`kvpilot_kernels.reference`). With a bounded cache, the longest request exceeds the bound, and its freed pages are
+overwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.vllm_api import compat
 
 WORST = 0.05
-"""Largest allowed error, relative to the reference. Rounding causes about 0.01, and a misread page about 1."""
+"""Largest allowed error, relative to the float64 result. Rounding causes about 0.01, and a misread page about 1."""
 
 LONGEST = 4096
 """Largest number of tokens of a request. Larger bounds of a bounded cache are not tested."""
@@ -57,7 +58,12 @@ def _refusal(layer: Any, why: str) -> UnsupportedEngineError:
 
 @dataclass(frozen=True)
 class _Request:
-    """Test request: `new` queries, keys and values, [tokens, heads, head_dim] each, and `pages`, int64 [pages]."""
+    """Test request.
+
+    Attributes:
+        new: queries, keys and values, [tokens, heads, head_dim] each.
+        pages: int64 [pages], the request's blocks in the cache.
+    """
 
     new: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     pages: torch.Tensor
@@ -76,7 +82,8 @@ def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) 
     """Return the lengths of test requests, in tokens: two pages, less than one page, and more than the bound keeps.
 
     Args:
-        blocks: blocks of the cache; the first one belongs to no request. size: tokens of a block.
+        blocks: blocks of the cache; the first one belongs to no request.
+        size: tokens of a block.
         longest: largest number of tokens of a request.
     """
     asked = [size + 3, min(5, size)]
@@ -94,7 +101,7 @@ def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) 
 
 @torch.inference_mode()
 def _off(config: Any, layer: Any) -> float:
-    """Return the largest error of the layer's outputs for the last tokens of requests, relative to the reference."""
+    """Return the largest error of the layer's outputs for requests' last tokens, relative to the float64 result."""
     cache, bound = layer.kv_cache, retention.asked()
     size = cache.shape[2]  # the config's block size differs if groups of layers share pages
     scheduler = config.scheduler_config
@@ -141,7 +148,7 @@ def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> 
 
 
 def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found: torch.Tensor) -> float:
-    """Return the error of the output for a request's last token, relative to the reference."""
+    """Return the error of the output for a request's last token, relative to the float64 result."""
     cpu, impl, size = torch.device("cpu"), layer.impl, layer.kv_cache.shape[2]
     query, key, value = (x.to(cpu) for x in request.new)
     kept = [at for at in range(request.tokens) if _kept(bound, at // size, request.tokens - 1, size)]
@@ -156,7 +163,8 @@ def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table
     """Run one step of vLLM's layer and return its output.
 
     Args:
-        asked: (request, begin, end), for new tokens [begin, end) of each request. table: int32 [requests, pages].
+        asked: (request, begin, end), for new tokens [begin, end) of each request.
+        table: int32 [requests, pages].
     """
     from vllm.forward_context import set_forward_context
     from vllm.v1.attention.backend import CommonAttentionMetadata

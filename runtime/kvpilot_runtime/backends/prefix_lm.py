@@ -40,7 +40,9 @@ class LaterTokens:
     In reverse order, later tokens come first. For an image of tokens a to z, queries are y to a and keys are z to b.
 
     Attributes:
-        queries, keys: int64 [tokens], rows. starts: int32 [spans + 1], each span's first place in `queries`.
+        queries: int64 [tokens], rows of the queries.
+        keys: int64 [tokens], rows of the keys.
+        starts: int32 [spans + 1], each span's first place in `queries`.
         longest: largest number of queries of a span.
     """
 
@@ -51,7 +53,10 @@ class LaterTokens:
 
 
 def later_tokens(rows: Sequence[tuple[int, int, int]]) -> LaterTokens:
-    """Return the later tokens of spans. `rows` has (row of its first query, row of its first key, tokens) of each."""
+    """Return the later tokens of spans.
+
+    `rows` has for each span: row of its first query, row of its first key, and number of tokens.
+    """
     counts = torch.tensor([tokens - 1 for _, _, tokens in rows])
     queries = torch.cat([query + torch.arange(tokens - 2, -1, -1) for query, _, tokens in rows])
     keys = torch.cat([key + torch.arange(tokens - 1, 0, -1) for _, key, tokens in rows])

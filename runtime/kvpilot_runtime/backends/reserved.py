@@ -14,7 +14,7 @@ BLOCK = 64
 
 
 class Reserving:
-    """Attention implementation that may reserve step buffers. Attributes: `reserved`, the buffers or None."""
+    """Attention implementation that may reserve step buffers. `reserved` holds the buffers, or None."""
 
     reserved: Any = None
     _reserves = True

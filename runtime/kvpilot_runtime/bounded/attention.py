@@ -26,7 +26,8 @@ class Pieces:
     """Pieces of a batch's new tokens. All tokens of a piece attend to the same pages. All tensors are on the host.
 
     Attributes:
-        owner: int64 [pieces], each piece's sequence. starts: int32 [pieces + 1], first rows in the batch.
+        owner: int64 [pieces], each piece's sequence.
+        starts: int32 [pieces + 1], each piece's first row in the batch.
         lens: int32 [pieces], kept tokens up to and including the piece's last one.
         columns: int64 [pieces, blocks], columns of the owner's block table; those past `lens` are arbitrary.
     """
@@ -42,7 +43,8 @@ def pieces(bound: SinksAndWindow, page: int, starts: torch.Tensor, seq_lens: tor
 
     Args:
         page: tokens of a block.
-        starts: int [sequences + 1], first rows. seq_lens: int [sequences], stored tokens after this step.
+        starts: int [sequences + 1], each sequence's first row.
+        seq_lens: int [sequences], stored tokens after this step.
     """
     starts, seq_lens = starts.long(), seq_lens.long()
     new = starts[1:] - starts[:-1]
@@ -103,7 +105,7 @@ class KeptTables:
         self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
 
     def alone(self, common: Any) -> Any:
-        """Do the same as `kept_alone` without waiting for the device. Padding keeps its length of 0."""
+        """Return the same batch as `kept_alone`, without waiting for the device. Padding keeps its length of 0."""
         count, sinks, table = common.num_reqs, self.bound.sink_pages(self.page), common.block_table_tensor
         gap = self.gap(common.seq_lens[:count])
         columns = torch.where(self.columns < sinks, self.columns, self.columns + gap[:, None])

@@ -38,7 +38,8 @@ class Step:
         kept: held pages by request; None before the engine serves.
         alone: True if sequences with a single new token are measured.
         requests: function that returns the ids of the batch's requests, in order.
-        weighing: measurement of chunks, or None. singles: measurements of single tokens, one per shape of layers.
+        weighing: measurement of chunks, or None.
+        singles: measurements of single tokens, one per shape of layers.
     """
 
     kept: dict[str, Kept] | None = None
@@ -66,7 +67,8 @@ def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
 def most_pages(bound: HeavyHitters, page: int, scheduler: Any) -> int:
     """Return the largest number of pages of a sequence with one new token. `scheduler` is vLLM's configuration.
 
-    It includes the budget, the new token, and tokens in flight: vLLM frees pages only for steps with known results.
+    These are pages of the budget, of the new token, and of tokens in flight. vLLM frees pages only once it knows a
+    step's results.
     """
     ahead = scheduler.max_num_batched_tokens if scheduler.async_scheduling else 0
     return bound.pages(page) + 1 + -(-ahead // page)
@@ -75,7 +77,7 @@ def most_pages(bound: HeavyHitters, page: int, scheduler: Any) -> int:
 class HeldTables:
     """Tables and lengths of at most `most` held pages per sequence, in buffers that captured graphs read.
 
-    They serve steps with one new token per sequence.
+    Steps with one new token per sequence use them.
     """
 
     def __init__(self, page: int, most: int, sequences: int, device: torch.device) -> None:
@@ -86,7 +88,8 @@ class HeldTables:
     def put(self, common: Any) -> Any:
         """Return the batch with tables and lengths of held pages, in the buffers.
 
-        Nothing is freed yet while graphs are captured, so cut both to the size of the buffers.
+        During graph capture no page has been freed, so a table may be longer than its buffer. Then truncate the tables
+        and lengths.
         """
         count, most = common.num_reqs, self.table.shape[1]
         table = common.block_table_tensor[:count, :most]
@@ -103,8 +106,9 @@ class HeldTables:
 def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles: Singles | None = None) -> Any:
     """Return a batch (vLLM's `CommonAttentionMetadata`) with tables and lengths of held pages.
 
-    Set up the measurement: chunks in `step`, and single tokens, which come first in the batch, in `singles`. Before the
-    engine serves, return the batch unchanged. The host knows all lengths, so nothing waits for the device.
+    Also set up the measurement of masses: of chunks in `step`, and of single tokens in `singles`. Single tokens come
+    first in the batch. Before the engine serves, return the batch unchanged. The host knows all lengths, so nothing
+    waits for the device.
     """
     if common.causal is not True:
         raise UnsupportedModelError(
@@ -162,7 +166,8 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
 def columns(told: Sequence[Kept], held: np.ndarray, width: int) -> np.ndarray:
     """Return the columns of the whole block tables that name held pages, int64 [sequences, width].
 
-    Columns past a sequence's end name its first page, which is never freed. `held`: int [sequences], held pages.
+    Columns past a sequence's end name its first page, which is never freed. `held` is int [sequences], the number of
+    held pages.
     """
     at = np.zeros((len(told), width), np.int64)
     for row, ((pages, first), count) in enumerate(zip(told, held.tolist(), strict=True)):
@@ -179,7 +184,10 @@ def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | None:
-    """Return the buffers for measurements by kernel, for a group of layers; None on a CPU, which has no kernels."""
+    """Return buffers for a kernel that measures single tokens, for a group of layers; None on a CPU.
+
+    A CPU has no such kernel.
+    """
     if builder.device.type == "cpu":
         return None
     from kvpilot_runtime.bounded import heavy_cuda

@@ -1,7 +1,7 @@
 """Measurement of page masses on a GPU, without waiting for the device.
 
 For single tokens, a kernel after decode measures the masses. Captured graphs contain this kernel, and in most steps it
-does nothing. Chunks of prompts are weighed together, in a few launches per layer. Their keys are read piece by piece,
+does nothing. Chunks of prompts are measured together, in a few launches per layer. Their keys are read piece by piece,
 with prefill's kernel and into its workspace.
 """
 
@@ -29,7 +29,9 @@ class Piece:
     """Pages [first, last) of each sequence in a group, read at once.
 
     Attributes:
-        slots: int64 [tokens]; ordinals: int32 [tokens]; from `places.stored_slots`.
+        first, last: the pages are [first, last).
+        slots: int64 [tokens], from `places.stored_slots`.
+        ordinals: int32 [tokens], from the same function.
     """
 
     first: int
@@ -40,11 +42,15 @@ class Piece:
 
 @dataclass
 class Group:
-    """Sequences of a step that are weighed together.
+    """Sequences of a step that are measured together.
 
     Attributes:
-        at: int64 [sequences], their rows in the step's total. rows: int64 [sequences, rows], measured batch rows.
-        table: int32 [sequences, pages]. lens: int32 [sequences]. weights: float64 [sequences, 1], of each query.
+        at: int64 [sequences], each sequence's row in the step's total.
+        rows: int64 [sequences, rows], measured rows of the batch.
+        table: int32 [sequences, pages], held pages.
+        lens: int32 [sequences], tokens in these pages.
+        weights: float64 [sequences, 1], weight of each query.
+        pieces: parts of the pages that are read one after another.
     """
 
     at: torch.Tensor

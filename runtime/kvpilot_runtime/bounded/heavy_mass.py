@@ -18,9 +18,12 @@ class Measured:
     """Sequence of a step whose last queries are measured.
 
     Attributes:
-        request: its request's id. pages: its held pages, in the order of its block table.
-        row: its row in the step's block table. length: tokens in these pages.
-        rows: measured rows of the batch. weight: factor on each row.
+        request: its request's id.
+        pages: its held pages, in the order of its block table.
+        row: its row in the step's block table.
+        length: tokens in these pages.
+        rows: measured rows of the batch.
+        weight: factor on each row.
     """
 
     request: str
@@ -36,8 +39,10 @@ class Weighing:
     """Measurement of one step, on the device that attends. All layers add to it.
 
     Attributes:
-        sequences: the measured sequences. table: int32 [sequences of the step, pages], the blocks that each holds.
-        total: float64 [measured sequences, pages], the sum over layers. groups: cache of `heavy_cuda.groups`.
+        sequences: the measured sequences.
+        table: int32 [sequences of the step, pages], the blocks that each sequence holds.
+        total: float64 [measured sequences, pages], masses summed over layers.
+        groups: cache of `heavy_cuda.groups`.
     """
 
     sequences: list[Measured]
@@ -57,7 +62,8 @@ class Singles:
 
     Attributes:
         wanted: int32 [1], 0 if nothing is measured.
-        total: float32 [kv_heads, sequences, stretches], the sum over layers, with `per_page` stretches a page.
+        total: float32 [kv_heads, sequences, stretches], masses summed over layers.
+        per_page: number of stretches of a page. The kernel sums masses over a stretch of tokens.
         sequences: the measured sequences; `Measured.row` is their row in `total`.
     """
 
@@ -103,12 +109,13 @@ def masses(
     """Return the causal attention that each page gets from sequences' last tokens, float64 [sequences, pages].
 
     Attention is summed over the page's tokens, rows and heads. All pages of a sequence add up to `rows * heads`, less
-    the weight of sinks.
+    the weight of sink logits.
 
     Args:
-        score: from `scores`, overwritten; the last row is a sequence's last token. page: tokens of a page.
+        score: from `scores`, overwritten; the last row is a sequence's last token.
+        page: tokens of a page.
         softcap, sinks: as in attention.
-        lens: int [sequences], tokens of each sequence, if `score` has more; None if all have as many as `score`.
+        lens: int [sequences], tokens of each sequence, if `score` has padding; None without padding.
     """
     sequences, heads, rows, tokens = score.shape
     if softcap:

@@ -25,7 +25,10 @@ EVERY = 32
 """Decoding sequences are measured in one step of this many. Chunks of prompts are always measured."""
 
 Kept = tuple[np.ndarray, int]
-"""Pages that a request still holds among its first n, int64 and ascending, and n. It holds all later pages too."""
+"""Pair of the pages that a request still holds among its first n pages, int64 and ascending, and n itself.
+
+The request also holds all pages after the first n.
+"""
 NOTHING: Kept = (np.zeros(0, np.int64), 0)
 """Value for a request without freed pages."""
 Masses = tuple[str, tuple[int, ...], list[float]]
@@ -40,7 +43,8 @@ def lightest(
     Pages of sinks and window are never freed. Of pages with equal mass, the earlier one comes first.
 
     Args:
-        page: tokens of a page. held: held pages of the sequence's `computed` tokens, ascending.
+        page: tokens of a page.
+        held: held pages of the sequence's `computed` tokens, ascending.
         masses: mass by page; 0 if missing.
     """
     if (beyond := len(held) - bound.pages(page)) <= 0:
@@ -71,7 +75,8 @@ class HeavyManager(BoundedManager):
     """Manager that frees the lightest pages of a request beyond its budget.
 
     Attributes:
-        masses: masses so far, by request and page. steps: number of steps sent to workers.
+        masses: masses so far, by request and page.
+        steps: number of steps sent to workers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +148,7 @@ def _manager(scheduler: Any) -> HeavyManager | None:
 
 
 def tell(scheduler: Any, output: Any) -> None:
-    """Attach to a step the held pages of its requests, by id, and True if it measures single tokens.
+    """Attach data to a step: its requests' held pages, by request id, and True if the step measures single tokens.
 
     All decoding sequences are measured in the same step, so that the other steps do not wait for masses.
     """

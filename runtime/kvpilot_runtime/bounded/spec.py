@@ -1,8 +1,8 @@
 """Bounded cache in vLLM's scheduler: pages between the sinks and the window return to the pool.
 
 Unpickling a `BoundedSpec` imports this module, which registers it. vLLM treats the spec as a sliding window when it
-admits requests and computes capacity. Our manager also keeps the first pages. Workers must keep them too, although vLLM
-0.33 clears block-table entries below a window (`num_retained_tokens`).
+admits requests and computes capacity. Our manager also keeps the first pages. Workers must keep them too, so
+`num_retained_tokens` stops vLLM 0.33 from clearing block-table entries below the window.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # mypy sees vLLM's 
 
 
 class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
-    """Manager that frees pages that no later token attends to, and finds cached prefixes without those pages."""
+    """Manager that frees pages that no later token attends to. A cached prefix need not have these pages."""
 
     @classmethod
     def find_longest_cache_hit(
@@ -79,7 +79,7 @@ class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any,
         apply_admission_cap: bool = False, **kwargs: Any,
     ) -> int:  # fmt: skip
-        """Return how many blocks to allocate. For admission, count up to the most blocks that the request can hold."""
+        """Return how many blocks to allocate. For admission, count at most the blocks that the request can hold."""
         if not apply_admission_cap or self.max_admission_blocks_per_request is None:
             return int(super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
         most = min(-(-num_tokens // self.block_size), self.max_admission_blocks_per_request)

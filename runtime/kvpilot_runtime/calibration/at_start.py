@@ -36,7 +36,8 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
     """Set the factors of a worker's layers after it has loaded the model, and report their source to log and metrics.
 
     Args:
-        worker: vLLM's worker. layers: our layers, by name.
+        worker: vLLM's worker.
+        layers: our layers, by name.
 
     Raises:
         UnsupportedModelError: calibration fails, or is not possible and the dtype needs it.
@@ -162,7 +163,7 @@ def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, 
     """Run the text through the draft model. `found` is the served model's output for the same text.
 
     For each token, a draft head reads the next token and the served model's hidden state. For a sequence's last token
-    this is the following sequence's first token. That is wrong for one token in hundreds, and does not matter.
+    it reads the first token of the following sequence. This is wrong for one token in hundreds, and does not matter.
     """
     if not drafter.reads_states:
         drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)

@@ -1,4 +1,4 @@
-"""Attention in the step in which an engine calibrates itself: record each sequence, which attends to itself."""
+"""Attention in the step in which an engine calibrates itself. Each sequence attends to itself and is recorded."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     """Return causal attention of a sequence to itself, [tokens, heads, D]; key and value are [tokens, kv_heads, D].
 
     Args:
-        scale: factor on the scores. softcap: 0 for none, else scores become cap * tanh(score / cap).
-        window: number of last tokens that a query sees, itself included; None for all.
+        scale: factor on the scores.
+        softcap: 0 for none, else scores become cap * tanh(score / cap).
+        window: number of last tokens that a query attends to, including its own; None for all.
         sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
     """
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))

@@ -126,8 +126,10 @@ def run(
 
     Args:
         output: path of the file; None for the model's folder.
-        length: tokens of a sequence. tokens: largest number of tokens of all sequences.
-        dtype: KV-cache dtype that will be served. recent: tokens of its recent window, None for its default.
+        length: tokens of a sequence.
+        tokens: largest number of tokens of all sequences.
+        dtype: KV-cache dtype that will be served.
+        recent: tokens of its recent window; None for the dtype's default.
 
     Raises:
         CalibrateError: the model, the prompts or an option cannot be used.
@@ -170,7 +172,10 @@ def run(
 
 
 def split(tokenizer: Any, texts: list[str], length: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the sequences to fit, and those held out: from the text after `tokens`, or else the last sequence."""
+    """Return the sequences to fit, and the sequences that are held out of the fit.
+
+    The latter are from the text after the first `tokens` tokens. If no such text is left, hold out the last sequence.
+    """
     pieces = sequences(tokenizer, texts, length, tokens)
     kept_back = sequences(tokenizer, texts, length, tokens + length)[len(pieces) :]
     if not kept_back and len(pieces) > 1:
@@ -191,7 +196,7 @@ def gain(
     """Return a line with the damage on held-out text: with these factors, with an engine's own, and without factors.
 
     Args:
-        read: largest number of tokens of the built-in text for an engine's own factors.
+        read: largest number of tokens of the built-in text from which an engine's own factors are fitted.
     """
     if not kept_back:
         return "no text was left to judge the factors by; give more than one sequence"

@@ -53,7 +53,9 @@ class ModelFacts:
     """Properties that tie a calibration file to a model.
 
     Attributes:
-        layers, kv_heads, head_dim: number of layers, KV heads of a layer, elements of a head.
+        layers: number of layers.
+        kv_heads: KV heads of a layer.
+        head_dim: elements of a head.
         rope: parameters of the rotary embedding, as JSON with sorted keys.
         config_sha256: hash of config.json without the fields that do not affect the KV cache.
     """

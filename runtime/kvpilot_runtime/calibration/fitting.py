@@ -41,7 +41,8 @@ def fit_model(
 
     Args:
         model: loaded with `attn_implementation=hook()`.
-        pieces: token ids, int64 [tokens] each. first: possible first tokens of prompts, int64 [n].
+        pieces: token ids, int64 [tokens] each.
+        first: possible first tokens of prompts, int64 [n].
         recent: tokens of the recent window that will be served.
     """
     for parameter in model.parameters():

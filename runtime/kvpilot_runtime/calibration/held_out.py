@@ -21,7 +21,7 @@ _CHUNK = 256  # tokens whose logits are in memory at once
 
 @dataclass(frozen=True)
 class Attention:
-    """Parameters of a layer's attention: scale, cap of scores (0 for none), and sliding window (None for none)."""
+    """Parameters of a layer's attention. `softcap` is 0 for none, and `sliding_window` is None for none."""
 
     scale: float
     softcap: float
@@ -46,7 +46,7 @@ def exact(
 
 
 def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the keys of `tokens`, int64 [n], each alone at position 0: by layer, [n, kv_heads, D]."""
+    """Return the keys of `tokens`, int64 [n], by layer: [n, kv_heads, D]. Each token is alone at position 0."""
     seen: dict[int, torch.Tensor] = {}
 
     def attend(
@@ -100,7 +100,8 @@ def damage(
     Every token counts as a decode step.
 
     Args:
-        pieces: token ids, int64 [tokens] each. recent: tokens of the recent window.
+        pieces: token ids, int64 [tokens] each.
+        recent: tokens of the recent window.
         factors: by layer; a layer without factors is not quantized.
     """
     fmt = formats.parse(dtype)

@@ -44,9 +44,10 @@ def settle(impls: Iterable[Any], outcome: Outcome) -> None:
 
 
 def outdate(impls: list[Any]) -> None:
-    """Report to log and metrics that weights were replaced after the factors were fitted, if they were fitted.
+    """Report to log and metrics that the weights were replaced after the factors were fitted.
 
-    The factors stay, because pages in the prefix cache can be read only with them.
+    Do nothing if no factors were fitted. The factors stay, because pages in the prefix cache can be read only with
+    them.
     """
     found = impls[0].calibrated if impls else None
     if found is None or found.source not in ("self", "file") or found.reason == WEIGHTS_CHANGED:

@@ -13,19 +13,19 @@ TEXT = Path(__file__).with_name("text.txt")
 _SEPARATOR = "\n%%\n"
 
 LONGEST = 8192
-"""Largest number of tokens to read. A quarter of it gave about the same factors."""
+"""Largest number of tokens that an engine calibrates on. A quarter of it gave about the same factors."""
 
 SHORTEST = 128
-"""Smallest number of tokens to read. With fewer, hardly any query is outside the recent window of a key."""
+"""Smallest number of tokens to calibrate on. With fewer, hardly any query is outside the recent window of a key."""
 
 _LOG_FROM = 1024
-"""Position from which starts are spread logarithmically over the context. Below it they are spread evenly."""
+"""Position beyond which the starts of sequences are spread logarithmically. Before it they are spread evenly."""
 
 _SHORT = 4
 """Number of sequences that share the second half of the tokens."""
 
 _LONE, _LONE_SHARE = 64, 16
-"""Limits on the tokens that are read alone at position 0: their number, and their share, one in `_LONE_SHARE`."""
+"""Limits on the number of tokens that run alone at position 0: `_LONE`, and one in `_LONE_SHARE` of all tokens."""
 
 
 class NoTokensError(ValueError):
@@ -56,12 +56,12 @@ def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
 
 
 def lone(tokens: int) -> int:
-    """Return how many of `tokens`, at their end, are read alone at position 0. They give the mean of the first key."""
+    """Return how many of `tokens` tokens, the last ones, run alone at position 0. They give the first key's mean."""
     return min(_LONE, tokens // _LONE_SHARE)
 
 
 def passes(tokens: int, context: int) -> list[tuple[int, int]]:
-    """Return the sequences to read, as (tokens, position of the first one). The last `lone` tokens are in none.
+    """Return the sequences to run, as (tokens, position of the first one). They leave out the last `lone` tokens.
 
     RoPE rotates a channel's mean with the position, and one static mean must serve all positions of the context. So
     half of the text is one sequence from position 0, in which queries also see distant tokens. The other half is four

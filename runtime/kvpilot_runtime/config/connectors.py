@@ -20,11 +20,14 @@ class Connector:
     """Connector of vLLM, and the configurations of it that our dtypes support.
 
     Attributes:
-        name: vLLM's name. package: the package that it imports.
+        name: vLLM's name.
+        package: the package that vLLM's class imports.
         ours: import path of our class that replaces it.
         extra: allowed keys of `kv_connector_extra_config`, with allowed values; None for any value.
-        needed: required keys, with their values. release: required release of the package; None for any.
-        sends_alone: True if a `kv_producer` only sends. layouts: supported layouts of the KV cache.
+        needed: required keys, with their values.
+        release: required release of the package; None for any.
+        sends_alone: True if a `kv_producer` only sends.
+        layouts: supported layouts of the KV cache.
     """
 
     name: str
@@ -73,7 +76,8 @@ def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
     """Name the part of a connector's configuration that our dtypes do not support, or return None.
 
     Args:
-        transfer: fields of vLLM's `KVTransferConfig`. device: `cuda` or `cpu`.
+        transfer: fields of vLLM's `KVTransferConfig`.
+        device: `cuda` or `cpu`.
     """
     connector, extra = SERVED[transfer["kv_connector"]], transfer.get(_EXTRA) or {}
     for key, value in extra.items():

@@ -15,7 +15,7 @@ from kvpilot_runtime.config import connectors
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
 DISK, DISK_MODULE, DISK_TIER = "DiskOffloadingSpec", "kvpilot_runtime.transfer.disk_spec", "disk"
-"""vLLM's names of host memory with our file below it (class, module), and of the file's tier. They label metrics."""
+"""Names by which vLLM finds our offloading spec (class and module) and its file tier. Metrics have them as labels."""
 
 FROM_HOST = "kvpilot_from_host"
 """Key of a request's `kv_transfer_params`. If true, the prompt is loaded from host memory, not from the GPU's pages.

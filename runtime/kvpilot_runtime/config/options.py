@@ -16,10 +16,11 @@ DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
 SERVE = "KVPILOT_SERVE"
 """Environment variable that `kvpilot-serve` sets for its engine, with every dtype.
 
-The engine then serves requests for offloaded pages (`offload.FROM_HOST`), and finishes waiting requests when it drains.
+The engine then loads offloaded pages if a request asks for it (`offload.FROM_HOST`), and finishes waiting requests when
+it drains.
 """
 WORKSPACE_SHARE = 200
-"""Share of an engine's GPU memory, one part in this many, for the workspace into which prefill reads context."""
+"""Divisor of an engine's GPU memory: one part in this many is the workspace into which prefill reads context."""
 SLIDING = "sliding_window"
 """Value of `--kv-cache-dtype-skip-layers` for all layers with a sliding window."""
 

@@ -38,7 +38,7 @@ INFO = WorkerInfo(
 class SinksAndWindow:
     """Bound that keeps at least the first `sinks` tokens of a sequence and its last `window`, in whole pages.
 
-    Both are at least 1. So the first page is always kept, and a table of kept pages begins with it.
+    `sinks` and `window` are at least 1. So the first page is always kept, and a table of kept pages begins with it.
     """
 
     sinks: int
@@ -66,7 +66,7 @@ class SinksAndWindow:
         return "--retention-window-tokens"
 
     def kept(self, page: int) -> int:
-        """Return the largest number of tokens that one token attends to, in pages of `page` tokens."""
+        """Return the largest number of tokens that a token can attend to, if whole pages of `page` tokens are kept."""
         return self.sink_pages(page) * page + self.window + page - 1
 
 
@@ -98,14 +98,18 @@ class HeavyHitters(SinksAndWindow):
         return (self.sink_pages(page) + -(-(self.window + page - 2) // page) + 1) * page
 
     def kept(self, page: int) -> int:
-        """Return the largest number of tokens that one token attends to in decode, in pages of `page` tokens."""
+        """Return the largest number of tokens that a token can attend to in decode, in pages of `page` tokens."""
         return self.budget + page
 
 
 def parse(
     policy: str | None, sinks: int | None, window: int | None, budget: int | None = None
 ) -> SinksAndWindow | None:
-    """Return the options' bound, else the environment's; None keeps all tokens. Raise PreflightError if it is wrong."""
+    """Return the bound that the options set, else that of the environment; None keeps all tokens.
+
+    Raises:
+        PreflightError: the bound is invalid.
+    """
 
     def refuse(message: str) -> PreflightError:
         return PreflightError("BadArguments", message)
@@ -164,7 +168,7 @@ def asked() -> SinksAndWindow | None:
 
 
 def report(bound: SinksAndWindow, page: int) -> None:
-    """Report a worker's bound to metrics. `page`: tokens of a page."""
+    """Report a worker's bound to metrics. `page` is the number of tokens of a page."""
     INFO.report(
         {"policy": str(bound).partition(":")[0], "sink_tokens": str(bound.sinks), "window_tokens": str(bound.window),
          "budget_tokens": str(bound.budget) if isinstance(bound, HeavyHitters) else "", "page_tokens": str(page)}

@@ -37,7 +37,7 @@ def encode(config: Architecture) -> str:
 
 
 def publish() -> bool:
-    """Register the gauge in this process's Prometheus registry, once, if the variable is set. Return True if so.
+    """Register the gauge in this process's Prometheus registry, if the variable is set. Return True if it was new.
 
     vLLM serves the registry of its API server. With several API servers, all processes write metrics to a folder, and
     "mostrecent" merges their equal series. If the value cannot be read, log it and leave the gauge out.

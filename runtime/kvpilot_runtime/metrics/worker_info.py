@@ -23,7 +23,8 @@ class WorkerInfo:
     """Gauge with labels from a worker.
 
     Attributes:
-        name, help, labels: the gauge's. variable: environment variable with the path of the file.
+        name, help, labels: name, help text and label names of the gauge.
+        variable: environment variable with the path of the file.
     """
 
     name: str

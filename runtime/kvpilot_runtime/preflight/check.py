@@ -160,7 +160,7 @@ def _platform_dtype(fmt: Dtype, platform: machine.Platform, request: Request, fi
 
 
 def _capability(fmt: Dtype, request: Request, config: models.Architecture | None) -> None:
-    """Refuse a dtype that one of this machine's GPUs is known not to serve."""
+    """Refuse a dtype that is known not to work on one of this machine's GPUs."""
     head_dim, latent = (None, None) if config is None else (config.head_dim, bool(config.latent))
     served = config.auto if config is not None and fmt.name == "auto" else fmt.name
     said = repr(fmt.name) if served == fmt.name else f"'auto', which this checkpoint makes {served},"

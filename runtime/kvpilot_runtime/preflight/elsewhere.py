@@ -106,7 +106,7 @@ def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def as_cached(config: Architecture) -> Architecture:
-    """Return the architecture with the cache that vLLM uses: with `VLLM_MLA_DISABLE`, keys and values, no latents."""
+    """Return the architecture with the cache that vLLM uses: with `VLLM_MLA_DISABLE`, keys and values, not latents."""
     unfolded = os.environ.get(UNFOLDED, "0").strip() not in ("", "0")
     return replace(config, latent=0, index_bytes=0) if unfolded else config
 
@@ -139,7 +139,7 @@ def _by(arguments: Arguments, switches: Iterable[Switch], variables: Iterable[st
 
 
 def _unreadable(arguments: Arguments) -> str | None:
-    """Return `--hf-overrides` if its value is not a JSON object, but a function's name for vLLM to call; else None."""
+    """Return `--hf-overrides` if its value names a function for vLLM to call, and is not a JSON object; else None."""
     return OVERRIDES if arguments.on(OVERRIDES) and not _is_object(arguments.value(OVERRIDES)) else None
 
 

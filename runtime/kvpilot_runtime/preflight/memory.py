@@ -26,7 +26,7 @@ SEQUENCES, LARGE_GPU = (256, 1024), 70 * 2**30
 """Default `--max-num-seqs` of vLLM 0.32 on small and large GPUs, and the memory in bytes of the smallest large GPU."""
 
 RESULTS = 3
-"""Average number of partial results per sequence, beyond one wave of programs, in a step of single tokens."""
+"""Partial results that decode may have per sequence beyond one wave of programs, on average, without drafts."""
 
 
 def stages(request: Request) -> int:

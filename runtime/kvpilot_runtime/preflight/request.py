@@ -18,11 +18,15 @@ class Request:
     """Request to `kvpilot-serve`; sizes in bytes, lengths in tokens.
 
     Attributes:
-        dtype: KV-cache dtype. model_dtype: dtype of the weights.
-        memory_fraction: `--gpu-memory-utilization`. kv_bytes: size of the KV cache; None if vLLM chooses it.
+        dtype: KV-cache dtype.
+        model_dtype: dtype of the weights.
+        memory_fraction: `--gpu-memory-utilization`.
+        kv_bytes: size of the KV cache; None if vLLM chooses it.
         skip_layers: layers that stay in 16 bits; None if not given.
-        calibration: calibration file or `off`; None if not given. others: remaining arguments of `vllm serve`.
-        recent: tokens of the recent window; None if not given. retention: bound of the cache; None keeps all tokens.
+        calibration: calibration file or `off`; None if not given.
+        others: remaining arguments of `vllm serve`.
+        recent: tokens of the recent window; None if not given.
+        retention: bound of the cache; None keeps all tokens.
         disk_path, disk_bytes: folder and size of each engine's file below host memory.
         fit_length: True if vLLM chooses the longest context that fits.
     """

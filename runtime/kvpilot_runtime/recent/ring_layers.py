@@ -37,7 +37,7 @@ class Rings:
 
     Attributes:
         slots: int64 [tokens or more], each token's slot in its ring; -1 for none.
-        table: int32 [rows or more, ring_blocks], the rings' blocks of rows that decode; 0 or negative for none.
+        table: int32 [rows or more, ring_blocks], blocks of each decoding row's ring; 0 or negative for no block.
     """
 
     slots: torch.Tensor
@@ -57,7 +57,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
         return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """Return the spec of the ring's pages, with room for drafts: rejected drafts must not shorten the window."""
+        """Return the spec of the ring's pages, with room for drafts, so that rejected drafts leave a full window."""
         from kvpilot_runtime.recent.ring_spec import RingSpec
 
         page = self.owner.get_attn_backend().customize_spec(self.owner.get_kv_cache_spec(vllm_config))
@@ -79,10 +79,10 @@ def asked() -> int | None:
 
 
 def attach(config: Any, layers: dict[str, Any]) -> None:
-    """Attach rings to an engine's layers, or decide that it has none. `layers`: our layers, by name.
+    """Attach rings to an engine's layers, or decide that it has none. `layers` are our layers, by name.
 
-    Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name: vLLM
-    has one builder per backend, and a builder plans steps either with or without a window.
+    Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name,
+    because vLLM has one builder per backend, and a builder plans steps either with or without a window.
 
     Raises:
         UnsupportedModelError: the requested window is longer than the context.

@@ -21,7 +21,7 @@ from kvpilot_formats import formats
 class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """Spec of a ring's pages.
 
-    They have the page size of the layer's own pages, so that one pool serves both, and the same block size.
+    They have the page size and the block size of the layer's own pages, so that one pool holds both.
 
     Attributes:
         kept: tokens that a ring keeps: the window, plus the largest number of drafts in a step.
@@ -52,7 +52,10 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
         return int(self.ring_blocks * self.page_size_bytes)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """Return the width of the layer's own table: vLLM's older runner looks up a slot for every position."""
+        """Return the width of the layer's own block table.
+
+        It has a column for every page of a sequence, because vLLM's older runner looks up a slot for every position.
+        """
         return max(int(AttentionSpec.max_num_blocks_per_req(self, vllm_config, max_len)), self.ring_blocks)
 
 
@@ -73,7 +76,7 @@ class RingManager(CircularBufferManager):  # type: ignore[misc]
         return max(int(wanted) - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> Sequence[Any]:
-        """Take the missing pages from the pool. They need no clearing, because tags identify rows of other tokens."""
+        """Take the missing pages from the pool. Do not clear them, because tags tell which token a row belongs to."""
         missing = self.get_num_blocks_to_allocate(request_id, num_tokens)
         new: list[Any] = self.block_pool.get_new_blocks(missing) if missing else []
         self.req_to_blocks[request_id].extend(new)

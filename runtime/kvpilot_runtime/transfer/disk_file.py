@@ -27,7 +27,8 @@ class DiskFile:
     Buffers must then be aligned to memory pages.
 
     Args:
-        folder: the file's folder. place: bytes of a place, a multiple of 4,096.
+        folder: the file's folder.
+        place: bytes of a place, a multiple of 4,096.
 
     Raises:
         OSError: the folder does not exist, or cannot be written to.

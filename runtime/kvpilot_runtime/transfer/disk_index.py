@@ -15,8 +15,10 @@ class Held:
     """Content of one place of the file.
 
     Attributes:
-        key: the key of the content. place: the place's number.
-        checksum: checksum of the bytes; None until they are written. users: number of unfinished transfers.
+        key: the key of the content.
+        place: the place's number.
+        checksum: checksum of the bytes; None until they are written.
+        users: number of unfinished transfers.
         gone: True if lookups no longer find it; the place is free once it has no users.
     """
 

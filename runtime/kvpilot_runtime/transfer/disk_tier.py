@@ -52,7 +52,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
     Args:
         offloading_spec, tier_type, backpressure_detector: vLLM's arguments.
         primary_kv_view: host memory, [chunks, bytes].
-        path: folder of the file. size_bytes: maximum size of the file.
+        path: folder of the file.
+        size_bytes: maximum size of the file.
 
     Raises:
         UnsupportedModelError: the file has no room for even one chunk.

@@ -25,9 +25,12 @@ class Move:
     """Transfer of one chunk.
 
     Attributes:
-        job: number of its job. load: True to read from the file, False to write to it.
-        held: its place in the file. row: the chunk in host memory, uint8 [bytes].
-        checksum: checksum of the bytes; None if the transfer has not succeeded. why: the error, or None.
+        job: number of its job.
+        load: True to read from the file, False to write to it.
+        held: its place in the file.
+        row: the chunk in host memory, uint8 [bytes].
+        checksum: checksum of the bytes; None if the transfer has not succeeded.
+        why: the error, or None.
         given_up: True if its job no longer waits for it.
     """
 
@@ -100,7 +103,8 @@ class DiskTransfers:
     def over(self, wait: float = 0.0) -> tuple[list[Move], list[Move]]:
         """Return the transfers that ended since the last call, and those that are given up now.
 
-        A transfer that was given up is also returned as ended, once it ends. `wait`: seconds to wait for the first one.
+        A transfer that was given up is also returned as ended, once it ends. `wait` is the time in seconds to wait for
+        the first one.
         """
         ended: list[Move] = []
         while True:

@@ -11,7 +11,8 @@ from kvpilot_runtime.vllm_api.wrap import wrap
 def heed_from_host() -> None:
     """Let a request (`FROM_HOST`) load its prefix from host memory instead of the GPU's pages.
 
-    vLLM's own `skip_reading_prefix_cache` skips both. So set it only during the lookup of the GPU's pages.
+    vLLM's own `skip_reading_prefix_cache` skips the host memory, too. So set it only during the lookup of the GPU's
+    pages.
     """
 
     def get_computed_blocks(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

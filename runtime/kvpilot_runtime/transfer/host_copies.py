@@ -1,7 +1,7 @@
 """Worker of vLLM's offloading on the CPU platform, which copies pages with torch.
 
 vLLM's own worker copies only with CUDA. With ours, an engine on a CPU offloads like one on a GPU. This saves no memory,
-but tests everything except the copies without a GPU.
+but lets a machine without a GPU test all of offloading except vLLM's own copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     Args:
         kv_caches: vLLM's `CanonicalKVCaches`.
-        chunks: number of chunks in the tier. blocks_per_chunk: blocks of a chunk.
+        chunks: number of chunks in the tier.
+        blocks_per_chunk: blocks of a chunk.
         region: vLLM's `SharedOffloadRegion` if other processes use the chunks too; None for private memory.
     """
 
@@ -77,7 +78,9 @@ def rows(blocks: Any, chunks: Any, per_chunk: int) -> list[tuple[torch.Tensor, t
     A group's blocks are consecutive in their request. The first one may be in the middle of a chunk.
 
     Args:
-        blocks: vLLM's `GPULoadStoreSpec`. chunks: vLLM's `BlockIDsLoadStoreSpec`. per_chunk: blocks of a chunk.
+        blocks: vLLM's `GPULoadStoreSpec`.
+        chunks: vLLM's `BlockIDsLoadStoreSpec`.
+        per_chunk: blocks of a chunk.
     """
     found, block, chunk = [], 0, 0
     for size, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):

@@ -28,9 +28,13 @@ class Terms:
     """Properties that engines must share to exchange pages.
 
     Attributes:
-        dtype: KV-cache dtype. page: bytes of a block in all layers of a rank. block: tokens of a block.
-        window: tokens of the recent window. ring: largest number of pages of a request's ring.
-        ranks: number of tensor-parallel ranks. layout: vLLM's name of the KV cache's layout.
+        dtype: KV-cache dtype.
+        page: bytes of a block in all layers of a rank.
+        block: tokens of a block.
+        window: tokens of the recent window.
+        ring: largest number of pages of a request's ring.
+        ranks: number of tensor-parallel ranks.
+        layout: vLLM's name of the KV cache's layout.
         factors: hash of the factors of all layers and ranks.
     """
 
@@ -54,7 +58,8 @@ def agree(worker: Any, layers: dict[str, Any]) -> None:
     """Give a worker's connector the engine's terms, unless the connector is not ours. Every rank must call this.
 
     Args:
-        worker: vLLM's worker, which has its KV cache. layers: our layers, by name.
+        worker: vLLM's worker, which has its KV cache.
+        layers: our layers, by name.
     """
     transfer = worker.vllm_config.kv_transfer_config
     if not layers or transfer is None or transfer.kv_connector not in SERVED:
@@ -90,8 +95,8 @@ def connector_class(config: Any) -> type[Any] | None:
 def layout(config: Any) -> str | None:
     """Return the layout of the KV cache to request from vLLM; None for the choice of vLLM's own connector.
 
-    If all layers of a block are contiguous, one copy transfers a block. For a rank with one KV head, vLLM copies each
-    layer separately, and NIXL merges adjacent blocks of a layer.
+    If all layers of a block are contiguous, one copy transfers a block. For a rank with one KV head this saves no
+    copies: vLLM copies each layer separately there, and NIXL merges adjacent blocks of a layer.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NIXL.name:
@@ -107,8 +112,9 @@ def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str 
     Without this check, vLLM would use the last of the announced blocks, whatever their number.
 
     Args:
-        params: a request's `kv_transfer_params`. prompt: tokens of its prompt.
-        wanted: number of its blocks in each group of layers.
+        params: a request's `kv_transfer_params`.
+        prompt: number of tokens of the request's prompt.
+        wanted: number of the prompt's blocks in each group of layers.
     """
     if (tokens := params.get("remote_num_tokens") or 0) < prompt:
         return f"{tokens} of {prompt} tokens (remote_num_tokens)"

@@ -32,9 +32,9 @@ def main() -> None:
 def specs(arguments: Any) -> dict[str, Any]:
     """Return the `groups` of layers with equal specs, the number of `shared` layers, and the KV-cache `dtype`.
 
-    A group is (class of the spec, KV heads, key elements, value elements, window or chunk, bytes of a token, layers). A
-    shared layer reads another layer's cache. `arguments` are vLLM's EngineArgs; settings for several devices are
-    ignored.
+    `arguments` are vLLM's EngineArgs; settings for several devices are ignored. A shared layer reads another layer's
+    cache. A group is a list: class of the spec, KV heads, key elements, value elements, window or chunk, bytes of a
+    token, number of layers.
     """
     import torch
     from vllm.config import set_current_vllm_config

@@ -17,7 +17,7 @@ Connectors (`config.connectors`) and disks below host memory require it, because
 """
 
 OLDEST, NEWEST = PINNED, (0, 33)
-"""Range of supported versions. Older ones are refused, and newer ones only for bounded caches, connectors and disks."""
+"""Range of supported versions. Older ones are refused. Newer ones work without bounded caches, connectors and disks."""
 
 RUN_ON = {"cpu": (PINNED,), "cuda": (PINNED, NEWEST)}
 """Tested versions, by platform: on a CPU with tests/runtime, on a GPU with benchmarks/accuracy/gpu_versions.py."""
@@ -207,7 +207,8 @@ class Drafter:
     """Draft model of a runner.
 
     Attributes:
-        model: the draft model. reads_states: True if it reads hidden states of the served model.
+        model: the draft model.
+        reads_states: True if it reads hidden states of the served model.
         combines_states: True if it reads them from several layers.
         uses_mrope: True if its positions have three dimensions (M-RoPE).
     """

@@ -1,7 +1,7 @@
 """Refusals of vLLM versions, and a warning about versions that kvpilot is not tested with.
 
 A tested version (`compat.RUN_ON`) has every part that we use. Newer versions are served too: `needed` refuses one that
-lacks a part, and `page_check` compares a step's output with the reference.
+lacks a part, and `page_check` compares a step's output with a computation in float64.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def wrap(path: str, ours: Callable[..., Any]) -> None:
     more parameters. A second call with the same `ours` changes nothing.
 
     Args:
-        path: `module:name`, perhaps with dots; a function, a method, a class method or a static method.
+        path: `module:name` of a function, a method, a class method or a static method. The name may have dots.
     """
     module, _, name = path.partition(":")
     *above, last = name.split(".")

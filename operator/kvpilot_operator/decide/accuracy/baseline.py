@@ -7,11 +7,11 @@ from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, Ver
 from kvpilot_operator.decide.accuracy.reported import as_asked, mismatch
 from kvpilot_operator.decide.accuracy.verdict import control_fault
 from kvpilot_operator.decide.context import Context
-from kvpilot_operator.probes import codec
 from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Capture, Captured, Cause, Find, Measure, NothingKept, ProbeFailed
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.times import utc
+from kvpilot_probes import codec
 
 
 def known(c: Context) -> Baseline | None:

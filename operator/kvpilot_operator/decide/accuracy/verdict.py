@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.api.words import Reason, Verdict
 from kvpilot_operator.decide.intervals import share_change
-from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.status import clip
+from kvpilot_probes.stats import Measurement
 
 # At this length, the end of a prompt and two answers fit into an Event.
 MAX_SHOWN = 300

@@ -10,11 +10,11 @@ from kvpilot_operator.decide.accuracy.verdict import Judgement, both_answers, ju
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.rollout.ending import NOT_OF_THE_DTYPE, roll_back
-from kvpilot_operator.probes.stats import Measurement
 from kvpilot_operator.state.accuracy import Baseline, Measured
 from kvpilot_operator.state.decision import Captured, Find, Found, Measure, ProbeFailed, Request
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary
+from kvpilot_probes.stats import Measurement
 
 # The pause after a probe error, times the number of errors so far.
 ERROR_BACKOFF_SECONDS = 10

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from kvpilot_formats import dtypes, formats
-from kvpilot_operator.numbers import whole
+from kvpilot_formats.untrusted import whole
 from kvpilot_operator.state.snapshot import ModelFacts
 
 OWN_BLOCK = 64

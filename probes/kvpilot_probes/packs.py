@@ -19,7 +19,7 @@ import yaml
 from msgspec import Meta
 
 from kvpilot_formats.untrusted import lines
-from kvpilot_operator.probes.errors import PackError, PackTooLarge
+from kvpilot_probes.errors import PackError, PackTooLarge
 
 BUILTIN = ("general", "multi-turn", "long-context", "structured")
 CONFIG_MAP_KEY = "prompts.yaml"

@@ -19,13 +19,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
-from kvpilot_operator.probes import stats
-from kvpilot_operator.probes.answers import Tokenized
-from kvpilot_operator.probes.client import EngineClient
-from kvpilot_operator.probes.codec import Baseline, BaselinePrompt, check_limits
-from kvpilot_operator.probes.errors import MalformedAnswer, NothingFits, ProbeError
-from kvpilot_operator.probes.packs import ProbePrompt
-from kvpilot_operator.probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
+from kvpilot_probes import stats
+from kvpilot_probes.answers import Tokenized
+from kvpilot_probes.client import EngineClient
+from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
+from kvpilot_probes.errors import MalformedAnswer, NothingFits, ProbeError
+from kvpilot_probes.packs import ProbePrompt
+from kvpilot_probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -19,9 +19,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvpilot_operator.probes import stats
-from kvpilot_operator.probes.errors import BaselineTooLarge, MalformedBaseline
-from kvpilot_operator.probes.packs import MAX_PROMPTS, ProbePrompt
+from kvpilot_probes import stats
+from kvpilot_probes.errors import BaselineTooLarge, MalformedBaseline
+from kvpilot_probes.packs import MAX_PROMPTS, ProbePrompt
 
 # This number is part of every identity, so a new one invalidates every baseline. Change it if the meaning of answers
 # changes, not if only their encoding does.

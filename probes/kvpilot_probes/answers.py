@@ -14,15 +14,16 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvpilot_formats.untrusted import shown
-from kvpilot_operator.numbers import whole
-from kvpilot_operator.probes.codec import MAX_TOKEN_ID, MAX_TOP
-from kvpilot_operator.probes.errors import EngineRefused, MalformedAnswer
-from kvpilot_operator.probes.stats import MAX_TEXT, MIN_LOGPROB, Logprobs, impossible
+from kvpilot_formats.untrusted import shown, whole
+from kvpilot_probes.codec import MAX_TOKEN_ID, MAX_TOP
+from kvpilot_probes.errors import EngineRefused, MalformedAnswer
+from kvpilot_probes.stats import MAX_TEXT, MIN_LOGPROB, Logprobs, impossible
 
 MAX_EXCERPT = 300
 # Bytes of a token id in JSON, with its comma and space.
 BYTES_A_TOKEN = 10
+# Longest answer that is read.
+READ_BYTES = 640 * 1024
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - vLLM's spelling of a token id, nothing secret
 # Match strings whole, even an unterminated last one, so that the time is linear in the length of any text.
 _NOT_FINITE = re.compile(rb'("(?:[^"\\]++|\\.?)*+"?)|-?(?:NaN|Infinity)', re.DOTALL)

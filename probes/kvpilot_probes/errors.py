@@ -1,6 +1,6 @@
 """Every error that a probe raises on purpose; each message names the subject, the value and the remedy."""
 
-from kvpilot_operator.errors import KvpilotError
+from kvpilot_formats.untrusted import KvpilotError
 
 
 class ProbeError(KvpilotError):

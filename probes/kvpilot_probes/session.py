@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvpilot_operator.probes.client import EngineClient, Progress, http_client, untold
-from kvpilot_operator.probes.errors import EngineBusy, ProbeTimeout
+from kvpilot_probes.client import EngineClient, Progress, http_client, untold
+from kvpilot_probes.errors import EngineBusy, ProbeTimeout
 
 LOOK_AGAIN_SECONDS = 1.0
 

@@ -14,13 +14,11 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from kvpilot_formats.untrusted import shown
-from kvpilot_operator.budget import CANARY_PROBE, read_body, whole_lines
-from kvpilot_operator.engine_http import EngineConnector
-from kvpilot_operator.errors import OverBudget
-from kvpilot_operator.probes import answers
-from kvpilot_operator.probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
-from kvpilot_operator.probes.packs import Message
+from kvpilot_formats.untrusted import OverBudget, read_body, shown, whole_lines
+from kvpilot_probes import answers
+from kvpilot_probes.engine_http import EngineConnector
+from kvpilot_probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
+from kvpilot_probes.packs import Message
 
 Progress = Callable[[], None]
 
@@ -98,7 +96,7 @@ class EngineClient:
         url = f"{self.base_url}/tokenize"
         asked = msgspec.json.encode(body)
         # A text has at most one token per byte. Tokens that the template adds have their own allowance.
-        limit = min(answers.BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, CANARY_PROBE.read_bytes)
+        limit = min(answers.BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, answers.READ_BYTES)
 
         async def ask() -> answers.Tokenized:
             async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpilot_formats.untrusted import whole
 from kvpilot_operator.decide.load.engine_args import step_tokens
 from kvpilot_operator.decide.steps.capacity import kept_layers
-from kvpilot_operator.numbers import whole
 from kvpilot_operator.observe.nodes import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from support.services import manifest, spec_of
