@@ -49,7 +49,7 @@ def trace(seed: int = 4) -> list[Request]:
 
 
 def tokens(chance: random.Random, length: int) -> list[int]:
-    """Return a random prompt, which no cache can hold."""
+    """Return a prompt of random tokens, for which no cache has a prefix."""
     return [chance.randint(1000, 40000) for _ in range(length)]
 
 

@@ -109,7 +109,7 @@ def longest(load: Load) -> int:
 async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, found: dict[str, Any]) -> None:
     """Add users, level by level, until an objective is missed. Append each level's figures to `found`."""
     objectives, levels = Objectives(args.ttft, args.itl), found.setdefault("levels", [])
-    # One connection a request: a kept one may be closed by the server in the moment in which a user asks.
+    # Use a new connection for each request. The server could close an idle one just when a user asks.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
         began = time.monotonic()
@@ -182,7 +182,9 @@ def row(level: dict[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
-    """Measure one dtype on one GPU, and write its file. An error is a result. An interruption keeps earlier levels."""
+    """Measure one dtype on one GPU, and write its file. An error is a result, too. An interruption keeps earlier
+    levels.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends, too
     out = result(args, dtype)
     log = out.with_suffix(".log")
@@ -205,12 +207,12 @@ def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
 
 
 def result(args: argparse.Namespace, dtype: str) -> Path:
-    """Return the file of a dtype's figures."""
+    """Return the path of a dtype's result file."""
     return Path(args.out, f"users-{args.shape}-{dtype}.json")
 
 
 def run_all(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
-    """Measure all dtypes side by side, each from a process of its own so that no dtype's load delays another's."""
+    """Measure all dtypes at the same time. Each has its own process, so that no dtype's load delays another's."""
     spawn = multiprocessing.get_context("spawn")
     children = [spawn.Process(target=run, args=(args, model, *one)) for one in enumerate(args.levels)]
     try:

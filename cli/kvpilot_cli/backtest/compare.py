@@ -111,7 +111,7 @@ def run(
     load: Asked, name: str, spec: Spec, profile: Profile, objective: Objective,
     progress: Callable[[float], None] = lambda _share: None, requests_target: float = REQUESTS_TARGET,
 ) -> Row:  # fmt: skip
-    """Simulate the load on a service that `name`'s policy controls."""
+    """Simulate the load on a service under the policy `name`."""
     who, dtype, replicas = policy(name, spec, profile, objective, requests_target)
     service = Service(profile, load, dtype, replicas, objective=objective, start_seconds=START_SECONDS, timeout=TIMEOUT)
     warm = load.seconds <= 4 * WARM_UP
