@@ -75,7 +75,7 @@ class Users:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _converse(self, number: int, wait: float) -> None:
-        """Ask and pause, forever. The first conversation starts at a random turn, as if the user had long been active."""
+        """Ask and pause, forever. The first conversation starts at a random turn, as if it had begun earlier."""
         chance, load = random.Random(number), self._load  # noqa: S311
         await asyncio.sleep(wait)
         done = chance.randrange(load.turns)
