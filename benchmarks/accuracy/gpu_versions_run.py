@@ -1,6 +1,4 @@
-"""Child process of gpu_versions.py: send the prompts twice to one engine, and list vLLM's functions that kvpilot
-replaced.
-"""
+"""Child process of gpu_versions.py: send prompts twice to one engine, and list functions that kvpilot replaced."""
 
 from __future__ import annotations
 

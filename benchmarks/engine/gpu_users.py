@@ -182,9 +182,7 @@ def row(level: dict[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
-    """Measure one dtype on one GPU, and write its file. An error is a result, too. An interruption keeps earlier
-    levels.
-    """
+    """Measure one dtype on one GPU, and write its file. An error is a result. An interruption keeps earlier levels."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends, too
     out = result(args, dtype)
     log = out.with_suffix(".log")

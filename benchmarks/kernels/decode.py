@@ -87,9 +87,7 @@ def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.devi
 def fill_ring(
     pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
 ) -> torch.Tensor | None:
-    """Write valid residuals of every sequence's last tokens to pages and ring. Return the ring slots of the last
-    tokens.
-    """
+    """Write valid residuals of every sequence's last tokens to pages and ring. Return these tokens' ring slots."""
     shape = pages.shape
     if not shape.recent:
         return None

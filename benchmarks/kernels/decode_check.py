@@ -45,10 +45,16 @@ PADDED = (80, 112, 160)
 
 
 class Case(NamedTuple):
-    """One case to check: format, head_dim, query heads per KV head, recent window, tokens of a sequence in a step, and
-    options.
+    """One case to check.
 
-    Options are the soft cap, sinks, and a plan for one multiprocessor.
+    Attributes:
+        name: format.
+        dim: head_dim.
+        ratio: query heads per KV head.
+        recent: length of the recent window.
+        tokens: largest number of tokens of a sequence in the step.
+        softcap: soft cap of scores; 0 for none.
+        crowded: True to plan for a GPU with one multiprocessor.
     """
 
     name: str

@@ -86,20 +86,20 @@ def kernels() -> dict[str, Any]:
 
 
 def known(variant: Variant, taken: Resources) -> bool:
-    """Return True if this program is known to spill: some with a recent window, and decode of several tokens.
+    """Return True if this program is known to spill registers. These are the known cases:
 
-    - Decode of 4 queries with a window spills up to 64 bytes, because 168 registers let 12 programs fit. With 11
+    - Decode of 4 queries with a window spills up to 64 bytes, because with 168 registers 12 programs fit. With 11
       programs an H100 takes 1.2 times as long at 32 x 16K. From head_dim 192 on it spills up to 128 bytes. For k8v4 it
       spills 40 bytes with Triton 3.9, but none with the measured 3.6.
-    - Decode of 8 queries with a window spills up to 480 bytes. A tile of 16 tokens would fit, but takes an H200 1.5 to
-      1.9 times as long.
+    - Decode of 8 queries with a window spills up to 480 bytes. With a tile of 16 tokens it would not spill, but an H200
+      takes 1.5 to 1.9 times as long.
     - Decode without a window spills with Triton 3.9 on compute capability 9.0: int8 48 and k8v4 16 bytes at head_dim
       192, k2v2 8 bytes at 512. No alternative was tried.
     - Decode of several tokens, with 16 queries (8 at head_dim 256), spills up to 112 bytes without a window and 512
-      with one. With the measured Triton 3.6 it spills up to 256 on 9.0.
+      with one. With the measured Triton 3.6 it spills up to 256 bytes on 9.0.
     - Prefill of heads of 512 elements on 9.0 spills 8 bytes with Triton 3.6 and 456 with 3.9. With 32 queries it spills
       none, but an H200 takes 2.1 times as long.
-    - Reduce spills 8 bytes with some Tritons from 3.6 to 3.9, and 16 bytes for rows of 96.
+    - Reduce spills 8 bytes with some versions of Triton from 3.6 to 3.9, and 16 bytes for rows of 96.
     """
     most = 0
     if variant.kernel == "reduce_kernel":

@@ -22,7 +22,8 @@ SUBSTEP = 10.0
 _FILL = 0.985
 """KV cache usage at which no further prompt fits, found with the request-level simulation."""
 _PREEMPTED = 0.3
-"""Preemptions per finished request while memory is the limit, if a request generates as many tokens as its prompt has.
+"""Preemptions per finished request while memory is the limit, for equal prompt and answer lengths.
+
 Found with the request-level simulation.
 """
 

@@ -65,9 +65,7 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Shape with a rate that varies. In step `i`, `rate[i]` sessions start per second and lengths are scaled by
-    `scale[i]`.
-    """
+    """Shape whose rate and lengths vary. `rate` is in new sessions a second. All arrays have one element per step."""
 
     name: str
     shape: Shape
