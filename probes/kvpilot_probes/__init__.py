@@ -1,5 +1,8 @@
-"""Accuracy probes: teacher-forced decode of known prompts, and the damage that a candidate's KV cache does to them.
+"""Accuracy probes: measure how far a quantized KV cache changes a model's answers to known prompts.
 
-`packs` holds the prompts, and `client` asks an engine. `run` captures a 16-bit baseline and measures a candidate
-against it. `stats` turns two answers into damage, `codec` keeps a baseline as bytes. The verdict is made in `decide`.
+- `packs` loads the prompts, and `client` sends them to an engine.
+- `run` captures a 16-bit baseline, and measures a candidate against it by teacher-forced decode.
+- `stats` computes the damage from two answers, and `codec` stores a baseline as bytes.
+
+The operator's package `decide` turns the damage into a verdict.
 """

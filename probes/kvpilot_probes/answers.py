@@ -1,7 +1,7 @@
 """Decode an engine's JSON into tokens and logprobs, and validate every value. Pure.
 
-A missing or non-finite logprob becomes an empty position, which is maximal damage. Impossible logprobs, and bodies that
-do not follow the API, are a `MalformedAnswer`.
+If a logprob of a position is missing or not finite, the position gets no logprobs, which counts as maximal damage.
+Impossible logprobs, and bodies that do not follow the API, raise `MalformedAnswer`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvpilot_probes.errors import EngineRefused, MalformedAnswer
 from kvpilot_probes.stats import MAX_TEXT, MIN_LOGPROB, Logprobs, impossible
 
 MAX_EXCERPT = 300
-# Bytes of a token id in JSON, with its comma and space.
+# Most bytes of a token id in JSON, with its comma and space.
 BYTES_A_TOKEN = 10
-# Longest answer that is read.
+# Size limit of an answer of /tokenize.
 READ_BYTES = 640 * 1024
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - vLLM's spelling of a token id, nothing secret
-# Match strings whole, even an unterminated last one, so that the time is linear in the length of any text.
+# NaN or Infinity outside of strings. Strings match whole, even an unterminated one, so that the time stays linear.
 _NOT_FINITE = re.compile(rb'("(?:[^"\\]++|\\.?)*+"?)|-?(?:NaN|Infinity)', re.DOTALL)
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class StreamedToken(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One streamed chunk: its tokens, and the engine's finish reason if the answer ends with it."""
+    """One streamed chunk. Only the last chunk of an answer has a `finish_reason`."""
 
     tokens: Sequence[StreamedToken] = ()
     finish_reason: str | None = None
@@ -101,7 +101,10 @@ def read_models(url: str, data: bytes) -> tuple[Model, ...]:
 
 
 def read_streamed(url: str, data: bytes) -> Chunk:
-    """Return a streamed chunk. An engine that fails in the middle of a stream reports that in `error`."""
+    """Return a streamed chunk. Raise `MalformedAnswer` if it is invalid.
+
+    Raise `EngineRefused` for a chunk with an `error`, which an engine sends if it fails in the middle of a stream.
+    """
     try:
         chunk = _decoded(url, data, _Chunk)
     except MalformedAnswer:

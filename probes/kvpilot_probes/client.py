@@ -1,4 +1,4 @@
-"""Requests to engines over vLLM's OpenAI-compatible API. Every size is bounded. A failed connection is retried once."""
+"""Requests to engines over vLLM's OpenAI-compatible API, with limits on answer sizes and one retry of a connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
-# Request parameter that our runtime obeys and other engines ignore (runtime/kvpilot_runtime/config/offload.py).
+# With this parameter our runtime loads the prompt from host memory (runtime/kvpilot_runtime/config/offload.py). Other
+# engines ignore it.
 FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
 
 # One token with its logprobs takes about 2 KiB. An engine that sends without end must not occupy the event loop.
@@ -39,18 +40,21 @@ _TEMPLATE_BYTES = 64 * 1024
 _MAX_MODELS_BYTES = 256 * 1024
 _JSON = {"Content-Type": "application/json"}
 _MAX_ERROR_BYTES = 4096
-# Errors of a connection; a connection's own timeout is a ClientError, too.
+# Connection errors. aiohttp reports a connection's timeout as a ClientError.
 _BROKEN = (aiohttp.ClientError, OSError)
 _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON object with its name and arguments."
 
 
 def untold() -> None:
-    """Ignore reports of an engine's progress."""
+    """Do nothing: the default `progress` callback."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineClient:
-    """An engine's address (`http://host:port`) and the model's served name. `session.Settings` explains the rest."""
+    """A client of one engine. `base_url` is `http://host:port`, and `model` is the served name.
+
+    `session.Settings` explains the other fields.
+    """
 
     base_url: str
     model: str
@@ -60,10 +64,10 @@ class EngineClient:
     from_host: bool = False
 
     async def tokenize(self, messages: Sequence[Message], tools: str = "") -> answers.Tokenized:
-        """Return the chat rendered by the engine's own template, ready for an answer.
+        """Return the tokens of a chat that the engine's own chat template renders, ready for the answer.
 
-        `tools` is a JSON list of functions. A template that does not know tools gets them as text in the first message.
-        A model without a chat template, or with one that refuses these roles, gets plain text: role and content.
+        `tools` is a JSON list of functions. If the template ignores or rejects tools, the first message lists them as
+        text. If the model has no chat template, or it rejects these roles, each message becomes "role: content".
         """
         chat = [{"role": m.role, "content": m.content} for m in messages]
         if not tools:
@@ -95,7 +99,7 @@ class EngineClient:
     async def _tokens(self, body: Mapping[str, object]) -> answers.Tokenized:
         url = f"{self.base_url}/tokenize"
         asked = msgspec.json.encode(body)
-        # A text has at most one token per byte. Tokens that the template adds have their own allowance.
+        # Bound the answer: a text has at most one token per byte, and the template may add `_TEMPLATE_BYTES`.
         limit = min(answers.BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, answers.READ_BYTES)
 
         async def ask() -> answers.Tokenized:
@@ -110,10 +114,10 @@ class EngineClient:
     async def decode(
         self, prompt: Sequence[int], tokens: int, top_k: int, *, past_end: bool = False
     ) -> AsyncGenerator[answers.StreamedToken, None]:
-        """Yield the greedy continuation of `prompt` token by token; closing the iterator stops the engine's work.
+        """Yield the greedy continuation of `prompt`, token by token. Closing the iterator stops the engine's work.
 
-        There are `tokens` steps, or fewer if the model ends its answer. With `past_end`, the end token counts like any
-        other token. A connection that fails before the first token is tried once more.
+        The answer has `tokens` tokens, or fewer if the model ends it. With `past_end`, decoding continues after an end
+        token. Retry once if the connection fails before the first token.
         """
         body: dict[str, object] = {
             "model": self.model,
@@ -130,7 +134,7 @@ class EngineClient:
         if self.from_host:
             body["kv_transfer_params"] = FROM_HOST
         asked = msgspec.json.encode(body)
-        # A list of numbers takes four times its text in memory.
+        # Free the list of ints, which takes four times the memory of its JSON text.
         del body
         for last_try in (False, True):
             started = False
@@ -179,7 +183,7 @@ class EngineClient:
 
 
 async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str, ...]:
-    """Return the names under which an engine serves; raises a `ProbeError`."""
+    """Return the names of the models that an engine serves. Raise a `ProbeError` if the request fails."""
     url = f"{base_url}/v1/models"
 
     async def ask() -> tuple[str, ...]:
@@ -194,7 +198,7 @@ async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str
 def http_client(
     api_key: str | None = None, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] = MappingProxyType({})
 ) -> aiohttp.ClientSession:
-    """Return a client for engines: no proxies, no cookies, bounded waits, nothing compressed."""
+    """Return an HTTP session for engines, with bounded waits, and without proxies, cookies and compression."""
     authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
         connector=EngineConnector(ssl=tls or True),

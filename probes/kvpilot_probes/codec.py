@@ -1,8 +1,8 @@
 """A captured baseline, its identity, and its bytes in a ConfigMap: msgpack in a zlib stream.
 
-Token ids have 32 bits and logprobs 16 bits, in steps of 1/2048 nat: rounding moves a KL by less than 2e-3 nat. Each
-position's greedy token comes first, so that a reader knows it even among equal logprobs. The limits are chosen so that
-even incompressible data stays below MAX_BYTES.
+Token ids have 32 bits. Logprobs have 16 bits, in steps of 1/2048 nat: rounding moves a KL divergence by less than 2e-3
+nat. A position's greedy token is stored first, so that a reader knows it even if logprobs are equal. The limits below
+keep even incompressible data under MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_POSITIONS = 4096
 MAX_TOKEN_ID = 2**24 - 1
 # Most tokens with a logprob at one position: vLLM's default --max-logprobs, plus the chosen token.
 MAX_TOP = 21
-# A valid stream unpacks to 0.8 MiB of arrays plus 64 names and 128 texts of at most 4 bytes a character. Refuse more.
+# Refuse a stream that unpacks to more. A valid one has at most 0.8 MiB of arrays, 64 names and 128 short texts.
 _MAX_RAW = 2 * 1024 * 1024
 _STEPS_PER_NAT = 2048
 _Damage = Annotated[int, Meta(ge=0, le=int(stats.MAX_KL * stats.MICRO))]
@@ -40,9 +40,10 @@ _Damage = Annotated[int, Meta(ge=0, le=int(stats.MAX_KL * stats.MICRO))]
 
 @dataclass(frozen=True, slots=True)
 class BaselinePrompt:
-    """One prompt as the 16-bit engine saw and continued it.
+    """One prompt, and the answer of the 16-bit engine.
 
-    `answer` has the positions after the prompt. `tail` is the end of the prompt and `text` the answer, for people.
+    `tokens` are the prompt's token ids. `answer` has one `Logprobs` for each answered token. `tail` (the end of the
+    prompt) and `text` (the answer) are for people.
     """
 
     name: str
@@ -54,7 +55,10 @@ class BaselinePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The 16-bit replica's damage against its own answers, and the time (UTC) of both runs."""
+    """Noise of the 16-bit replica: the damage of a second run against its own baseline.
+
+    `captured` is the time (UTC) at which both runs were done.
+    """
 
     captured: Annotated[datetime, Meta(tz=True)]
     prompts: Annotated[int, Meta(ge=0, le=MAX_PROMPTS)]
@@ -77,7 +81,7 @@ class Baseline:
 
     @property
     def positions(self) -> int:
-        """All positions of all prompts."""
+        """Number of answered tokens of all prompts."""
         return sum(len(p.answer) for p in self.prompts)
 
 
@@ -107,7 +111,10 @@ def with_control(baseline: Baseline, noise: stats.Measurement, captured: datetim
 
 
 def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:
-    """Return 10 hex digits that stand for all that answers depend on, except the image: a baseline judges upgrades."""
+    """Return a hash (10 hex digits) of everything that the answers depend on, except the engine's image.
+
+    The image is left out, so that a baseline can judge the engine after an upgrade.
+    """
     content = [
         [p.pack, p.name, [[m.role, m.content] for m in p.messages], *([p.tools] if p.tools else [])] for p in prompts
     ]
@@ -118,7 +125,7 @@ def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePromp
 
 
 def encode(baseline: Baseline) -> bytes:
-    """Return the baseline's bytes, at most MAX_BYTES; raises `BaselineTooLarge`."""
+    """Return the baseline as bytes. Raise `BaselineTooLarge` if they exceed a limit."""
     check_limits(sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
     prompts = [_packed(p) for p in baseline.prompts]
     stored = _Stored(baseline.identity, baseline.model, baseline.dtype, prompts, baseline.left_out, baseline.control)
@@ -132,7 +139,7 @@ def encode(baseline: Baseline) -> bytes:
 
 
 def decode(data: bytes) -> Baseline:
-    """Return the baseline from which `encode` made `data`; raises `MalformedBaseline` for anything else."""
+    """Return the baseline from which `encode` made `data`. Raise `MalformedBaseline` for other data."""
     try:
         unpack = zlib.decompressobj()
         raw = unpack.decompress(data, _MAX_RAW)
@@ -149,7 +156,7 @@ def decode(data: bytes) -> Baseline:
 
 
 def check_limits(prompt_tokens: int, positions: int) -> None:
-    """Raise `BaselineTooLarge` if this much would not fit. Called before the capture, to save the engine's time."""
+    """Raise `BaselineTooLarge` if a baseline of this size would not fit. Call it before a capture, to save time."""
     for what, value, limit in (
         ("prompt tokens", prompt_tokens, MAX_PROMPT_TOKENS),
         ("positions", positions, MAX_POSITIONS),

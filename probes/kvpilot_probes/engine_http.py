@@ -1,4 +1,4 @@
-"""Connections to engines with limits on interim answers and chunk extensions, which aiohttp lacks."""
+"""Connections to engines, with limits that aiohttp lacks: on interim (1xx) answers, and on bytes around a body."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from aiohttp.helpers import set_exception
 from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
-# vLLM's answers have a head of 0.2 KiB, and a gateway in front of one adds as much.
+# Limit of an answer's head. vLLM's have 0.2 KiB, and a gateway adds about as much.
 HEAD_BYTES = 32 * 1024
 INTERIM_ANSWERS = 8
-# Framing bytes allowed per body byte. Even a chunk of one byte has five; streamed tokens have a hundred bytes a chunk.
+# Allowed framing bytes per body byte. Even a chunk of one body byte needs only five, and vLLM's chunks have a hundred.
 AROUND_A_BYTE = 8
 # Bytes per call of the parser. The limits are checked between calls.
 _STEP_BYTES = 4 * 1024
@@ -26,7 +26,7 @@ class TooMuchAround(aiohttp.ClientError):
 
 
 class _Answer(ResponseHandler):
-    """The answers of one connection. The first answer that exceeds the limits ends the connection."""
+    """The protocol of one connection, which the first answer that exceeds a limit ends."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -34,7 +34,7 @@ class _Answer(ResponseHandler):
         self._refused: TooMuchAround | None = None
 
     def data_received(self, data: bytes) -> None:
-        """Parse the received bytes step by step."""
+        """Parse received bytes in steps, and check the limits after each step."""
         for start in range(0, len(data), _STEP_BYTES) if data else (0,):
             if self._refused is not None:
                 return
@@ -46,7 +46,7 @@ class _Answer(ResponseHandler):
                 self._refuse(f"{self._came - self._body} bytes around a body of {self._body}")
 
     def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
-        """Hand an answer to the request that waits for it."""
+        """Count interim answers, and hand any answer to the request that waits for it."""
         if 100 <= data[0].code < 200:
             self._interim += 1
             if self._interim > INTERIM_ANSWERS:
@@ -55,7 +55,7 @@ class _Answer(ResponseHandler):
             super().feed_data(data, size)
 
     def set_exception(self, exc: BaseException, *cause: Any) -> None:
-        """Keep only the first error: after a limit is exceeded, the connection is also reported as lost."""
+        """Keep only the first error, because a connection that we abort is then also reported as lost."""
         if self._refused in (None, exc):
             super().set_exception(exc, *cause)
 

@@ -1,4 +1,4 @@
-"""Every error that a probe raises on purpose; each message names the subject, the value and the remedy."""
+"""Errors that a probe raises on purpose. Each message names the subject, the value and the remedy."""
 
 from kvpilot_formats.untrusted import KvpilotError
 
@@ -20,11 +20,11 @@ class NothingFits(PackError):
 
 
 class EngineUnreachable(ProbeError):
-    """No connection to the engine, on both tries."""
+    """The connection to the engine failed. A retry failed too, unless tokens had already arrived."""
 
 
 class EngineBusy(ProbeError):
-    """Users' requests queued for longer than a probe waits: there is no verdict, and the candidate has not failed."""
+    """Users' requests were queued for longer than the probe waits. The probe has no verdict, and nothing has failed."""
 
 
 class EngineRefused(ProbeError):

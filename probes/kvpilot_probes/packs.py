@@ -1,6 +1,7 @@
 """Probe packs: the prompts that accuracy is measured on, built in or from a user's ConfigMap.
 
-A pack is YAML (example: docs/accuracy.md). Tags, anchors and aliases are refused: they could expand or run code.
+A pack is YAML (example: docs/accuracy.md). It must not have tags, which could run code, nor anchors and aliases, which
+could expand to any size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_LEVELS = 24
 MAX_MESSAGES = 16
-# Limit for all filled prompts together. It leaves room for the 65,536 tokens that a baseline can hold.
+# Limit of all prompts together, with filler. A baseline's limit of 65,536 tokens usually allows fewer characters.
 MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
 MAX_NAME = 40
@@ -73,7 +74,7 @@ class _Pack(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ProbePrompt:
-    """One question: a chat that ends with a user's turn; `tools` is a JSON list of functions that it may call."""
+    """One chat that ends with a user's turn. `tools` is a JSON list of the functions that the model may call."""
 
     pack: str
     name: str
@@ -86,9 +87,12 @@ def load(
     config_maps: Mapping[str, Mapping[str, str]] | None = None,
     context_tokens: int = DEFAULT_CONTEXT_TOKENS,
 ) -> tuple[ProbePrompt, ...]:
-    """Return the prompts of `probe_sets` (`builtin/NAME` or `configmap/NAME`) in order; raises a `PackError`.
+    """Return the prompts of `probe_sets` (`builtin/NAME` or `configmap/NAME`) in order.
 
-    `config_maps` has a ConfigMap's data by its name. Filled prompts stay inside the model's context.
+    `config_maps` maps the name of a ConfigMap to its data. Filler is sized for a context of `context_tokens`.
+
+    Raises:
+        PackError: a pack is missing, invalid or too large.
     """
     prompts: list[ProbePrompt] = []
     for probe_set in dict.fromkeys(probe_sets):
@@ -165,17 +169,17 @@ def _parse(source: str, text: str) -> Sequence[_Entry]:
 
 
 def _value_at(value: Any, path: str) -> object:
-    """Return the value at a path of msgspec, such as `.prompts[0].name`."""
+    """Return the value at a path as msgspec writes it, such as `.prompts[0].name`."""
     for field, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         value = value[field] if field else value[int(index)]
     return value
 
 
 class _Loader(yaml.CSafeLoader):
-    """The safe loader, which refuses a mapping with a key that is given twice."""
+    """A safe YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        """Return the mapping of a node."""
+        """Return the mapping of a node. Raise ValueError for a duplicate key."""
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len(set(keys)) < len(keys):
             twice = next(key for key in keys if keys.count(key) > 1)
@@ -185,9 +189,9 @@ class _Loader(yaml.CSafeLoader):
 
 
 def _plain(text: str) -> object:
-    """Return the value of a YAML document without features that JSON lacks."""
+    """Return the value of a YAML document. Raise ValueError for features that JSON lacks."""
     depth = 0
-    # The parser's events come before any value is made, so the cost of a text is proportional to its length.
+    # Check the parser's events before any value is built, so that the cost is proportional to the text's length.
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_LEVELS:
@@ -248,9 +252,10 @@ _WHEN = ("In the morning", "Before noon", "At the end of the day", "On the follo
 
 
 def _filler(words: int, fact: str, depth_percent: int) -> str:
-    """Return about `words` words of plain prose with `fact` at `depth_percent` of it.
+    """Return about `words` words of plain prose, with `fact` inserted at `depth_percent` of its sentences.
 
-    The lists make 3,150 different sentences, more than MAX_FILL_TOKENS hold. The stride is coprime to that number.
+    The lists make 3,150 different sentences, more than MAX_FILL_TOKENS can hold. The stride 1013 is coprime to 3,150,
+    so no sentence occurs twice.
     """
     sentences: list[str] = []
     count = 0

@@ -1,11 +1,11 @@
 """Capture a baseline and measure a candidate against it, by teacher-forced decode (docs/decisions/0003).
 
-A prefill may attend to fresh 16-bit keys and show no damage, but every backend decodes from its pages. So the candidate
-continues the baseline's prompt greedily. As long as its token equals the baseline's, their distributions can be
-compared. At a divergence, a new request resumes with the baseline's tokens up to there as its prompt.
+Probes decode, because a prefill may attend to fresh 16-bit keys and show no damage. Decode always reads the stored KV
+pages. The candidate continues each prompt greedily. While its tokens equal the baseline's, the two distributions at a
+position can be compared. After a divergence, a new request resumes from the baseline's tokens up to that position.
 
-Before the full prompt, a request sends only its first half. The rest is then prefilled onto cached pages, like the next
-turn of a chat. A cache can be wrong in that case even if every fresh prompt is right.
+A first request sends only the first half of a prompt. The full prompt is then prefilled onto cached pages, like the
+next turn of a chat. A cache can be wrong in that case even if it is right for new prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def capture(
     dtype: str,
     settings: Settings = USUAL,
 ) -> Baseline:
-    """Return the answers of the 16-bit engine at `base_url` to `prompts`; raises a `ProbeError`."""
+    """Return the answers of the 16-bit engine at `base_url` to `prompts`. Raise a `ProbeError` if the probe fails."""
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
         kept = 0
 
@@ -75,14 +75,14 @@ async def capture(
 
 
 async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
-    """Return the damage of the engine at `base_url` against `baseline`; raises a `ProbeError`."""
+    """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if the probe fails."""
     return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings)
 
 
 async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
-    """Return the 16-bit engine's damage against its own baseline: the noise that a candidate's damage must exceed.
+    """Return the 16-bit engine's damage against its own baseline: the noise to subtract from a candidate's damage.
 
-    The second run has other batches, as production load has.
+    Send the prompts in reverse and with twice the concurrency, so that batches differ as they do in production.
     """
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
@@ -155,7 +155,7 @@ async def _follow(
         throttle.spent += len(context) + wanted
         requests += 1
         resumes += 1
-        # Decode past the end token, because another end of the candidate is a divergence.
+        # Decode past an end token: if the candidate ends earlier or later than the baseline, that is a divergence.
         async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
                 judged = stats.compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
@@ -174,7 +174,7 @@ async def _follow(
 
 
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
-    """Leave the first half of the prompt in the engine's prefix cache. Return the number of requests."""
+    """Put the first half of the prompt into the engine's prefix cache. Return the number of requests sent."""
     half = prompt.tokens[: len(prompt.tokens) // 2]
     if len(half) < MIN_HALF_TOKENS:
         return 0

@@ -1,4 +1,4 @@
-"""One probe run on an engine: its depth, its precautions for users, and the deadline that follows."""
+"""One probe run on an engine: its settings, its waits for users' requests, and its deadline."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Rule by which a probe waits for users, for at most `seconds` in total. `waiting` returns their queued requests.
+    """Rule by which a probe waits while users' requests are queued, for at most `seconds` in total.
 
-    After `seconds`, a run with `insist` continues, and a run without it ends with `EngineBusy`.
+    `waiting` returns the number of queued requests. After `seconds`, a run with `insist` continues without waiting. A
+    run without `insist` ends with `EngineBusy`.
     """
 
     waiting: Callable[[], Awaitable[float]]
@@ -37,7 +38,7 @@ class Throttle:
         self.spent = 0
 
     async def let_users_go_first(self) -> None:
-        """Return when no request of a user waits in the engine's queue; raises `EngineBusy`."""
+        """Wait until the engine has no queued request of a user. Raise `EngineBusy` as `GiveWay` describes."""
         rule = self._give_way
         if rule is None:
             return
@@ -61,9 +62,10 @@ MIN_TOKENS = 8
 MAX_TOKENS = 128
 # vLLM's default --max-logprobs.
 TOP_K = 20
-# A 4-bit cache diverges from bf16 about every tenth token. Twelve leave a margin and bound the cost of garbage.
+# A 4-bit cache diverges from bf16 about every tenth token. Twelve resumes leave a margin, and bound the requests to an
+# engine that answers garbage.
 MAX_RESUMES = 12
-# The slowest useful pace: a third of a small model's on two CPU cores with other work (docs/accuracy-watch.md).
+# Deadlines assume this speed, a third of a small model's on two busy CPU cores (docs/accuracy-watch.md).
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2
@@ -71,11 +73,16 @@ DECODE_TOKENS_PER_SECOND = 2
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a probe: `concurrency` requests in flight, `deadline_seconds` for the whole run.
+    """Settings of one probe run.
 
-    `priority` is for an engine that schedules by priority, and serves a larger number later. `api_key` is for an engine
-    behind a gateway, `tls` for one in a mesh. `progress` is called at each answer. With `from_host`, an engine that
-    offloads answers from pages in host memory.
+    - `tokens`: decoded tokens of each prompt.
+    - `concurrency`: requests in flight.
+    - `deadline_seconds`: limit of the whole run; None derives it from the number of tokens.
+    - `max_resumes`: most new requests of a prompt after divergences.
+    - `priority`: vLLM's priority of the requests; larger numbers are served later.
+    - `api_key`: key of a gateway in front of the engine.
+    - `progress`: callback after each token or other answer.
+    - `from_host`: make an engine that offloads read the prompt's KV pages from host memory.
     """
 
     tokens: int = DEFAULT_TOKENS
@@ -108,7 +115,7 @@ USUAL = Settings()
 async def probing(
     base_url: str, model: str, settings: Settings
 ) -> AsyncIterator[tuple[EngineClient, Throttle, asyncio.Timeout]]:
-    """Yield the engine, the throttle and the deadline of the whole run, at which `ProbeTimeout` is raised."""
+    """Yield the client, the throttle and the deadline of a run. Raise `ProbeTimeout` at the deadline."""
     began = asyncio.get_running_loop().time()
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
@@ -125,7 +132,7 @@ async def probing(
 
 
 def allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, answer_tokens: int) -> None:
-    """Set a run's deadline to the time that this many tokens take from now on, unless its settings fix the deadline."""
+    """Set the deadline to now plus the time that this many tokens may take, unless the settings fix the deadline."""
     if settings.deadline_seconds is None:
         needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
         waits = settings.give_way.seconds if settings.give_way is not None else 0.0

@@ -7,7 +7,7 @@ vocabulary. Each of the baseline's top-K tokens is a cell, and all other tokens 
 
 Coarsening a distribution can only lower its KL, so the figure is a lower bound of the full one. If the candidate does
 not report a baseline token, the token gets the candidate's smallest reported probability, the largest that it can have.
-So garbage that shares no token with the baseline is still detected.
+Even then, garbage that shares no token with the baseline has a large KL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 # Floor of logprobs: a float32 softmax cannot distinguish smaller ones, and damage stays bounded by MAX_KL.
 MIN_LOGPROB = -30.0
 MAX_KL = -MIN_LOGPROB
-# A smaller rest is rounding: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
+# A smaller p_rest is a rounding error: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
 MIN_REST = 1e-6
 # Probabilities with a larger sum are not a distribution. Logprobs rounded to 16 bits stay below this.
 MAX_MASS = 1.01
@@ -67,7 +67,11 @@ class Answers(Sequence[Logprobs]):
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One position judged in both answers: `position` is absolute in the context, `kl` in nats."""
+    """Comparison of one position in both answers.
+
+    `prompt` is an index, and `position` counts from the start of the context. `kl` is in nats. `agrees` is True if both
+    greedy tokens are equal.
+    """
 
     prompt: int
     position: int
@@ -97,10 +101,10 @@ class AnswerPair:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The damage of a candidate's cache to the baseline's answers; compare it with a control's, not with zero.
+    """The damage of a candidate's cache to the baseline's answers. Compare it with a control's damage, not with zero.
 
-    `stderr_kl_micronats` is the standard error of the mean with prompts as clusters, 0 for a single prompt. `tokens`
-    counts the tokens that all requests sent and requested.
+    `stderr_kl_micronats` is the standard error of the mean, with prompts as clusters; it is 0 for a single prompt.
+    `tokens` counts the prompt tokens and the requested tokens of all requests.
     """
 
     prompts: int
@@ -117,7 +121,10 @@ class Measurement:
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
-    """Name an impossible value among a position's logprobs, or return None. -inf is possible for masked tokens only."""
+    """Describe an impossible value among a position's logprobs, or return None.
+
+    -inf is possible for a masked token, but not for the `chosen` one.
+    """
     above = next((lp for lp in top.values() if not lp <= math.log(MAX_MASS)), None)
     if above is not None:
         return f"a logprob of {above:g}, which cannot be above 0"
@@ -143,7 +150,7 @@ def _probability(logprob: float) -> float:
 
 
 def _cells(top: list[float]) -> list[float]:
-    """Return the top's probabilities with the rest's appended, adding up to 1."""
+    """Append the probability of all other tokens, and scale the sum to 1."""
     cells = [*top, max(1.0 - math.fsum(top), MIN_REST)]
     total = math.fsum(cells)
     return [c / total for c in cells]
@@ -204,7 +211,7 @@ def summarise(
 
 
 def worst_prompt(compared: Iterable[Compared]) -> int | None:
-    """Return the index of the prompt with the largest mean damage (the lowest index of equals)."""
+    """Return the index of the prompt with the largest mean damage; of equal ones, the lowest index."""
     groups = _by_prompt(compared)
     return min(groups, key=lambda p: (-_mean([c.kl for c in groups[p]]), p)) if groups else None
 
