@@ -1,1 +1,1 @@
-"""Gather everything known about one service into a Snapshot: the modules that read from the cluster."""
+"""Modules that read from the cluster, and gather everything known about a service into a Snapshot."""

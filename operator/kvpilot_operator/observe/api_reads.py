@@ -1,4 +1,4 @@
-"""Periodic reads of the API server, in place of a watch: served APIs and Events of groups."""
+"""Periodic reads of the API server that replace a watch: of the served APIs, and of the Events of pod groups."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ API_SECONDS = 30.0
 READ_SECONDS = 30.0
 """Time until the Events of a StatefulSet are read again. They are read only while pods of it are missing."""
 FORGET_SECONDS = 600.0
-# A set normally has few Events, but anyone who may write Events can add any number.
+# Most Events to read of one set. A set normally has few, but anyone who may write Events can add any number.
 _MOST = 50
 
 
 @dataclass(eq=False)
 class Served:
-    """The served APIs. An API is looked up only if a spec names it; `always` holds the server's other facts."""
+    """A cache of the APIs that the server serves. It asks about APIs that a spec needs; `always` has other facts."""
 
     cluster: Cluster
     always: ServerFacts
@@ -38,7 +38,7 @@ class Served:
     _apis: dict[str, tuple[float, bool]] = field(default_factory=dict)
 
     async def facts(self, spec: Spec | None) -> ServerFacts:
-        """Return the optional APIs that the spec names and the server serves."""
+        """Return the optional APIs that the spec needs and the server serves."""
         named = spec is not None and spec.route_of("") is not None
         routes = named and await self._serves(HTTP_ROUTE_API)
         pools = spec is not None and spec.inference_pool is not None and await self._serves(INFERENCE_POOL_API)
@@ -53,7 +53,7 @@ class Served:
 
 
 def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
-    """Return the faults of a spec that this API server cannot fulfil. `groups`: it serves LeaderWorkerSets."""
+    """Return the faults of a spec that this API server cannot fulfil. `groups` tells if it serves LeaderWorkerSets."""
     if spec is None or spec.engine.nodes == 1 or groups:
         return ()
     text = (
@@ -66,7 +66,7 @@ def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
 
 @dataclass(eq=False)
 class GroupEvents:
-    """A reader of the reasons why pods of groups cannot be created. StatefulSets report them only in Events."""
+    """A reader of Events that say why a LeaderWorkerSet lacks pods. Its StatefulSets report the reason only there."""
 
     cluster: Cluster
     elapsed: Callable[[], float]
@@ -75,7 +75,7 @@ class GroupEvents:
     async def refusals(
         self, key: ServiceKey, workloads: Iterable[DeploymentView], leaders: Sequence[PodView]
     ) -> dict[str, str]:
-        """Return the reason why groups lack pods, by revision."""
+        """Return the reason why pods cannot be created, by revision that lacks pods."""
         lacking = {view.revision: incomplete(key, view, leaders) for view in workloads}
         asked = {revision: name for revision, name in lacking.items() if name is not None}
         told = {revision: await self._refusal(key.namespace, name) for revision, name in asked.items()}
@@ -94,7 +94,10 @@ class GroupEvents:
 
 
 def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]) -> str | None:
-    """Return the StatefulSet of a revision that lacks pods: the leaders' set, or that of one leader's workers."""
+    """Return the name of a StatefulSet that lacks pods, or None if the revision is complete.
+
+    It is the set of the revision's leaders, or the set of one leader's workers.
+    """
     if view.kind != LEADER_WORKER_SET.name:
         return None
     there = [one for one in leaders if one.revision == view.revision]
@@ -104,7 +107,7 @@ def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]
 
 
 def refusal_of(events: Sequence[Object]) -> str | None:
-    """Return the newest refusal of a pod, without the pod's name. Return None if a pod was created after it."""
+    """Return the newest refusal to create a pod, without the pod's name. Return None if a pod was created since."""
     about = [one for one in events if one.get("reason") in ("FailedCreate", "SuccessfulCreate")]
     newest = max(about, key=_time, default=None)
     if newest is None or newest["reason"] == "SuccessfulCreate":

@@ -48,7 +48,7 @@ Objects = dict[tuple[str, str], ObjectView]
 
 
 class Observations:
-    """The observer's state of one service."""
+    """The observer's memory of one service: scrape windows, probe packs and loaded adapters."""
 
     __slots__ = ("adapters", "key", "plan", "throttle", "uid", "windows")
 
@@ -83,13 +83,13 @@ class Observer:
         self._groups = GroupEvents(self.cluster, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
-        """Return everything about one service now; None if it does not exist, or is being deleted."""
+        """Return the current Snapshot of one service. Return None if the service does not exist or is being deleted."""
         key, windows = known.key, known.windows
         service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:
             return None
         spec = service.spec
-        # Send all requests first, so that everything taken from the cache afterwards has the same age.
+        # Send all requests first, so that everything read from the cache afterwards has the same age.
         failed: list[Unanswered] = []
         server = await _observed(Question.ROUTE, self._served.facts(spec), self.server, failed)
         route, routes = await _observed(Question.ROUTE, self._route(known, service, server), (None, {}), failed)
@@ -150,11 +150,11 @@ class Observer:
 
     @property
     def engines(self) -> int:
-        """The number of pods of the fleet, which may all have to be scraped."""
+        """Number of engine pods in the fleet, all of which may need a scrape."""
         return len(self.cache.pods)
 
     async def scrape(self, known: Observations) -> None:
-        """Scrape every ready engine of a service that is due; a pod that gives no page is left out of this sample."""
+        """Scrape the answering engines of a service that are due. The sample leaves out pods whose scrape fails."""
         key, throttle = known.key, known.throttle
         service = self.cache.services.get(*key)
         if service is None or service.uid != known.uid:
@@ -228,7 +228,7 @@ class Observer:
     async def _route(
         self, known: Observations, service: ServiceView, server: ServerFacts
     ) -> tuple[RouteView | None, Objects]:
-        """Return the route that carries a canary's share, and our own route until it is deleted."""
+        """Return the route that sends a canary its share, and the view of our own route while that exists."""
         key, spec, kept = known.key, service.spec, service.status.route is not None
         own = Ref(HTTP_ROUTE_API, "HTTPRoute", key.namespace, key.name)
         asked = spec is not None and spec.route is not None
@@ -251,14 +251,14 @@ class Observer:
 
 
 async def _observed(question: Question, reading: Awaitable[T], otherwise: T, failed: list[Unanswered]) -> T:
-    """Return the reading; on a failure return `otherwise`, and add the reason to `failed`.
+    """Return the reading. If it fails, add the question to `failed` and return `otherwise`.
 
-    Raise a ClusterError if the API server answers no request now.
+    Re-raise the error if the whole API server is unavailable or throttles.
     """
     try:
         return await reading
     except Exception as error:
-        # Throttled or a plain ClusterError may concern the whole API server; other subclasses concern this request.
+        # Throttled and plain ClusterErrors may concern the whole API server, other subclasses only this request.
         asked = type(error) is ClusterError and (error.away or error.status == 429)
         if isinstance(error, Throttled) or asked:
             raise
@@ -274,7 +274,7 @@ def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequen
 
 
 def _tell(known: Observations, revision: str, judged: Judged) -> None:
-    """Log contradictions in a revision's pages. Log each only once while it persists."""
+    """Log implausible or stalled pods of a revision, each only once while its fault persists."""
     odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
     odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
     news = known.windows.news(revision, odd.values())

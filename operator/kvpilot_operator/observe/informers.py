@@ -1,7 +1,7 @@
-"""The informer cache: all services and their objects. A reconcile reads from here.
+"""The informer cache of all services and their objects, from which reconciles read.
 
-kopf's watch brings the services, and our own watches bring their objects (docs/decisions/0012). The API server's answer
-to a write is stored immediately, so no reconcile sees a state older than earlier writes.
+kopf's watch supplies the services, and our own watches supply their objects (docs/decisions/0012). The cache also
+stores the API server's answer to each write, so no reconcile sees a state from before our own writes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ServiceFeed:
 V = TypeVar("V")
 
 _WORKERS = f"{GROUP_LABEL},!{SERVICE_LABEL}"
-"""The label selector of worker pods, that is, pods of a group that are not its leader."""
+"""The label selector of worker pods: pods of a LeaderWorkerSet's group that are not its leader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ class Owned(Generic[V]):
     owners: frozenset[str]
     """Uids of its owner references."""
     version: str
-    """Version that changes with the desired state."""
+    """A version that changes with the desired state (`version_of`)."""
 
 
 class InformerCache:
     """The informer cache. It calls `on_change` with a service whenever the service or its objects change.
 
-    `host_access` is as in `--allow-host-access`. With `mesh`, engines in a mesh are reached by the mesh's mutual TLS.
+    `host_access` is the value of `--allow-host-access`. With `mesh`, engines in a mesh are reached by its mutual TLS.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class InformerCache:
             await reflector.filled.wait()
 
     def wrote(self, kind: str, namespace: str, name: str, obj: Object | None) -> None:
-        """Store the answer to one of our own writes: the object, or None if it was deleted."""
+        """Store the result of one of our own writes: the object, or None if it was deleted."""
         store = self._stores.get(kind)
         if store is None:
             return
@@ -143,7 +143,7 @@ class InformerCache:
             store.put(obj)
 
     def serves_groups(self, namespace: str) -> bool:
-        """Return True if LeaderWorkerSets can be seen in this namespace."""
+        """Return True if the API server lets us list LeaderWorkerSets in this namespace."""
         kind, everywhere = LEADER_WORKER_SET.name, ("", namespace)
         return any(one.served for one in self._reflectors if one.kind == kind and one.namespace in everywhere)
 
@@ -152,7 +152,7 @@ class InformerCache:
         return [one for store in self._workloads.values() for one in store.of(key)]
 
     def replicas(self, key: ServiceKey) -> tuple[PodView, ...]:
-        """Return the pods of a service that take requests, each with the workers that it leads."""
+        """Return the pods of a service that take requests, each with its group's workers."""
         workers: dict[str, tuple[PodView, ...]] = {}
         for leader, view in self._workers.of(key):
             workers[leader] = (*workers.get(leader, ()), view)

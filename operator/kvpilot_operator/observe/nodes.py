@@ -1,7 +1,7 @@
 """Read the accelerator of nodes from their labels and resources, and cache it.
 
-An NVIDIA GPU has its name from GPU feature discovery or from GKE, another accelerator from its resource. A name that is
-missing from the tables rules out no dtype.
+The name of an NVIDIA GPU comes from GPU feature discovery or GKE. Other accelerators are named by their resource. If a
+name is missing from the tables, it does not rule out any dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Read a node with a GPU again after 10 minutes, and a node without one after 30 s: its labels may appear late.
 NODE_SECONDS = 600.0
 BARE_NODE_SECONDS = 30.0
-# Drop nodes that were not needed for this long. Nodes with engines are read more often; removed nodes never again.
+# Drop nodes that were not read for this long. Nodes with engines are read again sooner, removed nodes never.
 FORGET_SECONDS = 2 * NODE_SECONDS
 
 _PRODUCT = "nvidia.com/gpu.product"
@@ -51,7 +51,7 @@ _MAX_NAME = 128  # limit of GPU names in the API, such as status.history[].gpu
 
 
 class NodeCache:
-    """A cache of node facts. It reads each node again after a time, instead of a watch."""
+    """A cache of node facts. It has no watch, but reads each node again from time to time."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], datetime]) -> None:
         self._cluster = cluster
@@ -69,7 +69,7 @@ class NodeCache:
         return next((facts for facts in known if facts.gpu != "cpu"), NodeFacts())
 
     def gpus(self, pods: Sequence[PodView]) -> dict[str, str]:
-        """Return the accelerator by pod, for pods on nodes that have been read."""
+        """Return the accelerator by pod name, for pods on nodes that have been read."""
         return {pod.name: self._read[pod.node][1].gpu for pod in pods if pod.node in self._read}
 
     async def _read_again(self, name: str) -> None:
@@ -94,7 +94,7 @@ def _nodes_of(pods: Sequence[PodView]) -> list[str]:
 
 
 def node_facts(node: Mapping[str, Any]) -> NodeFacts:
-    """Return the accelerator of a Node; NodeFacts() if it shows none. A value that is not text counts as missing."""
+    """Return a Node's accelerator, or NodeFacts() without one. Labels and quantities that are not text are ignored."""
     labels, allocatable = _texts(node, "metadata", "labels"), _texts(node, "status", "allocatable")
     if (nvidia := _nvidia(labels, allocatable)) is not None:
         return nvidia
@@ -112,7 +112,7 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
     # Under the MIG strategy `single`, this label has the memory of a slice.
     memory = whole(labels.get("nvidia.com/gpu.memory"), _MAX_MIB)
     if slices and (whole_gpus or len(slices) > 1):
-        # The node does not say which of the slices a pod has.
+        # The node does not say which kind of slice a pod has.
         product, profile, memory = f"{kind}-MIG", "", None
     elif slices:
         (profile,) = slices
@@ -134,7 +134,7 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
 
 
 def _product_of_gke(labels: Mapping[str, str]) -> str:
-    """Return GPU feature discovery's name of the GPU; empty without GKE's labels."""
+    """Return the name that GPU feature discovery would give the GPU, from GKE's labels. Empty without them."""
     accelerator = labels.get("cloud.google.com/gke-accelerator", "")
     if not accelerator.startswith("nvidia-"):
         return ""
@@ -145,13 +145,13 @@ def _product_of_gke(labels: Mapping[str, str]) -> str:
 
 
 def _slices(allocatable: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the profiles of the MIG slices that can be asked for (strategy `mixed`), such as 3g.40gb."""
+    """Return the profiles of MIG slices that pods can request (strategy `mixed`), such as 3g.40gb."""
     found = (_SLICE_RESOURCE.fullmatch(resource) for resource in allocatable if _has(allocatable, resource))
     return tuple(sorted(one[1] for one in found if one is not None))
 
 
 def _nominal_mib(profile: str) -> int | None:
-    """Return the memory in a MIG profile's name, which is within some percent of the real one."""
+    """Return the MiB that a MIG profile's name states, which are within some percent of the real size."""
     found = _SLICE_MEMORY.match(profile)
     gigabytes = whole(found[1], _MAX_GB) if found is not None else None
     return gigabytes * 10**9 // 2**20 if gigabytes else None

@@ -1,6 +1,6 @@
-"""Read vLLM's metrics page: turn the text of /metrics into the numbers that decisions need.
+"""Parse vLLM's /metrics page (metric names of vLLM 0.32) into the numbers that decisions need.
 
-An engine that is broken or hostile may write anything: every value is checked. The names are those of vLLM 0.32.
+Every value is checked, because a broken or hostile engine may write anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvpilot_operator.state.snapshot import ModelFacts
 _USAGE = "vllm:kv_cache_usage_perc"
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
-# Some waiting requests wait for room, others for a grammar, an adapter or a transfer.
+# Count only waits for capacity. Other requests wait for a grammar, an adapter or a transfer.
 _WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 _HTTP = "http_requests_total"
 _CONFIG = "vllm:cache_config_info"
@@ -34,7 +34,7 @@ _MODEL = "kvpilot_model_info"
 _FACTORS = "kvpilot_calibration_info"
 _RECENT = "kvpilot_recent_window_info"
 _RETENTION = "kvpilot_retention_info"
-# Prompt tokens by the tier that held them.
+# Cached prompt tokens by the tier that they were found in.
 _SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 _START = "process_start_time_seconds"
 
@@ -58,10 +58,10 @@ _HISTOGRAMS = {
     "generation_lengths": "vllm:request_generation_tokens",
 }
 
-# Store these counters per engine of a page, too.
+# Collect these figures for each engine of a page, too.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# These counters are split by a label, and each part is counted separately.
+# Of these counters, the series with a certain label value are also counted separately (`_add_part`).
 _PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP, _SOURCES)
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
@@ -70,7 +70,7 @@ _SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _HISTOGRAMS.v
 _INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
 WANTED = frozenset(name.encode() for name in (_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
 
-# Each request needs a connection, and a process can open about a million files.
+# Limit of plausible requests: each needs a connection, and a process can open about a million files.
 MOST_REQUESTS = 1_000_000
 # No real counter gets this large, and floats below it are exact enough.
 MOST_COUNTED = 1e18
@@ -81,7 +81,7 @@ _LONGEST_BOUND = 32
 # status.kvCache.observedDtype has this maximum length.
 _LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
-# Unknown names become this one. Otherwise a page with new names at each scrape would cause status writes and series.
+# Replaces unknown names. Otherwise, new names at each scrape would cause status writes and new time series.
 OTHER = "Other"
 POLICIES = ("All", "SinksAndWindow", "HeavyHitters")
 VLLM_DTYPES = (
@@ -94,11 +94,11 @@ _DTYPES = (*dtypes.names(), *VLLM_DTYPES)
 
 
 class PageReader(SeriesReader[PodMetrics]):
-    """A reader of one page. It raises ScrapeError for a page without cache use, or with an impossible value."""
+    """A parser of one page. It raises ScrapeError if the page lacks the cache use or has an impossible value."""
 
     def __init__(self) -> None:
         super().__init__(WANTED)
-        # Each engine (data-parallel rank) has its own series: take the highest use, and add up everything else.
+        # Each engine (data-parallel rank) has its own series. Take the highest cache use, and add up everything else.
         self._usage: float | None = None
         self._ranks = Ranks()
         self._sums: dict[str, float] = {}
@@ -123,7 +123,7 @@ class PageReader(SeriesReader[PodMetrics]):
             waiting=_count(_WAITING, waiting, MOST_REQUESTS),
             capacity_tokens=int(_count(f"{_CONFIG}: the capacity", self._capacity, MOST_TOKENS)),
             blocks=int(_count(f"{_CONFIG}: num_gpu_blocks", self._blocks, MOST_TOKENS)),
-            # If ranks differ, join their dtypes: no real dtype has such a name.
+            # If ranks differ, join their dtypes, so that the result matches no real dtype.
             dtype="+".join(self._dtypes)[:_LONGEST_DTYPE],
             process_start=self._total(_START) if _START in self._sums else None,
             totals=self._totals(),
@@ -239,14 +239,14 @@ def _not_negative(name: str, value: float) -> float:
 
 
 def _count(name: str, total: float, most: float = MOST_COUNTED) -> float:
-    """Return the sum of a counter's series, as an int if it is whole: small ints need no memory of their own."""
+    """Return the sum of a counter's series. Turn whole numbers into ints, because small ints share their memory."""
     if total > most:
         raise ScrapeError(f"{name} is {total:g}: impossible, no engine has more than {most:g}")
     return int(total) if total.is_integer() else total
 
 
 def _sum(name: str, total: float) -> float:
-    """Return the sum of a series that may decrease."""
+    """Return the sum of series that may decrease, or raise ScrapeError if it is impossible."""
     if not abs(total) <= MOST_COUNTED:
         raise ScrapeError(f"{name} is {total}: not a number, or beyond {MOST_COUNTED:g}")
     return total
@@ -254,7 +254,7 @@ def _sum(name: str, total: float) -> float:
 
 @lru_cache(maxsize=256)
 def _bounds(name: str, edges: tuple[str, ...]) -> tuple[float, ...]:
-    """Return the finite bounds, rising; cached so that all pages of a fleet share one tuple."""
+    """Return the finite bounds in rising order. They are cached, so that all pages of a fleet share one tuple."""
     try:
         rising = sorted(map(float, edges))
     except ValueError as error:

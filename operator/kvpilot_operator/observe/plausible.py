@@ -1,4 +1,4 @@
-"""Find implausible pods, and turn the last pages of one revision's pods into one Sample. Pure.
+"""Find pods with implausible metrics, and turn the last pages of one revision's pods into one Sample. Pure.
 
 An honest engine may contradict itself for a moment, because its gauges are not all written at the same time. So only a
 pod with a lasting contradiction is reported as implausible. The rules, and why an honest engine keeps them:
@@ -6,11 +6,12 @@ pod with a lasting contradiction is reported as implausible. The rules, and why 
 - *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free.
 - *More requests run than blocks are in use.* Each request owns its last block, even under prefix caching.
 - *Preemptions without a full cache.* An engine preempts when no block is free, so tokens must have filled them all.
-- *Capacity more than twice off* the median of the other pods on such a GPU: one revision is one configuration.
-- *More than a machine can do*: tokens, preemptions or requests a second.
+- *Capacity more than twice off* the median of the other pods on the same kind of GPU. All pods of a revision have the
+  same configuration.
+- *More tokens, preemptions or requests a second* than any machine can do.
 
 A stalled engine has work, but its counters and its cache use stay constant. (A long prompt moves no counter, but it
-fills blocks.) It is left out, and the other pods are judged as if it did not exist.
+fills blocks.) Its pod is left out, and the other pods are judged as if it did not exist.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ _T = TypeVar("_T", int, str)
 # A contradiction must last this long, and over this many consecutive pages, to count.
 LASTING_SECONDS = 15.0
 LASTING_PAGES = 4
-# Longer than for other contradictions: if every layer has a window or a state, a long prompt fills no more blocks.
+# Longer than LASTING_SECONDS: if all layers have a window or a state, even a long prompt stops filling blocks.
 STALLED_SECONDS = 30.0
 
-# Least number of pods to compare: with fewer, it is unclear which pod is the wrong one.
+# Compare pods only if there are this many. With fewer, it is unclear which pod is wrong.
 ENOUGH_TO_COMPARE = 3
 
 # Most pods with a deviating dtype or factors that a sample names. Samples are kept for the whole window.
 MOST_NAMED = 4
 
 _GAUGES = frozenset({"held", "crowded"})
-"""Contradictions within one page. Such a page is left out at once."""
+"""Contradictions within one page. A page with one of them is left out at once."""
 
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
-"""Largest rates of one pod, per second. Cached prompt tokens are counted but cost no time."""
+"""Largest plausible rates of one pod, per second. That of prompt tokens is high, because cached ones take no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Streak:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """State of a pod: its last page, and the contradictions in it."""
+    """Memory of a pod between scrapes: its last page, and how long its contradictions have lasted."""
 
     time: datetime
     page: PodMetrics
@@ -73,11 +74,11 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One scrape of one revision, judged."""
+    """The result of judging one scrape of one revision."""
 
     sample: Sample
     known: Mapping[str, Known]
-    """Pass this to the next call."""
+    """Memory of each pod, to be passed to the next call of `plausible_sample`."""
 
 
 def plausible_sample(
@@ -88,11 +89,11 @@ def plausible_sample(
     unanswered: int = 0,
     gpus: Mapping[str, str] | None = None,
 ) -> Judged:
-    """Judge the pages that one revision's pods gave at `time`; `gpus` names the known GPUs of pods.
+    """Judge the metrics pages of one revision's pods at `time`. `gpus` maps pods to GPU names, where known.
 
-    With three or more plausible pods, the highest count of waiting requests (or preemptions) is lowered to the second
-    highest. Pressure on memory must show in two pods to be the revision's. Load may be uneven, so the highest count of
-    running requests is only lowered to ten times the second highest plus 64.
+    No single pod may create memory pressure for its revision. So with three or more plausible pods, the highest number
+    of waiting requests (or preemptions) is lowered to the second highest. The highest number of running requests is
+    only lowered to ten times the second highest plus 64, because load may be uneven.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}
@@ -128,7 +129,7 @@ def plausible_sample(
 
 
 def _most(values: Iterable[_T]) -> _T | None:
-    """Return the most common value, the largest of several; None if there is none."""
+    """Return the most common value; of equally common ones, the largest. Return None without values."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value), default=None)
 
@@ -169,7 +170,7 @@ def _room(page: PodMetrics) -> float:
 
 
 def _watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, since: datetime) -> Mapping[str, Streak]:
-    """Return a streak for each engine of a pod that stands still, by name. `before` is the pod's page at `since`."""
+    """Return the streak of each engine that makes no progress, by name. `before` is the pod's page at `since`."""
     old = {} if restarted(before, page) else {rank.name: rank for rank in before.engines}
     streaks = {}
     for rank in page.engines:
@@ -246,12 +247,12 @@ def _together(time: datetime, pods: Sequence[tuple[str, PodMetrics, Flows]]) -> 
 
 
 def _whole(time: datetime) -> datetime:
-    """Cut to whole seconds, like the times of decisions, so that no sample is later than its reconcile."""
+    """Cut a time to whole seconds, as decisions do, so that no sample is later than its reconcile."""
     return time.replace(microsecond=0)
 
 
 def _cut(values: Sequence[float], *, times: float = 1, more: float = 0) -> float:
-    """Return the sum of `values`, the highest cut to `times` the second highest plus `more`."""
+    """Return the sum of `values`, after lowering the highest to at most `times` the second highest plus `more`."""
     if len(values) < ENOUGH_TO_COMPARE:
         return sum(values)
     second, highest = sorted(values)[-2:]

@@ -1,4 +1,4 @@
-"""The numbers of one pod's page, and the increments between two of its pages. Pure."""
+"""The numbers of one pod's metrics page, and the increments between two of its pages. Pure."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _Key = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Totals(Flows):
-    """The counts of an engine since its process started, without `seconds` and `failed`."""
+    """Counts of an engine since its process started. `seconds` and `failed` are not used."""
 
     errors: float = 0
     """Finished requests that ended in an error of the engine (finished_reason "error")."""
     server_errors: float = 0
-    """HTTP answers 5xx of the API (/v1/...)."""
+    """HTTP 5xx answers of the API (/v1/...)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Rank:
     """One engine of a page that has several: a data-parallel rank, or a separate process."""
 
     name: str
-    """Labels that identify it among the others, in words; empty for the only engine of a page."""
+    """Text of the labels that tell it from the other engines. Empty for the only engine of a page."""
     usage: float
     running: float
     waiting: float
     done: float
-    """The engine's counted work (`done`), or the work of the whole page if the engine has no counters of its own."""
+    """Sum of the engine's DONE_COUNTS, or of the whole page's if the engine has no counters of its own."""
 
 
 class Ranks:
@@ -72,7 +72,7 @@ class Ranks:
         rank[figure] = max(before, value) if figure == USAGE else before + value
 
     def close(self, done: float) -> tuple[Rank, ...]:
-        """Return the engines that report their use, or an empty tuple if there is only one."""
+        """Return the engines that report their use; none if only one does. `done` is the work of the whole page."""
         keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
         if len(keys) < 2:
             return ()
@@ -122,17 +122,17 @@ class PodMetrics:
 
     @property
     def engines(self) -> tuple[Rank, ...]:
-        """Every engine of the page, one at least."""
+        """All engines of the page, at least one."""
         return self.ranks or (Rank("", self.usage, self.running, self.waiting, done(self.totals)),)
 
 
 def done(counts: Flows) -> float:
-    """Add up the counts that move while an engine works: tokens, requests that ended, and preemptions."""
+    """Return the sum of DONE_COUNTS: tokens, finished requests and preemptions."""
     return counts.prompt_tokens + counts.generation_tokens + counts.finished + counts.preemptions
 
 
 def restarted(before: PodMetrics, after: PodMetrics) -> bool:
-    """Return True if the pages name two different starts of the process."""
+    """Return True if the process started again between two pages that both report its start."""
     if before.process_start is None or after.process_start is None:
         return False
     return abs(after.process_start - before.process_start) > _START_JITTER_SECONDS
@@ -141,8 +141,8 @@ def restarted(before: PodMetrics, after: PodMetrics) -> bool:
 def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float) -> Flows:
     """Return the flows between two pages `elapsed` seconds apart; `now` is the later one's Unix time.
 
-    After a restart everything counts from zero. Without process data, a counter that fell counts from zero, and the
-    others continue, as in PromQL's increase().
+    After a restart of the process, every counter counts from zero. Otherwise only a counter that fell counts from zero,
+    as in PromQL's increase().
     """
     if not 0 < elapsed <= LONGEST_GAP_SECONDS:
         return Flows()
@@ -152,7 +152,7 @@ def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float
     def step(was: float, now_is: float) -> float:
         return now_is if fresh or now_is < was else now_is - was
 
-    # A request that fails before its first token lowers vLLM's request-seconds, so a fall of them is no reset.
+    # A request that fails before its first token lowers vLLM's sums of seconds, so a lower sum is no reset.
     reset = fresh or new.finished < old.finished
     errors = step(old.errors, new.errors)
     # An engine's error is also an HTTP 500, unless the answer had begun. So neither count alone includes all errors.
@@ -180,6 +180,6 @@ def _grown(was: Histogram, now_is: Histogram, fresh: bool) -> Histogram:
 
 
 def _covered(after: PodMetrics, elapsed: float, now: float) -> float:
-    """Return the seconds that a new process has run, if the clocks of pod and operator agree."""
+    """Return the seconds that a new process has run, or `elapsed` if the clocks of pod and operator differ too much."""
     age = now - (after.process_start or 0.0)
     return age if 0 < age < elapsed else elapsed

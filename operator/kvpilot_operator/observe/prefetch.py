@@ -1,4 +1,4 @@
-"""The progress of the Job that fills a claim: its status, its pod's, and the bytes on the pod's page of metrics."""
+"""The Job that downloads weights to a PersistentVolumeClaim: its status, its pod, and the bytes it reports."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _MOST = 2**60
 
 
 class Progress(NamedTuple):
-    """Bytes on the claim, and bytes of the whole model."""
+    """Downloaded bytes, and bytes of the whole model."""
 
     there: int
     total: int
 
 
 class ProgressReader(SeriesReader[Progress]):
-    """A reader of one metrics page of the Job's pod. Raises ScrapeError if a figure is missing."""
+    """A parser of the metrics page of the Job's pod. It raises ScrapeError if a figure is missing."""
 
     def __init__(self) -> None:
         super().__init__(_WANTED)
@@ -64,7 +64,10 @@ class ProgressReader(SeriesReader[Progress]):
 async def read_prefetch(
     cluster: Cluster, scraper: Scraper, key: ServiceKey, service: ServiceView
 ) -> PrefetchView | None:
-    """Return the service's Job; None if it has none. It is not watched, because few services fill a claim at a time."""
+    """Return the view of the service's Job, or None if it has none.
+
+    The Job is not watched, because few services download weights at a time.
+    """
     name = prefetch_job(key.name)
     job = await cluster.find(Ref("batch/v1", "Job", key.namespace, name)) if _asked(key, service) else None
     if job is None or not any(one.get("uid") == service.uid for one in job["metadata"].get("ownerReferences") or ()):
@@ -82,7 +85,7 @@ async def read_prefetch(
 
 
 def _asked(key: ServiceKey, service: ServiceView) -> bool:
-    """Return True if a Job is needed or must be deleted."""
+    """Return True if the service needs a Job, or may have one that must be deleted."""
     spec, known = service.spec, service.status.cache
     if spec is None or not spec.cache.prefetch:
         return spec is not None and known is not None
@@ -102,7 +105,7 @@ def _pods_of(job: Object, pods: Sequence[Object], *, mesh: bool) -> tuple[PodVie
 
 
 def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: Progress | None) -> PrefetchView:
-    """Return the Job with its pods."""
+    """Return the view of a Job with its pods and progress."""
     ended = {one.get("type"): one for one in (job.get("status") or {}).get("conditions") or () if _holds(one)}
     failed = ended.get("Failed")
     return PrefetchView(

@@ -23,7 +23,7 @@ from kvpilot_probes.errors import PackError, PackTooLarge
 from kvpilot_probes.packs import CONFIG_MAP_KEY, ProbePrompt
 from kvpilot_probes.session import DEFAULT_TOKENS, TOP_K
 
-# A service's packs are read again after this long: each of up to 16 ConfigMaps takes a request.
+# Reuse a service's packs for this long, because each of up to 16 ConfigMaps takes a request.
 PACKS_SECONDS = 15.0
 # If a ConfigMap lacks the key, the message names at most this many of its other keys.
 _OTHER_KEYS = 8
@@ -35,7 +35,7 @@ class _ConfigMap(msgspec.Struct):
 
 
 class PlanRead(NamedTuple):
-    """Packs of a service as last read."""
+    """Probe plan of a service, and the time and inputs of its last read."""
 
     read: datetime
     spec: Spec
@@ -45,16 +45,17 @@ class PlanRead(NamedTuple):
 
 
 class PackTexts:
-    """A reader of ConfigMaps, a few at a time for the whole fleet."""
+    """A reader of packs in ConfigMaps. It reads only a few ConfigMaps at a time for the whole fleet."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._turns = asyncio.Semaphore(CONFIG_MAPS)
 
     async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
-        """Return the texts of `spec.accuracy.probeSets` by ConfigMap; raises PackTooLarge.
+        """Return the data of the ConfigMaps in `spec.accuracy.probeSets`, by name. Raise PackTooLarge.
 
-        A missing ConfigMap is left out. One without `prompts.yaml` has some of its other keys, without texts.
+        Leave out missing ConfigMaps. Without `prompts.yaml`, the data has some other keys with empty texts, for the
+        message.
         """
         found: dict[str, Mapping[str, str]] = {}
         left = PACKS_BYTES
@@ -80,7 +81,7 @@ class PackTexts:
             texts = await self.of(key, spec)
         except PackError as error:
             return PlanRead(now, spec, None, ProbePlan(fault=str(error)))
-        # Making a plan takes about 60 ms.
+        # Reuse a plan whose inputs are the same, because making one takes about 60 ms.
         digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()
         about = (spec.model, spec.kv_cache.baseline, spec.accuracy.probe_sets, digest)
         plan = known.plan if known is not None and known.about == about else probe_plan(spec, texts)
@@ -98,7 +99,7 @@ class PackTexts:
 
 
 def texts_of(answer: bytes) -> dict[str, str]:
-    """Return the pack in a ConfigMap's JSON, or some other keys without texts; raises ClusterError."""
+    """Return the pack in a ConfigMap's JSON, or some other keys with empty texts. Raise ClusterError for other JSON."""
     try:
         data = msgspec.json.decode(answer, type=_ConfigMap).data or {}
         text = data.get(CONFIG_MAP_KEY)
@@ -110,13 +111,13 @@ def texts_of(answer: bytes) -> dict[str, str]:
 
 
 def probe_prompts(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> tuple[ProbePrompt, ...]:
-    """Return the prompts of `spec.accuracy.probeSets`; raises PackError."""
+    """Return the prompts of `spec.accuracy.probeSets`. Raise PackError if they cannot be used."""
     context = spec.model.max_model_len or packs.DEFAULT_CONTEXT_TOKENS
     return packs.load(spec.accuracy.probe_sets, config_maps, context)
 
 
 def probe_plan(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> ProbePlan:
-    """Return the packs' identity, made of their content, or the fault that keeps them from being used."""
+    """Return the packs' identity, a hash of their content, or the fault that makes them unusable."""
     try:
         prompts = probe_prompts(spec, config_maps)
     except PackError as error:

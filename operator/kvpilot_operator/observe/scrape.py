@@ -25,7 +25,7 @@ from kvpilot_probes.answers import read_models
 from kvpilot_probes.engine_http import EngineConnector
 from kvpilot_probes.errors import MalformedAnswer
 
-# Limit of the whole answer, so that a server that sends a byte a second cannot block a scrape.
+# Limit of the time for a whole answer, so that a server that sends a byte a second cannot block a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
 # One model takes about 500 bytes.
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Scraper:
-    """A client for engines' pages, which its owner closes. `identity` is for engines that are reached by TLS.
+    """A client for engines' metrics pages, which its owner closes. `identity` is for engines that require TLS.
 
     It uses no proxy from the environment, no cookies and no compression: a few compressed KiB may unpack to gigabytes.
     """
@@ -59,7 +59,7 @@ class Scraper:
         await self._http.close()
 
     async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
-        """Fetch and read the page of one engine. `spend` gets its work (`SeriesReader.work`), even after a failure."""
+        """Fetch and parse one engine's page. Pass its work (`SeriesReader.work`) to `spend`, even after a failure."""
         page = PageReader()
         try:
             return await self.read(service, url, page)
@@ -67,7 +67,7 @@ class Scraper:
             spend(page.work)
 
     async def adapters(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> tuple[str, ...]:
-        """Return the LoRA adapters that one engine has loaded: models that have a parent."""
+        """Return the LoRA adapters that one engine has loaded. /v1/models lists them as models with a parent."""
         address = f"{url}/v1/models"
         async with self._answer(service, address) as (answer, _):
             body = await read_body(answer.content.iter_any(), _MAX_MODELS_BYTES, "models")
@@ -89,9 +89,12 @@ class Scraper:
             return page.close()
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
-        """Return the requests that wait for room in one pod: 0 without a usable page, 1 if the engine is too busy."""
+        """Return the number of requests that wait for room in one pod.
+
+        Return 0 without a usable page, and 1 if the engine is too busy to answer in time.
+        """
         try:
-            # No work is charged: the number of requests in a probe already bounds this.
+            # Do not charge the service for this page: a probe asks for few of them.
             return (await self.scrape(service, url, lambda _: None)).waiting
         except ScrapeTimeout:
             return 1.0
@@ -106,7 +109,7 @@ class Scraper:
     async def _answer(
         self, service: ServiceKey, address: str
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """Yield an engine's plain answer and its time limit. Turn every failure, also a reader's, into ScrapeError."""
+        """Yield an engine's answer and its time limit. Turn failures, even of the caller's block, into ScrapeError."""
         try:
             async with (
                 self._permits.of(service.namespace),
@@ -159,7 +162,7 @@ class _Failed:
 
 
 class ScrapeThrottle:
-    """The throttle of one service. Times are seconds on a clock that never goes back."""
+    """A limit on the scrapes of one service. Times are seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._failed: dict[str, _Failed] = {}
@@ -168,11 +171,11 @@ class ScrapeThrottle:
 
     @property
     def backed_off(self) -> Mapping[str, str]:
-        """Pods that failed more than once in a row and are asked less often, each with the reason."""
+        """The reason by pod, for pods that failed more than once in a row and are scraped less often."""
         return {pod: one.why for pod, one in self._failed.items() if one.times > 1}
 
     def due(self, pods: Collection[str], now: float) -> list[str]:
-        """Return the ready pods to ask now; all other pods of the service are forgotten."""
+        """Return those of `pods` to scrape now. Forget the failures of all other pods."""
         for gone in self._failed.keys() - pods:
             del self._failed[gone]
         if now < self._paid_at:
@@ -182,9 +185,10 @@ class ScrapeThrottle:
         return due
 
     def spend(self, work: int, now: float) -> None:
-        """Count the work of a page, even of a bad one.
+        """Charge the work of a page, even of a bad one, to the whole service.
 
-        The service's next scrape waits until its pods' budget covers it, so no pod with a large page looks silent.
+        The service's next scrape waits until its pods' common budget covers the work. If only the pod with a large page
+        waited, it would look as if it did not answer.
         """
         self._paid_at = max(self._paid_at, now) + work / (budget.METRICS_WORK_PER_SECOND * max(1, self._asked))
 

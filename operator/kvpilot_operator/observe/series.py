@@ -1,6 +1,6 @@
-"""The lines of a page in Prometheus' text format: from chunks of bytes to the wanted series, one by one.
+"""A parser of Prometheus' text format, which takes chunks of bytes and yields the wanted series.
 
-Parsing is linear in the bytes of any page, because possessive quantifiers prevent backtracking. docs/decisions/0013
+Its time is linear in the bytes of any page, because possessive quantifiers prevent backtracking. docs/decisions/0013
 compares it with prometheus_client's parser.
 """
 
@@ -30,18 +30,18 @@ _PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"([^"\\]*+(?:\\.[^"
 
 
 class SeriesReader(ABC, Generic[T]):
-    """A reader that takes a page in chunks, and calls `add` for each series with a `wanted` name."""
+    """A parser that takes a page in chunks, and calls `add` for each series with a `wanted` name."""
 
     def __init__(self, wanted: Set[bytes]) -> None:
         self._wanted = wanted
         self._rest = b""
-        """Unfinished last line of the last chunk."""
+        """The unfinished last line of the previous chunk."""
         self._bytes = 0
         self._lines = 0
 
     @property
     def work(self) -> int:
-        """Return the lines so far, plus a line for each 128 bytes: parsing time is proportional to it."""
+        """Parsing work so far, in lines: the lines read, plus one for each 128 bytes. Time is proportional to it."""
         return self._lines + self._bytes // budget.METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:
@@ -92,7 +92,7 @@ class SeriesReader(ABC, Generic[T]):
 
 
 def labels_of(text: str) -> dict[str, str]:
-    """Return the labels of a series, from the text between its braces; escapes are left as they are."""
+    """Return the labels of a series, from the text between its braces. Keep escapes as they are."""
     return dict(_PAIR.findall(text))
 
 

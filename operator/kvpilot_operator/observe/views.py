@@ -18,7 +18,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 
 Object = Mapping[str, Any]
 
-# A queue such as Kueue holds pods back with a scheduling gate. Treat this like a lack of room on nodes.
+# A queue such as Kueue holds pods back with a scheduling gate. Treat such pods like pods that fit no node.
 _NO_NODE = ("Unschedulable", "SchedulingGated")
 _SOURCES = (
     ("Secret", "secret", "secretName"),
@@ -30,7 +30,7 @@ _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
 def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE_CONTAINER) -> PodView:
-    """Return the view of one pod by its main container. `mesh` is True if the operator has an identity for a mesh."""
+    """Return the view of one pod. `mesh` is True if the operator has an identity for a mesh."""
     labels, status = pod["metadata"].get("labels") or {}, pod.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
     container = _named(status.get("containerStatuses") or (), container_name)
@@ -66,13 +66,13 @@ def _words(said: Object, field: str = "message") -> str | None:
 
 
 def _no_volume(scheduled: Object) -> str | None:
-    """Return the scheduler's message about a volume that was not made in time, which it reports as a SchedulerError."""
+    """Return the scheduler's message about a volume that was not made in time. Its reason is only SchedulerError."""
     message = _words(scheduled) or ""
     return message if scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in message else None
 
 
 def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
-    """Return reason and message of the first init container or sidecar with a wait that may never end."""
+    """Return (reason, message) of the first init container or sidecar whose wait may never end."""
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ON_ITS_WAY[0]
@@ -83,7 +83,7 @@ def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
 
 
 def _begun(status: Object) -> bool:
-    """Return True if a container was started (so its volumes exist), or if no container waits yet."""
+    """Return True if a container was started, so its volumes exist, or if the pod has no container status yet."""
     containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
     return not containers or any(
         one.get("lastState") or (one.get("state") or {}).keys() & {"running", "terminated"} for one in containers
@@ -91,7 +91,7 @@ def _begun(status: Object) -> bool:
 
 
 def _needs(pod: Object) -> tuple[str, ...]:
-    """Return the objects of a pod's volumes that the kubelet waits for, in their order."""
+    """Return the objects that the kubelet needs for a pod's volumes, in the order of the volumes."""
     volumes = (pod.get("spec") or {}).get("volumes") or ()
     parts = [part for one in volumes for part in ((one.get("projected") or {}).get("sources") or (one,))]
     found = [
@@ -104,7 +104,7 @@ def _needs(pod: Object) -> tuple[str, ...]:
 
 
 def is_ours(pod: Object, service: str) -> bool:
-    """Return True for a pod of one of our workloads: a label is easily copied, a controller's reference less so."""
+    """Return True if an owner reference names one of our workloads. A label alone is too easy to copy."""
     labels = pod["metadata"].get("labels") or {}
     owners = pod["metadata"].get("ownerReferences") or ()
     return any(makes(service, labels.get(names.REVISION_LABEL, ""), owner) for owner in owners)
@@ -148,7 +148,7 @@ def _replica_failure(status: Object) -> str | None:
 
 
 def without_pod_name(message: str) -> str:
-    """Return a refusal of a pod without the pod's name: each attempt has another one."""
+    """Return a refusal of a pod without the pod's name, which differs at each attempt."""
     return _POD_NAME.sub("", shown(message))[:1000]
 
 
@@ -172,7 +172,7 @@ def named_view(kind: str, obj: Object, uid: str) -> ObjectView:
 
 
 def together(service: str | None, pool: ObjectView | None) -> str | None:
-    """Return the revision that a Service (`traffic_of`) and a pool select, or "" (every revision) if they differ."""
+    """Return the revision that both Service (`traffic_of`) and pool select, or "" (all revisions) if they differ."""
     if service is None or pool is None or not pool.owned or pool.selects == service:
         return service
     return ""
@@ -186,7 +186,7 @@ def _selected(service: Object, selector: Object) -> str | None:
 
 
 def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:
-    """Read an HTTPRoute."""
+    """Return the view of an HTTPRoute, with the answers of its parents."""
     if route is None:
         return None
     rules = tuple((route.get("spec") or {}).get("rules") or ())
@@ -205,7 +205,7 @@ def _parents(route: Object, key: ServiceKey) -> tuple[Parent, ...]:
 
 
 def _answer(name: str, conditions: Sequence[Object], generation: int) -> Parent:
-    """Return a parent's answer to the present route; older conditions do not count."""
+    """Return a parent's answer to the current generation of the route. Ignore conditions about older ones."""
     now = [one for one in conditions if one.get("observedGeneration", generation) >= generation]
     for one in now:
         if one.get("type") in ("Accepted", "ResolvedRefs") and one.get("status") == "False":

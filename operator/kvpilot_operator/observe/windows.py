@@ -16,11 +16,11 @@ from kvpilot_operator.state.snapshot import ModelFacts, ServiceKey
 
 log = logging.getLogger(__name__)
 
-# Samples in the pressure window: enough to see if nine in ten are above the threshold.
+# Samples in the pressure window: enough to tell if nine in ten are above the threshold.
 _PRESSURE_BUCKETS = 24
 # Samples in a canary's step. The comparison cuts a step into up to 10 slices of time, and each needs samples.
 _STEP_BUCKETS = 20
-# Longest bucket of the near window. With a wider one, samples would be 60 s apart (`STALE_SECONDS`) and read as gaps.
+# Longest bucket of the near window. With longer ones, samples could be 60 s apart (`STALE_SECONDS`), which is a gap.
 _LONGEST_BUCKET_SECONDS = 45.0
 # Most samples in the near window (up to a day), and samples in the far window.
 _MOST_BUCKETS = 2400
@@ -29,17 +29,17 @@ _FAR_BUCKETS = 24
 
 @dataclass(frozen=True, slots=True)
 class SampleRetention:
-    """Retention of a service's samples, in seconds: `bucket` apart over `near`, wider apart over `far`."""
+    """Retention of a service's samples in seconds: one per `bucket` for `near`, then one per `far_bucket` for `far`."""
 
     near: float = 600.0
     far: float = 3600.0
     bucket: float = 12.5
     pressure: float = 300.0
-    """Without a trial, histograms cover only these last seconds, and latency histograms exist only for objectives."""
+    """Without a trial, only samples of these last seconds keep their histograms."""
     trial: bool = True
-    """True while a canary is compared with the stable side."""
+    """True while a canary is compared with the stable revision."""
     latencies: bool = False
-    """Keep latency histograms without a trial, too, for objectives."""
+    """Keep latency histograms even without a trial, because the spec has latency objectives."""
 
     @property
     def far_bucket(self) -> float:
@@ -67,7 +67,7 @@ class _Merged:
     scrapes: int = 1
 
     def merge(self, other: _Merged) -> None:
-        """Merge a later bucket: add up flows, average gauges, and take everything else from the later one."""
+        """Merge a later sample: add up the flows, average the gauges, and take everything else from the later one."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:
             told = theirs if theirs.observed_dtype else ours
@@ -102,7 +102,7 @@ class _Series:
 
     known: Mapping[str, Known] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
-    """Contradictions in the last pages."""
+    """Contradictions in the last pages, as `news` got them."""
     far: deque[_Merged] = field(default_factory=deque)
     near: deque[_Merged] = field(default_factory=deque)
 
@@ -119,7 +119,7 @@ class _Series:
         return True
 
     def add(self, sample: Sample, retention: SampleRetention) -> None:
-        """Append a sample, thin older ones, drop those beyond every window."""
+        """Append a sample, merge older ones into wider buckets, and drop those beyond both windows."""
         if not retention.trial and not retention.latencies:
             sample = replace(sample, flows=replace(sample.flows, ttft=NOTHING_OBSERVED, itl=NOTHING_OBSERVED))
         _append(self.near, _Merged(sample), retention.bucket)
@@ -131,7 +131,7 @@ class _Series:
             self.far.popleft()
 
     def _thin(self, now: datetime, seconds: float) -> None:
-        """Drop the histograms of older samples, which take most of the memory."""
+        """Drop the histograms of samples older than `seconds`, because they take most of the memory."""
         for bucket in reversed(self.near):
             flows = bucket.sample.flows
             if _age(bucket, now) > seconds:
@@ -165,7 +165,7 @@ class Windows:
         unanswered: int = 0,
         gpus: Mapping[str, str] | None = None,
     ) -> Judged:
-        """Judge the answers of a revision's pods, and keep them."""
+        """Judge the metrics pages of a revision's pods, and keep the sample."""
         series = self._series.setdefault(revision, _Series())
         if series.turned_back(time):
             log.warning(
@@ -188,13 +188,13 @@ class Windows:
         return {name: tuple(bucket.sample for bucket in (*one.far, *one.near)) for name, one in self._series.items()}
 
     def model(self) -> ModelFacts | None:
-        """Return the architecture of most of the service's pods; None if no pod has reported it."""
+        """Return the model architecture that most pods of the service report. Return None if no pod reports one."""
         every = self._series.values()
         said = Counter(pod.page.model for one in every for pod in one.known.values() if pod.page.model is not None)
         return said.most_common(1)[0][0] if said else None
 
     def keep_only(self, revisions: Collection[str]) -> None:
-        """Forget revisions that have stopped."""
+        """Forget all other revisions."""
         for name in [name for name in self._series if name not in revisions]:
             del self._series[name]
 

@@ -1,4 +1,4 @@
-"""The decision of one reconcile: data for `act`. It may ask for a probe, and a later reconcile gets its result."""
+"""The decision of one reconcile, as data for `act`. If it requests a probe, a later reconcile gets the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from kvpilot_probes.stats import Measurement
 
 Manifest = Mapping[str, Any]
 Ref = tuple[str, str, str]
-"""(apiVersion, kind, name) of an object of the service's namespace."""
+"""(apiVersion, kind, name) of an object in the service's namespace."""
 
 
 class Cause(NamedTuple):
@@ -32,7 +32,7 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A capture of baseline and control by the 16-bit pod at `url`, unless the ConfigMap holds them."""
+    """A capture of baseline and control from the 16-bit pod at `url`, unless the ConfigMap already has both."""
 
     identity: str
     pod: str
@@ -41,7 +41,7 @@ class Capture:
     baseline: str
     config_map: str
     serving: bool = False
-    """True if the pod serves users. The probe gives way to their requests for a while."""
+    """True if the pod serves users. The probe waits for their queued requests, but only for a limited time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,16 @@ class Measure:
     dtype: str
     config_map: str
     serving: bool = False
-    """True if the pod serves users. The probe gives way to their requests, or ends without a verdict."""
+    """True if the pod serves users. The probe waits for their queued requests, or ends without a verdict."""
 
 
 Request = Find | Capture | Measure
+"""A probe that a decision requests. `identity` tells requests apart, and `baseline` is the baseline's identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A baseline with its 16-bit control; `adopted` if it was found in the ConfigMap."""
+    """A baseline with its 16-bit control. `adopted` is True if it was found in the ConfigMap."""
 
     baseline: Baseline
     adopted: bool = False
@@ -104,17 +105,22 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """The objects that the service owns from now on. First `scale` raises replicas of Deployments that an older spec
-    rendered; `apply` goes out in order (of a user's HTTPRoute only the rules, if it is as observed); then `scale`
-    lowers replicas; last, Deployments whose revision is not in `keep` and all `absent` objects are deleted."""
+    """The objects that the service owns from now on. `act` writes them in this order:
+
+    1. Raise the replicas of existing workloads to the numbers in `scale`, by revision.
+    2. Write `apply` in its order, but manifests that lower replicas last. If the API server newly refuses an object,
+       everything after that waits for the next reconcile. Of a user's HTTPRoute, only the rules are written.
+    3. Lower the replicas of existing workloads to the numbers in `scale`.
+    4. Delete workloads whose revision is not in `keep`, and the `absent` objects.
+    """
 
     apply: tuple[Manifest, ...]
     scale: Mapping[str, int]
     keep: frozenset[str]
     absent: tuple[Ref, ...] = ()
-    """Our objects that must not exist."""
+    """Objects to delete if the service owns them."""
     named: tuple[Ref, ...] = ()
-    """Our objects that pods need before they start."""
+    """Objects that pods need before they start, and that the service must own."""
 
 
 class Latency(NamedTuple):
@@ -124,21 +130,21 @@ class Latency(NamedTuple):
     percentile: int
     limit_seconds: float
     observed_seconds: float | None
-    """None for too few samples."""
+    """None if there are too few samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Measurements for metrics alone: no decision needs them, and a restart forgets them."""
+    """Measurements that only the operator's metrics show. No decision needs them, and a restart forgets them."""
 
     recent_tokens: int | None = None
-    """Recent window that engines report; None before their first scrape."""
+    """Recent window that engines report, in tokens. None before the first scrape."""
     retention: str = ""
     """Policy by which engines free pages of a sequence; empty if they keep all."""
     hits: Mapping[str, float] = field(default_factory=dict)
-    """Share of prompt tokens that a tier held, by tier; empty without kvCache.offload."""
+    """Share of prompt tokens that were found in a cache tier, by tier. Empty without kvCache.offload."""
     cost_per_hour: float | None = None
-    """Cost of all GPUs of the service, a canary's included; None if they have no price."""
+    """Cost of all GPUs of the service, including a canary's. None if they have no price."""
     cost_per_million_tokens: float | None = None
     """Cost of a million generated tokens, at the rate of the last window."""
     latencies: tuple[Latency, ...] = ()
@@ -152,15 +158,15 @@ class Decision:
     objects: Objects | None = None
     """None leaves every object as it is."""
     baseline: Baseline | None = None
-    """A captured baseline to keep before the status that names it is written."""
+    """A captured baseline to store before the status, which names it."""
     probe: Request | None = None
     events: tuple[Event, ...] = ()
     gates: Mapping[str, bool] = field(default_factory=dict)
-    """Readiness gates by pod name. They open after the status is written, and close after traffic has moved."""
+    """Readiness gates by pod name, True for open. They open after the status is written and close after traffic moves."""
     do_not_evict: frozenset[str] = frozenset()
     """Names of all pods that cluster autoscalers should not evict."""
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions without an answer; what they decide stays unchanged."""
+    """Questions that failed. Everything that they decide stays unchanged."""
     figures: Figures = Figures()
     again_seconds: float | None = None
     """Reconcile again after this many seconds, even if nothing happens."""

@@ -7,8 +7,11 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Observations by bucket: `counts[i]` lie in (bounds[i-1], bounds[i]], the last count above every bound. `bounds`
-    are finite and rise; `total` is the sum of the observed values."""
+    """Number of observations in each bucket, and the sum of their values (`total`).
+
+    `counts[i]` observations lie in (bounds[i-1], bounds[i]]. The last count is above all bounds. The bounds are finite
+    and increasing.
+    """
 
     bounds: tuple[float, ...] = ()
     counts: tuple[float, ...] = (0.0,)
@@ -24,7 +27,7 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, q: float) -> float:
-        """Return the value below which a share `q` lies, as PromQL's histogram_quantile; NaN for nothing."""
+        """Return the `q`-quantile (0 to 1), interpolated like PromQL's histogram_quantile; NaN if it is empty."""
         if self.count <= 0:
             return float("nan")
         rank = q * self.count
@@ -37,7 +40,7 @@ class Histogram:
         return self.bounds[-1] if self.bounds else float("nan")
 
     def __add__(self, other: "Histogram") -> "Histogram":
-        """Add both. An empty histogram adopts the other's buckets; buckets of two filled ones must be the same."""
+        """Return the sum. Raise ValueError if both histograms have observations, but in different buckets."""
         if self.bounds == other.bounds:
             counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
             return Histogram(self.bounds, counts, self.total + other.total)
@@ -49,7 +52,10 @@ class Histogram:
 
     @classmethod
     def together(cls, histograms: Sequence["Histogram"]) -> "Histogram":
-        """Return their sum. Those with other buckets than the last filled one (another engine version) are left out."""
+        """Return the sum of the histograms that have the same buckets as the last non-empty one.
+
+        Other buckets are left out: they come from another engine version.
+        """
         full = [h for h in histograms if h.count]
         same = [h for h in full if h.bounds == full[-1].bounds]
         if len(same) < 2:

@@ -1,4 +1,4 @@
-"""A service's objects in the API server: its pods, workloads, Services and route. Frozen, no I/O."""
+"""Views of a service's objects in the API server: pods, workloads, Services and route. Frozen, no I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ class PodView:
     exit_message: str | None
     """The message of the engine's last exit (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
-    """The scheduler's message while no node fits, or a queue holds the pod back."""
+    """The scheduler's message, while no node fits the pod or a queue (such as Kueue) holds it back."""
     unheard_since: datetime | None = None
-    """Time since when it has neither a node nor a message of the scheduler, which is silent while a volume is made."""
+    """Creation time of a pod without node and scheduler message. The scheduler is silent while a volume is made."""
     held_up: tuple[str, str] | None = None
-    """Reason and message of an init container or sidecar that keeps the pod from being ready."""
+    """(reason, message) of an init container or sidecar that keeps the pod from being ready."""
     needs: tuple[str, ...] | None = None
-    """Objects that its volumes need, such as "Secret certificates"; None once a container has started."""
+    """Objects that the pod's volumes need, such as "Secret certificates". None once a container has started."""
     uid: str = ""
     do_not_evict: bool = False
     mesh: bool = False
@@ -39,30 +39,30 @@ class PodView:
     admitted: bool | None = None
     """True if kvpilot's readiness gate is open; None if the pod has none."""
     workers: tuple["PodView", ...] = ()
-    """Other pods of the group that it leads. They take no requests."""
+    """The other pods of a multi-node replica that this pod leads. They take no requests."""
 
     @property
     def group(self) -> tuple["PodView", ...]:
-        """All pods of its replica, itself first."""
+        """All pods of this replica, this pod first."""
         return (self, *self.workers)
 
     @property
     def answers(self) -> bool:
-        """Return True if its engine answers, admitted or not."""
+        """True if the engine answers, whether or not the pod is admitted."""
         return (self.ready or self.containers_ready) and bool(self.ip) and not self.terminating
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchView:
-    """The Job that fills the claim for weights."""
+    """The Job that downloads weights to the service's PersistentVolumeClaim."""
 
     content: str
-    """Its annotation: a hash of the claim's content and one of the Job."""
+    """The Job's annotation: one hash of the claim's wanted content, and one of the Job."""
     done: bool
     failure: str | None
     pods: tuple[PodView, ...]
     downloaded_bytes: int | None
-    """Bytes that its pod reports now, or None if no pod answers."""
+    """Bytes that the Job's pod reports now. None if no pod answers."""
     total_bytes: int | None
 
 
@@ -82,7 +82,7 @@ class DeploymentView:
     has_gate: bool = True
     kind: str = "Deployment"
     nodes: int = 1
-    """Pods of each replica."""
+    """Number of pods of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class ObjectView:
     selects: str | None = None
     """The revision that a Service selects, or "" for all revisions. None if the selector is not ours."""
     picker: Mapping[str, Any] | None = None
+    """The endpointPickerRef of an InferencePool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,10 @@ class Rejection:
     kind: str
     name: str
     reason: str
-    """The reason in the server's Status: Invalid, Forbidden, ...; may be empty."""
+    """The reason in the server's Status, such as Invalid or Forbidden. It may be empty."""
     message: str
     causes: tuple[tuple[str, str], ...] = ()
-    """Fields and messages."""
+    """(field, message) of each fault."""
 
 
 class Parent(NamedTuple):
@@ -123,7 +124,7 @@ class Parent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RouteView:
-    """The HTTPRoute that gives a canary its share: ours, or the one that routeRef names."""
+    """The HTTPRoute that sends a canary its share of the requests: ours, or the user's that routeRef names."""
 
     name: str
     resource_version: str

@@ -1,4 +1,4 @@
-"""The questions of one reconcile, and the failed ones. An error in one does not affect the others."""
+"""The questions (observations and partial decisions) of one reconcile. If one fails, the others are still answered."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Question(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """A question without an answer, and the type and place of the error. Values may be secrets and are left out."""
+    """A question that failed, with the error's type and place. The error's text is left out: it may contain secrets."""
 
     question: Question
     error: str
@@ -50,11 +50,11 @@ class Unanswered:
 
 
 def keeps_probe(unanswered: Sequence[Unanswered]) -> bool:
-    """Return True if a running probe must continue, because the next probe could not be decided."""
+    """Return True if a running probe must continue, because the decision about probes failed."""
     return any(one.question in (Question.PROBE_SETS, Question.ACCURACY) for one in unanswered)
 
 
 def unanswered(question: Question, error: Exception) -> Unanswered:
-    """Keep the error's type, the API server's HTTP status if any, and the places in our code."""
+    """Return the failed question with the error's type, its HTTP status (if any) and its places in our code."""
     status = f" HTTP {error.status}" if isinstance(error, ClusterError) and error.status else ""
     return Unanswered(question, f"{type(error).__name__}{status}", places(error))

@@ -15,51 +15,54 @@ ROOMY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Increments of one revision's pods since the previous scrape. A pod counts from its engine's second page on."""
+    """Increments of the counters of one revision's pods since the previous scrape. A pod's first page adds nothing."""
 
     seconds: float = 0.0
-    """Pod-seconds that the increments cover; 0 while nothing is known."""
+    """Pod-seconds that the increments cover. 0 before a second page."""
     preemptions: float = 0.0
     prompt_tokens: float = 0.0
     generation_tokens: float = 0.0
     prefix_queries: float = 0.0
-    """Prompt tokens that were looked up in the prefix cache; `prefix_hits` were in it."""
+    """Prompt tokens that were looked up in the GPU's prefix cache. `prefix_hits` of them were found."""
     prefix_hits: float = 0.0
     host_hits: float = 0.0
-    """Prompt tokens that were loaded from host memory or disk instead; `disk_hits` is the disk's part."""
+    """Prompt tokens that were loaded from host memory or disk. `disk_hits` of them came from disk."""
     disk_hits: float = 0.0
     finished: float = 0.0
     """Requests that ended, failed ones included."""
     failed: float = 0.0
-    """Requests that ended in an error of the engine; a client that left does not count."""
+    """Requests that ended in an error of the engine. Requests that a client aborted do not count."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    """Request-seconds, as those of `prefill_seconds`."""
+    """Seconds in decode, summed over requests. `prefill_seconds` is the same for prefill."""
     ttft: Histogram = NOTHING_OBSERVED
     itl: Histogram = NOTHING_OBSERVED
     generation_lengths: Histogram = NOTHING_OBSERVED
 
     @classmethod
     def together(cls, flows: Sequence[Self]) -> Self:
-        """Return their sum. Histograms with other buckets than the last (another engine version) are left out."""
+        """Return the sum of `flows`.
+
+        Leave out histograms with other buckets than the last one: they come from another engine version.
+        """
         columns: Iterator[tuple[Any, ...]] = zip(*map(_FIGURES, flows), strict=True)
         sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
         return cls(*sums)
 
     @classmethod
     def counted(cls, flows: Sequence[Self]) -> Self:
-        """Return their sum without histograms, which take far longer to add up."""
+        """Return the sum of `flows` without their histograms, which are slow to add."""
         sums: list[Any] = [sum(column) for column in zip(*map(_NUMBERS, flows), strict=True)]
         return cls(*sums)
 
     @property
     def hits(self) -> float:
-        """Return the prompt tokens that a cache held."""
+        """Prompt tokens that were found in a cache: GPU, host memory or disk."""
         return self.prefix_hits + self.host_hits
 
     @property
     def computed(self) -> float:
-        """Return the prompt tokens that no cache held."""
+        """Prompt tokens that the engines had to compute."""
         return max(0.0, self.prefix_queries - self.hits) if self.prefix_queries else self.prompt_tokens
 
 
@@ -69,7 +72,10 @@ _NUMBERS = attrgetter(*(one.name for one in fields(Flows) if one.default == 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The fullest engine of one scrape in comparison with the others. An engine is a pod or a data-parallel rank."""
+    """The fullest engine of one scrape (`name`, `usage`, `waiting`), compared with all engines.
+
+    An engine is a pod or a data-parallel rank.
+    """
 
     name: str
     usage: float
@@ -77,13 +83,13 @@ class Spread:
     mean: float
     """Mean use of all engines."""
     roomy: float
-    """Share of the engines that are at most half as full."""
+    """Share of the engines that are at most half as full as the fullest one."""
     roomy_waiting: float
-    """Mean number of waiting requests at each of these engines."""
+    """Mean number of waiting requests of the engines that `roomy` counts."""
 
     @classmethod
     def of(cls, engines: Sequence[tuple[str, float, float]]) -> Self | None:
-        """Compare engines, given as name, use and waiting requests; None for fewer than two."""
+        """Compare engines, each given as (name, use, waiting requests). Return None for fewer than two."""
         if len(engines) < 2:
             return None
         fullest = max(engines, key=lambda one: (one[1], one[2], one[0]))
@@ -92,15 +98,17 @@ class Spread:
         return cls(*fullest, mean, len(roomy) / len(engines), sum(roomy) / len(roomy) if roomy else 0.0)
 
     def mixed(self, other: Self, share: float) -> Self:
-        """Return the weighted mean of both, in which `other` has the weight `share`. The name is that of `other`."""
+        """Return the weighted mean of both, with the weight `share` (0 to 1) for `other`. Keep the name of `other`."""
         ours, theirs = astuple(self)[1:], astuple(other)[1:]
         return type(self)(other.name, *(a + (b - a) * share for a, b in zip(ours, theirs, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scrape of one revision: sums over the pods with plausible pages and working engines. Use is their
-    token-weighted mean; a pod with several engines counts with its fullest one."""
+    """One scrape of one revision: sums over the pods with plausible metrics and working engines.
+
+    `usage` (0 to 1) is their mean, weighted by capacity. A pod with several engines counts with its fullest one.
+    """
 
     time: datetime
     pods: int
@@ -109,10 +117,10 @@ class Sample:
     waiting: float
     capacity_tokens: int
     observed_dtype: str
-    """The KV-cache dtype that most pods report; empty if none reports any."""
+    """The KV-cache dtype that most pods report. Empty if no pod reports a dtype."""
     flows: Flows = Flows()
     implausible: tuple[str, ...] = ()
-    """Pods that answered with an implausible page, each as "NAME: why"."""
+    """Pods with implausible metrics, each as "NAME: why"."""
     unanswered: int = 0
     stalled: tuple[str, ...] = ()
     """Pods whose engines have work but make no progress, each as "NAME: why". The sums leave them out."""
@@ -120,12 +128,13 @@ class Sample:
     recent_tokens: int | None = None
     retention: str = ""
     factors: str = ""
+    """Hash of the calibration factors that most pods report. Empty if no pod reports a hash."""
     other_dtypes: tuple[tuple[str, str], ...] = ()
-    """The first few pods, by name, with another dtype, and that dtype."""
+    """(pod, dtype) of the first few pods, by name, whose dtype differs from `observed_dtype`."""
     mixed: tuple[tuple[str, str], ...] = ()
-    """The first few pods, by name, with other factors, and their hash."""
+    """(pod, hash) of the first few pods, by name, whose calibration factors differ from `factors`."""
 
 
 def names(pods: Sequence[str]) -> str:
-    """Return the names from texts such as "NAME: why". The reasons are left out, because their figures change."""
+    """Join the pod names in texts such as "NAME: why". Leave out the reasons, whose figures change at each scrape."""
     return ", ".join(sorted(one.partition(":")[0] for one in pods))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Optional APIs of this API server."""
+    """The optional APIs that the API server serves."""
 
     http_routes: bool = False
     inference_pools: bool = False

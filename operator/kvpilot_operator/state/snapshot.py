@@ -1,4 +1,4 @@
-"""All knowledge about one service at one moment: `observe` gathers it, `decide` reads it. Frozen, no I/O."""
+"""Everything known about one service at one moment. `observe` gathers it, and `decide` uses it. Frozen, no I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """Hash of the service's probe packs, or the cause that makes them unusable."""
+    """Hash of the service's probe packs, or the fault that makes them unusable."""
 
     identity: str = ""
     fault: str | None = None
@@ -65,36 +65,36 @@ class Snapshot:
     uid: str
     generation: int
     resource_version: str
-    """Its status is written only if this is still the newest."""
+    """resourceVersion of the service. `act` writes the status only if this is still the newest."""
     faults: tuple[Fault, ...]
     spec: Spec | None
     status: Status
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None
-    """Revision that the Service and the pool select; "" for every one, or if they differ; None for none."""
+    """Revision that Service and InferencePool select: "" for all or if they differ, None without a Service of ours."""
     objects: Mapping[tuple[str, str], ObjectView] = field(default_factory=dict)
-    """Workloads and Services with the service's label, and pools and routes of its names; by kind and name."""
+    """Workloads and Services with the service's label, and pools and routes with its names. Keys: (kind, name)."""
     rejections: tuple[Rejection, ...] | None = None
-    """Refusals of the last writes by the API server; None before anything was written."""
+    """Objects that the API server refused at their last write. None before the first write."""
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     node: NodeFacts = NodeFacts()
     model: ModelFacts | None = None
     route: RouteView | None = None
-    """None if no route is asked for, it does not exist, or it is not ours."""
+    """None if the spec asks for no route, if the route does not exist, or if its name belongs to another owner."""
     prefetch: PrefetchView | None = None
     """Our Job that fills the claim. None if it does not exist or is not needed."""
     server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions whose observation failed, which left their fields empty."""
+    """Questions whose observation failed. Their fields are empty."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
-    """Pods that are scraped less often, by name, with the cause."""
+    """Cause of failed scrapes, by name of the pod. These pods are scraped less often."""
     adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """LoRA adapters that pods report as loaded, by pod name."""
     gpu_hour_micros: int | None = None
-    """Price of one of its GPUs an hour, in millionths of the currency."""
+    """Price of one of the service's GPUs for an hour, in millionths of the currency."""
 
     def unread(self, question: Question) -> Unanswered | None:
         """Return the error that prevented this observation, or None if it succeeded."""
@@ -105,13 +105,13 @@ class Snapshot:
         return tuple(p for p in self.pods if p.revision == revision and not p.terminating)
 
     def pod_to_ask(self, pods: tuple[PodView, ...]) -> PodView:
-        """Return the pod that is already being probed, so that a new pod does not end that probe, else the first."""
+        """Return the pod that is being probed, else the first. Choosing another pod would end the running probe."""
         request = self.probe_result.request if self.probe_result is not None else None
         asked = None if request is None or isinstance(request, Find) else request.pod
         return next((pod for pod in pods if pod.name == asked), pods[0])
 
     def ready_pods(self, revision: str) -> tuple[PodView, ...]:
-        """Return the revision's ready pods: they get requests if a selector names them."""
+        """Return the revision's ready pods, which get requests if the Service selects them."""
         return tuple(p for p in self.pods_of(revision) if p.ready and p.ip)
 
     def answering_pods(self, revision: str) -> tuple[PodView, ...]:
@@ -127,5 +127,5 @@ class Snapshot:
         return next((sample for sample in reversed(self.samples.get(revision, ())) if sample.pods), None)
 
     def reported_dtype(self, revision: str) -> Sample | None:
-        """Return the revision's newest scrape in which a pod told its KV-cache dtype."""
+        """Return the revision's newest scrape in which a pod reported its KV-cache dtype."""
         return next((sample for sample in reversed(self.samples.get(revision, ())) if sample.observed_dtype), None)
