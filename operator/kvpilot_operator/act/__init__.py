@@ -1,1 +1,1 @@
-"""Make the cluster match a Decision: the modules that write to it."""
+"""Modules that write to the cluster, and so make it match a Decision."""

@@ -1,7 +1,7 @@
 """Kubernetes Events about a service, for people.
 
-A message that repeats within an hour only raises the count of its core/v1 Event ("3m (x5 over 12m)"). Every kubectl
-shows that count, but not every kubectl shows the `series` of events.k8s.io/v1.
+If a message repeats within an hour, only the count of its core/v1 Event rises ("3m (x5 over 12m)"). Every version of
+kubectl shows that count, but not all versions show the `series` of events.k8s.io/v1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpilot_operator.times import utc
 log = logging.getLogger(__name__)
 
 REPORTER = "kvpilot-operator"
-# Within this time, repeated messages count as one event.
+# Within this time, a repeated message raises the count of its Event.
 SAME_SECONDS = 3600
 # Number of remembered Events, newest last.
 MAX_REMEMBERED = 32
@@ -44,7 +44,7 @@ class Events:
         self._posted: dict[Event, _Posted] = {}
 
     async def post(self, s: Snapshot, event: Event) -> None:
-        """Post an event, or count it again. Only log a failure: the journal in the status has the decision, too."""
+        """Post an event, or raise its count. Only log a failure, because the status also has the decision."""
         try:
             await self._post(s, event)
         except ClusterError as error:

@@ -1,7 +1,7 @@
 """Ownership of objects: the operator writes or deletes only objects that name the service's uid as an owner.
 
-Each write carries its object's uid, so the server refuses it if another object has taken the name. Server-side apply
-cannot require that an object is new, so the operator claims a free name first, by creating the object.
+Each write carries the object's uid, so the server refuses the write if another object has taken the name. Server-side
+apply cannot require that an object is new. So the operator first claims a free name with a plain create.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvpilot_operator.state.snapshot import Snapshot
 
 
 def is_owned(obj: Object, uid: str) -> bool:
-    """Return True if the service with this uid is an owner."""
+    """Return True if the service with this uid is an owner of the object."""
     return any(owner.get("uid") == uid for owner in obj["metadata"].get("ownerReferences") or ())
 
 
 def own(s: Snapshot, kind: str, found: Object) -> str:
-    """Return the uid of an object that the service owns; else raise NameTaken.
+    """Return the uid of an object that the service owns. Raise NameTaken if it has another owner.
 
-    Raise Conflict for an object of an earlier service of this name, which is about to be deleted.
+    Raise Conflict if the owner is an earlier service of this name: the garbage collector is about to delete the object.
     """
     metadata = found["metadata"]
     if is_owned(found, s.uid):
@@ -40,17 +40,17 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
 
 
 def claim(manifest: Manifest) -> dict[str, Any] | None:
-    """Return an object that claims the manifest's name and does nothing yet; None for a Deployment.
+    """Return an object to create first, which takes the manifest's name but has no effect. Return None if not needed.
 
     A Deployment needs no claim: its selector is immutable, so the server refuses to merge ours into another one. The
-    claim leaves out fields that a later apply may drop, because the apply could not remove them.
+    object leaves out fields that a later apply may drop, because an apply cannot remove what a create has set.
     """
     if manifest["kind"] == "Deployment":
         return None
     claimed = {part: manifest[part] for part in ("apiVersion", "kind", "metadata")}
     if manifest["kind"] == "InferencePool":
-        # A pool needs a selector, and before v1.6 of the extension also a picker. Pods that are not admitted get no
-        # requests, so the wide selector is safe.
+        # A pool needs a selector, and before v1.6 of the API extension also a picker. The selector may match all our
+        # pods, because pods that are not admitted get no requests.
         labels = {SERVICE_LABEL: manifest["spec"]["selector"]["matchLabels"][SERVICE_LABEL]}
         claimed["spec"] = {**manifest["spec"], "selector": {"matchLabels": labels}}
     elif manifest["kind"] == "HTTPRoute":
@@ -65,7 +65,7 @@ Reference = tuple[str, str, str]
 
 
 def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
-    """Return True if writing this manifest creates pods."""
+    """Return True if writing this manifest starts pods: a new Job, or a workload with more replicas than now."""
     if manifest["kind"] not in KINDS:
         return bool(manifest["kind"] == "Job" and s.prefetch is None)
     there = s.deployments.get(manifest["metadata"]["labels"][REVISION_LABEL])
@@ -74,7 +74,10 @@ def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
 
 
 async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
-    """Check that the objects that these pods need are there and ours; raise NotStarted, or Conflict as `own` does."""
+    """Check that the service owns the objects that new pods need (`named`), before a workload starts them.
+
+    Raise NotStarted if an object is missing or has another owner, and Conflict as `own` does.
+    """
     for api_version, needed, about in named:
         found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))
         if found is None:
@@ -85,9 +88,10 @@ async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: 
 
 
 async def _claim_names_of_groups(cluster: Cluster, s: Snapshot, name: str) -> None:
-    """Create the headless Service by which workers find their leader, or check that the service or the set owns it.
+    """Create the headless Service by which workers find their leader, or check who owns an existing one.
 
-    LeaderWorkerSet uses any Service with the set's name, and creates one only if none exists.
+    LeaderWorkerSet would use any Service with the set's name, even somebody else's. So the owner must be our service or
+    the set.
     """
     found = await cluster.find(Ref("v1", "Service", s.key.namespace, name))
     if found is None:

@@ -1,7 +1,7 @@
 """Carry out one Decision: first the baseline, then the status, then objects and pods, then events.
 
-A refusal (by a quota, a webhook or a field check) is input to the next decision. Only temporary errors (a conflict, an
-unreachable server) end the reconcile.
+If a quota, a webhook or a field check refuses an object, the next decision takes the refusal into account. Only
+temporary errors, such as a conflict or an unreachable server, end the reconcile.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kvpilot_probes.codec import Baseline
 
 log = logging.getLogger(__name__)
 
-# Keep some old baselines for a service that returns to an earlier model or probe set.
+# Baselines to keep for each service. It may return to an earlier model or probe set.
 MAX_KEPT = 4
 # Read at most this many ConfigMaps, because anyone may put our label on any number of them.
 MAX_SEEN = 64
-# Apply an unchanged object again after half to all of this time, to undo changes by others. The cache reports a changed
-# workload or Service at once, but not changed labels or a changed budget.
+# Apply even unchanged objects again within this time, to undo changes by others. The cache reports a changed workload
+# or Service at once, but not changed labels or a changed PodDisruptionBudget.
 REAPPLY_SECONDS = 600.0
 # If only figures changed, write the status at most this often. Metrics always have the newest figures.
 FIGURES_SECONDS = 30.0
-# The snapshot has all objects of these kinds that carry the service's label, or (pools and routes) its names.
+# Kinds whose objects the snapshot has: those with the service's label, and pools and routes with its names.
 _WATCHED = (*KINDS, "Service", "InferencePool", "HTTPRoute")
 
 
@@ -56,7 +56,7 @@ class _Applied(NamedTuple):
 
 
 class Actor:
-    """Writer of the objects of one service. Every write is idempotent."""
+    """The writer of one service's objects. Every write is idempotent."""
 
     __slots__ = ("_applied", "_clock", "_cluster", "_events", "_rejections", "_told")
 
@@ -69,7 +69,7 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Write what the decision asks for. Stop if the baseline is refused, because the status would name it."""
+        """Carry out a decision. Stop if the API server refuses the baseline, because the status would name it."""
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
         waits = self._waits(s, decision)
@@ -80,7 +80,7 @@ class Actor:
             await self._place(s, decision.objects)
         await self._set_gates(s, {name for name, admitted in decision.gates.items() if not admitted}, admitted=False)
         await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
-        # Events report a change of the status. If its write waits, the next reconcile finds change and events again.
+        # Events report changes of the status. If its write waits, a later reconcile makes the same events again.
         for event in () if waits else decision.events:
             await self._events.post(s, event)
 
@@ -90,12 +90,12 @@ class Actor:
         return self._rejections.now()
 
     async def _keep(self, s: Snapshot, baseline: Baseline) -> bool:
-        """Write a captured baseline; return False if it is refused."""
+        """Write a captured baseline. Return False if the API server refuses it."""
         await prune(self._cluster, s, baseline)
         manifest = baseline_config_map(s.key, s.uid, baseline.identity, codec.encode(baseline))
         about = ("ConfigMap", manifest["metadata"]["name"])
         content = _hash(manifest)
-        # A capture means that no baseline is stored, so forget an earlier write of it.
+        # A capture means that no baseline is stored. Forget an earlier write, so that `_apply` does not skip this one.
         self._applied.pop(about, None)
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
@@ -139,7 +139,7 @@ class Actor:
             if manifest not in fewer:
                 await self._write(s, manifest, objects.named)
         if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
-            # The scale-down relied on an object that was just refused. The next reconcile knows the refusal.
+            # Do not scale down yet, because it may rely on an object that was just refused. The next reconcile decides.
             return
         for manifest in fewer:
             await self._write(s, manifest)
@@ -155,7 +155,7 @@ class Actor:
     async def _attempt(
         self, s: Snapshot, what: tuple[str, str], content: bytes, write: Callable[[], Awaitable[object]]
     ) -> bool:
-        """Try one write; return False if it is refused, now or not long ago."""
+        """Try one write. Return False if it is refused, or was refused and is not due for a retry."""
         if self._rejections.waits(what, content):
             return False
         try:
@@ -207,10 +207,10 @@ class Actor:
         await self._cluster.merge(Ref.to(manifest), patch)
 
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes) -> None:
-        """Apply a manifest, unless it was applied already and the object has not changed since."""
+        """Apply a manifest, unless it was applied not long ago and the object has not changed since."""
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
-        # The snapshot contains the Job as long as the spec asks for it.
+        # The snapshot shows if the Job exists, as long as the spec asks for it.
         there = s.prefetch is not None if kind == "Job" else kind not in _WATCHED or (seen is not None and seen.owned)
         same = last is not None and last.content == content and self._clock() < last.due
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
@@ -222,12 +222,12 @@ class Actor:
             await self._cluster.merge(Ref.to(manifest), none)
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
         answer = await self._cluster.apply(pinned)
-        # Spread the next writes: objects applied together at startup would otherwise stay due together.
+        # Spread the next writes. Otherwise, objects applied together at startup would all be due at the same time.
         due = self._clock() + REAPPLY_SECONDS * (1 + content[0] / 255) / 2
         self._applied[what] = _Applied(content, due, answer["metadata"]["uid"], version_of(kind, answer))
 
     async def _uid(self, s: Snapshot, manifest: Manifest) -> str:
-        """Return the uid of the service's own object of this name; claim the name if there is none."""
+        """Return the uid of the service's own object of this name. If no such object exists, claim the name."""
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
         if seen is not None and seen.owned:
@@ -241,7 +241,7 @@ class Actor:
         return "" if claimed is None else str((await self._cluster.create(claimed))["metadata"]["uid"])
 
     async def _remove(self, s: Snapshot, api_version: str, kind: str, name: str) -> None:
-        """Delete the service's own object. Read an object of an unwatched kind once, and again after each apply."""
+        """Delete the service's own object. Look up an object of an unwatched kind once, and again after an apply."""
         what, ref = (kind, name), Ref(api_version, kind, s.key.namespace, name)
         if kind in _WATCHED:
             seen = s.objects.get(what)
@@ -257,7 +257,7 @@ class Actor:
 
 
 async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
-    """Ask cluster autoscalers not to move these pods and their workers. Withdraw this from all other pods.
+    """Ask cluster autoscalers not to evict these pods and their workers. Withdraw the request for all other pods.
 
     Annotate the pods themselves, because a change of the pod template would restart them.
     """
@@ -267,7 +267,7 @@ async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str
         try:
             await cluster.apply(pod_do_not_evict(s.key, pod, asked))
         except ClusterError as error:
-            # The pod has usually just been deleted: its uid keeps the server from annotating a new pod of that name.
+            # Usually the pod was just deleted. Its uid in the write protects a new pod of that name.
             log.info("pod not annotated: %s", error, extra={"service": str(s.key), "pod": pod.name})
 
 
@@ -293,9 +293,9 @@ def _shrinks(s: Snapshot, manifest: Manifest) -> bool:
 
 
 async def prune(cluster: Cluster, s: Snapshot, but: Baseline) -> None:
-    """Delete the service's oldest baselines, so that `MAX_KEPT` remain, including `but`.
+    """Delete the service's oldest baselines, so that `MAX_KEPT` remain, including the new baseline `but`.
 
-    If the API server refuses, log it and go on: the new capture is worth more.
+    Only log a failure, because it must not prevent the write of the new baseline.
     """
     kept = baseline_name(s.key.name, but.identity)
     selector, beginning = f"{SERVICE_LABEL}={s.key.name}", baseline_name(s.key.name, "")

@@ -9,11 +9,11 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import Rejected
 from kvpilot_operator.state.objects import Rejection
 
-# Retry periodically, because no watch reports a raised quota or a repaired webhook.
+# Pause before a refused write is retried. No watch reports a raised quota or a repaired webhook.
 BACKOFF = Backoff(5.0, 60.0)
 
 What = tuple[str, str]
-"""Kind and name."""
+"""(kind, name) of an object."""
 
 
 class _Held(NamedTuple):
@@ -24,7 +24,7 @@ class _Held(NamedTuple):
 
 
 class Rejections:
-    """Refusals of one service; `clock` counts seconds."""
+    """The refused objects of one service. `clock` returns seconds."""
 
     __slots__ = ("_clock", "_held", "_written")
 
@@ -34,9 +34,10 @@ class Rejections:
         self._written = False
 
     def now(self) -> tuple[Rejection, ...] | None:
-        """Return the current refusals; None if nothing was written yet.
+        """Return the current refusals, or None if nothing was written yet.
 
-        A refused baseline counts until its retry is due: it is written only once, after a capture.
+        A refused baseline is left out once its retry is due. Otherwise it would count for ever, because only a new
+        capture writes it again.
         """
         if not self._written:
             return None
@@ -44,12 +45,12 @@ class Rejections:
         return tuple(one.rejection for one in self._held.values() if one.rejection.kind != "ConfigMap" or now < one.due)
 
     def waits(self, what: What, content: bytes) -> bool:
-        """Return True if this content was refused and its retry is not due yet."""
+        """Return True if this content of the object was refused, and its retry is not due yet."""
         one = self._held.get(what)
         return one is not None and one.content == content and self._clock() < one.due
 
     def note(self, what: What, content: bytes, error: Rejected) -> bool:
-        """Remember a refusal; return True if it is new."""
+        """Remember a refusal. Return True if it is new or has changed."""
         before = self._held.get(what)
         rejection = Rejection(*what, error.reason, error.message, error.causes)
         again = before is not None and before.content == content

@@ -20,7 +20,7 @@ from kvpilot_operator.errors import ClusterError
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
-# Time to cache a granted right. A scrape every 15 s then costs two requests to the API server a minute.
+# Time for which a grant is cached. A scrape every 15 s then costs two requests to the API server a minute.
 KEPT_SECONDS = 60.0
 # Largest number of cached grants. Refusals are not cached, because a client may try any number of tokens.
 MAX_KEPT = 256
@@ -28,7 +28,7 @@ MAX_KEPT = 256
 
 @dataclass(frozen=True)
 class Verdict:
-    """HTTP status (200 if the request may pass) and the message for the client otherwise."""
+    """HTTP status for a reader of /metrics: 200 if it may read, else an error with a message."""
 
     status: int
     text: str = ""
@@ -39,18 +39,18 @@ _NOBODY = Verdict(401, "send the token of a ServiceAccount or user: Authorizatio
 
 
 class MetricsAccess:
-    """A reviewer of tokens by TokenReview and SubjectAccessReview, like controller-runtime's metrics server."""
+    """A check of bearer tokens by TokenReview and SubjectAccessReview, like controller-runtime's metrics server."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take a client without a fence, because standby replicas answer, too."""
+        """Take a client without a write fence, because standby replicas also answer /metrics."""
         self._cluster = cluster
         self._clock = clock
         self._granted: dict[bytes, float] = {}
-        """The end of each granted right, by a hash of its token."""
+        """Time at which each cached grant expires, by a hash of the token."""
         self._reviews = Permits(TOKEN_REVIEW)
 
     async def verdict(self, authorization: str, peer: str) -> Verdict:
-        """Judge a request from the address `peer` by its Authorization header, which may be empty."""
+        """Judge a request by its Authorization header, which may be empty. `peer` is the client's address."""
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
@@ -61,7 +61,7 @@ class MetricsAccess:
         if until is not None and self._clock() < until:
             return _GRANTED
         try:
-            # A known reader does not wait for clients that try tokens.
+            # Renewing a grant needs no permit, so a known reader does not wait behind clients that try tokens.
             async with self._reviews.of(peer) if until is None else contextlib.nullcontext():
                 verdict = await self._ask(token)
         except ClusterError as error:
@@ -105,7 +105,7 @@ async def serve_http(
 ) -> web.AppRunner:
     """Serve until the returned runner is cleaned up. Without a `host`, listen on all addresses of IPv4 and IPv6.
 
-    `ready` turns /readyz to 200. `access` judges readers of /metrics; without it everybody may read.
+    /readyz answers 200 once `ready` is set. `access` checks the readers of /metrics; without it everybody may read.
     """
 
     async def healthz(_: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Reasons that may label metrics. Each other reason, from an engine or a webhook, would add a time series."""
+"""Reasons that may be labels of metrics. Other reasons, from engines or webhooks, could add any number of series."""
 
 from __future__ import annotations
 

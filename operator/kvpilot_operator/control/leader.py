@@ -1,4 +1,4 @@
-"""Lifecycle of one replica: it waits as a standby, leads while it holds the Lease, and hands over."""
+"""Lifecycle of one replica of the operator: it stands by, leads while it holds the Lease, and hands over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvpilot_operator.state.server import ServerFacts
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 1.0
-# Every write has its own, shorter timeout.
+# Longest wait for the writes in progress, each of which has a shorter timeout.
 DRAIN_SECONDS = 20.0
 
 
@@ -43,10 +43,10 @@ class Leader:
     telemetry: Telemetry
     options: Namespace
     ready: asyncio.Event
-    """Event for /readyz, set when all watched objects have been read, or earlier by the election."""
+    """Event for /readyz. It is set when all watched objects have been read, or earlier by the election."""
 
     async def start(self) -> Leader:
-        """Begin to lead."""
+        """Start watches, reconciles, scrapes and probes."""
         cluster, telemetry, options = self.cluster, self.telemetry, self.options
         server = ServerFacts(assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API))
         identity = Identity(options.mesh_certificates) if options.mesh_certificates is not None else None
@@ -66,11 +66,11 @@ class Leader:
         return self
 
     async def ended(self) -> None:
-        """Wait until the work fails."""
+        """Wait until this work fails, and raise its error."""
         await asyncio.shield(self._work)
 
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
-        """Prevent new writes, and wait for those in progress. Return True if no write can still reach the server."""
+        """Stop all work, and wait for the writes in progress. Return True if no write can still reach the server."""
         self.fence.close()
         self.telemetry.leads(False)
         drained = await self.fence.drained(seconds)
@@ -86,9 +86,9 @@ class Leader:
 
 @dataclass(eq=False)
 class Election:
-    """An election by a Lease. The fence is open only while no other replica can lead.
+    """An election by a Lease. It opens the write fence only while no other replica can lead.
 
-    `observed` is set once the Lease has been read.
+    It sets `observed` once it has read the Lease, which makes a standby ready.
     """
 
     leases: Cluster
@@ -104,13 +104,13 @@ class Election:
             if self.observed.is_set() and self.candidate.holder != told:
                 told = self.candidate.holder
                 log.info("standing by: %s", f"{told} leads" if told else "nobody leads yet")
-            # Look at the moment when the Lease expires, so that a takeover does not wait for the next round.
+            # Wake up when the Lease expires, so that a takeover does not wait for the next round.
             wait = self.candidate.wait(self.clock())
             await asyncio.sleep(min(self.candidate.timing.look, wait) if wait > 0 else self.candidate.timing.look)
         log.info("leading as %s", self.candidate.identity)
 
     async def hold(self) -> None:
-        """Renew the Lease until it is lost; then close the fence and raise LeadershipLost."""
+        """Renew the Lease until it is lost. Then close the fence and raise LeadershipLost."""
         while (left := self.candidate.left(self.clock())) > 0:
             await asyncio.sleep(min(self.candidate.timing.retry, left))
             left = self.candidate.left(self.clock())
@@ -137,7 +137,7 @@ class Election:
             log.warning("the Lease is not released and has to run out: %s", _words(error))
 
     async def _attempt(self, seconds: float) -> bool:
-        """Claim or renew the Lease if that is possible now; return True if it is ours from now on."""
+        """Claim or renew the Lease if that is possible now. Return True if this replica now holds it."""
         try:
             async with asyncio.timeout(seconds):
                 await self._read()
@@ -170,7 +170,7 @@ def _words(error: Exception) -> str:
 
 
 class Replica:
-    """One replica. Without an election it leads from the start and for ever."""
+    """One replica of the operator. Without an election it leads from its start to its end."""
 
     def __init__(
         self, fence: WriteFence, start: Callable[[], Awaitable[Leader]], election: Election | None = None
@@ -182,7 +182,7 @@ class Replica:
         self.leader: Leader | None = None
 
     async def lead(self) -> Leader:
-        """Wait as a standby, then begin to lead."""
+        """Wait as a standby until this replica leads, and return its work."""
         if self._election is None:
             self._fence.open(math.inf, math.inf)
             return await self._begin()
@@ -193,13 +193,13 @@ class Replica:
         return self.leader
 
     async def ended(self) -> None:
-        """Wait until the work or the hold of the Lease ends, and raise the reason."""
+        """Wait until the work fails or the Lease is lost, and raise the error."""
         assert self.leader is not None  # noqa: S101 - `lead` has returned
         holding = [asyncio.shield(self._hold)] if self._hold is not None else []
         await first_of(self.leader.ended(), *holding)
 
     async def end(self) -> None:
-        """Stop working, and release the Lease as soon as the last write has its answer."""
+        """Stop working. Release the Lease if every write has an answer, otherwise let it expire."""
         lost = self._hold is not None and self._hold.done()
         if self._hold is not None:
             # Stop renewals first, because a renewal would open the fence again.
@@ -229,7 +229,7 @@ class Replica:
 
 
 async def first_of(*ends: Awaitable[object]) -> None:
-    """Wait for the first of them to end, cancel the others, and raise its error."""
+    """Wait for the first awaitable to end, cancel the others, and raise its error."""
     tasks = [asyncio.ensure_future(end) for end in ends]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The operator's log: one JSON object a line, for machines that collect lines and for people with `jq`."""
+"""The operator's log: one JSON object a line, for log collectors and for people with `jq`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import TracebackType
 
 from kvpilot_formats.untrusted import lines
 
-# A fixed list keeps other values, such as secrets, out of log lines.
+# Only these extra fields of a record are logged, so that other values, such as secrets, stay out.
 FIELDS = ("service", "pod", "action", "reason", "from_dtype", "to_dtype", "probe")
 _CHATTY = ("asyncio", "aiohttp.access")
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class JsonLines(logging.Formatter):
-    """A formatter of printable lines without credentials; `service` is the NAMESPACE/NAME that a line is about."""
+    """A formatter of JSON lines without control characters or credentials. `service` is NAMESPACE/NAME."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Render the record."""

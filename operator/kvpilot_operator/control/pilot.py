@@ -25,7 +25,7 @@ from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
 
-# A page and its share of a reconcile take up to 2 ms of one core. So 6,000 pods are scraped every 13 s.
+# A metrics page and its share of a reconcile take up to 2 ms of one core. So 6,000 pods are scraped every 13 s.
 PAGES_PER_SECOND = 450.0
 
 
@@ -49,7 +49,7 @@ class ServiceRecord:
 
 
 class Registry:
-    """The records of the services in the cache; `make` creates one from a service's key and uid."""
+    """The records of the services in the cache. `make` creates a record from a service's key and uid."""
 
     def __init__(self, make: Callable[[ServiceKey, str], ServiceRecord]) -> None:
         self._make = make
@@ -66,7 +66,7 @@ class Registry:
         return self._records.get(key)
 
     def follow(self, key: ServiceKey, uid: str | None) -> ServiceRecord | None:
-        """Return the record of the service that now has this name. Close the record of an earlier one."""
+        """Return the record of the service with this uid, None without one. Close the record of an earlier service."""
         known = self._records.get(key)
         if known is not None and known.uid != uid:
             del self._records[key]
@@ -102,7 +102,7 @@ class Pilot:
         self.cache.on_change = self._changed
 
     async def run(self, ready: asyncio.Event) -> None:
-        """Work until cancelled. Decide nothing before all watched objects have been read, which sets `ready`."""
+        """Work until cancelled. Start to reconcile once all watched objects have been read, and then set `ready`."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.cache.run())
             await self.cache.filled()
@@ -119,7 +119,7 @@ class Pilot:
         return record.attempts if record is not None else None
 
     def _changed(self, key: ServiceKey) -> None:
-        """Follow a change in the cache: a service may have come, gone or been replaced."""
+        """Process a change in the cache: a service may have been created, deleted or replaced."""
         service = self.cache.services.get(*key)
         self.registry.follow(key, service.uid if service is not None else None)
         self.queue.add(key)
@@ -150,12 +150,12 @@ class Pilot:
                 record.probe.ensure(snapshot.spec, decision.probe)
         record.series.show(snapshot, decision)
         _tell(snapshot, decision)
-        # Decide again at once if a refusal began or ended.
+        # Reconcile again at once if the set of refused objects has changed.
         anew = (record.actor.rejections or ()) != (snapshot.rejections or ())
         return 0.0 if anew else decision.again_seconds
 
     async def _scrape_for_ever(self, group: asyncio.TaskGroup) -> None:
-        """Scrape every service once a cycle, evenly spread; skip a service if its last scrape still runs."""
+        """Scrape every service once a cycle, evenly spread over it. Skip a service whose last scrape still runs."""
         clock = asyncio.get_running_loop().time
         while True:
             began = clock()

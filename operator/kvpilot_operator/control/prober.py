@@ -1,4 +1,4 @@
-"""Run probes beside the reconciles: one at a time for a service, under shared permits, yielding to user requests."""
+"""Run probes in the background: at most one for each service, under shared permits, and yielding to users' requests."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ from kvpilot_probes.session import GiveWay, Settings
 
 log = logging.getLogger(__name__)
 
-# Pause after a failed probe that no decision counts (a baseline captured ahead of need), doubled with each failure.
+# Pause after a failed probe, which doubles with each failure. It paces probes whose failures no decision counts, such
+# as the early capture of a baseline.
 BACKOFF = Backoff(15.0, 900.0)
 
 Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
 
 
 class Probe:
-    """The probe of one service: `ensure` starts the requested probe, and `on_result` is called at its end."""
+    """The probe of one service. `ensure` starts the requested probe, which calls `on_result` at its end."""
 
     __slots__ = ("_closed", "_failures", "_key", "_on_result", "_result", "_retry_at", "_run", "_running", "_task")
 
@@ -69,11 +70,11 @@ class Probe:
 
     @property
     def result(self) -> ProbeResult | None:
-        """Result of a completed probe that is still needed, or the running probe."""
+        """Result of a completed probe that is still requested, or the running probe without an outcome."""
         return self._result or (ProbeResult(self._running, None) if self._running is not None else None)
 
     def ensure(self, spec: Spec, request: Request | None) -> None:
-        """Make `request` the only probe: start it unless it runs or is done, and cancel any other."""
+        """Make `request` the only probe: start it unless it runs or is done, and cancel any other probe."""
         wanted = request.identity if request is not None else None
         if self._running is not None and self._running.identity != wanted:
             self._cancel()
@@ -90,7 +91,7 @@ class Probe:
         self._cancel()
 
     async def ended(self) -> None:
-        """Wait for a probe that was cancelled."""
+        """Wait until the cancelled probe has stopped."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -197,7 +198,7 @@ class Prober:
         return await self._capture(key, spec, request, settings)
 
     async def _kept(self, key: ServiceKey, uid: str, config_map: str) -> Baseline:
-        """Read the baseline in a ConfigMap; raise `MalformedBaseline` if it is missing, broken or not ours."""
+        """Read the baseline in a ConfigMap. Raise `MalformedBaseline` if it is missing, broken or not the service's."""
         found = await self._cluster.find(Ref("v1", "ConfigMap", key.namespace, config_map))
         if found is not None and not is_owned(found, uid):
             # Check the owner. Otherwise anyone who can write ConfigMaps could define the correct answers.
@@ -221,7 +222,7 @@ class Prober:
         return Captured(captured)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Return settings that make a probe yield to users. A capture yields for a time only, because it is needed."""
+        """Return settings that make a probe yield to users. A capture insists after a time, because it is needed."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
@@ -242,5 +243,5 @@ def _about(spec: Spec, request: Request) -> dict[str, str]:
 
 
 def schedules_by_priority(engine: Engine) -> bool:
-    """Return True if the engine schedules by priority; under the default policy vLLM rejects a `priority`."""
+    """Return True if the engine schedules by priority. Under its default policy, vLLM rejects a `priority`."""
     return engine.arguments.value("--scheduling-policy") == "priority"

@@ -1,6 +1,6 @@
-"""The state of each service as Prometheus gauges: about 30 series, and at most 70.
+"""The state of each service as Prometheus gauges: about 30 series for a service, and at most 70.
 
-Words (a dtype, a stage, a reason) are labels, and only the current word is shown, with the value 1.
+A word, such as a dtype, a stage or a reason, is a label. Only the current word has a series, with the value 1.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def _family(name: str, help: str, labels: tuple[str, ...] = (), *, counts: bool 
 
 
 Row = tuple[Family, tuple[str, ...], float]
+"""(family, label values, value) of one series."""
 
 INFO = _family("kvpilot_service_info", "1, with the modes and the model of the spec.", ("mode", "scaling", "model"))
 CONDITION = _family(
@@ -149,7 +150,7 @@ def news(s: Snapshot, decision: Decision) -> Iterator[JournalEntry]:
 
 
 class ServiceSeries:
-    """The newest rows of one service, and its counters."""
+    """The newest gauges of one service, and its counters."""
 
     __slots__ = ("_counts", "_rows")
 
@@ -166,7 +167,7 @@ class ServiceSeries:
             self._counts[UNANSWERED_QUESTIONS, (str(question),)] += 1
 
     def collect(self) -> Iterator[Row]:
-        """Return the rows and the counters."""
+        """Yield the gauges and the counters."""
         yield from self._rows
         for (family, labels), count in list(self._counts.items()):
             yield family, labels, count
@@ -179,7 +180,7 @@ class ServiceMetrics(Collector):
         self.services: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]] = tuple
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family, even without rows, so that its name and help are always there."""
+        """Yield every family, even one without series, so that /metrics always shows its name and help."""
         metrics = {
             family: (CounterMetricFamily if family.counts else GaugeMetricFamily)(
                 family.name, family.help, labels=("namespace", "name", *family.labels)

@@ -1,4 +1,4 @@
-"""The operator's own Prometheus metrics and its spans: its work, its view of each service, its process."""
+"""The operator's own Prometheus metrics and spans: of its work, its process, and its view of each service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvpilot_operator.tracing import NO_TRACER, Tracer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-# Disable the `_created` series: they double the counters, and Prometheus 2 does not use them.
+# Disable the `_created` series, which would double the number of counters. Prometheus 2 does not use them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -79,16 +79,16 @@ class Telemetry:
         registry.register(self._services)
 
     def services(self, series: Callable[[], Iterable[tuple[ServiceKey, ServiceSeries]]]) -> None:
-        """Set the source of all services' series, which is asked whenever the metrics are read."""
+        """Set the function that returns all services' series. It is called whenever the metrics are read."""
         self._services.services = series
 
     def queue(self, depth: Callable[[], int]) -> None:
-        """Set the source of the queue's depth, which is asked whenever the metrics are read."""
+        """Set the function that returns the queue's depth. It is called whenever the metrics are read."""
         self._queue.set_function(depth)
 
     @contextmanager
     def timed_reconcile(self) -> Iterator[None]:
-        """Time one reconcile and count its end. A conflict is not an error: the reconcile is repeated."""
+        """Time one reconcile and count its result. A conflict is not an error, because the reconcile is repeated."""
         began = time.perf_counter()
         try:
             yield
@@ -104,7 +104,7 @@ class Telemetry:
             self._reconcile_seconds.observe(time.perf_counter() - began)
 
     def scraped(self, seconds: float) -> None:
-        """Record one cycle over the fleet."""
+        """Record one scrape cycle over the fleet."""
         self._cycle_seconds.set(seconds)
         self._cycle_time.set_to_current_time()
 

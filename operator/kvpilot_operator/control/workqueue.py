@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 # A reconcile mostly waits for the API server. With this many workers, a few slow services do not block the others.
 WORKERS = 32
 _BACKOFF = Backoff(0.5, 60.0)
-# Retry a server that could not be reached often, so that its return is noticed soon.
+# Longest pause before a retry if the server could not be reached, so that its return is noticed soon.
 _LAST_UNREACHED_SECONDS = 5.0
-# One of this many reconciles is a low-priority one, even if many services have changed.
+# One in this many reconciles is a low-priority one, even if many changed services wait.
 _LOW_PRIORITY_EACH = 4
 
 
@@ -30,13 +30,13 @@ class Attempts:
     """The queue's memory of one service between two reconciles."""
 
     failures: int = 0
-    """Consecutive failures of the same request. If another request fails, the count restarts at one."""
+    """Consecutive failures of the request `failed`. If another request fails, the count restarts at one."""
     failed: str = ""
     """The request that failed, or the name of the operator's own error."""
     held: bool | None = None
-    """None without a retry timer. True if the API server itself has requested the pause."""
+    """None without a back-off. True if the API server requested the pause, else False."""
     again: bool | None = None
-    """None unless the service was added during its reconcile. True if it was added because of a change."""
+    """None unless the service was added during its reconcile. True if a change was the reason."""
     timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
@@ -49,9 +49,9 @@ class Attempts:
 class WorkQueue:
     """Two queues of services: changed ones (`add`), and those that are merely due (`add_low_priority`).
 
-    Changed services mostly come first. The next service is the first one of the namespaces with the fewest running
-    reconciles. A change shortens a back-off, unless the API server itself has asked for the pause. `attempts` returns
-    the state of a service, None if it is gone.
+    Changed services mostly come first. Within a queue, the next service is the oldest one of the namespaces with the
+    fewest running reconciles. A change ends a back-off early, unless the API server requested the pause. `attempts` returns
+    the queue's memory of a service, or None if the service is gone.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class WorkQueue:
         self._enqueue(key, changed=True)
 
     def add_low_priority(self, key: ServiceKey) -> None:
-        """Reconcile a service when nothing more urgent waits."""
+        """Reconcile a service after the changed ones."""
         self._enqueue(key, changed=False)
 
     async def work(self) -> None:

@@ -162,7 +162,7 @@ class Decision:
     probe: Request | None = None
     events: tuple[Event, ...] = ()
     gates: Mapping[str, bool] = field(default_factory=dict)
-    """Readiness gates by pod name, True for open. They open after the status is written and close after traffic moves."""
+    """Readiness gates by pod name, True for open. `act` opens gates after the status, and closes gates at the end."""
     do_not_evict: frozenset[str] = frozenset()
     """Names of all pods that cluster autoscalers should not evict."""
     unanswered: tuple[Unanswered, ...] = ()
