@@ -1,6 +1,6 @@
-"""Client of the user's cluster. It finds the cluster as kubectl does: --kubeconfig, KUBECONFIG, ~/.kube/config.
+"""Client of the user's cluster, which it finds as kubectl does: --kubeconfig, KUBECONFIG, ~/.kube/config.
 
-Every failure is a ToolError of one line with its remedy. This is the only module that talks to a cluster.
+Every failure is a ToolError of one line, which names the remedy. Only this module talks to a cluster.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def contexts(kubeconfig: str | None) -> tuple[dict[str, str], str]:
 
 
 class Cluster:
-    """A cluster with the user's rights. `namespace` is the one that commands use."""
+    """A client with the user's rights. Commands use its `namespace`, unless they list all namespaces."""
 
     def __init__(self, kubeconfig: str | None = None, context: str | None = None, namespace: str | None = None) -> None:
         known, current = contexts(kubeconfig)
@@ -51,11 +51,11 @@ class Cluster:
         )
         settings.retries = False
         self.server = str(settings.host)
-        # This reads certificates and the address of a proxy.
+        # The client reads certificates and a proxy address, which may be wrong.
         api = _configured(lambda: ApiClient(settings))
         api.user_agent = _MANAGER
         self._custom, self._core = CustomObjectsApi(api), CoreV1Api(api)
-        # `_ask` reports a failure; urllib3 must not report it, too.
+        # Keep urllib3 from reporting a failure that `_ask` reports.
         logging.getLogger("urllib3").addHandler(logging.NullHandler())
 
     def services(self, *, everywhere: bool = False) -> Iterator[Json]:
@@ -71,7 +71,7 @@ class Cluster:
         return self._ask("get", PLURAL, self._custom.get_namespaced_custom_object, **about)
 
     def patch(self, name: str, spec: dict[str, Any]) -> Json:
-        """Merge into a service's spec, and return the changed object."""
+        """Merge `spec` into a service's spec. Return the changed object."""
         about = {"group": GROUP, "version": VERSION, "plural": PLURAL, "namespace": self.namespace, "name": name}
         how = {"body": {"spec": spec}, "field_manager": _MANAGER, "_content_type": _MERGE}
         return self._ask("patch", PLURAL, self._custom.patch_namespaced_custom_object, **about, **how)

@@ -16,7 +16,7 @@ from kvpilot_kubectl.service import Service, read
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A change, as text and as a JSON document."""
+    """The result of a change, as text and as a JSON document."""
 
     said: str
     document: dict[str, Any]
@@ -45,7 +45,7 @@ def undeny(cluster: Cluster, name: str, dtype: str | None, now: datetime) -> Don
     """Set spec.rollout.denySeconds to 0. No denial counts while it is 0.
 
     Raises:
-        ToolError: the dtype is not denied, or others are denied, too. The API can only lift all denials together.
+        ToolError: `dtype` is not denied, or other dtypes are denied, too. The API can only lift all denials together.
     """
     before = read(cluster.service(name))
     standing = before.standing(now)
@@ -90,7 +90,7 @@ def _only(service: Service, dtype: str, denied: list[str]) -> None:
 
 
 def _kept(there: bool, field: str) -> None:
-    """Raise ToolError unless the field was stored. A server drops fields that its CRD does not know."""
+    """Raise ToolError unless the field was stored (`there`). A server drops fields that its CRD does not know."""
     if not there:
         raise ToolError(
             f"the server dropped {field}, because its CRD is older than this tool: update the CRD (docs/install.md)"

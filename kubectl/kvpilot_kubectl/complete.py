@@ -1,7 +1,7 @@
 """Shell completion of commands, options and names from the cluster.
 
-kubectl 1.26 and newer runs `kubectl_complete-kvpilot WORD... LAST` to complete `kubectl kvpilot`. Shells with
-argcomplete's register-python-argcomplete complete `kubectl-kvpilot` without it.
+To complete `kubectl kvpilot`, kubectl 1.26 and newer runs `kubectl_complete-kvpilot WORD... LAST`. Shells that use
+argcomplete's register-python-argcomplete complete `kubectl-kvpilot` without kubectl.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from argcomplete.finders import CompletionFinder
 from kvpilot_kubectl.commands import cluster, parser
 from kvpilot_kubectl.errors import ToolError
 
-# kubectl reads a directive in the last line (cobra's ShellCompDirective): whether to complete file names.
+# Directives in the last line (cobra's ShellCompDirective), which tell kubectl if it may complete file names.
 _FILES, _NO_FILES = ":0", ":4"
 _PROGRAM = "kubectl-kvpilot"
 
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def candidates(words: list[str]) -> list[str]:
-    """Return the candidates for the last word."""
+    """Return the candidates for the last of `words`."""
     if _wants_file(words):
         return []
     line = f"{shlex.join([_PROGRAM, *words[:-1]])} {words[-1]}"
@@ -62,14 +62,14 @@ def in_shell() -> None:
 
 
 class _Finder(CompletionFinder):
-    """A finder that leaves file descriptor 9 alone: only a shell sets it up for debugging."""
+    """A finder that does not open file descriptor 9, which only argcomplete's shell code sets up, for debugging."""
 
     def _init_debug_stream(self) -> None:
         pass
 
 
 def _stay(_: int = 0) -> None:
-    """Replace the exit of the process."""
+    """Do nothing. argcomplete calls this instead of exiting the process."""
 
 
 def _wants_file(words: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Errors that end a command, with one line for the user and an exit code."""
+"""Errors that end a command. Each has one line for the user, and an exit code."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ToolError(Exception):
 
 
 class UsageError(ToolError):
-    """A wrong argument, with its name, its value and the remedy."""
+    """A wrong argument. The message names the argument, its value and the remedy."""
 
     code = USAGE
 
 
 class Missing(ToolError):
-    """An object that the API server does not have."""
+    """The API server does not have the requested object."""
 
 
 class Forbidden(ToolError):
-    """A request without the needed permission."""
+    """The user lacks the permission for a request."""

@@ -1,7 +1,7 @@
 """Readers of JSON from any source: operators of other versions, scripts, or an empty status.
 
-A missing value, or a value of another type, reads as None or as empty, never as an error. Text is made printable,
-because messages quote engines and a terminal obeys control characters.
+For a missing value, or a value of another type, they return None or something empty, and raise no error. They make text
+printable, because messages quote engines, and a terminal obeys control characters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def text(value: Json, *path: str) -> str:
 
 
 def whole(value: Json, *path: str) -> int | None:
-    """Return the integer at this path, or None. Larger integers than the API's 64 bits count as missing."""
+    """Return the integer at this path, or None. An integer of more than 64 bits counts as missing."""
     found = at(value, *path)
     return found if isinstance(found, int) and not isinstance(found, bool) and -_INT64 <= found < _INT64 else None
 
@@ -46,7 +46,7 @@ def items(value: Json, *path: str) -> Iterator[Mapping[str, Json]]:
 
 
 def words(value: Json, *path: str) -> tuple[str, ...]:
-    """Return the texts in the list at this path, without other values."""
+    """Return the texts in the list at this path. Leave out other values."""
     found = at(value, *path)
     return tuple(one for one in map(text, found if isinstance(found, list) else ()) if one)
 

@@ -16,7 +16,7 @@ _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that was weighed, and the dtype, replicas and capacity that it leads to."""
+    """A step that the operator considered, and the dtype, replicas and capacity (tokens) that it would lead to."""
 
     action: str
     dtype: str
@@ -28,7 +28,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A decision, or an Event without steps. `move` is for example "auto -> k4v4"."""
+    """A decision, or an Event. Events have no steps. `move` is a change of dtype, such as "auto -> k4v4"."""
 
     time: datetime | None
     action: str
@@ -42,9 +42,9 @@ class Entry:
 
 
 def entries(obj: Json, events: Iterable[Json]) -> tuple[Entry, ...]:
-    """Return the decisions in a service's status and its Events together, oldest first.
+    """Return the decisions in a service's status and its Events, oldest first.
 
-    Events that repeat a decision, or belong to an earlier service of the same name, are left out.
+    Leave out Events that repeat a decision, or that belong to an earlier service of the same name.
     """
     uid = text(obj, "metadata", "uid")
     decided = [_decision(one) for one in items(obj, "status", "decisions")]

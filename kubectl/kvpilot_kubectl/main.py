@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         lacks(PROG, "kubectl", error)
     except BrokenPipeError:
-        # The reader has closed the pipe. Python must not write to it at exit, either.
+        # The reader has closed the pipe. Redirect stdout, so that Python does not write to the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return REFUSED
     except KeyboardInterrupt:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complete() -> int:
-    """Complete a command line for kubectl. Without the extra `kubectl` there are no candidates."""
+    """Complete a command line for kubectl. Print no candidates if the extra `kubectl` is not installed."""
     try:
         from kvpilot_kubectl.complete import main as candidates
     except ModuleNotFoundError:

@@ -17,7 +17,7 @@ _NO_GPU = ("cpu", "unlabelled-")
 
 
 def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, as_json: bool) -> int:
-    """Print the plan. If there is none, `kvpilot plan` has printed the reason to stderr."""
+    """Print the plan and return the exit code. If there is no plan, `kvpilot plan` prints the reason to stderr."""
     obj = cluster.service(name)
     argv = arguments(obj, gpu or gpu_of(cluster, obj), model)
     if as_json:
@@ -77,7 +77,7 @@ def gpu_of(cluster: Cluster, obj: Json) -> str:
 
 
 def _by_nodes(cluster: Cluster, name: str) -> Iterator[str]:
-    """Yield the GPUs of the pods' nodes, or nothing: few users may read nodes."""
+    """Yield the GPUs of the pods' nodes. Stop without an error if the user may not read nodes, as most may not."""
     try:
         for node in {text(pod, "spec", "nodeName") for pod in cluster.pods(name)} - {""}:
             found = cluster.node(node)
@@ -98,5 +98,5 @@ def _selected(obj: Json) -> Iterator[str]:
 
 
 def _tried(obj: Json) -> Iterator[str]:
-    """Yield the GPU of the newest trial. Earlier trials may have had others."""
+    """Yield the GPU of the newest trial, because earlier trials may have had another GPU."""
     yield from (text(one, "gpu") for one in list(items(obj, "status", "history"))[:1])

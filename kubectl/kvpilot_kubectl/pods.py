@@ -1,4 +1,4 @@
-"""Engine pods that do not answer, and the last warnings about them by kubelet or scheduler. Pure."""
+"""Engine pods that do not answer, and the kubelet's or scheduler's last warnings about them. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
 
 SHOWN = 5
-"""Largest number of pods whose Events are read. Other pods of a service mostly have the same Events."""
+"""Most pods whose Events are read. The other pods of a service usually have the same warnings."""
 _WARNINGS = 3
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A warning about a pod: the newest Event with this text, or the reason why its first waiting container waits."""
+    """A warning about a pod: its newest Event with this text, or the reason of its first waiting container."""
 
     pod: str
     node: str
@@ -28,7 +28,7 @@ class Warned:
 
 
 def unready(pods: Iterable[Json]) -> tuple[Json, ...]:
-    """Return the pods whose engines do not answer, by name, except pods that have ended or are being deleted."""
+    """Return the pods whose engines do not answer, sorted by name, without pods that have ended or are terminating."""
     there = (one for one in pods if text(one, "status", "phase") not in ("Failed", "Succeeded"))
     found = [one for one in there if not _answers(one) and not text(one, "metadata", "deletionTimestamp")]
     return tuple(sorted(found, key=lambda one: text(one, "metadata", "name")))
@@ -41,7 +41,7 @@ def _answers(pod: Json) -> bool:
 
 
 def warned(pod: Json, events: Iterable[Json]) -> tuple[Warned, ...]:
-    """Return the warnings about a pod, newest first, without Events of an earlier pod of its name."""
+    """Return the warnings about a pod, newest first. Leave out Events of an earlier pod of its name."""
     name, node, uid = text(pod, "metadata", "name"), text(pod, "spec", "nodeName"), text(pod, "metadata", "uid")
     newest: dict[tuple[str, str], Warned] = {}
     for one in events:

@@ -1,4 +1,4 @@
-"""A QuantizedLLMService for people, read from the object's JSON. Pure."""
+"""The fields of a QuantizedLLMService that people need, read from the object's JSON. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole, 
 from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict, WorkloadKind
 
 DENY_SECONDS = 604_800
-"""The default of spec.rollout.denySeconds, for an object that has none."""
+"""The default of spec.rollout.denySeconds, for an object without that field."""
 
-# The statuses of a service that needs no attention. Conditions that are not listed never need attention.
+# The statuses at which a condition needs no attention. Conditions that are not listed never need attention.
 _CALM: dict[str, tuple[str, ...]] = {
     ConditionType.READY: ("True",),
     ConditionType.SERVING: ("True",),
@@ -26,7 +26,7 @@ _CALM: dict[str, tuple[str, ...]] = {
 }
 
 
-# These reasons need attention whatever the condition's status is.
+# These (condition, reason) pairs need attention at any status.
 _TOLD_BY_REASON = (
     (ConditionType.RECONCILING, Reason.RECONCILE_INCOMPLETE),
     (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),
@@ -52,7 +52,7 @@ class Condition:
 
     @property
     def calm(self) -> bool:
-        """Return True if the condition needs no attention. Unknown types need none."""
+        """True if the condition needs no attention. Conditions of unknown types never do."""
         if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
             return True
         if self.type == ConditionType.CANARY_HEALTHY and self.reason in _HELD_UP:
@@ -74,7 +74,7 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A running canary, or the end of the last one. Changes are in percent of the stable side."""
+    """A running canary, or the result of the last one. `itl_change` is in percent of the stable revision's ITL p95."""
 
     dtype: str
     from_dtype: str
@@ -93,7 +93,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service. A value that no operator has written is None or empty."""
+    """One service. Values that no operator has written yet are None or empty."""
 
     namespace: str
     name: str
@@ -124,18 +124,18 @@ class Service:
 
     @property
     def load(self) -> str:
-        """Return the resource that limits the engines, as the operator judges it."""
+        """The resource that limits the engines, as the operator judges it."""
         found = self.condition(ConditionType.MEMORY_PRESSURED)
         return found.reason if found is not None else ""
 
     @property
     def behind(self) -> bool:
-        """Return True if the conditions describe an older spec than the newest one."""
+        """True if the conditions describe an older spec than the newest one."""
         seen = [one.generation for one in self.conditions if one.generation is not None]
         return self.generation is not None and bool(seen) and max(seen) < self.generation
 
     def standing(self, now: datetime) -> tuple[Denied, ...]:
-        """Return the denials that have not expired. A denial without a readable end counts as not expired."""
+        """Return the denials that have not expired. A denial whose end is unreadable counts as not expired."""
         return tuple(one for one in self.denied if one.until is None or one.until > now)
 
 
@@ -202,7 +202,7 @@ def _trial(value: Json) -> Trial | None:
 
 
 def _ended(one: Json) -> Trial:
-    """Read a row of the history: how a trial ended."""
+    """Read an ended trial from an entry of status.history."""
     verdict, percent = text(one, "verdict"), whole(one, "capacityPercent")
     return Trial(
         dtype=text(one, "dtype"),

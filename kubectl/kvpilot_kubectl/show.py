@@ -1,4 +1,4 @@
-"""Output for people by rich: in colour on a terminal, in plain lines of any length elsewhere."""
+"""Output for people with rich: coloured and folded on a terminal, otherwise plain lines of any length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNBOUNDED = 100_000
 _NARROWEST = 100
 _TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 _NONE = "-"
-# Text of a status must not be read as markup.
+# Keep rich from interpreting a status' text as markup.
 _PLAIN: Final[dict[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
 
 
@@ -47,7 +47,7 @@ def rendered(parts: Iterable[RenderableType], console: Console, *, fold: bool = 
 
 
 def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
-    """Return a table with a line for each service and the conditions that need attention."""
+    """Return a table with one line for each service, which names the conditions that need attention."""
     head = [
         "NAME",
         "READY",
@@ -122,7 +122,7 @@ def detailed(
 
 
 def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: Sequence[str]) -> list[RenderableType]:
-    """Return the journal, oldest first, with the figures of each decision; then trials, denials and notes."""
+    """Return the journal, oldest first, with the figures of each decision. Trials, denials and notes follow."""
     head = f"{service.namespace}/{service.name}: {service.dtype or 'nothing'} serves"
     shown: list[RenderableType] = [Text(head, _BOLD)]
     if note := unread(service):
@@ -152,7 +152,7 @@ def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: S
 
 
 def replicas(service: Service) -> str:
-    """Return the answering and the wanted replicas, such as 2/3."""
+    """Return the numbers of answering and wanted replicas, such as 2/3."""
     return f"{_number(service.ready, '0' if service.replicas is not None else _NONE)}/{_number(service.replicas)}"
 
 
@@ -168,7 +168,7 @@ def trial(canary: Trial) -> str:
 
 
 def unread(service: Service) -> str:
-    """Return a warning if the status is missing or about an older spec, else the empty string."""
+    """Return a warning if the status is missing or describes an older spec, else the empty string."""
     if not service.written:
         return "no operator has written a status yet: check that one runs and watches this namespace (docs/install.md)"
     if service.behind:
@@ -244,7 +244,7 @@ def _percent(value: int | None) -> str:
 
 
 def _table(head: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """Return a table like kubectl's: no lines, two blanks between columns."""
+    """Return a table like kubectl's: without lines, and with two spaces between columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=bool(head), header_style=_BOLD, pad_edge=False)
     for name in head:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name != head[-1])

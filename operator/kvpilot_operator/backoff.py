@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses in seconds that double from `first` up to `last`. The iterator is endless."""
+    """Pauses in seconds that double from `first` up to `last`. Iterating over them never ends."""
 
     first: float
     last: float
 
     def pause(self, failures: int) -> float:
-        """Return the pause after a failure that follows `failures` others in a row."""
+        """Return the pause after a failure, which `failures` others in a row preceded."""
         return min(self.first * 2.0 ** min(failures, 64), self.last)
 
     def __iter__(self) -> Iterator[float]:

@@ -1,6 +1,6 @@
-"""Limits on the bytes, work and concurrency of each tenant's input, and so on its cost for the operator.
+"""Limits on bytes, work and concurrency of each tenant's input, so that no tenant can exhaust the operator.
 
-docs/benchmarks/operator-parsers.md has the cost of each input.
+docs/benchmarks/operator-parsers.md has the measured cost of each input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KIB, _MIB = 1024, 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
-    """The limits of one kind of input. `permits` are shared by all tenants; one tenant gets at most `share`."""
+    """The limits of one kind of input. All tenants share `permits`, and one tenant gets at most `share` of them."""
 
     what: str
     read_bytes: int
@@ -28,8 +28,9 @@ class InputLimits:
     share: int
 
 
-# A page of vLLM has about 50 KiB for each data parallel rank, so this is 20 ranks behind one server. Reading it takes
-# about 192 KiB. A healthy engine answers within 10 ms, so 450 pages a second (control/pilot.py) take 5 permits.
+# vLLM's metrics page has about 50 KiB for each data-parallel rank, so 1 MiB is enough for 20 ranks behind one server.
+# Reading it takes about 192 KiB. A healthy engine answers within 10 ms, so 450 pages a second (control/pilot.py) use 5
+# permits.
 METRICS = InputLimits("a page of metrics", 1 * _MIB, permits=256, share=64)
 METRICS_SOCKET_BYTES = 32 * _KIB
 # The longest line of vLLM 0.32 (cache_config_info) has 1.1 KiB. A rank has about 300 lines.
@@ -39,8 +40,8 @@ METRICS_CHUNK_BYTES = 32 * _KIB
 # Read a chunk in steps of this many lines, which take at most 0.7 ms. Other ready tasks run between steps.
 METRICS_STEP_LINES = 256
 METRICS_STEPS = 4
-# Work is counted in lines (2.5 us each), plus a line for each 128 bytes. At this rate a pod with 20 ranks (9,000 lines)
-# is scraped every 4.5 s, and one with the largest allowed page every 12 s.
+# Work is counted in lines (2.5 us each), plus a line for each 128 bytes. At 2,000 a second, a pod with 20 ranks (9,000
+# lines of work) can be scraped every 4.5 s, and a pod with the largest allowed page every 12 s.
 METRICS_WORK_BYTES = 128
 METRICS_WORK_PER_SECOND = 2_000
 
@@ -51,20 +52,21 @@ CONFIG_MAPS = 4
 # Limit of all custom packs of one service together.
 PACKS_BYTES = 128 * _KIB
 
-# A run takes at most 2 MiB, and about 0.5 MiB with the built-in packs. It takes seconds on a GPU and half a minute on a
-# CPU. A prompt has at most the 65,536 tokens that a baseline keeps, of 10 bytes each.
+# A probe takes at most 2 MiB of memory, and about 0.5 MiB with the built-in packs. It takes seconds on a GPU and half a
+# minute on a CPU. A prompt has at most the 65,536 tokens that a baseline keeps, of 10 bytes each.
 CANARY_PROBE = InputLimits("a probe of a canary", READ_BYTES, permits=16, share=8)
 # Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them.
 CHECK = InputLimits("a check of a replica", READ_BYTES, permits=16, share=8)
 
-# A reader of /metrics costs two requests to the API server. An address that tries tokens cannot starve others.
+# A review costs two requests to the API server. With its own share, an address that tries tokens cannot starve others.
 TOKEN_REVIEW = InputLimits("a review of a token", 0, permits=4, share=2)
 
 
 class Permits:
-    """Semaphore of all tenants (namespaces or addresses), with a smaller one for each.
+    """A semaphore for all tenants (namespaces or addresses), with a smaller semaphore for each tenant.
 
-    Work that is silent beyond its patience loses its permit if others wait, so a hanging engine delays them by seconds.
+    Work that reports no progress for longer than its patience loses its permit if others wait. So a hanging engine
+    delays the others by seconds only.
     """
 
     def __init__(self, limits: InputLimits) -> None:
@@ -75,7 +77,7 @@ class Permits:
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: Hashable, patience_seconds: float = math.inf) -> AsyncIterator[Callable[[], None]]:
-        """Hold a permit for the block, and yield a function that reports progress. Raise PermitLost after silence."""
+        """Hold a permit for the block, and yield a function that reports progress. Raise PermitLost if it is lost."""
         loop, moved = asyncio.get_running_loop(), math.inf
         ours = self._tenants.setdefault(tenant, asyncio.Semaphore(self._share))
 

@@ -1,4 +1,4 @@
-"""Entry point `kvpilot-operator`, which runs the process if its dependencies are installed."""
+"""Entry point of `kvpilot-operator`. It checks that the operator's dependencies are installed."""
 
 from __future__ import annotations
 

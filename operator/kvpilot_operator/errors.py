@@ -1,4 +1,4 @@
-"""Every error that the operator raises on purpose, except those of probes (`kvpilot_probes.errors`)."""
+"""Errors that the operator raises on purpose, except those of probes (`kvpilot_probes.errors`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _PACKAGE = "kvpilot_operator"
 
 
 class ClusterError(KvpilotError):
-    """A failed request to the Kubernetes API: `request` is method and path, `status` HTTP's, or 0 without an answer."""
+    """A failed request to the Kubernetes API.
+
+    `request` is its method and path. `status` is the HTTP status, or 0 without an answer.
+    """
 
     def __init__(self, method: str, path: str, status: int, message: str) -> None:
         super().__init__(f"{method} {path}: HTTP {status}: {message}")
@@ -44,7 +47,7 @@ class Throttled(ClusterError):
 class Rejected(ClusterError):
     """The API server or one of its webhooks refuses an object (HTTP 400, 403, 422, some 500).
 
-    `reason` is that of the server's Status (may be empty); `causes` are faulty fields, each with its fault.
+    `reason` is that of the server's Status, and may be empty. `causes` has (field, message) of each fault.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Rejected(ClusterError):
 
 
 class NameTaken(Rejected):
-    """An object with a name that a service needs has another owner; nothing was sent."""
+    """An object with a name that a service needs belongs to another owner. No write was sent."""
 
     def __init__(self, kind: str, namespace: str, name: str) -> None:
         words = f"{kind} {namespace}/{name} exists and is not kvpilot's: {_way_out(kind)}"
@@ -70,7 +73,7 @@ class NameTaken(Rejected):
 
 
 class NotStarted(Rejected):
-    """Pods were not started: a named object is missing, or has another owner; nothing was sent."""
+    """Pods were not started: an object that they need is missing or has another owner. No write was sent."""
 
     def __init__(self, kind: str, needed: str, namespace: str, name: str, *, missing: bool) -> None:
         state = "does not exist" if missing else f"exists and is not kvpilot's: {_way_out(needed)}"
@@ -88,7 +91,7 @@ def _way_out(kind: str) -> str:
 
 
 class BadName(ClusterError):
-    """No object can have the name; nothing was sent."""
+    """No object can have this name. No request was sent."""
 
     def __init__(self, kind: str, name: str) -> None:
         words = f"not sent: {name[:80]!r} is not a name of a {kind}: use lower-case letters, digits, '-' and '.'"
@@ -107,7 +110,7 @@ class LeadershipLost(KvpilotError):
 
 
 class ScrapeError(KvpilotError):
-    """A pod's metrics could not be read or made no sense."""
+    """A pod's metrics could not be read, or are invalid."""
 
 
 class ScrapeTimeout(ScrapeError):
@@ -119,7 +122,7 @@ class NoIdentity(KvpilotError):
 
 
 class PermitLost(KvpilotError):
-    """The work was stopped: it was silent for too long while others waited for its permit."""
+    """Work was stopped, because it reported no progress for too long while others waited for its permit."""
 
 
 def places(error: Exception) -> tuple[str, ...]:

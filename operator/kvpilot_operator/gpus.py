@@ -1,6 +1,6 @@
-"""GPUs by the name that GPU feature discovery gives them: memory, bandwidth and compute capability.
+"""Memory, bandwidth and compute capability of GPUs, by the name that GPU feature discovery gives them.
 
-The table omits names of partial GPUs: `-SHARED` under time slicing, `-MIG-1g.10gb` for a slice.
+The table omits names of partial GPUs: those with `-SHARED` (time slicing), or with `-MIG-1g.10gb` (a slice).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU; `name` is that of `kvpilot plan --gpu`."""
+    """One kind of GPU. `kvpilot plan --gpu` accepts its `name`."""
 
     name: str
     products: tuple[str, ...]
     """Values of the node label nvidia.com/gpu.product: the driver's name with dashes for spaces."""
     memory_mib: int
-    """memory.total of `nvidia-smi` with the factory setting of ECC."""
+    """`memory.total` of `nvidia-smi`, with the factory setting of ECC."""
     bandwidth_gb_s: int
-    """The data sheet's peak; forecasts multiply it by a measured efficiency (latency.py)."""
+    """Peak by the data sheet. Forecasts multiply it by a measured efficiency (latency.py)."""
     compute_capability: tuple[int, int]
 
 
@@ -65,7 +65,7 @@ class PriceError(ValueError):
 
 
 def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
-    """Return the price of a GPU hour, by its name in GPUS, in millionths of the currency; raises PriceError."""
+    """Return prices of a GPU hour by `Gpu.name`, in millionths of the currency. Raise PriceError for a bad price."""
     found: dict[str, int] = {}
     for kind, price in given:
         gpu = _BY_NAME.get(kind.lower()) or by_product(kind)

@@ -1,4 +1,4 @@
-"""`kvpilot-operator`: the handlers that kopf calls, and the process."""
+"""The process of `kvpilot-operator`, and the handlers that kopf calls."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 @kopf.on.startup()
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
-    """Connect, and answer /healthz and /metrics, even as a standby."""
+    """Connect to the API server, and answer /healthz and /metrics, even as a standby."""
     configure_kopf(settings)
     await memo.operator.start()
 
 
 @kopf.on.login()
 async def lead(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
-    """Give kopf a connection once this replica leads; before that kopf watches nothing."""
+    """Wait until this replica leads, then give kopf a connection. Before that, kopf watches nothing."""
     session: kopf.AiohttpSession = await memo.operator.lead()
     return session
 
@@ -51,7 +51,7 @@ async def observe_service(event: kopf.RawEvent, memo: kopf.Memo, **_: Any) -> No
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Finish the writes under way, and hand over."""
+    """Finish the writes in progress, and hand over to another replica."""
     await memo.operator.stop()
 
 
@@ -60,7 +60,7 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.watching.server_timeout = 300
-    # A watch without an event for this long is dead, because an API server sends a bookmark about every minute.
+    # A watch without an event for 75 s is dead, because an API server sends a bookmark about every minute.
     settings.watching.inactivity_timeout = 75
     settings.watching.connect_timeout = 10
     settings.watching.chunk_size = 500
@@ -73,7 +73,7 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
 
 
 class Operator:
-    """One process: its connections, its leadership, and its error at the end."""
+    """One process: its connections, its leadership, and the error that ended it, if any."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -95,7 +95,7 @@ class Operator:
         return leader
 
     async def start(self) -> None:
-        """Connect to the API server and answer HTTP."""
+        """Connect to the API server, and serve HTTP."""
         options = self._options
         if self._spans is not None:
             self._closing.push_async_callback(self._spans.close)
@@ -129,7 +129,7 @@ class Operator:
         return self._cluster.session_for_kopf(API_VERSION, KIND, namespaces, self.leader.services.listed)
 
     async def stop(self) -> None:
-        """Hand over, and close all connections."""
+        """Hand over to another replica, and close all connections."""
         if self._end is not None:
             self._end.cancel()
             await asyncio.gather(self._end, return_exceptions=True)
@@ -153,7 +153,7 @@ class Operator:
 async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT; raise LeadershipLost if this replica has lost the Lease."""
     operator = Operator(options)
-    # Without an identity kopf asks for the name of its user, and user 65532 has none.
+    # Without an identity, kopf looks up the name of its user, and user 65532 has no name.
     identity: Any = operator.identity
     try:
         await kopf.operator(

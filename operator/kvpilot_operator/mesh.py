@@ -18,7 +18,7 @@ _PROTOCOLS = ["istio-http/1.1", "istio", "http/1.1"]
 
 
 class Identity:
-    """A certificate, its key, and the authority that signs engines' certificates."""
+    """The operator's certificate and key, and the CA that signs engines' certificates."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -27,7 +27,7 @@ class Identity:
         self._fault = ""
 
     def tls(self) -> ssl.SSLContext:
-        """Return the context for a new connection, from the newest files or the last consistent ones."""
+        """Return a TLS context of the newest files that fit together. Raise NoIdentity if there were never any."""
         seen = [_stamp(self._folder / name) for name in (CHAIN, KEY, ROOT)]
         if seen != self._seen:
             self._seen = seen

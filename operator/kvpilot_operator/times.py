@@ -6,5 +6,5 @@ from datetime import datetime
 
 
 def utc(moment: datetime) -> str:
-    """Format a moment in UTC as Kubernetes does: RFC 3339, whole seconds."""
+    """Format a UTC time as Kubernetes does: RFC 3339, in whole seconds."""
     return f"{moment:%Y-%m-%dT%H:%M:%SZ}"

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans. Attributes never hold text of users or engines: no prompt, no answer, no message of an error."""
+"""OpenTelemetry spans. Their attributes never hold text of users or engines, such as prompts or error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["NO_TRACER", "Span", "SpanSender", "Tracer", "TracingError", "span", 
 
 log = logging.getLogger(__name__)
 
-# An unreachable collector delays the end of the process by at most this time.
+# An unreachable collector delays the end of the process by at most this long.
 CLOSE_SECONDS = 5.0
 # These are not faults: a conflict is retried, and a cancelled task is no longer needed.
 _NO_FAULT = (Conflict, asyncio.CancelledError)
@@ -38,14 +38,14 @@ NO_TRACER = NoOpTracer()
 
 
 class TracingError(KvpilotError):
-    """A variable of OpenTelemetry that the SDK cannot use."""
+    """An OTEL_* environment variable is invalid."""
 
 
 @contextmanager
 def span(
     tracer: Tracer, name: str, attributes: Mapping[str, str | int | Sequence[str]], *, root: bool = False
 ) -> Iterator[Span]:
-    """Make a span the current one: a child of the one around it, or with `root` the first of a trace.
+    """Run the block in a new span: a child of the current span, or with `root` the first of a new trace.
 
     Only the type of an exception is recorded, because its text may quote a prompt.
     """
@@ -63,14 +63,14 @@ def span(
 
 
 def trace_headers(of: Span) -> dict[str, str]:
-    """Return the headers by which a server's spans become children: W3C's `traceparent` and `tracestate`."""
+    """Return W3C's headers `traceparent` and `tracestate`, which make a server's spans children of this one."""
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(of))
     return carrier
 
 
 class SpanSender:
-    """The SDK's tracer. It sends spans in batches from a thread. If the collector is slow, some spans are dropped."""
+    """The SDK's tracer, which sends spans in batches from a thread. If the collector is slow, it drops some spans."""
 
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -87,14 +87,14 @@ class SpanSender:
         self.tracer: Tracer = self._provider.get_tracer("kvpilot_operator", version("kvpilot"))
 
     async def close(self) -> None:
-        """Send the spans that are left, within some seconds."""
+        """Send the remaining spans, for at most CLOSE_SECONDS."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         await asyncio.to_thread(ending.join, CLOSE_SECONDS)
 
 
 def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
-    """Return a sender to the endpoint in the environment, None without one; raises TracingError."""
+    """Return a sender to the endpoint in the environment, or None without one. Raise TracingError if it is invalid."""
     name = next((name for name in _ENDPOINTS if environment.get(name)), None)
     if name is None:
         return None

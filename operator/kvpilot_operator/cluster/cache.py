@@ -1,4 +1,4 @@
-"""A cache of one kind of objects: small views, kept current by a watch and by our own writes."""
+"""A cache of one kind of objects as small views, which a watch and our own writes keep current."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _MAX_VERSION = 2**64 - 1
 
 Name = tuple[str, str]
-"""Namespace and name."""
+"""(namespace, name) of an object."""
 
 
 class _Entry(NamedTuple, Generic[K, V]):
@@ -31,9 +31,9 @@ class _Entry(NamedTuple, Generic[K, V]):
 class Store(Generic[K, V]):
     """Views of objects by name and by the service that they belong to.
 
-    An object is not kept if its view is None or it belongs to no service. An older version never replaces a newer one,
-    so the watch event and the answer to our own write may come in any order. `changed` is called with the service
-    whenever a view changes. If building a view fails, the last one stays.
+    An object without a view or a service is not kept. An older version never replaces a newer one, so a watch event and
+    the answer to our own write may come in any order. `changed` is called with the service whenever one of its views
+    changes. If an object is malformed, its last view stays.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Store(Generic[K, V]):
         return entry.view if entry is not None else None
 
     def of(self, service: K) -> list[V]:
-        """Return the views of a service's objects, by name."""
+        """Return the views of a service's objects, in the order of their names."""
         return [self._entries[name].view for name in sorted(self._names.get(service, ()))]
 
     def put(self, obj: Object) -> None:
-        """Store the state of an object at its resourceVersion."""
+        """Store an object, unless the store has this version or a newer one."""
         name, version = _name(obj), _version(obj)
         known = self._entries.get(name)
         if known is not None and version and version <= known.version:
@@ -86,7 +86,7 @@ class Store(Generic[K, V]):
             self._changed(service)
 
     def take(self, event: str | None, obj: Object) -> None:
-        """Process one event of a watch. Ignore bookmarks, and events without a type, which only repeat a list."""
+        """Process one watch event. Ignore bookmarks, and kopf's events without a type, which only repeat a list."""
         if event in ("ADDED", "MODIFIED"):
             self.put(obj)
         elif event == "DELETED":
@@ -99,11 +99,11 @@ class Store(Generic[K, V]):
             self._remove(_name(obj))
 
     def forget(self, namespace: str, name: str) -> None:
-        """Drop an object that we have deleted ourselves, or that is known not to exist."""
+        """Drop an object that we deleted ourselves, or that the API server does not have."""
         self._remove((namespace, name))
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:
-        """Drop all objects of a namespace ("" for all) that are missing from its list at this version."""
+        """Drop the objects of a namespace ("" for all) that are missing from its list (`names`) at this version."""
         limit = whole(version, _MAX_VERSION)
         gone = [
             name

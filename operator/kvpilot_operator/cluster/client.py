@@ -1,4 +1,4 @@
-"""A client of the API server: plain JSON objects in and out, typed errors."""
+"""A client of the API server. It takes and returns plain JSON objects, and raises typed errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Cluster:
         return cls(api, fence, on_request)
 
     def telling(self, on_write: OnWrite) -> Cluster:
-        """Return a client with the same connections that calls `on_write` after every write."""
+        """Return a client that shares these connections, and calls `on_write` after every write."""
         other = copy.copy(self)
         other._on_write = on_write
         return other
@@ -56,7 +56,7 @@ class Cluster:
     def session_for_kopf(
         self, api_version: str, kind: str, namespaces: Sequence[str], listed: Listed
     ) -> kopf.AiohttpSession:
-        """Return kopf's session for watching this kind, with the same server, credentials, fence and counts."""
+        """Return a session by which kopf watches this kind, with our server, credentials, write fence and metrics."""
         return KopfSession(self._transport, api_version, kind, namespaces, listed).login()
 
     async def close(self) -> None:
@@ -64,31 +64,31 @@ class Cluster:
         await self._transport.close()
 
     async def get(self, ref: Ref) -> Object:
-        """Read one object; raise NotFound if there is none."""
+        """Read one object. Raise NotFound if it does not exist."""
         return await self._transport.send(Request("GET", ref.kind, ref.path))
 
     async def find(self, ref: Ref) -> Object | None:
-        """Read one object; return None if there is none."""
+        """Read one object. Return None if it does not exist."""
         try:
             return await self.get(ref)
         except NotFound:
             return None
 
     async def find_json(self, ref: Ref, *, most: int) -> bytes | None:
-        """Read one object's JSON, unparsed, or None; raise OverBudget if it has more than `most` bytes."""
+        """Return one object's unparsed JSON, or None if it does not exist. Raise OverBudget above `most` bytes."""
         try:
             return await self._transport.read(Request("GET", ref.kind, ref.path), most=most)
         except NotFound:
             return None
 
     async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Object]:
-        """List the objects with these labels."""
+        """Return the objects that match a label selector."""
         return [item async for items, _ in self.pages(api_version, kind, namespace, selector) for item in items]
 
     async def first(
         self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
     ) -> Sequence[Object]:
-        """List at most `limit` of the objects with these labels and fields, in the order of their names."""
+        """Return the first `limit` objects by name that match a label selector and a field selector."""
         async with contextlib.aclosing(
             self.pages(api_version, kind, namespace, selector, fields=fields, limit=limit)
         ) as pages:
@@ -105,7 +105,7 @@ class Cluster:
         accept: str = "application/json",
         limit: int = _PAGE,
     ) -> AsyncGenerator[tuple[Sequence[Object], str], None]:
-        """Yield the objects with these labels and fields, `limit` at a time, with the list's resourceVersion."""
+        """Yield pages of matching objects, at most `limit` each, with the list's resourceVersion."""
         query = {"labelSelector": selector, "limit": str(limit)} | ({"fieldSelector": fields} if fields else {})
         while True:
             request = Request("GET", kind, path_of(api_version, kind, namespace), query, accept=accept)
@@ -119,7 +119,7 @@ class Cluster:
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
     ) -> AsyncIterator[Object]:
-        """Yield the metadata of about `most` objects with these labels; the server does not send their content."""
+        """Yield the metadata of about `most` matching objects. The server does not send their content."""
         seen = 0
         pages = self.pages(api_version, kind, namespace, selector, accept=_METADATA_ALONE, limit=_METADATA_PAGE)
         async for items, _ in pages:
@@ -132,16 +132,16 @@ class Cluster:
     def watch(
         self, api_version: str, kind: str, namespace: str, selector: str, version: str
     ) -> AsyncIterator[tuple[str, Object]]:
-        """Yield the events after `version` with their objects, bookmarks too, until the server ends the watch."""
+        """Yield (event type, object) for each event after `version`, bookmarks too, until the server ends the watch."""
         query = {"labelSelector": selector, "resourceVersion": version}
         return self._transport.watch(Request("GET", kind, path_of(api_version, kind, namespace), query))
 
     async def apply(self, manifest: Object, *, subresource: str = "") -> Object:
-        """Apply a manifest, or its subresource, on the server's side with our field manager."""
+        """Apply a manifest, or its subresource, by server-side apply with our field manager."""
         return await self._patch(Ref.to(manifest), subresource, manifest, "apply-patch+yaml", {"force": "true"})
 
     async def merge(self, ref: Ref, patch: Object, *, subresource: str = "") -> Object:
-        """Write a JSON merge patch of an object, or of its subresource."""
+        """Send a JSON merge patch for an object, or for its subresource."""
         return await self._patch(ref, subresource, patch, "merge-patch+json", {})
 
     async def _patch(self, ref: Ref, subresource: str, body: Object, content: str, more: dict[str, str]) -> Object:
@@ -156,11 +156,11 @@ class Cluster:
         return await self._write(Request("POST", manifest["kind"], path, _FIELD_MANAGER, manifest))
 
     async def replace(self, manifest: Object) -> Object:
-        """Write a whole object. Raise Conflict if its resourceVersion is no longer the newest."""
+        """Replace a whole object. Raise Conflict if its resourceVersion is not the newest."""
         return await self._write(Request("PUT", manifest["kind"], Ref.to(manifest).path, _FIELD_MANAGER, manifest))
 
     async def delete(self, ref: Ref, *, uid: str = "") -> None:
-        """Delete an object and, in the background, its dependents; raise Conflict if it has another uid."""
+        """Delete an object and, in the background, its dependents. Raise Conflict if `uid` is not the object's."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
@@ -169,7 +169,7 @@ class Cluster:
         self._on_write(ref.kind, ref.namespace, ref.name, None)
 
     async def review(self, api_version: str, kind: str, spec: Object) -> Object:
-        """Ask for a TokenReview or a SubjectAccessReview and return its status; nothing is stored."""
+        """Send a TokenReview or a SubjectAccessReview, which the server does not store, and return its status."""
         body = {"apiVersion": api_version, "kind": kind, "spec": spec}
         answer = await self._transport.send(Request("POST", kind, path_of(api_version, kind), body=body))
         return answer.get("status") or {}

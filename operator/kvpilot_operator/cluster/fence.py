@@ -1,4 +1,4 @@
-"""The fence that every write must pass. It closes by the clock, even while the process is suspended."""
+"""The fence that every write must pass. It closes by the clock, so a process that was suspended cannot write late."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 def steady_time() -> float:
-    """Return seconds of a clock that cannot be set. On Linux it also counts while the machine sleeps."""
+    """Return the seconds of a clock that nobody can set. On Linux it also counts while the machine sleeps."""
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
 
 
 class WriteFence:
-    """A fence that starts closed. It counts the writes in progress, and the writes with an unknown outcome."""
+    """A fence that starts closed. It tracks the writes in progress, and those whose outcome is unknown."""
 
     def __init__(self, clock: Callable[[], float] = steady_time) -> None:
         self._clock = clock
@@ -39,7 +39,7 @@ class WriteFence:
         return fence
 
     def open(self, starts_before: float, ends_before: float) -> None:
-        """Let writes start before one time, and end before another, both by the fence's clock."""
+        """Allow writes that start before `starts_before` and end before `ends_before`, in seconds of the clock."""
         self._starts_before, self._ends_before = starts_before, ends_before
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class WriteFence:
         try:
             yield ends_before - now
         except BaseException as error:
-            # Without an answer from the server the write may still arrive.
+            # The server has not answered, so the write may still take effect.
             if not isinstance(error, ClusterError) or error.status == 0:
                 self._uncertain_until = max(self._uncertain_until, ends_before)
             raise

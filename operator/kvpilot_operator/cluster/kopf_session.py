@@ -1,8 +1,8 @@
-"""kopf's connection to the API server, with our sockets and the official client's credentials.
+"""A connection to the API server for kopf, with our sockets and the official client's credentials.
 
-kopf ends the operator after a refused request (401, 403, 404, 410), an error event other than 410, or an answer that is
-not JSON. This session breaks the connection instead, so that kopf lists or watches again
-(docs/upstream/kopf-watch-errors.patch).
+kopf ends the whole operator after HTTP 401, 403, 404 or 410, after an error event other than 410, or after an answer
+that is not JSON. This session turns each of these into a broken connection, after which kopf only lists or watches
+again (docs/upstream/kopf-watch-errors.patch).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PAUSE_SECONDS = 3.0
 _GONE = b'{"type":"ERROR","object":{"code":410}}\n'
 
 Listed = Callable[[str, Sequence[Object], str], None]
-"""Callback that gets a namespace ("" for all), all its objects, and the resourceVersion of the list."""
+"""Callback for a complete list: namespace ("" for all), its objects, and the list's resourceVersion."""
 
 
 class _Page(msgspec.Struct):
@@ -44,10 +44,10 @@ class _Event(msgspec.Struct):
 
 
 class KopfSession:
-    """A middleware of kopf's HTTP session, which watches one kind in some namespaces.
+    """A middleware for kopf's HTTP session, which watches one kind in some namespaces.
 
-    After a 410, kopf does not report objects that are missing from the new list. So the session reads each list, too,
-    and hands it to `listed` when it is complete.
+    After a 410, kopf lists again, but does not report objects that are missing from the new list. So this session also
+    reads each list, and passes it to `listed` when it is complete.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class KopfSession:
 
 
 def _refuse(response: aiohttp.ClientResponse) -> None:
-    """Raise ClientPayloadError for a status that would end kopf. Return for 200, and for 429 and 5xx: kopf retries."""
+    """Raise ClientPayloadError for a status that would end kopf. Accept 200, and 429 and 5xx, which kopf retries."""
     if response.status == 200 or response.status == 429 or response.status >= 500:
         return
     response.close()
@@ -152,7 +152,7 @@ def _refuse(response: aiohttp.ClientResponse) -> None:
 
 
 async def _decoded(response: aiohttp.ClientResponse, kind: type[T], broken: type[aiohttp.ClientError]) -> T:
-    """Decode a body as `kind`; kopf reads it again later. Raise `broken` if it is something else."""
+    """Decode a body as `kind`. Raise `broken` if it is something else. kopf can still read the body afterwards."""
     try:
         return msgspec.json.decode(await response.read(), type=kind)
     except msgspec.DecodeError as error:
@@ -160,7 +160,7 @@ async def _decoded(response: aiohttp.ClientResponse, kind: type[T], broken: type
 
 
 class _Lines:
-    """Replacement for the stream of a watch: kopf reads these lines, and aiohttp uses the rest of the stream."""
+    """A replacement for a watch's stream. kopf reads `lines` from it; all other attributes are the stream's own."""
 
     def __init__(self, content: aiohttp.StreamReader, lines: AsyncIterator[bytes]) -> None:
         self._content = content

@@ -1,8 +1,8 @@
 """One replica's view of the Lease for leader election. Pure: callers pass the time.
 
-The times in a Lease are only for people. A replica trusts only its own steady clock. The holder counts from the moment
-before it sends a renewal. Other replicas count from the moment after they see the Lease change, which is always later.
-So no replica takes a Lease while the holder relies on it, even if wall clocks are wrong.
+The times in a Lease are only for people. A replica trusts only its own steady clock. The holder starts its count before
+it sends a renewal. Other replicas start theirs after they see the Lease change, which is always later. So no replica
+takes a Lease while the holder relies on it, even if wall clocks are wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Timing:
 
     @property
     def write_deadline(self) -> float:
-        """Time after a renewal when all writes are over: one fifteenth before others may take the Lease."""
+        """Time after a renewal at which all writes must have ended: 1/15 of the Lease before others may take it."""
         return self.lease * 14 / 15
 
     @property
@@ -47,13 +47,13 @@ class Timing:
 
     @property
     def request(self) -> float:
-        """Limit of one attempt: two of them fit into the renew deadline."""
+        """Longest duration of one attempt. Two attempts fit into the renew deadline."""
         return self.lease / 3
 
 
 @dataclass(eq=False)
 class Candidate:
-    """The Lease as one replica last saw it, and the time of the last change."""
+    """One replica's knowledge of the Lease: its last state, and when that changed. Times are steady-clock seconds."""
 
     identity: str
     namespace: str
@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def ref(self) -> Ref:
-        """The Lease."""
+        """The reference to the Lease."""
         return Ref(API_VERSION, KIND, self.namespace, self.name)
 
     @property
@@ -80,14 +80,14 @@ class Candidate:
         return str(self._spec.get("holderIdentity") or "")
 
     def observe(self, found: Object | None, now: float) -> None:
-        """Record the Lease as it was just read, or None if there is none."""
+        """Record the Lease as it was just read at `now`, or None if it does not exist."""
         before = None if self._found is None else self._spec
         self._found = found
         if self._changed is None or (None if found is None else self._spec) != before:
             self._changed = now
 
     def wait(self, now: float) -> float:
-        """Return the seconds until the Lease may be claimed, by the last known state. 0 means now."""
+        """Return the seconds until this replica may claim the Lease, by its last known state. 0 means now."""
         if self._changed is None:
             return self.timing.lease
         if self._found is None or self.holder == "" or (self.holder == self.identity and not self.blind):
@@ -97,10 +97,11 @@ class Candidate:
         return max(0.0, self._changed + lasts - now)
 
     def claim(self, wall: datetime, now: float) -> Object:
-        """Return the Lease to write to claim or renew it; the server refuses the write if the Lease has changed since.
+        """Return the Lease to write, to claim or renew it. The server refuses the write if the Lease has changed since.
 
-        A missing Lease may have been deleted under a leader that still relies on it. So another replica that creates it
-        is `blind`: it claims the Lease again after the Lease's whole duration.
+        If the Lease is missing, somebody may have deleted it while a leader still relies on it. So
+        another replica that creates the Lease is `blind`: it does not lead yet, but claims the Lease again after its
+        whole duration.
         """
         self.blind = self._found is None and self.left(now) <= 0
         time, spec = _micro_time(wall), self._spec
@@ -117,7 +118,7 @@ class Candidate:
         )
 
     def release(self, wall: datetime) -> Object:
-        """Return the Lease without a holder, so that the next replica that reads it may take it."""
+        """Return the Lease object without a holder, which the next replica may take at once."""
         return self._with({**self._spec, "holderIdentity": "", "renewTime": _micro_time(wall)})
 
     def renewed(self, answer: Object, sent: float) -> None:
@@ -126,16 +127,16 @@ class Candidate:
         self._renewed = sent
 
     def left(self, now: float) -> float:
-        """Return the seconds until the renew deadline, negative once it has passed."""
+        """Return the seconds until the renew deadline. They are negative once it has passed."""
         return -math.inf if self._renewed is None else self._renewed + self.timing.renew_deadline - now
 
     def lost(self) -> bool:
-        """Return True if another replica holds the Lease, or no replica does."""
+        """Return True if another replica or nobody holds the existing Lease."""
         return self._found is not None and self.holder != self.identity
 
     @property
     def exists(self) -> bool:
-        """True if there is a Lease to write over."""
+        """True if the Lease existed when it was last read."""
         return self._found is not None
 
     @property

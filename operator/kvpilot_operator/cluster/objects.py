@@ -27,7 +27,7 @@ _KINDS = {
     "inference.networking.k8s.io/v1": ("InferencePool",),
     "kvpilot.io/v1alpha1": ("QuantizedLLMService",),
 }
-"""The only kinds that the operator may ask for."""
+"""The only kinds that the operator reads or writes, by API version."""
 
 
 class Ref(NamedTuple):
@@ -46,14 +46,14 @@ class Ref(NamedTuple):
 
     @property
     def path(self) -> str:
-        """REST path. Raise BadName for a name that no object can have."""
+        """The REST path. Raises BadName for a name that no object can have."""
         return path_of(*self)
 
 
 def path_of(api_version: str, kind: str, namespace: str = "", name: str | None = None) -> str:
-    """Return the REST path of a collection (of all namespaces if none is named), or of one object in it.
+    """Return the REST path of a collection (of all namespaces without `namespace`), or of one object in it.
 
-    A tenant may have chosen the name. An impossible name (`..`) would lead to another path, and raises BadName.
+    Raise BadName for an impossible name. A tenant may have chosen it, and `..` would lead to another path.
     """
     if kind not in _KINDS.get(api_version, ()):
         raise KeyError((api_version, kind))
@@ -69,7 +69,7 @@ def _segment(kind: str, name: str) -> str:
 
 
 def version_of(kind: str, obj: Object) -> str:
-    """Return a version that changes with the spec; empty for kinds that are not watched."""
+    """Return a version that changes with the object's spec. It is empty for kinds that are not watched."""
     if kind in ("Deployment", "LeaderWorkerSet", "InferencePool", "HTTPRoute"):
         # Use the generation, because the resourceVersion also changes with every change of the status.
         return str(obj["metadata"].get("generation", ""))

@@ -20,13 +20,13 @@ from kvpilot_operator.cluster.fence import WriteFence
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError, Conflict, NotFound, Rejected, Throttled
 
-# The kernel gives up unacknowledged data after this time. Otherwise it repeats a request for minutes, even after the
+# The kernel drops unacknowledged data after this time. By default it resends a request for minutes, even after the
 # process was killed. The request could then arrive while another replica leads.
 UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
 def connector(tls: ssl.SSLContext) -> aiohttp.TCPConnector:
-    """Return a connector with connections that give up early; their number is unlimited, since each watch holds one."""
+    """Return a connector whose connections give up early. Their number has no limit, because each watch holds one."""
     return aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=_socket)
 
 
@@ -36,7 +36,7 @@ class _Rest(RESTClientObject):  # type: ignore[misc]  # the official client has 
 
 
 def give_up_early(api: ApiClient) -> None:
-    """Make every future connection of this client give up when nothing is acknowledged for 4 s."""
+    """Make all future connections of this client give up if data stays unacknowledged for 4 s."""
     # Do not take a proxy or credentials from the environment.
     api.configuration.client_session_kwargs = {"trust_env": False}
     api.rest_client = _Rest(api.configuration)
@@ -59,10 +59,10 @@ SILENCE_SECONDS = 75.0
 # Ignore a requested pause of more than a day, and retry as after any other error.
 _MAX_WAIT_SECONDS = 86_400
 
-# Messages of HTTP 500 answers that do not pass soon: an unknown field, a webhook without an answer.
+# Messages of HTTP 500 answers that a retry does not cure: an unknown field, a webhook without an answer.
 _LASTING = ("failed to create typed patch object", "failed calling webhook")
 
-# A status cannot hold more anyway.
+# Most causes of a refusal that are kept. A service's status cannot hold more.
 _MAX_CAUSES = 8
 
 REMEDIES = {
@@ -70,7 +70,7 @@ REMEDIES = {
     403: " (let the operator's role list and watch it)",
     404: " (install its CustomResourceDefinition: kubectl apply -f crds/)",
 }
-"""Remedies for errors that do not pass by themselves."""
+"""Remedies by HTTP status, for errors that do not pass by themselves."""
 
 # Called after every request: method (GET, LIST, WATCH, ...), kind, HTTP status (0: not reached), seconds.
 OnRequest = Callable[[str, str, int, float], None]
@@ -90,7 +90,7 @@ class Request:
 
 
 class Transport:
-    """A sender of requests that calls `on_request` after each. Every failure is a ClusterError."""
+    """A sender of requests, which calls `on_request` after each. Every failure is a ClusterError."""
 
     def __init__(self, api: ApiClient, fence: WriteFence, on_request: OnRequest) -> None:
         self.api = api
@@ -111,9 +111,9 @@ class Transport:
             raise ClusterError(request.method, request.path, 200, words) from None
 
     async def read(self, request: Request, *, most: float = math.inf, verb: str = "") -> bytes:
-        """Send a request and return the answer as it came; raise OverBudget if it has more than `most` bytes.
+        """Send a request and return the answer's bytes. Raise OverBudget if there are more than `most`.
 
-        A write never waits: it passes the fence now, or raises NotLeader.
+        A write does not wait for the fence to open, but raises NotLeader.
         """
         status, began = 0, time.perf_counter()
         try:
@@ -122,7 +122,7 @@ class Transport:
             else:
                 with self.fence.write(request.method, request.path) as left:
                     seconds = min(TIMEOUT_SECONDS, left)
-                    # The server gives up when we do, so no write lands later.
+                    # Let the server give up when we do, so that no write takes effect later.
                     body = await self._body(request, {"timeout": f"{seconds * 1000:.0f}ms"}, seconds, most)
             status = 200
         except OverBudget:
@@ -136,7 +136,7 @@ class Transport:
         return body
 
     async def watch(self, request: Request) -> AsyncIterator[tuple[str, Object]]:
-        """Yield the events of a watch with their objects, until the server ends it."""
+        """Yield (event type, object) for each event of a watch, until the server ends it."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE_SECONDS)
         more = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_SECONDS)}
         status, began = 0, time.perf_counter()
@@ -211,7 +211,7 @@ def _typed(request: Request, status: int, body: bytes, headers: Mapping[str, str
         # A refused value may be long, and the reason comes at the end.
         message = f"{message[:300]} … {message[-600:]}"
     if status == 409 or (status == 422 and causes and all(field == "metadata.uid" for field, _ in causes)):
-        # Another object has replaced the one that the write addresses by uid.
+        # Another object has taken the name of the one that the write addresses by uid.
         return Conflict(method, path, status, message)
     if status == 404:
         return NotFound(method, path, status, message)
@@ -224,7 +224,7 @@ def _typed(request: Request, status: int, body: bytes, headers: Mapping[str, str
 
 
 def _causes(details: object) -> tuple[tuple[str, str], ...]:
-    """Return field and message of each of a Status' `details.causes` that has both."""
+    """Return (field, message) of each entry of a Status' `details.causes` that has both."""
     causes = details.get("causes") if isinstance(details, dict) else None
     found = [one for one in causes or () if isinstance(one, dict) and one.get("field") and one.get("message")]
     return tuple(dict.fromkeys((shown(str(one["field"]))[:300], shown(str(one["message"]))[-600:]) for one in found))[

@@ -1,4 +1,4 @@
-"""Keep a Store equal to a collection of the API server: list, watch, resume, and list again if needed."""
+"""Keep a Store equal to a collection of the API server: list, watch, resume, and list again after errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpilot_operator.errors import ClusterError, Throttled
 
 log = logging.getLogger(__name__)
 
-# Short pauses, to notice soon that a server is back after an outage.
+# Short pauses, so that the end of an outage is noticed soon.
 _BACKOFF = Backoff(0.2, 5.0)
 # A watch that ends sooner counts as a failure, because a server or a proxy may end every watch immediately.
 _SHORT_WATCH_SECONDS = 1.0
@@ -30,10 +30,11 @@ _DENIALS = 6
 
 @dataclass(eq=False)
 class Reflector:
-    """A Store's watch of one collection. `namespace` is empty for all namespaces; `filled` is set after the first list.
+    """A Store's watch of one collection. `namespace` is empty for all namespaces.
 
-    The server may lack the kind of an `optional` watch. A kind that was served counts as missing only after several
-    denials, because a starting server may not know its definitions yet.
+    `filled` is set after the first list. If the watch is `optional`, the server may lack the kind, and `filled` is then
+    set, too. A kind that was served counts as missing only after several denials, because a starting server may not
+    know its CRDs yet.
     """
 
     cluster: Cluster
@@ -51,7 +52,7 @@ class Reflector:
         self._denials = 0
 
     async def run(self) -> None:
-        """Follow the collection until cancelled: resume after a lost connection, list again after any other error."""
+        """Follow the collection until cancelled. Resume after a lost connection, list again after any other error."""
         failures = 0
         while True:
             pause = _BACKOFF.pause(failures)
@@ -97,7 +98,7 @@ class Reflector:
         self.filled.set()
 
     def _is_missing(self, error: ClusterError) -> bool:
-        """Count a denial. Return True if the kind now counts as missing."""
+        """Count a denial (403 or 404). If the kind now counts as missing, empty the Store and return True."""
         self._denials += 1
         if self.served and self._denials < _DENIALS:
             return False

@@ -50,8 +50,8 @@ class WorkQueue:
     """Two queues of services: changed ones (`add`), and those that are merely due (`add_low_priority`).
 
     Changed services mostly come first. Within a queue, the next service is the oldest one of the namespaces with the
-    fewest running reconciles. A change ends a back-off early, unless the API server requested the pause. `attempts` returns
-    the queue's memory of a service, or None if the service is gone.
+    fewest running reconciles. A change ends a back-off early, unless the API server requested the pause. `attempts`
+    returns the queue's memory of a service, or None if the service is gone.
     """
 
     def __init__(
