@@ -77,7 +77,7 @@ class Cluster:
         return self._ask("patch", PLURAL, self._custom.patch_namespaced_custom_object, **about, **how)
 
     def events(self, name: str, kind: str = KIND) -> Iterator[Json]:
-        """Yield the Events of a service, or of another object, that the cluster still has."""
+        """Yield the Events about an object, by default a service, that the cluster still has."""
         about = {
             "namespace": self.namespace,
             "field_selector": f"involvedObject.kind={kind},involvedObject.name={name}",

@@ -19,7 +19,7 @@ _INT64 = 1 << 63
 
 
 def at(value: Json, *path: str) -> Json:
-    """Return the value at this path of objects, or None."""
+    """Return the value at this path of keys in nested objects, or None."""
     for key in path:
         if not isinstance(value, Mapping):
             return None

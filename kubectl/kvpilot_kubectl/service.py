@@ -108,7 +108,7 @@ class Service:
     url: str
     adapters: tuple[str, ...]
     weights: str
-    """Phase of the claim for weights."""
+    """Phase of the PersistentVolumeClaim for weights."""
     ready: int | None
     replicas: int | None
     usage: int | None
@@ -140,7 +140,7 @@ class Service:
 
 
 def read(obj: Json) -> Service:
-    """Read an object from the API server."""
+    """Return the service that an object of the API server describes."""
     spec, status = at(obj, "spec"), at(obj, "status")
     deny = whole(spec, "rollout", "denySeconds")
     return Service(

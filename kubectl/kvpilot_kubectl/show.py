@@ -157,12 +157,12 @@ def replicas(service: Service) -> str:
 
 
 def mode(service: Service) -> str:
-    """Return the mode, and "paused" if changes are held."""
+    """Return the mode, and "paused" if spec.rollout.paused is set."""
     return _joined(service.mode or _NONE, "paused" if service.paused else "")
 
 
 def trial(canary: Trial) -> str:
-    """Return a canary in a few words."""
+    """Return a canary in a few words, such as "k4v4 Shifting 10%"."""
     share = f" {canary.weight}%" if canary.weight is not None else ""
     return f"{canary.dtype or _NONE} {canary.stage or 'Unknown'}{share}"
 
@@ -195,7 +195,7 @@ def _weighed(entry: Entry) -> Table:
 
 def _figures(one: Trial) -> str:
     dtypes = (one.from_dtype or _NONE, one.dtype or _NONE)
-    # If the dtypes are equal, another part of the spec changes. The message names it.
+    # Show equal dtypes once: the trial then changes another part of the spec, which the message names.
     parts = [_joined(f"{' -> '.join(dict.fromkeys(dtypes))} {one.stage}".strip(), one.verdict)]
     if one.stable_capacity and one.capacity:
         parts.append(f"a replica holds {one.capacity / one.stable_capacity:.2f}x the tokens")

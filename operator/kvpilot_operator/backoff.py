@@ -15,7 +15,7 @@ class Backoff:
     last: float
 
     def pause(self, failures: int) -> float:
-        """Return the pause after a failure, which `failures` others in a row preceded."""
+        """Return the pause after a failure, for the number of `failures` in a row before it."""
         return min(self.first * 2.0 ** min(failures, 64), self.last)
 
     def __iter__(self) -> Iterator[float]:

@@ -33,7 +33,7 @@ class InputLimits:
 # permits.
 METRICS = InputLimits("a page of metrics", 1 * _MIB, permits=256, share=64)
 METRICS_SOCKET_BYTES = 32 * _KIB
-# The longest line of vLLM 0.32 (cache_config_info) has 1.1 KiB. A rank has about 300 lines.
+# Limits of lines. The longest one of vLLM 0.32 (cache_config_info) has 1.1 KiB, and a rank has about 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
@@ -53,7 +53,7 @@ CONFIG_MAPS = 4
 PACKS_BYTES = 128 * _KIB
 
 # A probe takes at most 2 MiB of memory, and about 0.5 MiB with the built-in packs. It takes seconds on a GPU and half a
-# minute on a CPU. A prompt has at most the 65,536 tokens that a baseline keeps, of 10 bytes each.
+# minute on a CPU. READ_BYTES is enough for the 65,536 prompt tokens that a baseline may have, of 10 bytes each.
 CANARY_PROBE = InputLimits("a probe of a canary", READ_BYTES, permits=16, share=8)
 # Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them.
 CHECK = InputLimits("a check of a replica", READ_BYTES, permits=16, share=8)
@@ -77,7 +77,7 @@ class Permits:
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: Hashable, patience_seconds: float = math.inf) -> AsyncIterator[Callable[[], None]]:
-        """Hold a permit for the block, and yield a function that reports progress. Raise PermitLost if it is lost."""
+        """Hold a permit for the block, and yield a callback that reports progress. Raise PermitLost if it is taken away."""
         loop, moved = asyncio.get_running_loop(), math.inf
         ours = self._tenants.setdefault(tenant, asyncio.Semaphore(self._share))
 

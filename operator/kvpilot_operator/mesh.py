@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 CHAIN, KEY, ROOT = "cert-chain.pem", "key.pem", "root-cert.pem"
 """File names that Istio's agent uses (OUTPUT_CERTS)."""
 
-# A sidecar that also accepts plain traffic recognises mutual TLS by the first two; the last is the inner protocol.
+# ALPN names. A sidecar that also accepts plain traffic recognises mutual TLS by the first two. The last name is the
+# inner protocol.
 _PROTOCOLS = ["istio-http/1.1", "istio", "http/1.1"]
 
 

@@ -33,7 +33,8 @@ _MAX_LINE_BYTES = 128 * 1024
 # engines ignore it.
 FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
 
-# One token with its logprobs takes about 2 KiB. An engine that sends without end must not occupy the event loop.
+# Limit of a stream: _MAX_STREAM_BYTES, and _MAX_TOKEN_BYTES for each token, which takes about 2 KiB with its logprobs.
+# An engine that sends without end must not occupy the event loop.
 _MAX_STREAM_BYTES = 1024 * 1024
 _MAX_TOKEN_BYTES = 64 * 1024
 _TEMPLATE_BYTES = 64 * 1024

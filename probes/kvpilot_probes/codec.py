@@ -106,7 +106,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 def with_control(baseline: Baseline, noise: stats.Measurement, captured: datetime) -> Baseline:
-    """Return the baseline with the damage of its own engine's second run."""
+    """Return the baseline with its control: the damage (`noise`) of a second run of the same engine."""
     return replace(baseline, control=msgspec.convert({**asdict(noise), "captured": captured}, Control))
 
 

@@ -15,7 +15,7 @@ from aiohttp.streams import StreamReader
 # Limit of an answer's head. vLLM's have 0.2 KiB, and a gateway adds about as much.
 HEAD_BYTES = 32 * 1024
 INTERIM_ANSWERS = 8
-# Allowed framing bytes per body byte. Even a chunk of one body byte needs only five, and vLLM's chunks have a hundred.
+# Allowed framing bytes per body byte. A chunk of one body byte needs five. vLLM's chunks have about 100 body bytes.
 AROUND_A_BYTE = 8
 # Bytes per call of the parser. The limits are checked between calls.
 _STEP_BYTES = 4 * 1024

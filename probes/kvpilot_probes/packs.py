@@ -28,7 +28,7 @@ MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_LEVELS = 24
 MAX_MESSAGES = 16
-# Limit of all prompts together, with filler. A baseline's limit of 65,536 tokens usually allows fewer characters.
+# Limit of all prompts together, with filler. Most texts reach a baseline's limit of 65,536 tokens first.
 MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
 MAX_NAME = 40

@@ -60,12 +60,13 @@ class Throttle:
 DEFAULT_TOKENS = 32
 MIN_TOKENS = 8
 MAX_TOKENS = 128
-# vLLM's default --max-logprobs.
+# Logprobs to request at each position: vLLM's default --max-logprobs.
 TOP_K = 20
 # A 4-bit cache diverges from bf16 about every tenth token. Twelve resumes leave a margin, and bound the requests to an
 # engine that answers garbage.
 MAX_RESUMES = 12
-# Deadlines assume this speed, a third of a small model's on two busy CPU cores (docs/accuracy-watch.md).
+# Deadlines allow START_SECONDS, and then time for this speed, a third of a small model's on two busy CPU cores
+# (docs/accuracy-watch.md).
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2

@@ -92,7 +92,7 @@ class DamageBucket:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPair:
-    """The end of one prompt with both sides' own continuation, for a person to read."""
+    """The end of one prompt, and the continuation by each side (`stable`, `canary`), for people to read."""
 
     prompt: str
     stable: str
@@ -157,7 +157,7 @@ def _cells(top: list[float]) -> list[float]:
 
 
 def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs) -> Compared:
-    """Judge one position."""
+    """Compare both answers at one position."""
     return Compared(prompt, position, kl_nats(baseline.top, candidate.top), baseline.token == candidate.token)
 
 
@@ -225,7 +225,7 @@ def _mean_micronats(compared: Sequence[Compared]) -> int:
 
 
 def _agreement_permille(compared: Sequence[Compared]) -> int:
-    """Return the share, rounded down: 1000 means that every position agreed."""
+    """Return the share of agreeing positions in thousandths. It is rounded down, so that 1000 means all of them."""
     return sum(c.agrees for c in compared) * 1000 // len(compared) if compared else 0
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 REPORTER = "kvpilot-operator"
 # Within this time, a repeated message raises the count of its Event.
 SAME_SECONDS = 3600
-# Number of remembered Events, newest last.
+# Most Events whose counts are remembered. The oldest are forgotten first.
 MAX_REMEMBERED = 32
 
 

@@ -61,7 +61,7 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
 
 
 Reference = tuple[str, str, str]
-"""apiVersion, kind and name."""
+"""(apiVersion, kind, name) of an object."""
 
 
 def starts_pods(s: Snapshot, manifest: Manifest) -> bool:

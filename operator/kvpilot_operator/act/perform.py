@@ -41,7 +41,7 @@ MAX_SEEN = 64
 # Apply even unchanged objects again within this time, to undo changes by others. The cache reports a changed workload
 # or Service at once, but not changed labels or a changed PodDisruptionBudget.
 REAPPLY_SECONDS = 600.0
-# If only figures changed, write the status at most this often. Metrics always have the newest figures.
+# If only figures of the status changed, write it at most this often. Metrics always have the newest figures.
 FIGURES_SECONDS = 30.0
 # Kinds whose objects the snapshot has: those with the service's label, and pools and routes with its names.
 _WATCHED = (*KINDS, "Service", "InferencePool", "HTTPRoute")

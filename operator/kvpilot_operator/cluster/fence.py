@@ -13,7 +13,7 @@ from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 def steady_time() -> float:
-    """Return the seconds of a clock that nobody can set. On Linux it also counts while the machine sleeps."""
+    """Return the seconds of a clock that is never set. On Linux it also counts while the machine sleeps."""
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()

@@ -119,7 +119,7 @@ async def serve_http(
             verdict = await access.verdict(request.headers.get("Authorization", ""), request.remote or "")
             if verdict.status != 200:
                 return web.Response(status=verdict.status, text=verdict.text, headers=_REFUSED.get(verdict.status))
-        # Use a thread: the page of a large fleet takes a second, and reconciles must continue meanwhile.
+        # Use a thread, because a large fleet's metrics take a second, and reconciles must continue meanwhile.
         page = await asyncio.to_thread(generate_latest, registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

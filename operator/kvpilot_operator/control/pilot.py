@@ -1,4 +1,4 @@
-"""Run the control loop of the whole fleet: `observe` makes snapshots, `decide` judges them, `act` writes."""
+"""Run the control loop of the fleet: `observe` makes snapshots, `decide` makes decisions, and `act` writes."""
 
 from __future__ import annotations
 

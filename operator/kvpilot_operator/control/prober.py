@@ -45,8 +45,8 @@ from kvpilot_probes.session import GiveWay, Settings
 
 log = logging.getLogger(__name__)
 
-# Pause after a failed probe, which doubles with each failure. It paces probes whose failures no decision counts, such
-# as the early capture of a baseline.
+# Pause before the same probe runs again, doubled with each failure. Decisions do not count the failures of some probes,
+# such as the early capture of a baseline.
 BACKOFF = Backoff(15.0, 900.0)
 
 Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]

@@ -64,7 +64,7 @@ class Observations:
 
 @dataclass(eq=False)
 class Observer:
-    """A builder of Snapshots from the fleet's cache. `on_scrape` is called with the outcome of each scrape."""
+    """A builder of Snapshots from the fleet's cache. `on_scrape` is called after each scrape, with True for success."""
 
     cluster: Cluster
     cache: InformerCache
@@ -269,7 +269,7 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
 def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequence[Unanswered]) -> str | None:
     selects = service.selects if service is not None and service.owned else None
     if selects is not None and any(one.question == Question.POOLS for one in failed):
-        return ""  # The pool may select other pods than the Service.
+        return ""  # The pool could not be read, and may select other pods than the Service.
     return together(selects, pool)
 
 

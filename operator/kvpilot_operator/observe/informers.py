@@ -63,20 +63,20 @@ class ServiceView:
     """The object's resourceVersion."""
     faults: tuple[Fault, ...]
     spec: Spec | None
-    """The parsed spec; None if it has faults."""
+    """The parsed spec. None if the spec has faults."""
     status: Status
 
 
 @dataclass(frozen=True, slots=True)
 class Owned(Generic[V]):
-    """A workload or a Service, and its identity."""
+    """The view of a workload or a Service, and the identity of the object."""
 
     view: V
     kind: str
     name: str
     uid: str
     owners: frozenset[str]
-    """Uids of its owner references."""
+    """The uids of the object's owner references."""
     version: str
     """A version that changes with the desired state (`version_of`)."""
 

@@ -216,7 +216,7 @@ class PageReader(SeriesReader[PodMetrics]):
         return _count(name, self._sums.get(name, 0.0))
 
     def _histogram(self, name: str) -> Histogram:
-        """Return the histogram over all of its series; an empty one if there are none."""
+        """Return a histogram as the sum of all its series. It is empty if there are no series."""
         reached = self._buckets.get(name)
         if not reached:
             return NOTHING_OBSERVED
@@ -267,7 +267,7 @@ def _bounds(name: str, edges: tuple[str, ...]) -> tuple[float, ...]:
 
 
 def _model_facts(labels: Mapping[str, str]) -> ModelFacts | None:
-    """Return the model's sizes; None if one of them is not a number."""
+    """Return the model's sizes, or None if one of them is not a number."""
     sizes = {f.name: whole(labels.get(f.name), 10**15) for f in fields(ModelFacts) if f.name != "mla"}
     mla = labels.get("mla")
     if None in sizes.values() or mla not in ("true", "false"):

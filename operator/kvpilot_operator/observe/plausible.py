@@ -37,7 +37,7 @@ STALLED_SECONDS = 30.0
 # Compare pods only if there are this many. With fewer, it is unclear which pod is wrong.
 ENOUGH_TO_COMPARE = 3
 
-# Most pods with a deviating dtype or factors that a sample names. Samples are kept for the whole window.
+# Most pods that a sample names for a deviating dtype or deviating factors. Each name takes memory in every sample.
 MOST_NAMED = 4
 
 _GAUGES = frozenset({"held", "crowded"})
@@ -182,7 +182,7 @@ def _watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, si
 
 
 def _stalled(known: Mapping[str, Streak], page: PodMetrics, time: datetime) -> str | None:
-    """Name an engine that has made no progress for STALLED_SECONDS, or return None."""
+    """Describe an engine that has made no progress for STALLED_SECONDS, or return None."""
     for rank in page.engines:
         streak = known.get(rank.name)
         if streak is not None and streak.lasts(time, STALLED_SECONDS):

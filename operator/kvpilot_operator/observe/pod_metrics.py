@@ -25,7 +25,7 @@ LONGEST_GAP_SECONDS = 600.0
 _START_JITTER_SECONDS = 5.0
 
 
-# An API server in front of a large deployment has a few hundred ranks.
+# Limit of engines on one page. An API server in front of a large deployment has a few hundred ranks.
 MOST_RANKS = 512
 # Names of an engine's figures in `Ranks`.
 USAGE, RUNNING, WAITING, FOR_ROOM, DONE = "usage", "running", "waiting", "for_room", "done"
@@ -95,7 +95,7 @@ def _name(key: _Key, keys: list[_Key]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PodMetrics:
-    """One pod's page."""
+    """The numbers of one pod's metrics page."""
 
     usage: float
     """Share of the KV blocks in use, 0 to 1. If a page has several engines, the share of the fullest one."""

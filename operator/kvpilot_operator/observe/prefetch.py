@@ -30,7 +30,7 @@ _PODS = 2
 _THERE = "kvpilot_prefetch_bytes"
 _TOTAL = "kvpilot_prefetch_total_bytes"
 _WANTED = frozenset((_THERE.encode(), _TOTAL.encode()))
-# An exbibyte is more than any claim has.
+# Limit of plausible bytes: an exbibyte is more than any PersistentVolumeClaim has.
 _MOST = 2**60
 
 

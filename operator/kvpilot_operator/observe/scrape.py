@@ -28,7 +28,7 @@ from kvpilot_probes.errors import MalformedAnswer
 # Limit of the time for a whole answer, so that a server that sends a byte a second cannot block a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
-# One model takes about 500 bytes.
+# Limit of an answer of /v1/models, in which each model takes about 500 bytes.
 _MAX_MODELS_BYTES = 64 * 1024
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class Scraper:
             return 0.0
 
     def tls(self, url: str) -> ssl.SSLContext | None:
-        """Return the TLS context for this address, None for plain HTTP; raises NoIdentity."""
+        """Return the TLS context for this address, or None for plain HTTP. Raise NoIdentity without certificates."""
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
     @contextlib.asynccontextmanager
@@ -133,7 +133,7 @@ class Scraper:
             raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def _read(self, steps: Iterator[None]) -> None:
-        """Iterate over these steps, and let other tasks run between them."""
+        """Run these steps of a parser, and let other tasks run between them."""
         more = True
         while more:
             async with self._steps:
@@ -143,7 +143,7 @@ class Scraper:
 
 
 def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:
-    """Make a socket with a bounded buffer: the kernel's memory counts as the container's, too."""
+    """Make a socket with a bounded receive buffer, because its memory counts towards the container's limit."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, budget.METRICS_SOCKET_BYTES)

@@ -25,7 +25,7 @@ _SOURCES = (
     ("ConfigMap", "configMap", "name"),
     ("PersistentVolumeClaim", "persistentVolumeClaim", "claimName"),
 )
-"""Each row: kind, the field in a volume (or in a projected source), and the subfield with the object's name."""
+"""(kind, field of a volume or a projected source, subfield with the object's name)."""
 _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
@@ -111,7 +111,7 @@ def is_ours(pod: Object, service: str) -> bool:
 
 
 def leader_name(pod: Object, service: str) -> str | None:
-    """Return the leader of a worker of one of our groups; None for any other pod."""
+    """Return the name of a worker's leader. Return None if the pod is not a worker of one of our groups."""
     labels = pod["metadata"].get("labels") or {}
     owners = pod["metadata"].get("ownerReferences") or ()
     found = (leader_of(service, labels.get(names.REVISION_LABEL, ""), owner) for owner in owners)
@@ -158,14 +158,14 @@ def traffic_of(service: Object) -> str | None:
 
 
 def pool_view(pool: Object, uid: str) -> ObjectView:
-    """Return the view of an InferencePool with a name of ours; `uid` is the service's."""
+    """Return the view of an InferencePool that has one of the service's names. `uid` is the service's."""
     spec = pool.get("spec") or {}
     selects = _selected(pool, (spec.get("selector") or {}).get("matchLabels") or {})
     return replace(named_view("InferencePool", pool, uid), selects=selects, picker=spec.get("endpointPickerRef"))
 
 
 def named_view(kind: str, obj: Object, uid: str) -> ObjectView:
-    """Return the view of an object with a name of ours; `uid` is the service's."""
+    """Return the view of an object that has one of the service's names. `uid` is the service's."""
     metadata = obj["metadata"]
     owned = any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or ())
     return ObjectView(metadata.get("uid", ""), owned, version_of(kind, dict(obj)))

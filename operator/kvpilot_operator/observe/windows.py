@@ -43,7 +43,7 @@ class SampleRetention:
 
     @property
     def far_bucket(self) -> float:
-        """The time between two samples that are older than `near`."""
+        """Seconds between two samples that are older than `near`."""
         return max(self.bucket, self.far / _FAR_BUCKETS)
 
 
@@ -143,7 +143,7 @@ class _Series:
 
 
 class Windows:
-    """The samples of one service by revision, as far back as its spec needs. Older samples are thinned."""
+    """The samples of one service by revision, as far back as its spec needs. Older samples are merged."""
 
     __slots__ = ("_key", "_retention", "_series")
 

@@ -108,10 +108,11 @@ class Objects:
     """The objects that the service owns from now on. `act` writes them in this order:
 
     1. Raise the replicas of existing workloads to the numbers in `scale`, by revision.
-    2. Write `apply` in its order, but manifests that lower replicas last. If the API server newly refuses an object,
-       everything after that waits for the next reconcile. Of a user's HTTPRoute, only the rules are written.
-    3. Lower the replicas of existing workloads to the numbers in `scale`.
+    2. Write the manifests in `apply`, in order. Of a user's HTTPRoute, write only the rules.
+    3. Lower replicas, by manifests in `apply` and by `scale`.
     4. Delete workloads whose revision is not in `keep`, and the `absent` objects.
+
+    If the API server newly refuses an object in step 1 or 2, steps 3 and 4 wait for the next reconcile.
     """
 
     apply: tuple[Manifest, ...]

@@ -116,9 +116,9 @@ class Parent(NamedTuple):
     """A Gateway's answer to a route that names it as a parent."""
 
     name: str
-    """NAMESPACE/NAME, with the listener if one is named."""
+    """KIND NAMESPACE/NAME, with the listener if the route names one."""
     accepted: bool | None
-    """None until the Gateway has judged the present route."""
+    """None until the Gateway has judged the current generation of the route."""
     message: str = ""
 
 

@@ -81,9 +81,9 @@ class Snapshot:
     node: NodeFacts = NodeFacts()
     model: ModelFacts | None = None
     route: RouteView | None = None
-    """None if the spec asks for no route, if the route does not exist, or if its name belongs to another owner."""
+    """Route for a canary's share. None if the spec requests none, it does not exist, or its name has another owner."""
     prefetch: PrefetchView | None = None
-    """Our Job that fills the claim. None if it does not exist or is not needed."""
+    """Our Job that downloads weights. None if it does not exist or is not needed."""
     server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
