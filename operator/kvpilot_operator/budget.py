@@ -77,7 +77,7 @@ class Permits:
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: Hashable, patience_seconds: float = math.inf) -> AsyncIterator[Callable[[], None]]:
-        """Hold a permit for the block, and yield a callback that reports progress. Raise PermitLost if it is taken away."""
+        """Hold a permit for the block, and yield a function that reports progress. Raise PermitLost after silence."""
         loop, moved = asyncio.get_running_loop(), math.inf
         ours = self._tenants.setdefault(tenant, asyncio.Semaphore(self._share))
 

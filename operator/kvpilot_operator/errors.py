@@ -11,10 +11,7 @@ _PACKAGE = "kvpilot_operator"
 
 
 class ClusterError(KvpilotError):
-    """A failed request to the Kubernetes API.
-
-    `request` is its method and path. `status` is the HTTP status, or 0 without an answer.
-    """
+    """A failed request (`request`: method and path) to the Kubernetes API. `status` is 0 without an HTTP answer."""
 
     def __init__(self, method: str, path: str, status: int, message: str) -> None:
         super().__init__(f"{method} {path}: HTTP {status}: {message}")

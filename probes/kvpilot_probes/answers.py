@@ -101,10 +101,7 @@ def read_models(url: str, data: bytes) -> tuple[Model, ...]:
 
 
 def read_streamed(url: str, data: bytes) -> Chunk:
-    """Return a streamed chunk. Raise `MalformedAnswer` if it is invalid.
-
-    Raise `EngineRefused` for a chunk with an `error`, which an engine sends if it fails in the middle of a stream.
-    """
+    """Return a streamed chunk. Raise `EngineRefused` if it has an `error`: the engine failed in mid-stream."""
     try:
         chunk = _decoded(url, data, _Chunk)
     except MalformedAnswer:

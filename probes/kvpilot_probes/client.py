@@ -52,10 +52,7 @@ def untold() -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineClient:
-    """A client of one engine. `base_url` is `http://host:port`, and `model` is the served name.
-
-    `session.Settings` explains the other fields.
-    """
+    """A client of one engine at `http://host:port` for one served `model`. `session.Settings` explains other fields."""
 
     base_url: str
     model: str

@@ -24,7 +24,7 @@ class EngineUnreachable(ProbeError):
 
 
 class EngineBusy(ProbeError):
-    """Users' requests were queued for longer than the probe waits. The probe has no verdict, and nothing has failed."""
+    """Users' requests were queued for longer than the probe waits. The candidate has no verdict, and has not failed."""
 
 
 class EngineRefused(ProbeError):

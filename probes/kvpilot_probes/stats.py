@@ -121,10 +121,7 @@ class Measurement:
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
-    """Describe an impossible value among a position's logprobs, or return None.
-
-    -inf is possible for a masked token, but not for the `chosen` one.
-    """
+    """Describe an impossible value among a position's logprobs, or return None. Only masked tokens may have -inf."""
     above = next((lp for lp in top.values() if not lp <= math.log(MAX_MASS)), None)
     if above is not None:
         return f"a logprob of {above:g}, which cannot be above 0"

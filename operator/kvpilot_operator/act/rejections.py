@@ -66,6 +66,6 @@ class Rejections:
         self._written = True
 
     def keep(self, asked: Collection[What]) -> None:
-        """Forget refusals of objects that the decision does not ask for, except baselines."""
+        """Forget refusals of objects that are not in `asked`, except baselines, which are never in it."""
         self._held = {what: one for what, one in self._held.items() if what in asked or what[0] == "ConfigMap"}
         self._written = True

@@ -94,10 +94,7 @@ class GroupEvents:
 
 
 def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]) -> str | None:
-    """Return the name of a StatefulSet that lacks pods, or None if the revision is complete.
-
-    It is the set of the revision's leaders, or the set of one leader's workers.
-    """
+    """Return the name of a StatefulSet (of leaders, or of one leader's workers) that lacks pods, or None."""
     if view.kind != LEADER_WORKER_SET.name:
         return None
     there = [one for one in leaders if one.revision == view.revision]

@@ -64,10 +64,7 @@ class ProgressReader(SeriesReader[Progress]):
 async def read_prefetch(
     cluster: Cluster, scraper: Scraper, key: ServiceKey, service: ServiceView
 ) -> PrefetchView | None:
-    """Return the view of the service's Job, or None if it has none.
-
-    The Job is not watched, because few services download weights at a time.
-    """
+    """Return the service's Job, or None. It is read, not watched, because few services download weights at a time."""
     name = prefetch_job(key.name)
     job = await cluster.find(Ref("batch/v1", "Job", key.namespace, name)) if _asked(key, service) else None
     if job is None or not any(one.get("uid") == service.uid for one in job["metadata"].get("ownerReferences") or ()):

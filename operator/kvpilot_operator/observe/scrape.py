@@ -89,10 +89,7 @@ class Scraper:
             return page.close()
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
-        """Return the number of requests that wait for room in one pod.
-
-        Return 0 without a usable page, and 1 if the engine is too busy to answer in time.
-        """
+        """Return how many requests wait for room in one pod: 0 without a usable page, 1 if the engine is too slow."""
         try:
             # Do not charge the service for this page: a probe asks for few of them.
             return (await self.scrape(service, url, lambda _: None)).waiting

@@ -52,10 +52,7 @@ class Histogram:
 
     @classmethod
     def together(cls, histograms: Sequence["Histogram"]) -> "Histogram":
-        """Return the sum of the histograms that have the same buckets as the last non-empty one.
-
-        Other buckets are left out: they come from another engine version.
-        """
+        """Return the sum, without histograms whose buckets differ from the last non-empty one (another version)."""
         full = [h for h in histograms if h.count]
         same = [h for h in full if h.bounds == full[-1].bounds]
         if len(same) < 2:

@@ -41,10 +41,7 @@ class Flows:
 
     @classmethod
     def together(cls, flows: Sequence[Self]) -> Self:
-        """Return the sum of `flows`.
-
-        Leave out histograms with other buckets than the last one: they come from another engine version.
-        """
+        """Return the sum of `flows`, without histograms whose buckets differ from the last (another engine version)."""
         columns: Iterator[tuple[Any, ...]] = zip(*map(_FIGURES, flows), strict=True)
         sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
         return cls(*sums)
@@ -72,10 +69,7 @@ _NUMBERS = attrgetter(*(one.name for one in fields(Flows) if one.default == 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The fullest engine of one scrape (`name`, `usage`, `waiting`), compared with all engines.
-
-    An engine is a pod or a data-parallel rank.
-    """
+    """The fullest engine (a pod or a data-parallel rank) of one scrape, compared with all engines of the revision."""
 
     name: str
     usage: float
