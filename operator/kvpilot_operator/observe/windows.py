@@ -102,7 +102,7 @@ class _Series:
 
     known: Mapping[str, Known] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
-    """Contradictions in the last pages, as `news` got them."""
+    """Contradictions in the last pages, which `news` was given."""
     far: deque[_Merged] = field(default_factory=deque)
     near: deque[_Merged] = field(default_factory=deque)
 
