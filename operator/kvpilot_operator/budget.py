@@ -41,7 +41,7 @@ METRICS_CHUNK_BYTES = 32 * _KIB
 METRICS_STEP_LINES = 256
 METRICS_STEPS = 4
 # Work is counted in lines (2.5 us each), plus a line for each 128 bytes. At 2,000 a second, a pod with 20 ranks (9,000
-# lines of work) can be scraped every 4.5 s, and a pod with the largest allowed page every 12 s.
+# lines) can be scraped every 4.5 s, and a pod with the largest allowed page every 12 s.
 METRICS_WORK_BYTES = 128
 METRICS_WORK_PER_SECOND = 2_000
 

@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 MAX_KEPT = 4
 # Read at most this many ConfigMaps, because anyone may put our label on any number of them.
 MAX_SEEN = 64
-# Apply even unchanged objects again within this time, to undo changes by others. The cache reports a changed workload
-# or Service at once, but not changed labels or a changed PodDisruptionBudget.
+# Apply even unchanged objects again after half to all of this time, to undo changes by others. The cache reports a
+# changed workload or Service at once, but not changed labels or a changed PodDisruptionBudget.
 REAPPLY_SECONDS = 600.0
-# If only figures of the status changed, write it at most this often. Metrics always have the newest figures.
+# If only figures of the status changed, write it at most once in this time. Metrics always have the newest figures.
 FIGURES_SECONDS = 30.0
 # Kinds whose objects the snapshot has: those with the service's label, and pools and routes with its names.
 _WATCHED = (*KINDS, "Service", "InferencePool", "HTTPRoute")

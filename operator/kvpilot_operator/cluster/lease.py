@@ -32,7 +32,7 @@ class Timing:
 
     @property
     def write_deadline(self) -> float:
-        """Time after a renewal at which all writes must have ended: 1/15 of the Lease before others may take it."""
+        """Time after a renewal at which all writes must have ended, 1/15 of `lease` before others may take over."""
         return self.lease * 14 / 15
 
     @property

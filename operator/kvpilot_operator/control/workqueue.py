@@ -77,7 +77,7 @@ class WorkQueue:
         self._enqueue(key, changed=True)
 
     def add_low_priority(self, key: ServiceKey) -> None:
-        """Reconcile a service after the changed ones."""
+        """Reconcile a service, mostly after the changed ones."""
         self._enqueue(key, changed=False)
 
     async def work(self) -> None:
