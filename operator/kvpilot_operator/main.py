@@ -73,7 +73,7 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
 
 
 class Operator:
-    """One process: its connections, its leadership, and the error that ended it, if any."""
+    """One process: its connections, its leadership, and any error that ended it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -151,7 +151,7 @@ class Operator:
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Run until SIGTERM or SIGINT; raise LeadershipLost if this replica has lost the Lease."""
+    """Run until SIGTERM or SIGINT. Raise LeadershipLost if this replica loses the Lease."""
     operator = Operator(options)
     # Without an identity, kopf looks up the name of its user, and user 65532 has no name.
     identity: Any = operator.identity

@@ -70,7 +70,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A 16-bit replica's answers; `left_out` names the prompts that did not fit the model's context."""
+    """The answers of a 16-bit replica. `left_out` names the prompts that did not fit the model's context."""
 
     identity: str
     model: str

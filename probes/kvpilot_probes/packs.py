@@ -1,7 +1,7 @@
 """Probe packs: the prompts that accuracy is measured on, built in or from a user's ConfigMap.
 
-A pack is YAML (example: docs/accuracy.md). It must not have tags, which could run code, nor anchors and aliases, which
-could expand to any size.
+A pack is YAML (example: docs/accuracy.md). Tags are refused because they could run code, and aliases because they could
+expand to any size.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ async def _answer(
 async def _follow(
     engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
 ) -> tuple[list[stats.Compared], int]:
-    """Decode along the baseline's answer; return the prompt's judged positions and the number of requests."""
+    """Decode along the baseline's answer. Return the compared positions and the number of requests."""
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
     compared: list[stats.Compared] = []
@@ -195,7 +195,7 @@ async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselineProm
 
 
 async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:
-    """Run `work` on all items, at most `concurrency` at a time; the first `ProbeError` cancels the others."""
+    """Run `work` on all items, at most `concurrency` at a time. The first `ProbeError` cancels the others."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(item: A) -> B:

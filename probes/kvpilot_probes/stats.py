@@ -58,7 +58,7 @@ class Answers(Sequence[Logprobs]):
         return len(self._ends)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one position; slices are not supported."""
+        """Return one position. Slices are not supported."""
         end = self._ends[index]
         start = self._ends[index - 1] if index % len(self) else 0
         ids = self._ids[start:end]
@@ -132,7 +132,7 @@ def impossible(top: Mapping[int, float], chosen: int) -> str | None:
 
 
 def kl_nats(baseline: Mapping[int, float], candidate: Mapping[int, float]) -> float:
-    """Return KL(baseline || candidate) in nats, in [0, MAX_KL]; MAX_KL for an empty candidate."""
+    """Return KL(baseline || candidate) in nats, from 0 to MAX_KL. Return MAX_KL if one of them is empty."""
     if not baseline or not candidate:
         return MAX_KL
     floor = min(candidate.values())
@@ -191,7 +191,7 @@ def summarise(
     milliseconds: int = 0,
     sample: AnswerPair | None = None,
 ) -> Measurement:
-    """Return the measurement of all judged positions; the order of `compared` does not matter."""
+    """Return the measurement of all compared positions. Their order does not matter."""
     return Measurement(
         prompts=len({c.prompt for c in compared}),
         positions=len(compared),
@@ -208,7 +208,7 @@ def summarise(
 
 
 def worst_prompt(compared: Iterable[Compared]) -> int | None:
-    """Return the index of the prompt with the largest mean damage; of equal ones, the lowest index."""
+    """Return the index of the prompt with the largest mean damage, or the lowest index of equal ones."""
     groups = _by_prompt(compared)
     return min(groups, key=lambda p: (-_mean([c.kl for c in groups[p]]), p)) if groups else None
 

@@ -117,7 +117,7 @@ class Actor:
         await self._cluster.apply(service, subresource="status")
 
     async def _set_gates(self, s: Snapshot, names: Collection[str], *, admitted: bool) -> None:
-        """Open or close the readiness gates of these pods; skip a pod that was just deleted."""
+        """Open or close the readiness gates of these pods. Skip pods that were just deleted."""
         for pod in (one for one in s.pods if one.name in names):
             manifest = pod_admission(s.key, pod, admitted, s.now)
             write = partial(self._cluster.apply, manifest, subresource="status")
@@ -201,7 +201,7 @@ class Actor:
                 await self._attempt(s, what, _hash(patch), start if replicas > _replicas(s, revision) else write)
 
     async def _route(self, manifest: Manifest) -> None:
-        """Write a route's rules; raise Conflict if the route has changed since it was observed."""
+        """Write a route's rules. Raise Conflict if the route has changed since it was observed."""
         version = manifest["metadata"]["resourceVersion"]
         patch = {"metadata": {"resourceVersion": version}, "spec": manifest["spec"]}
         await self._cluster.merge(Ref.to(manifest), patch)

@@ -160,7 +160,7 @@ async def _decoded(response: aiohttp.ClientResponse, kind: type[T], broken: type
 
 
 class _Lines:
-    """A replacement for a watch's stream. kopf reads `lines` from it; all other attributes are the stream's own."""
+    """A replacement for a watch's stream. kopf reads `lines` from it. All other attributes are the stream's own."""
 
     def __init__(self, content: aiohttp.StreamReader, lines: AsyncIterator[bytes]) -> None:
         self._content = content

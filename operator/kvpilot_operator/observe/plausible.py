@@ -129,7 +129,7 @@ def plausible_sample(
 
 
 def _most(values: Iterable[_T]) -> _T | None:
-    """Return the most common value; of equally common ones, the largest. Return None without values."""
+    """Return the most common value, or the largest of equally common ones. Return None without values."""
     counts = Counter(values)
     return max(counts, key=lambda value: (counts[value], value), default=None)
 

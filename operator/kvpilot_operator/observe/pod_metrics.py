@@ -72,7 +72,7 @@ class Ranks:
         rank[figure] = max(before, value) if figure == USAGE else before + value
 
     def close(self, done: float) -> tuple[Rank, ...]:
-        """Return the engines that report their use; none if only one does. `done` is the work of the whole page."""
+        """Return the engines that report their use, or () for a single one. `done` is the work of the whole page."""
         keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
         if len(keys) < 2:
             return ()
@@ -139,7 +139,7 @@ def restarted(before: PodMetrics, after: PodMetrics) -> bool:
 
 
 def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float) -> Flows:
-    """Return the flows between two pages `elapsed` seconds apart; `now` is the later one's Unix time.
+    """Return the flows between two pages `elapsed` seconds apart. `now` is the later page's Unix time.
 
     After a restart of the process, every counter counts from zero. Otherwise only a counter that fell counts from zero,
     as in PromQL's increase().

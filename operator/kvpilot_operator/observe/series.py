@@ -45,7 +45,7 @@ class SeriesReader(ABC, Generic[T]):
         return self._lines + self._bytes // budget.METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:
-        """Read the next bytes in steps of METRICS_STEP_LINES lines, one per iteration; raises ScrapeError."""
+        """Parse a chunk, METRICS_STEP_LINES lines per iteration. Raise ScrapeError for bad text or above a limit."""
         if self._bytes + len(chunk) > budget.METRICS.read_bytes:
             raise ScrapeError(f"more than {budget.METRICS.read_bytes} bytes")
         self._bytes += len(chunk)
@@ -64,13 +64,13 @@ class SeriesReader(ABC, Generic[T]):
                 self._read(line)
 
     def close(self) -> T:
-        """Return the result of the complete page; raise ScrapeError, as `steps` does."""
+        """Parse the last line and return the result. Raise ScrapeError as `steps` does."""
         self._read(self._rest)
         return self.result()
 
     @abstractmethod
     def add(self, name: str, labels: str, value: float) -> None:
-        """Add a series; `labels` is the text between the braces."""
+        """Add a series. `labels` is the text between its braces."""
 
     @abstractmethod
     def result(self) -> T:

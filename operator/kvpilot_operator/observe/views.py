@@ -153,7 +153,7 @@ def without_pod_name(message: str) -> str:
 
 
 def traffic_of(service: Object) -> str | None:
-    """Return the revision that a Service sends requests to, "" for all; None if the selector is not ours."""
+    """Return the revision that a Service selects, or "" for all. Return None if the selector is not ours."""
     return _selected(service, (service.get("spec") or {}).get("selector") or {})
 
 

@@ -37,7 +37,7 @@ class PodView:
     mesh: bool = False
     containers_ready: bool = False
     admitted: bool | None = None
-    """True if kvpilot's readiness gate is open; None if the pod has none."""
+    """True if kvpilot's readiness gate is open. None if the pod has no such gate."""
     workers: tuple["PodView", ...] = ()
     """The other pods of a multi-node replica that this pod leads. They take no requests."""
 
