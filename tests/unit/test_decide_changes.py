@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,9 @@ SCALING = {"mode": "External"}
 OLD = manifest(scaling=SCALING)
 OLD_REVISION = revision_of(OLD, "auto")
 WAITS = {"waiting_reason": "ImagePullBackOff", "exit_message": "no such image"}
+CRASHES = {"waiting_reason": "CrashLoopBackOff", "exit_message": "no kernel for this GPU", "restarts": 1}
+PENDING = {"unschedulable": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"}
+UNHEARD = {"unheard_since": NOW}
 
 
 def view(obj: dict[str, Any]) -> DeploymentView:
@@ -45,12 +49,12 @@ def serving_old(obj: dict[str, Any], **changes: Any) -> Snapshot:
     return replace(running(obj, "auto"), **{**given, "traffic": OLD_REVISION, "samples": {}, **changes})
 
 
-def on_trial(obj: dict[str, Any]) -> tuple[Decision, Decision]:
-    """Return the decision that starts the canary, and a later decision after a failed image pull."""
+def on_trial(obj: dict[str, Any], kubelet: Mapping[str, Any] = WAITS) -> tuple[Decision, Decision]:
+    """Return the decision that starts the canary, and a later decision while its pod does not start."""
     first = decide(serving_old(obj))
     name = revision_of(obj, "auto")
     deployments = {OLD_REVISION: view(OLD), name: view(obj)}
-    pods = (pod(OLD_REVISION), pod(name, ready=False, ip=None, **WAITS))
+    pods = (pod(OLD_REVISION), pod(name, ready=False, ip=None, **kubelet))
     later = serving_old(obj, status=first.status, now=NOW + timedelta(minutes=5), pods=pods, deployments=deployments)
     return first, decide(later)
 
@@ -75,16 +79,31 @@ def test_an_image_change_is_told_as_one_where_its_canary_starts() -> None:
     assert told(first.status, "Reconciling")[1] == f"auto: {SAYS_IMAGE}"
 
 
-def test_an_image_that_cannot_be_pulled_is_told_while_its_canary_hangs() -> None:
-    _, later = on_trial(IMAGE)
-    reason, message = told(later.status, "CanaryHealthy")
-    assert reason == "ImageUnavailable"
-    assert message == f"auto: {SAYS_IMAGE}; it waits: ImagePullBackOff"
+@pytest.mark.parametrize(
+    ("kubelet", "reason", "words"),
+    [
+        (WAITS, "ImageUnavailable", "ImagePullBackOff"),
+        (CRASHES, "CrashLoopBackOff", "CrashLoopBackOff"),
+        (PENDING, "Unschedulable", PENDING["unschedulable"]),
+        (UNHEARD, "Unschedulable", "the scheduler says nothing of pod"),
+    ],
+)
+def test_an_image_change_is_told_with_its_cause_while_its_canary_hangs(
+    kubelet: Mapping[str, Any], reason: str, words: str
+) -> None:
+    _, later = on_trial(IMAGE, kubelet)
+    found, message = told(later.status, "CanaryHealthy")
+    assert found == reason
+    assert message.startswith("auto: ")
+    assert SAYS_IMAGE in message
+    assert words in message
+    # `kubectl get` shows the reason of Ready.
+    assert told(later.status, "Ready")[0] == told(later.status, "Reconciling")[0] == reason
     obj = {**IMAGE, "status": json.loads(json.dumps(later.status.as_written(), default=str))}
     text = show.rendered([show.listed([service.read(obj)], everywhere=False)], PLAIN)
-    assert "CanaryHealthy=Unknown (ImageUnavailable)" in text
+    assert f"CanaryHealthy=Unknown ({reason})" in text
     lines = show.rendered(show.timeline(service.read(obj), (), NOW, ()), PLAIN)
-    assert f"trial: auto Starting; {SAYS_IMAGE}" in lines
+    assert "trial: auto Starting; " in lines
     assert "auto -> auto" not in text + lines
 
 

@@ -7,12 +7,14 @@ from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, R
 from kvpilot_operator.decide.accuracy.baseline import known, reference_fault
 from kvpilot_operator.decide.accuracy.drift import drifted
 from kvpilot_operator.decide.accuracy.reported import mismatch
+from kvpilot_operator.decide.changes import spec_changes
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.diagnosis import mixed_factors
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.rollout.starting import held_up_by, why_waiting
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.samples import names
+from kvpilot_operator.state.status import Canary
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)
 
@@ -80,12 +82,13 @@ def objectives(c: Context) -> Line | None:
     return Line(words.get(worst, "Unknown"), worst, found)
 
 
-def waiting(c: Context) -> str:
-    """Return the cause that keeps canary pods from starting, as the end of a message; empty if nothing does."""
-    canary, why = c.canary, why_waiting(c) if c.canary is not None else ""
-    if canary is None or canary.stage == Stage.ROLLING_BACK or why.removeprefix(": ") in canary.message:
-        return ""
-    return f"; it waits{why}"
+def said(c: Context, canary: Canary) -> str:
+    """Return the canary's message with the changes of the spec, and with the cause that keeps its pods from starting.
+    Leave out what the message already names."""
+    news = spec_changes(c, c.stable) if c.stable is not None else ""
+    text = canary.message if news in canary.message else f"{canary.message}; the spec has changed: {news}"
+    why = "" if canary.stage == Stage.ROLLING_BACK else why_waiting(c)
+    return text if why.removeprefix(": ") in canary.message else f"{text}; it waits{why}"
 
 
 def canary_healthy(c: Context) -> Line:
@@ -96,7 +99,7 @@ def canary_healthy(c: Context) -> Line:
         word: Word = "False" if canary.stage == Stage.ROLLING_BACK else passed
         held_up = None if word != "Unknown" else held_up_by(c)
         reason = held_up.reason if held_up is not None else canary.reason or canary.stage
-        return Line(word, reason, f"{canary.dtype}: {canary.message}{waiting(c)}")
+        return Line(word, reason, f"{canary.dtype}: {said(c, canary)}")
     if last is None:
         return Line("Unknown", Outcome.NO_CANARY, "no canary has run")
     if last.verdict == Verdict.PASSED:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvpilot_operator.api.words import ConditionType, Reason, Stage
-from kvpilot_operator.decide.changes import move, spec_changes
-from kvpilot_operator.decide.conditions.measured import Line, waiting
+from kvpilot_operator.decide.changes import move
+from kvpilot_operator.decide.conditions.measured import Line, said
 from kvpilot_operator.decide.conditions.serving import share
 from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.diagnosis import engine_failure
 from kvpilot_operator.decide.objects import storage, traffic
 from kvpilot_operator.decide.rejections import finding, rejected
-from kvpilot_operator.decide.rollout.starting import start_fault
+from kvpilot_operator.decide.rollout.starting import held_up_by, start_fault
 from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.questions import Question
@@ -165,10 +165,10 @@ def _progress(c: Context) -> Line:
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
-        news = spec_changes(c, stable) if stable is not None else ""
-        said = canary.message if news in canary.message else f"{canary.message}; the spec has changed: {news}"
-        text = f"{move(canary)}{share(canary)}: {said}{waiting(c)}"
-        return Line("False", Reason.ROLLOUT_PAUSED, text) if stopped else Line("True", f"Canary{canary.stage}", text)
+        text = f"{move(canary)}{share(canary)}: {said(c, canary)}"
+        held_up = held_up_by(c) if canary.stage != Stage.ROLLING_BACK else None
+        reason = held_up.reason if held_up is not None else f"Canary{canary.stage}"
+        return Line("False", Reason.ROLLOUT_PAUSED, text) if stopped else Line("True", reason, text)
     waits = storage.wait(c)
     if waits is not None and (stable is None or target.revision != stable.revision):
         return Line("False" if waits.stuck else "True", *waits.cause)

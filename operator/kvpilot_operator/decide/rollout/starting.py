@@ -6,7 +6,8 @@ from datetime import timedelta
 from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Target, in_flight
-from kvpilot_operator.decide.diagnosis import not_started, pending_reason, waits_for_volume
+from kvpilot_operator.decide.diagnosis import waits_for_volume
+from kvpilot_operator.decide.objects import storage
 from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.traffic_plan import one_can_leave
 from kvpilot_operator.state.decision import Cause
@@ -79,6 +80,8 @@ def start(c: Context, stable: Stable) -> Context:
 SURGE_SECONDS = 60
 # An answering engine is scraped within seconds. After this time without its dtype, report the wait.
 TOLD_SECONDS = 60
+# The messages of these causes are complete without the kubelet's word.
+_IN_WORDS = (Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.CONFIG_MISSING, *ON_ITS_WAY)
 
 
 def pods_on_trial(c: Context) -> Sequence[PodView]:
@@ -102,7 +105,7 @@ def unschedulable(c: Context) -> str | None:
 
 def held_up_by(c: Context) -> Cause | None:
     """Return the lasting cause that keeps canary pods from starting, or None."""
-    cause = pending_reason([pod for pod in pods_on_trial(c) if not pod.answers])
+    cause = storage.held_up(c, [pod for pod in pods_on_trial(c) if not pod.answers])
     return cause if cause is not None and cause.reason not in ON_ITS_WAY else None
 
 
@@ -116,13 +119,12 @@ def why_waiting(c: Context) -> str:
     if waits and s.answering_pods(canary.revision) and s.reported_dtype(canary.revision) is None:
         return ": its engine has not reported its dtype (vllm:cache_config_info on /metrics), and is not probed yet"
     pods = [one for pod in pods_on_trial(c) if not pod.answers for one in pod.group]
-    return next((f": {reason}" for reason in map(_held_back, pods) if reason), "")
+    return next((f": {reason}" for pod in pods if (reason := _held_back(c, pod))), "")
 
 
-def _held_back(pod: PodView) -> str:
+def _held_back(c: Context, pod: PodView) -> str:
     """Name the cause that holds a pod back. A slow image pull is not a cause, but a missing volume is."""
-    cause = pending_reason([pod])
-    if cause is not None and cause.reason == Reason.CONFIG_MISSING:
-        return cause.message
-    known = pod.unschedulable or ": ".join(pod.held_up or ()) or pod.waiting_reason or ""
-    return (not_started(pod) if pod.needs else "") if known in ON_ITS_WAY else known
+    cause = storage.held_up(c, [pod])
+    if cause is None or (cause.reason in ON_ITS_WAY and not pod.needs):
+        return ""
+    return cause.message if cause.reason in _IN_WORDS else ": ".join(pod.held_up or ()) or pod.waiting_reason or ""
