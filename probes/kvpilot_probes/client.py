@@ -29,6 +29,8 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
+# Numbers of a prompt that are written at a time.
+_PIECE = 4096
 # With this parameter our runtime loads the prompt from host memory (runtime/kvpilot_runtime/config/offload.py). Other
 # engines ignore it.
 FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
@@ -60,6 +62,7 @@ class EngineClient:
     progress: Progress = untold
     priority: int | None = None
     from_host: bool = False
+    read_seconds: float = READ_SECONDS
 
     async def tokenize(self, messages: Sequence[Message], tools: str = "") -> answers.Tokenized:
         """Return the tokens of a chat that the engine's own chat template renders, ready for the answer.
@@ -117,9 +120,11 @@ class EngineClient:
         The answer has `tokens` tokens, or fewer if the model ends it. With `past_end`, decoding continues after an end
         token. Retry once if the connection fails before the first token.
         """
+        # A list of numbers takes four times its text in memory, so it is written in pieces.
+        pieces = (msgspec.json.encode(list(prompt[i : i + _PIECE]))[1:-1] for i in range(0, len(prompt), _PIECE))
         body: dict[str, object] = {
             "model": self.model,
-            "prompt": list(prompt),
+            "prompt": msgspec.Raw(b"[" + b",".join(pieces) + b"]"),
             "max_tokens": tokens,
             "temperature": 0,
             "logprobs": top_k,
@@ -151,8 +156,9 @@ class EngineClient:
         url = f"{self.base_url}/v1/completions"
         count, ended = 0, ""
         most = _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES
+        limit = _timeout(self.read_seconds)
         try:
-            async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False) as response:
+            async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False, timeout=limit) as response:
                 await _check(url, response)
                 async for line in whole_lines(response.content.iter_any(), url, most, _MAX_LINE_BYTES):
                     if not line.startswith(b"data:"):
@@ -204,8 +210,12 @@ def http_client(
         headers={**headers, "Accept-Encoding": "identity", **authorization},
         auto_decompress=False,
         trust_env=False,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS),
+        timeout=_timeout(READ_SECONDS),
     )
+
+
+def _timeout(read_seconds: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read_seconds)
 
 
 async def _twice(url: str, ask: Callable[[], Awaitable[T]]) -> T:

@@ -40,6 +40,10 @@ class MalformedAnswer(ProbeError):
     """The engine's answer does not follow its API."""
 
 
+class ContextNotHeld(ProbeError):
+    """The engine failed at a prompt that fills the model's context."""
+
+
 class ProbeTimeout(ProbeError):
     """The probe's deadline passed before every prompt was measured."""
 

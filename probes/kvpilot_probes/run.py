@@ -16,15 +16,23 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
 from kvpilot_probes import stats
 from kvpilot_probes.answers import Tokenized
-from kvpilot_probes.client import EngineClient
+from kvpilot_probes.client import EngineClient, Progress
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
-from kvpilot_probes.errors import MalformedAnswer, NothingFits, ProbeError
-from kvpilot_probes.packs import ProbePrompt
+from kvpilot_probes.errors import (
+    ContextNotHeld,
+    EngineRefused,
+    EngineUnreachable,
+    MalformedAnswer,
+    NothingFits,
+    ProbeError,
+)
+from kvpilot_probes.packs import Message, ProbePrompt
 from kvpilot_probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
 
 A = TypeVar("A")
@@ -32,6 +40,10 @@ B = TypeVar("B")
 
 # vLLM's pages hold at least 16 tokens, so a shorter half of a prompt would fill no page.
 MIN_HALF_TOKENS = 16
+# The longest prompt that fills a context. Its text takes 2 MiB of the operator's memory.
+MAX_FILLED_TOKENS = 262_144
+FILL_ANSWER_TOKENS = 8
+FILL_SECONDS = 600.0
 
 
 async def capture(
@@ -86,6 +98,44 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
     """
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
+
+
+async def fill_context(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> int:
+    """Send one prompt that fills the model's context, and return its tokens; raises `ContextNotHeld`.
+
+    Buffers of attention grow with the context, so an engine can run out of memory there alone.
+    """
+    fixed = replace(settings, deadline_seconds=FILL_SECONDS)
+    async with probing(base_url, model, fixed) as (usual, _, _):
+        length = (await usual.tokenize((Message("user", "."),))).max_model_len
+        size = max(1, min(length - FILL_ANSWER_TOKENS, MAX_FILLED_TOKENS))
+        # Reversed prompts begin with other tokens than the kept ones, so the prefix cache does not shorten the work.
+        tokens = cycle(token for prompt in baseline.prompts for token in reversed(prompt.tokens))
+        engine = replace(usual, read_seconds=FILL_SECONDS)
+        working = asyncio.create_task(_report(settings.progress))
+        try:
+            async with aclosing(
+                engine.decode(array("I", islice(tokens, size)), FILL_ANSWER_TOKENS, 1, past_end=True)
+            ) as steps:
+                sound = [bool(step.logprobs.top) async for step in steps]
+            if not all(sound):
+                raise MalformedAnswer(f"{engine.base_url}: the logprobs are not numbers")
+        except (EngineRefused, EngineUnreachable, MalformedAnswer) as error:
+            raise ContextNotHeld(
+                f"the engine failed at a prompt of {size} tokens in its context of {length}: {error}; lower "
+                "spec.model.maxModelLen, or leave it more memory by --gpu-memory-utilization or "
+                "--max-num-batched-tokens in spec.engine.extraArgs"
+            ) from error
+        finally:
+            working.cancel()
+    return size
+
+
+async def _report(progress: Progress) -> None:
+    """Report progress each second: an engine is silent while it reads a long prompt."""
+    while True:
+        progress()
+        await asyncio.sleep(1.0)
 
 
 async def _measure(

@@ -29,7 +29,7 @@ from kvpilot_probes import codec, packs
 from kvpilot_probes.client import http_client
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import EngineBusy, EngineUnreachable
-from kvpilot_probes.run import capture, control, measure
+from kvpilot_probes.run import FILL_ANSWER_TOKENS, capture, control, fill_context, measure
 from kvpilot_probes.session import GiveWay, Settings
 from kvpilot_probes.stats import Measurement
 from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
@@ -41,6 +41,7 @@ from support.scrape_loop import ignore, scraping
 from support.services import manifest
 
 MODEL = "m"
+CONTEXT = 2048
 SETTINGS = Settings(deadline_seconds=1200)
 GENERAL = ("--probe-set", "builtin/general")
 DEFAULTS = parse(apply_defaults(manifest())).accuracy
@@ -187,6 +188,20 @@ async def test_an_engine_behind_a_meshs_mutual_tls_is_read_and_probed_like_one_b
         assert (await measure(meshed.url, MODEL, kept, settings=within)).top1_agreement_permille == 1000
         with pytest.raises(EngineUnreachable):
             await measure(meshed.url, MODEL, kept, settings=SETTINGS)
+
+
+def test_a_canary_answers_a_prompt_that_fills_its_context(tmp_path: Path) -> None:
+    prompts = packs.load(["builtin/structured"])[:3]
+
+    async def story(url: str) -> Baseline:
+        return await capture(url, MODEL, prompts, identity="test", dtype="k4v4", settings=SETTINGS)
+
+    with engine(tiny_llama(), "k4v4", tmp_path, "--kv-cache-memory-bytes=64M") as running:
+        kept = asyncio.run(story(running.url))
+        before = running.metric("vllm:prompt_tokens_total")
+        filled = asyncio.run(fill_context(running.url, MODEL, kept))
+        read = running.metric("vllm:prompt_tokens_total") - before
+    assert filled == read == CONTEXT - FILL_ANSWER_TOKENS
 
 
 def test_a_probe_gives_way_to_queued_users_and_comes_after_them_by_priority(tmp_path: Path) -> None:

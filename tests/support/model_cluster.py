@@ -19,7 +19,16 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Rejected
 from kvpilot_operator.observe.views import together
 from kvpilot_operator.render.workloads import KINDS
-from kvpilot_operator.state.decision import Capture, Captured, Decision, Find, Measure, NothingKept, ProbeResult
+from kvpilot_operator.state.decision import (
+    Capture,
+    Captured,
+    Decision,
+    Find,
+    Measure,
+    NothingKept,
+    ProbeFailed,
+    ProbeResult,
+)
 from kvpilot_operator.state.objects import Parent, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
 from kvpilot_operator.state.samples import Sample
@@ -48,7 +57,7 @@ class ModelCluster:
     obj: dict[str, Any]
     bad: frozenset[str] = frozenset()
     demand: int = 0
-    measured: Measurement = field(default_factory=lambda: measurement())
+    measured: Measurement | ProbeFailed = field(default_factory=lambda: measurement())
     """Result of a probe of a good dtype."""
     starts: bool = True
     """False if engines never become ready."""

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide import decide
+from kvpilot_operator.state.decision import ProbeFailed
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster, measurement
 from support.services import manifest, revision_of, running, snapshot
@@ -83,6 +84,23 @@ def test_a_dtype_that_garbles_answers_is_rolled_back_and_denied_while_the_last_g
     assert stalled is not None
     assert stalled.reason == "DtypeDenied"
     assert "denySeconds" in stalled.message
+
+
+def test_a_canary_that_fails_at_a_full_context_is_rolled_back_at_once_and_gets_no_traffic():
+    crashed = ProbeFailed("EngineCrashed", "pod p: the engine failed at a prompt of 32760 tokens")
+    cluster = ModelCluster(manifest(**AUTO), demand=9000, measured=crashed)
+    cluster.watch = lambda one: stable_alone(one)
+    status = cluster.until(lambda s: s.last_trial is not None and s.canary is None)
+    assert (status.last_trial.verdict, status.last_trial.reason) == ("Error", "EngineCrashed")
+    assert status.last_trial.message == crashed.message
+    # Another image or more memory may help, so it is tried again within the hour.
+    (denied,) = status.kv_cache.denied
+    assert denied.until <= cluster.now + timedelta(hours=1)
+
+
+def stable_alone(cluster: ModelCluster) -> None:
+    stable = parse_status(cluster.status).stable
+    assert set(cluster.shares()) <= ({stable.revision} if stable is not None else set())
 
 
 def test_a_denied_dtype_is_tried_again_once_denials_are_switched_off():

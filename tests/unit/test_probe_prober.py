@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from kvpilot_operator.tracing import NO_TRACER
 from kvpilot_probes import codec
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.stats import Measurement
-from support.probe_engine import Body, Writer, counting, engine, noisy, respond
+from support.probe_engine import Body, Handler, Writer, counting, engine, event, noisy, respond, stream
 from support.services import KEY, manifest, spec_of
 
 IDENTITY = "0123456789"
@@ -387,3 +387,49 @@ async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(be
     async with engine(handler) as url:
         await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True), spec)
     assert seen == {module.LOW_PRIORITY}
+
+
+def context_of(seen: list[int], fails: Callable[[Writer], None] | None = None) -> Handler:
+    """Return a sound engine that records lengths of prompts, and `fails` at one that fills its context of 2,048."""
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/completions":
+            seen.append(len(body["prompt"]))
+            if fails is not None and seen[-1] > 2000:
+                fails(writer)
+                return
+        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+
+    return handler
+
+
+@pytest.mark.parametrize("serving", [False, True])
+async def test_a_canary_that_passes_fills_its_context_once_before_any_user_does(bench: Bench, serving: bool) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    seen: list[int] = []
+    async with engine(context_of(seen)) as url:
+        found = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME, serving=serving))
+    assert isinstance(found.outcome, Measurement)
+    # A serving replica is not asked: its users would wait.
+    assert [length for length in seen if length > 2000] == ([] if serving else [2040])
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        (lambda writer: writer.transport.abort(), "is the engine running"),
+        (lambda writer: respond(writer, b"CUDA out of memory", "500 Internal Server Error"), "CUDA out of memory"),
+        (lambda writer: stream(writer, *[event("token_id:1", {"token_id:1": float("nan")})] * 8), "not numbers"),
+    ],
+    ids=["it dies", "it answers with an error", "its logprobs are NaN"],
+)
+async def test_a_canary_that_fails_at_a_full_context_alone_is_told_by_its_length(
+    bench: Bench, fails: Callable[[Writer], None], words: str
+) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    async with engine(context_of([], fails)) as url:
+        found = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME))
+    assert isinstance(found.outcome, ProbeFailed)
+    assert found.outcome.reason == "EngineCrashed"
+    for word in ("a prompt of 2040 tokens in its context of 2048", "spec.model.maxModelLen", words):
+        assert word in found.outcome.message

@@ -16,7 +16,7 @@ from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.api.pods import Engine
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.api.words import Reason
+from kvpilot_operator.api.words import Reason, Verdict
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
@@ -40,7 +40,7 @@ from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.tracing import Span, Tracer, span, trace_headers
 from kvpilot_probes import codec, run
 from kvpilot_probes.codec import Baseline
-from kvpilot_probes.errors import MalformedBaseline
+from kvpilot_probes.errors import ContextNotHeld, MalformedBaseline
 from kvpilot_probes.session import GiveWay, Settings
 
 log = logging.getLogger(__name__)
@@ -182,6 +182,8 @@ class Prober:
             if baseline.control is not None:
                 judged = judge(found, described(baseline, request.config_map), spec.accuracy)
                 told.set_attributes({"kvpilot.probe.verdict": judged.verdict, "kvpilot.probe.reason": judged.reason})
+                if judged.verdict == Verdict.PASSED and not request.serving:
+                    return await _filled(key, request, baseline, settings) or found
             return found
         try:
             kept = await self._kept(key, uid, request.config_map)
@@ -232,6 +234,18 @@ class Prober:
         if insist:
             return Settings(priority=priority, give_way=give_way)
         return Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host)
+
+
+async def _filled(key: ServiceKey, request: Measure, baseline: Baseline, settings: Settings) -> ProbeFailed | None:
+    """Fill the canary's context once, before any user does. Return its failure, or None."""
+    extra = {"service": str(key), "probe": request.identity}
+    try:
+        tokens = await run.fill_context(request.url, request.model, baseline, settings=settings)
+    except ContextNotHeld as error:
+        log.warning("the context is not held: %s", error, extra=extra)
+        return ProbeFailed(Reason.ENGINE_CRASHED, f"pod {request.pod}: {error}")
+    log.info("the canary has answered a prompt of %d tokens", tokens, extra=extra)
+    return None
 
 
 def _about(spec: Spec, request: Request) -> dict[str, str]:

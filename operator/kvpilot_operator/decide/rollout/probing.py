@@ -105,7 +105,8 @@ def _count_error(c: Context, failed: ProbeFailed, verdict: Verdict) -> Context:
     c = c.set_canary(errors=errors)
     if failed.reason == Reason.BASELINE_LOST:
         c = c.set_accuracy(baseline=None)
-    if errors >= c.spec.accuracy.consecutive_error_limit:
+    # An engine that fails at a full context would fail its users, too: no second try.
+    if errors >= c.spec.accuracy.consecutive_error_limit or failed.reason == Reason.ENGINE_CRASHED:
         return roll_back(c, verdict, failed.reason, failed.message)
     c = c.set_canary(stage_time=c.now, message=failed.message)
     return c.event("ProbeError", f"{failed.reason}: {failed.message} ({errors} so far)", warning=True)
