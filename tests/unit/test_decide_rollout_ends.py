@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.rollout import shifting
 from kvpilot_operator.state.status import parse_status
 from support.trials import BUSY, NEW, OLD, ROUTE, at_every_moment, ended, on_trial, service, stage
@@ -55,6 +56,53 @@ def test_a_change_of_the_spec_in_the_middle_of_a_promotion_goes_back_replica_by_
     assert [one.reason for one in status.history] == ["Superseded"]
     cluster.settle()
     assert list(cluster.deployments.values()) == [(OLD, 3)]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_old_pods_go_only_after_the_newest_pod_has_been_ready_for_the_settle_time(replicas):
+    cluster = on_trial(replicas, steps=[])
+    before, went = Promotion(cluster), 0
+    while not ended(cluster.parsed()):
+        cluster.tick()
+        now = Promotion(cluster)
+        if now.promoting and now.ready > before.ready:
+            since = cluster.now
+        if before.promoting and (now.old, now.reached) < (before.old, before.reached):
+            assert (cluster.now - since).total_seconds() >= traffic.SETTLE_SECONDS
+            went += 1
+        before = now
+    assert went >= replicas
+
+
+class Promotion:
+    """One moment of a promotion: ready pods of the canary, pods of the old revision, and those that get requests."""
+
+    def __init__(self, cluster):
+        status = cluster.parsed()
+        self.promoting = stage("Promoting")(status)
+        canary = status.canary.revision if status.canary is not None else ""
+        old = [name for name, (dtype, _) in cluster.deployments.items() if dtype == OLD]
+        self.ready = cluster.engines.ready(canary)
+        self.old = sum(cluster.deployments[name][1] for name in old)
+        self.reached = sum(cluster.shares().get(name, 0.0) > 0 for name in old)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_spec_that_is_reverted_while_promoting_goes_back_without_a_restart_of_what_still_serves(replicas):
+    cluster = on_trial(replicas, min_available=max(1, replicas - 1), steps=[])
+    cluster.watch = at_every_moment
+    cluster.until(lambda s: stage("Promoting")(s) and (replicas == 1 or (s.canary.weight_percent or 0) >= 33))
+    before = cluster.parsed().stable.revision
+    untouched = {one.name for one in cluster.engines.pods if one.revision == before and one.leaves_in is None}
+    assert untouched
+    cluster.edit(service(OLD, replicas, min_available=max(1, replicas - 1), steps=[]))
+    status = cluster.until(ended)
+    cluster.settle()
+    assert status.stable.revision == before
+    assert [one.reason for one in status.history] == ["Superseded"]
+    assert status.kv_cache.denied == ()
+    assert list(cluster.deployments.values()) == [(OLD, replicas)]
+    assert untouched <= cluster.pod_names()
 
 
 @pytest.mark.parametrize("why", [{"slow": {NEW: 1.6}}, {"failing": {NEW: 0.5}}])

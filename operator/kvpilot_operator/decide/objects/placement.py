@@ -210,6 +210,7 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
     if c.spec.rollout.paused:
         goal = min(goal, ours.replicas)
     grown, left = rolling_step(ours, goal, theirs, total=most, floor=least, both_serve=both, others=others)
+    left = max(left, theirs.replicas) if traffic.settles(c) else left
     return {canary.revision: grown, stable.revision: min(left, c.replicas)}
 
 

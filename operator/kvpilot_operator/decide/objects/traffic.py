@@ -1,5 +1,7 @@
 """The traffic of a service: the Service's selector (docs/decisions/0008), and the share in the HTTPRoute."""
 
+from datetime import timedelta
+
 from kvpilot_operator.api.names import canary_service
 from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.context import Context, Draft
@@ -10,6 +12,8 @@ from kvpilot_operator.state.snapshot import Snapshot
 
 EVERY_REVISION = ""
 """The selected revision of a Service whose selector names none."""
+# Gateways and endpoint pickers learn of a ready pod within seconds. Until then, they need the old pods.
+SETTLE_SECONDS = 10
 
 
 def selected(c: Context) -> str:
@@ -22,7 +26,7 @@ def selected(c: Context) -> str:
     ours, theirs = len(s.ready_pods(canary.revision)), len(s.ready_pods(stable.revision))
     promoting, both = canary.stage == Stage.PROMOTING, False
     if promoting:
-        if s.traffic == canary.revision or (ours >= c.replicas and not paused):
+        if s.traffic == canary.revision or (ours >= c.replicas and not paused and not settles(c)):
             return canary.revision
         both = s.traffic != stable.revision or (ours > 0 and not paused)
     elif canary.stage == Stage.SHIFTING:
@@ -32,6 +36,13 @@ def selected(c: Context) -> str:
     if both and orphans(c):
         return canary.revision if promoting and ours > theirs else stable.revision
     return EVERY_REVISION if both else stable.revision
+
+
+def settles(c: Context) -> bool:
+    """Return True while the newest pods of a promotion settle. The stage's time is the time of their readiness."""
+    canary, time = c.canary, timedelta(seconds=SETTLE_SECONDS)
+    # A clock that was set back must not prolong it.
+    return canary is not None and canary.stage == Stage.PROMOTING and abs(c.now - canary.stage_time) < time
 
 
 def orphans(c: Context) -> tuple[str, ...]:
