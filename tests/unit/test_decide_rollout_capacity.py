@@ -101,6 +101,40 @@ def test_a_single_replica_may_be_replaced_where_the_user_needs_none_to_be_availa
     assert cluster.until(ended).last_trial.verdict == "Passed"
 
 
+def test_when_idle_a_single_replica_is_replaced_only_after_the_service_had_no_request_for_a_while():
+    cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="WhenIdle", min_available=1)
+    for _ in range(100):
+        cluster.tick()
+        assert cluster.parsed().canary is None
+    told = {one.type: (one.status, one.reason) for one in cluster.parsed().conditions}
+    assert (told["Reconciling"], told["Stalled"]) == (("True", "Busy"), ("False", "Reconciling"))
+    assert cluster.answering() == 1
+    cluster.requests, quiet = 0.0, cluster.now
+    cluster.watch = in_place
+    started = cluster.until(stage("Starting")).canary.started_time
+    assert 300 <= (started - quiet).total_seconds() < 330
+    assert cluster.until(ended).last_trial.verdict == "Passed"
+    cluster.settle()
+    assert list(cluster.deployments.values()) == [(NEW, 1)]
+
+
+def test_when_idle_a_dtype_with_wrong_answers_gives_the_place_back():
+    cluster = on_trial(1, cluster={"places": 1, "bad": frozenset([NEW])}, capacityPolicy="WhenIdle", min_available=1)
+    cluster.requests, cluster.watch = 0.0, in_place
+    assert cluster.until(ended).last_trial.reason == "AccuracyRegressed"
+    cluster.settle()
+    assert list(cluster.deployments.values()) == [(OLD, 1)]
+    assert cluster.answering() == 1
+
+
+def in_place(cluster):
+    """Check that no pod is asked for beside the only one, and that no canary has traffic before its probes passed."""
+    status = cluster.parsed()
+    assert sum(count for _, count in cluster.deployments.values()) <= 1
+    if status.canary is not None and status.canary.stage in ("Starting", "Probing", "RollingBack"):
+        assert status.canary.revision not in cluster.shares()
+
+
 def test_one_place_is_used_in_turns_by_the_borrowed_baseline_and_the_canary():
     cluster = ModelCluster(service("k4v4", 2), start_ticks=2, requests=BUSY, places=2)
     cluster.settle()

@@ -43,7 +43,7 @@ SPECS = st.fixed_dictionaries(
         ),
         "canary": st.fixed_dictionaries(
             {
-                "capacityPolicy": st.sampled_from(["Surge", "ReplaceOne", "SurgeOrReplaceOne"]),
+                "capacityPolicy": st.sampled_from(["Surge", "ReplaceOne", "SurgeOrReplaceOne", "WhenIdle"]),
                 "steps": st.sampled_from([[], [{"weightPercent": 30, "holdSeconds": 30}]]),
                 "progressDeadlineSeconds": st.just(600),
                 "warmUpSeconds": st.just(5),

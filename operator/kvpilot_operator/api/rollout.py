@@ -29,9 +29,10 @@ class CanaryStep(Record, frozen=True):
 class Canary(Record, frozen=True):
     """Trial of a new revision before it takes the traffic. Read anew for each canary."""
 
-    capacity_policy: Literal["Surge", "ReplaceOne", "SurgeOrReplaceOne"] = "SurgeOrReplaceOne"
+    capacity_policy: Literal["Surge", "ReplaceOne", "SurgeOrReplaceOne", "WhenIdle"] = "SurgeOrReplaceOne"
     """Source of the canary's GPUs. Surge: spare ones, for which it waits. ReplaceOne: one stable replica, which leaves
-    first. SurgeOrReplaceOne: spare ones, or else a stable replica."""
+    first. SurgeOrReplaceOne: spare ones, or else a stable replica. WhenIdle: a stable replica, even the only one, once
+    the service has had no request for 300 seconds."""
     steps: Annotated[tuple[CanaryStep, ...], Meta(max_length=10, extra={"rules": (_UPWARDS,)})] = ()
     """Shares of live traffic that a canary takes after its probes have passed, in increasing order. Without steps it
     then takes all traffic in one switch."""

@@ -48,8 +48,9 @@ def counts(s: Snapshot, revision: str) -> Counts:
 
 
 def floor(spec: Spec, replicas: int) -> int:
-    """Return the number of pods that must keep answering: minAvailable, but at most all replicas."""
-    return min(spec.disruption.min_available, replicas)
+    """Return the number of pods that must keep answering: minAvailable, at most all replicas. WhenIdle spares one."""
+    most = replicas - 1 if spec.canary.capacity_policy == "WhenIdle" else replicas
+    return max(0, min(spec.disruption.min_available, most))
 
 
 def one_can_leave(spec: Spec, replicas: int) -> bool:

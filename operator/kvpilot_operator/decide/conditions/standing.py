@@ -175,7 +175,8 @@ def _progress(c: Context) -> Line:
     if stable is not None and stable.ever_ready and target.revision != stable.revision:
         fault = start_fault(c, target)
         if fault is not None:
-            return Line("False", *fault)
+            # An idle moment comes by itself.
+            return Line("True" if fault.reason == Reason.BUSY else "False", *fault)
         if paused:
             text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
             return Line("False", Reason.ROLLOUT_PAUSED, text)

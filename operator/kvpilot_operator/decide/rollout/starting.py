@@ -17,6 +17,7 @@ from kvpilot_operator.state.status import Canary, Stable, clip
 
 # Reason of a target that replaces a dtype with wrong answers. Its canary is probed, but skips the traffic steps.
 URGENT = Reason.ACCURACY_DRIFTED
+IDLE_SECONDS = 300
 
 
 def start_fault(c: Context, target: Target | None = None) -> Cause | None:
@@ -40,6 +41,9 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
             f"spec.disruption.minAvailable {spec.disruption.min_available} needs them all; raise the replicas, lower "
             "minAvailable, or choose Surge",
         )
+    if spec.canary.capacity_policy == "WhenIdle" and not _idle(c):
+        text = f"{canary} takes a replica's place once no request has come for {IDLE_SECONDS} s (canary.capacityPolicy)"
+        return Cause(Reason.BUSY, text)
     unfit = None if baseline.known(c) is not None else baseline.misreported(c)
     if unfit is not None:
         return Cause(unfit.reason, f"{canary} would have no reference: {unfit.message}")
@@ -51,6 +55,15 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
         # Such a pool cannot be switched to another revision, so no trial could end.
         held = f"no canary is started while InferencePool {name} is refused: Stalled says why"
     return None if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
+
+
+def _idle(c: Context) -> bool:
+    """Return True if no scrape of the last IDLE_SECONDS saw a request, or no serving pod answers."""
+    name, since = c.stable.revision if c.stable is not None else "", c.now - timedelta(seconds=IDLE_SECONDS)
+    seen = c.snapshot.samples.get(name, ())
+    recent = [one for one in seen if one.time > since]
+    busy = any(one.running or one.waiting or one.flows.finished or not one.pods or one.unanswered for one in recent)
+    return not c.snapshot.answering_pods(name) or (bool(recent) and seen[0].time <= since and not busy)
 
 
 def start(c: Context, stable: Stable) -> Context:
@@ -67,7 +80,7 @@ def start(c: Context, stable: Stable) -> Context:
         reason=target.reason,
         message=clip(target.message),
         stable_capacity_tokens=sample.capacity_tokens // sample.pods if sample is not None else None,
-        replaces_one=c.spec.canary.capacity_policy == "ReplaceOne",
+        replaces_one=c.spec.canary.capacity_policy in ("ReplaceOne", "WhenIdle"),
         traffic_mode=TrafficMode.PROBE_ONLY if target.reason == URGENT else None,
     )
     c = c.set(canary=canary).set_scaling(saturations=c.policy.saturations)
