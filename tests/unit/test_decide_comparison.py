@@ -168,6 +168,37 @@ def test_each_figure_fails_by_its_own_name(changed, reason):
     assert (verdict.outcome, verdict.reason) == ("Failed", reason)
 
 
+def cached(share, slow=1.0, requests=30.0, **changes):
+    """Return a side whose caches held this share of its prompt tokens; `slow` is the factor on prefill alone."""
+    prefill = {name: getattr(flows(requests, slow), name) for name in ("ttft", "prefill_seconds")}
+    return steady(requests=requests, prefix_queries=1000.0, prefix_hits=1000.0 * share, **prefill, **changes)
+
+
+def test_a_cold_prefix_cache_is_no_regression_until_it_is_as_warm_or_has_seen_1000_requests():
+    warm = cached(0.6)
+    cold = compare(warm, cached(0.1, slow=2.0), LIMITS, *span(20), 0.025)
+    assert (cold.outcome, cold.reason) == ("Inconclusive", "TooFewSamples")
+    assert "10% of the canary's prompt tokens and 60% of the stable side's" in cold.message
+    for slow in (cached(0.55, slow=2.0), cached(0.1, slow=2.0, requests=60.0)):
+        found = compare(warm, slow, LIMITS, *span(20), 0.025)
+        assert (found.outcome, found.reason) == ("Failed", "PerformanceRegressed")
+        assert "TTFT" in found.message.partition(" is worse")[0]
+
+
+def test_a_cold_prefix_cache_excuses_neither_slow_decoding_nor_failed_requests():
+    for changed, reason in (
+        ({"itl": flows(30.0, 2.0).itl}, "PerformanceRegressed"),
+        ({"failed": 9.0}, "ErrorsIncreased"),
+    ):
+        found = compare(cached(0.6), cached(0.1, **changed), LIMITS, *span(20), 0.025)
+        assert (found.outcome, found.reason) == ("Failed", reason)
+
+
+def test_a_canary_that_is_fast_enough_passes_with_a_cold_cache():
+    fast = steady(slow=0.5, requests=30.0, prefix_queries=1000.0, prefix_hits=100.0)
+    assert compare(cached(0.6), fast, LIMITS, *span(20), 0.025).outcome == "Passed"
+
+
 def test_a_faster_canary_passes_with_its_change_in_percent():
     verdict = compare(steady(), steady(slow=0.7), LIMITS, *span(20), 0.025)
     assert verdict.outcome == "Passed"
