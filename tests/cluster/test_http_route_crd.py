@@ -60,14 +60,15 @@ def test_a_name_that_was_claimed_becomes_a_route_and_keeps_nothing_that_is_not_a
 
 
 def test_a_share_reads_the_same_with_the_servers_defaults_in_it(server: Rest) -> None:
-    def share(rules: Any, percent: int) -> Any:
-        return weighted(rules, Backend(*KEY), percent)
+    def share(rules: Any, percent: int, copies: int) -> Any:
+        return weighted(rules, Backend(*KEY), percent, copies)
 
     try:
-        for percent in (25, 50, 0):
-            view = route_view(applied(server, made(*share(RULES, percent))), KEY)
+        for percent, copies in ((0, 50), (25, 0), (0, 100), (0, 0)):
+            view = route_view(applied(server, made(*share(RULES, percent, copies))), KEY)
             assert view is not None
-            assert share(view.rules, percent) == view.rules
+            assert share(view.rules, percent, copies) == view.rules
+            assert sum("filters" in rule for rule in view.rules) == (copies > 0)
     finally:
         server.delete(f"{ROUTES}/{KEY.name}")
 

@@ -31,17 +31,18 @@ _PARENT = {
         "port": {"type": "integer", "minimum": 1, "maximum": 65535},
     },
 }
+_OBJECT = {
+    "group": {"type": "string", "default": "", "maxLength": 253},
+    "kind": {"type": "string", "default": "Service", "minLength": 1, "maxLength": 63},
+    "namespace": {"type": "string", "minLength": 1, "maxLength": 63},
+    "name": _NAME,
+    "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+}
+_WEIGHT = {"type": "integer", "default": 1, "minimum": 0, "maximum": 1_000_000}
 _BACKEND = {
     "type": "object",
     "required": ["name"],
-    "properties": {
-        "group": {"type": "string", "default": "", "maxLength": 253},
-        "kind": {"type": "string", "default": "Service", "minLength": 1, "maxLength": 63},
-        "namespace": {"type": "string", "minLength": 1, "maxLength": 63},
-        "name": _NAME,
-        "port": {"type": "integer", "minimum": 1, "maximum": 65535},
-        "weight": {"type": "integer", "default": 1, "minimum": 0, "maximum": 1_000_000},
-    },
+    "properties": {**_OBJECT, "weight": _WEIGHT},
     "x-kubernetes-validations": [
         {
             "rule": "self.kind != 'Service' || (has(self.group) && self.group != '') || has(self.port)",
@@ -49,12 +50,22 @@ _BACKEND = {
         }
     ],
 }
+_MIRROR = {
+    "type": "object",
+    "required": ["backendRef"],
+    "properties": {
+        "backendRef": {**_BACKEND, "properties": _OBJECT},
+        "percent": {"type": "integer", "minimum": 0, "maximum": 100},
+    },
+}
+_FILTER = {"type": "object", "required": ["type"], "properties": {"requestMirror": _MIRROR}, **_OPEN}
 _MATCHES = [{"path": {"type": "PathPrefix", "value": "/"}}]
 _RULE = {
     "type": "object",
     "properties": {
         "matches": {"type": "array", "default": _MATCHES, "maxItems": 64, "items": {"type": "object", **_OPEN}},
         "backendRefs": {"type": "array", "maxItems": 16, "items": _BACKEND},
+        "filters": {"type": "array", "maxItems": 16, "items": _FILTER},
     },
     **_OPEN,
 }
@@ -70,7 +81,7 @@ _SPEC = {
 ROUTE_CRD = definition("gateway.networking.k8s.io", "HTTPRoute", "httproutes", _SPEC)
 """HTTPRoute v1, rewritten here with the limits and defaults of the fields that tests use.
 
-Filters have no schema, nor does the status, which gateways write.
+Of filters only RequestMirror has a schema. The status, which gateways write, has none.
 """
 
 

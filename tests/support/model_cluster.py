@@ -303,6 +303,15 @@ class ModelCluster:
                 shares[name] = shares.get(name, 0.0) + share * weight / sum(weights)
         return shares
 
+    def mirrored(self) -> dict[str, float]:
+        """Return the share of the requests that the route copies to each revision."""
+        filters = [one["requestMirror"] for one in (self.rules or [{}])[0].get("filters", ()) if "requestMirror" in one]
+        return {
+            name: share * one.get("percent", 100) / 100
+            for one in filters
+            for name, share in self._behind(self.services.get(one["backendRef"]["name"], {})).items()
+        }
+
     def answering(self) -> int:
         """Return the ready pods that requests can reach."""
         return sum(self.engines.ready(name) for name in self.shares())
@@ -340,7 +349,8 @@ class ModelCluster:
             usage = min(1.0, held / capacity)
             waiting = max(0.0, held - capacity) / 500
             slow = self.slow.get(dtype, 1.0) * (1.5 if name in self.slow_revisions else 1.0)
-            seen = flows(self.requests * shares.get(name, 0.0), slow, self.failing.get(dtype, 0.0))
+            sent = shares.get(name, 0.0) + self.mirrored().get(name, 0.0)
+            seen = flows(self.requests * sent, slow, self.failing.get(dtype, 0.0))
             running = min(held, capacity) / 500
             self.samples.setdefault(name, []).append(
                 Sample(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
+
 from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
@@ -166,6 +168,40 @@ def test_a_route_carries_each_steps_weight_and_is_the_users_again_afterwards():
     cluster.settle()
     assert cluster.rules == ROUTE
     assert "chat-canary" not in cluster.services
+
+
+MIRRORED = [{"weightPercent": 0, "holdSeconds": 90}, *STEPS]
+
+
+def test_a_canary_gets_copies_of_live_requests_before_any_user_depends_on_it():
+    cluster = on_trial(2, cluster={"rules": ROUTE}, routeRef={"name": "web"}, steps=MIRRORED)
+    cluster.watch = at_every_moment
+    status = cluster.until(lambda s: stage("Shifting", 0)(s) and s.canary.step_time is not None)
+    assert cluster.mirrored() == {status.canary.revision: 0.5}
+    assert status.canary.revision not in cluster.shares()
+    assert "0% of the traffic and copies of 50%" in status.canary.message
+    cluster.until(lambda s: stage("Shifting", 1)(s) and s.canary.step_time is not None)
+    assert cluster.mirrored() == {}
+    assert cluster.until(ended).last_trial.verdict == "Passed"
+    cluster.settle()
+    assert cluster.rules == ROUTE
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [({"slow": {NEW: 1.6}}, "PerformanceRegressed"), ({"failing": {NEW: 0.3}}, "ErrorsIncreased")],
+)
+def test_a_canary_that_is_bad_at_copies_never_gets_a_user(fault, reason):
+    cluster = on_trial(2, cluster={"rules": ROUTE, **fault}, routeRef={"name": "web"}, steps=MIRRORED)
+
+    def users_are_spared(one):
+        at_every_moment(one)
+        assert set(one.shares()) <= {one.parsed().stable.revision}
+
+    cluster.watch = users_are_spared
+    assert cluster.until(ended).last_trial.reason == reason
+    cluster.settle()
+    assert cluster.rules == ROUTE
 
 
 def test_a_route_that_does_not_exist_holds_the_canary_before_anything_is_started():

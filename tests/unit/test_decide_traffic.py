@@ -153,6 +153,41 @@ def test_weights_that_somebody_edits_meanwhile_are_taken_as_they_stand():
     assert split([edited], 0)[0]["backendRefs"] == [{**OURS, "weight": 7}]
 
 
+MIRROR = {"group": "", "kind": "Service", "name": "chat-canary", "port": 80}
+
+
+def test_copies_go_to_the_canary_beside_the_users_filters_and_go_away_again():
+    other = {"backendRefs": [{"name": "other", "port": 80}]}
+    theirs = {"type": "RequestMirror", "requestMirror": {"backendRef": {"name": "audit", "port": 80}}}
+    ours = {"backendRefs": [OURS], "filters": [theirs]}
+    plain = {"backendRefs": [OURS]}
+    during = weighted([other, ours, plain], Backend("models", "chat"), 0, 50)
+    copies = {"type": "RequestMirror", "requestMirror": {"backendRef": MIRROR, "percent": 50}}
+    assert during == (other, {**ours, "filters": [theirs, copies]}, {**plain, "filters": [copies]})
+    assert weighted(during, Backend("models", "chat"), 0, 50) == during
+    assert route.carries(RouteView("web", "1", during), Backend("models", "chat-canary"))
+    assert split(during, 0) == (other, ours, plain)
+
+
+def test_all_requests_are_copied_where_one_replica_serves():
+    (rule,) = weighted([{"backendRefs": [OURS]}], Backend("models", "chat"), 0, 100)
+    # Releases before Gateway API 1.3 have no percentage.
+    assert rule["filters"] == [{"type": "RequestMirror", "requestMirror": {"backendRef": MIRROR}}]
+
+
+def test_a_step_without_a_share_copies_what_one_stable_replica_gets_by_route_and_is_left_out_by_ratio():
+    rules = [{"backendRefs": [OURS]}]
+    by_route = planned([0, 25], 4, route_ref="web", rules=rules)
+    assert [(one.weight_percent, one.mirrored_percent, one.replicas) for one in by_route.steps] == [
+        (0, 25, 1),
+        (25, 0, 1),
+    ]
+    assert planned([0], 1, route_ref="web", rules=rules).steps[0].mirrored_percent == 100
+    by_ratio = planned([0, 50], 3)
+    assert [one.weight_percent for one in by_ratio.steps] == [50]
+    assert "0%" in by_ratio.message
+
+
 NAMES = st.sampled_from(["chat", "other", "third"])
 WEIGHTS = st.one_of(st.none(), st.integers(0, 10_000))
 
@@ -223,9 +258,11 @@ def test_both_are_never_selected_beside_a_borrowed_replica():
     assert selected("Promoting", leaving) == traffic.EVERY_REVISION
 
 
-def test_a_promotion_selects_the_canary_alone_once_all_of_it_answers():
+def test_a_promotion_selects_the_canary_alone_once_all_of_it_answers_and_has_settled():
     assert selected("Promoting", some("old", 2) + some("new", 1)) == traffic.EVERY_REVISION
-    assert selected("Promoting", some("old", 1) + some("new", 2), observed=None) == "new"
+    whole, since = some("old", 1) + some("new", 2), NOW - timedelta(seconds=traffic.SETTLE_SECONDS)
+    assert selected("Promoting", whole, observed=None) == traffic.EVERY_REVISION
+    assert selected("Promoting", whole, observed=None, stage_time=since) == "new"
     assert selected("Promoting", some("old", 2) + some("new", 1, ready=False)) == "old"
 
 

@@ -20,8 +20,9 @@ _UPWARDS = Rule(
 class CanaryStep(Record, frozen=True):
     """One item of spec.canary.steps."""
 
-    weight_percent: Annotated[int, Meta(ge=1, le=100)]
-    """Share of requests, in percent, that goes to the canary. 100 is the promotion itself and is not judged."""
+    weight_percent: Annotated[int, Meta(ge=0, le=100)]
+    """Share of requests, in percent, that goes to the canary. 100 is the promotion itself and is not judged. 0 needs an
+    HTTPRoute, which copies as many requests to the canary as one stable replica gets; no user sees its answers."""
     hold_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 600
     """Seconds to stay at this share before the next step. At least 30 seconds of figures are judged."""
 

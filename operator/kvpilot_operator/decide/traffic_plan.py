@@ -21,6 +21,8 @@ class TrafficStep:
     hold_seconds: int
     replicas: int
     """Replicas of the canary."""
+    mirrored_percent: int = 0
+    """Requests that are copied to the canary, in a step of 0%: as many as one stable replica gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,13 @@ def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> TrafficPlan:
     if held is not None:
         return TrafficPlan(TrafficMode.HTTP_ROUTE, held=f"{route.field_of(spec)}{held}")
     steps = tuple(
-        TrafficStep(i, one.weight_percent, one.hold_seconds, min(most, max(1, round(one.weight_percent * pods / 100))))
+        TrafficStep(
+            i,
+            one.weight_percent,
+            one.hold_seconds,
+            min(most, max(1, round(one.weight_percent * pods / 100))),
+            0 if one.weight_percent else max(1, round(100 / (pods - 1))),
+        )
         for i, one in enumerate(spec.canary.steps)
         if one.weight_percent < 100
     )
@@ -120,8 +128,9 @@ def _by_ratio(spec: Spec, pods: int, most: int) -> TrafficPlan:
     skipped: list[str] = []
     for i, step in enumerate(spec.canary.steps):
         replicas = min(most, (step.weight_percent + _ROUNDING_PERCENT) * pods // 100)
-        # Skip a share of 100%: that is the promotion, and no stable pod would be left for the comparison.
-        if replicas < 1 or step.weight_percent == 100 or (steps and replicas <= steps[-1].replicas):
+        # Skip a share of 100%: that is the promotion, and no stable pod would be left for the comparison. Without a
+        # route, nothing mirrors requests for a step of 0%.
+        if replicas < 1 or step.weight_percent in (0, 100) or (steps and replicas <= steps[-1].replicas):
             skipped.append(f"{step.weight_percent}%")
         else:
             steps.append(TrafficStep(i, round(100 * replicas / pods), step.hold_seconds, replicas))

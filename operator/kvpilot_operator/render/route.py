@@ -1,4 +1,4 @@
-"""Set a canary's share in the rules of an HTTPRoute, and remove it again.
+"""Set a canary's share in the rules of an HTTPRoute, or copy requests to it, and remove both again.
 
 Weights of a rule are relative to one another. So a rule with our backend beside others is scaled by 100 while a canary
 takes part: our weight W becomes W x (100 - share) and W x share, and every other weight V becomes V x 100. The original
@@ -54,9 +54,12 @@ def backend(s: Snapshot) -> Backend:
     return Backend(s.key.namespace, s.key.name, kinds)
 
 
-def weighted(rules: Sequence[Rule], ours: Backend, share: int) -> tuple[Rule, ...]:
-    """Send `share` percent of the requests for a backend to its canary; 0 gives the rules as the user wrote them."""
+def weighted(rules: Sequence[Rule], ours: Backend, share: int, mirrored: int = 0) -> tuple[Rule, ...]:
+    """Send `share` percent of the requests for a backend to its canary, and copies of `mirrored` percent. Without
+    both, return the rules as the user wrote them."""
     written = tuple(_without(rule, ours) for rule in rules)
+    if mirrored:
+        written = tuple(_mirroring(rule, ours, mirrored) for rule in written)
     return tuple(_with(rule, ours, share) for rule in written) if share else written
 
 
@@ -91,8 +94,9 @@ def field_of(spec: Spec) -> str:
 
 
 def carries(route: RouteView | None, named: Backend) -> bool:
-    """Return True if a rule of the route names the backend."""
-    return route is not None and any(named.named_by(ref) for rule in route.rules for ref in _refs(rule))
+    """Return True if a rule of the route names the backend, or copies requests to it."""
+    rules = route.rules if route is not None else ()
+    return any(named.named_by(ref) for rule in rules for ref in (*_refs(rule), *map(_mirror_of, _filters(rule))))
 
 
 def route_fault(s: Snapshot, spec: Spec) -> str | None:
@@ -156,7 +160,22 @@ def _with(rule: Rule, ours: Backend, share: int) -> Rule:
     return {**rule, "backendRefs": refs}
 
 
+def _mirroring(rule: Rule, ours: Backend, percent: int) -> Rule:
+    if not _sends(rule, ours):
+        return rule
+    # Name the server's defaults, so that the rule reads the same afterwards.
+    ref = {"group": "", "kind": "Service", "name": ours.canary.name, "port": SERVICE_PORT}
+    some = {"percent": percent} if percent < 100 else {}
+    mirror = {"type": "RequestMirror", "requestMirror": {"backendRef": ref, **some}}
+    return {**rule, "filters": [*_filters(rule), mirror]}
+
+
 def _without(rule: Rule, ours: Backend) -> Rule:
+    filters = [one for one in _filters(rule) if not ours.canary.named_by(_mirror_of(one))]
+    if len(filters) < len(_filters(rule)):
+        rule = {key: value for key, value in rule.items() if key != "filters"} | (
+            {"filters": filters} if filters else {}
+        )
     refs = _refs(rule)
     lent = [ref for ref in refs if ours.canary.named_by(ref)]
     if not lent:
@@ -187,6 +206,16 @@ def _sends(rule: Rule, ours: Backend) -> bool:
 
 def _refs(rule: Rule) -> Sequence[Rule]:
     return rule.get("backendRefs") or ()
+
+
+def _filters(rule: Rule) -> Sequence[Rule]:
+    return rule.get("filters") or ()
+
+
+def _mirror_of(one: Rule) -> Rule:
+    """Return the backend that a filter copies requests to; empty for other filters."""
+    ref: Rule = (one.get("requestMirror") or {}).get("backendRef") or {}
+    return ref
 
 
 def _weight(ref: Rule) -> int:

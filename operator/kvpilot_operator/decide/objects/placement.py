@@ -151,7 +151,7 @@ def _pools_left_over(c: Context) -> tuple[Ref, ...]:
     return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name not in named)
 
 
-def _route(c: Context, percent: int) -> Manifest | None:
+def _route(c: Context, percent: tuple[int, int]) -> Manifest | None:
     """Render the route with this share: always for our own route, only on a change for a user's."""
     s, asked = c.snapshot, c.spec.route
     there = s.route.rules if s.route is not None else None
@@ -159,7 +159,7 @@ def _route(c: Context, percent: int) -> Manifest | None:
     rules = there if asked is None else own_rules(s) or there
     if rules is None or (asked is not None and not s.server.http_routes):
         return None
-    shared = weighted(rules, backend(s), percent)
+    shared = weighted(rules, backend(s), *percent)
     if asked is not None:
         return render.http_route(s.key, s.uid, asked, shared)
     return render.route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None

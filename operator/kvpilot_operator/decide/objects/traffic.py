@@ -67,15 +67,16 @@ def routed(s: Snapshot) -> bool:
     return s.unread(Question.ROUTE) is not None or route.carries(s.route, route.backend(s).canary)
 
 
-def canary_percent(c: Context) -> int:
-    """Return the canary's percentage in the route: that of the furthest step with enough ready replicas."""
+def canary_percent(c: Context) -> tuple[int, int]:
+    """Return the canary's percentage in the route, and that of the requests that are copied to it: those of the
+    furthest step with enough ready replicas."""
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:
-        return 0
+        return 0, 0
     kinds = ("Service",) if c.spec.inference_pool is None else ("Service", "InferencePool")
     lent = [c.snapshot.objects.get((kind, canary_service(c.snapshot.key.name))) for kind in kinds]
     if canary.step is None or any(one is None or not one.owned or one.selects != canary.revision for one in lent):
-        return 0  # Otherwise another object of that name would get our users' requests.
+        return 0, 0  # Otherwise another object of that name would get our users' requests.
     ready = len(c.snapshot.ready_pods(canary.revision))
     reached = [p for p in c.plan.steps if p.index <= canary.step and p.replicas <= ready]
-    return reached[-1].weight_percent if reached else 0
+    return (reached[-1].weight_percent, reached[-1].mirrored_percent) if reached else (0, 0)

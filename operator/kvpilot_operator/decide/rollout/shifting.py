@@ -103,7 +103,8 @@ def _enter(c: Context, plan: TrafficPlan, place: int) -> Context:
 
 
 def _named(plan: TrafficPlan, step: TrafficStep) -> str:
-    return f"step {plan.steps.index(step) + 1} of {len(plan.steps)}, {step.weight_percent}% of the traffic"
+    copies = f" and copies of {step.mirrored_percent}%" if step.mirrored_percent else ""
+    return f"step {plan.steps.index(step) + 1} of {len(plan.steps)}, {step.weight_percent}% of the traffic{copies}"
 
 
 def _first_answer(step: TrafficStep) -> str:
@@ -129,7 +130,7 @@ def _not_in_effect(c: Context, step: TrafficStep) -> str | None:
     if canary.traffic_mode == TrafficMode.HTTP_ROUTE:
         if s.route is None:
             return "the HTTPRoute is gone"
-        wanted = weighted(s.route.rules, backend(s), step.weight_percent)
+        wanted = weighted(s.route.rules, backend(s), step.weight_percent, step.mirrored_percent)
         return None if wanted == tuple(s.route.rules) else "its weight is to appear in the HTTPRoute"
     if s.traffic:
         others = traffic.orphans(c)
