@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpilot_operator.decide import decide
-from kvpilot_operator.state.decision import ProbeFailed
+from kvpilot_operator.state.decision import Measure, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster, measurement
 from support.services import manifest, revision_of, running, snapshot
@@ -96,6 +97,25 @@ def test_a_canary_that_fails_at_a_full_context_is_rolled_back_at_once_and_gets_n
     # Another image or more memory may help, so it is tried again within the hour.
     (denied,) = status.kv_cache.denied
     assert denied.until <= cluster.now + timedelta(hours=1)
+
+
+def test_an_engine_that_dies_of_its_probe_has_failed_it_although_its_pod_answers_no_more():
+    cluster = on_trial(1)
+    asked = None
+    while not isinstance(asked, Measure):
+        cluster.tick()
+        s = replace(cluster.snapshot(), probe_result=None)
+        asked = decide(s).probe
+    pods = tuple(replace(one, ready=False, containers_ready=False) if one.name == asked.pod else one for one in s.pods)
+    # The probe goes on while the pod is away, and its end counts once.
+    gone = replace(s, pods=pods, probe_result=ProbeResult(asked, None))
+    assert decide(gone).probe == asked
+    ended_by = {"EngineCrashed": "RollingBack", "EngineUnreachable": "Probing"}
+    for reason, where in ended_by.items():
+        after = decide(replace(gone, probe_result=ProbeResult(asked, ProbeFailed(reason, "it died"))))
+        assert after.status.canary.stage == where
+        again = replace(gone, status=after.status, now=gone.now + timedelta(minutes=1))
+        assert decide(replace(again, probe_result=ProbeResult(asked, None))).probe is None
 
 
 def stable_alone(cluster: ModelCluster) -> None:

@@ -12,6 +12,7 @@ from kvpilot_operator.decide.rejections import finding
 from kvpilot_operator.decide.rollout.ending import NOT_OF_THE_DTYPE, roll_back
 from kvpilot_operator.state.accuracy import Baseline, Measured
 from kvpilot_operator.state.decision import Captured, Find, Found, Measure, ProbeFailed, Request
+from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary
 from kvpilot_probes.stats import Measurement
@@ -50,12 +51,20 @@ def _due(c: Context, kept: Baseline | None) -> Request | None:
         return baseline.wanted(c)
     if canary is None:
         return drift.check(c, kept)
-    pods = c.snapshot.answering_pods(canary.revision)
+    asked = f"measure/{kept.identity}/{canary.revision}/{canary.errors + canary.failures}/"
+    pods = c.snapshot.answering_pods(canary.revision) or _asked(c, asked)
     if not pods or not _is_probed(canary) or not as_asked(c.snapshot, canary.revision, canary.dtype):
         return None
     pod = c.snapshot.pod_to_ask(pods)
-    identity = f"measure/{kept.identity}/{canary.revision}/{canary.errors + canary.failures}/{pod.name}"
-    return baseline.measure(c, kept, pod, canary.dtype, identity)
+    return baseline.measure(c, kept, pod, canary.dtype, f"{asked}{pod.name}")
+
+
+def _asked(c: Context, asked: str) -> tuple[PodView, ...]:
+    """Return the pod whose probe is under way although it answers no more. An engine that dies of a probe has failed
+    it."""
+    result = c.snapshot.probe_result
+    name = result.request.identity.removeprefix(asked) if result is not None else ""
+    return tuple(pod for pod in c.snapshot.pods if pod.name == name and pod.ip and not pod.terminating)
 
 
 def _judge(c: Context, asked: Request, outcome: Found, kept: Baseline | None) -> Context:
