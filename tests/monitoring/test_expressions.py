@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvpilot_localcluster.engines import PAGE_EARLY, PAGE_LATER
 from kvpilot_localcluster.toolbox.promtool import promtool
+from kvpilot_operator.control.known_reasons import KNOWN, OTHER
 from kvpilot_operator.control.service_metrics import FAMILIES, ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.decide import decide
@@ -23,7 +26,16 @@ from support.services import manifest, running, samples
 HERE = Path(__file__).parent
 RUNBOOKS = HERE.parents[1] / "docs" / "runbooks"
 # Labels that Prometheus adds to a target, and the PodMonitor to an engine.
-TARGET = {"namespace", "pod", "job", "instance", "kvpilot_io_service", "kvpilot_io_revision", "kvpilot_io_dtype"}
+TARGET = {
+    "cluster",
+    "namespace",
+    "pod",
+    "job",
+    "instance",
+    "kvpilot_io_service",
+    "kvpilot_io_revision",
+    "kvpilot_io_dtype",
+}
 EXPRESSIONS = [(f"{p.dashboard}: {p.title}", p.filled("models", "chat")) for p in panels()]
 EXPRESSIONS += [(rule["alert"], rule["expr"]) for rule in alerts()]
 
@@ -74,17 +86,29 @@ def test_every_metric_and_label_exists(where, expression, existing):
         assert label in existing[metric] | TARGET, f"{where}: {metric} has no {label}"
 
 
+def words(label: str) -> set[str]:
+    """Return the words that expressions look for in a label of conditions."""
+    return {
+        word
+        for _, expression in EXPRESSIONS
+        for metric, name, value in label_names(expression)
+        if (metric, name) == ("kvpilot_condition", label)
+        for word in value.split("|")
+    }
+
+
 def test_every_condition_that_is_asked_for_is_one_that_a_pass_sets(telemetry):
     text = generate_latest(telemetry.registry).decode()
     real = set(re.findall(r'kvpilot_condition\{[^}]*type="(\w+)"', text))
-    asked = {
-        value
-        for _, expression in EXPRESSIONS
-        for metric, label, value in label_names(expression)
-        if (metric, label) == ("kvpilot_condition", "type")
-    }
+    asked = words("type")
     assert len(asked) >= 4
     assert asked <= real
+
+
+def test_every_reason_that_is_asked_for_is_one_that_a_condition_may_have():
+    asked = words("reason")
+    assert "RouteUnusable" in asked
+    assert [word for word in asked if not any(re.fullmatch(word, reason) for reason in {*KNOWN, OTHER})] == []
 
 
 def test_prometheus_itself_reads_every_expression_and_every_rule(tmp_path):
@@ -180,13 +204,69 @@ def test_a_tenants_series_neither_raise_nor_silence_any_alert(tmp_path, existing
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+def moved(case: dict[str, Any], cluster: str) -> dict[str, Any]:
+    """Return a test case whose series, and the alerts that they raise, are those of another cluster."""
+
+    def within(text: str) -> str:
+        return re.sub(r"^(\w+)\{", rf'\1{{cluster="{cluster}", ', re.sub(r'cluster="\w+", ', "", text))
+
+    series = [{**one, "series": within(one["series"])} for one in case["input_series"]]
+    checks = copy.deepcopy(case["promql_expr_test"])
+    for sample in (sample for check in checks for sample in check.get("exp_samples", ())):
+        sample["labels"] = within(sample["labels"])
+    return {**case, "input_series": series, "promql_expr_test": checks}
+
+
+def test_another_cluster_behind_the_same_ruler_neither_raises_nor_hides_an_alert(tmp_path):
+    """Evaluate the series of two clusters together: one in which the alert fires, or none does, and a quiet one."""
+    cases = yaml.safe_load((HERE / "rules_test.yaml").read_text())
+    # Cases with words, with two clusters of their own, or without an operator at any time stay as they are.
+    alone = [
+        case
+        for case in cases["tests"]
+        if "promql_expr_test" in case and 'cluster="' not in str(case) and "never" not in case["name"]
+    ]
+    by_alert: dict[str, list[dict[str, Any]]] = {}
+    for case in alone:
+        by_alert.setdefault(_alert(case["promql_expr_test"][0]), []).append(case)
+    tests = []
+    for alert, of_alert in by_alert.items():
+        quiet = [case for case in of_alert if not _fires(case, alert)]
+        for case in of_alert:
+            east, west = moved(case, "east"), moved(quiet[0], "west")
+            checks = [check for check in east["promql_expr_test"] if _alert(check) == alert]
+            series = [*east["input_series"], *west["input_series"]]
+            tests.append(
+                {**case, "name": f"{alert}: {case['name']}", "input_series": series, "promql_expr_test": checks}
+            )
+    assert {alert for alert in by_alert if any(_fires(case, alert) for case in by_alert[alert])} >= {
+        "KvpilotOperatorDown",
+        "KvpilotSeveralLeaders",
+        "KvpilotServiceDown",
+    }
+    made = tmp_path / "clusters.yaml"
+    made.write_text(yaml.safe_dump({**cases, "rule_files": [str(RULES)], "tests": tests}))
+    ended = subprocess.run([promtool(), "test", "rules", made], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def _alert(check: dict[str, Any]) -> str:
+    found = re.search(r'alertname="(\w+)"', check["expr"])
+    assert found is not None
+    return found[1]
+
+
+def _fires(case: dict[str, Any], alert: str) -> bool:
+    return any(check.get("exp_samples") for check in case["promql_expr_test"] if _alert(check) == alert)
+
+
 def firing() -> dict[str, list[set[str]]]:
     """Return the labels with which each alert fires in each of its tests; an empty set means that it stays silent."""
     found: dict[str, list[set[str]]] = {}
     for case in yaml.safe_load((HERE / "rules_test.yaml").read_text())["tests"]:
         fired: dict[str, set[str]] = {}
         for check in case.get("promql_expr_test", ()):
-            name = re.search(r'alertname="(\w+)"', check["expr"])[1]
+            name = _alert(check)
             labels = {one for s in check.get("exp_samples", ()) for one in re.findall(r"(\w+)=", s["labels"])}
             fired[name] = fired.get(name, set()) | labels
         for name, labels in fired.items():
@@ -225,4 +305,4 @@ def test_the_documented_scrape_configuration_is_one_that_prometheus_takes(tmp_pa
     ended = subprocess.run([promtool(), "check", "config", made], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     labels = {rule.get("target_label") for job in config["scrape_configs"] for rule in job["relabel_configs"]}
-    assert labels - {None} == TARGET - {"job", "instance"}
+    assert labels - {None} == TARGET - {"cluster", "job", "instance"}

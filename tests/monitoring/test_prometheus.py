@@ -208,13 +208,18 @@ async def test_a_pod_in_another_namespace_is_no_operator_whatever_its_labels(ask
     assert operators == ["kvpilot-system"]
 
 
-async def test_every_alert_is_evaluated_without_an_error_and_the_rollback_is_told(ask):
+async def test_every_alert_is_evaluated_without_an_error_and_the_rollback_and_the_failed_probe_are_told(ask):
+    wanted = {"KvpilotCanaryRolledBack", "KvpilotProbeFailed"}
+    found: dict[str, dict[str, str]] = {}
     async with asyncio.timeout(HANGS):
-        while not (found := (await ask("query", query='ALERTS{alertstate="firing"}'))["result"]):
+        while not wanted <= found.keys():
             await asyncio.sleep(0.3)
+            firing = (await ask("query", query='ALERTS{alertstate="firing"}'))["result"]
+            found = {one["metric"]["alertname"]: one["metric"] for one in firing}
     rules = [rule for group in (await ask("rules"))["groups"] for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == {rule["alert"] for rule in alerts()}
     assert [rule for rule in rules if rule["health"] == "err"] == []
-    (one,) = [entry["metric"] for entry in found]
-    assert (one["alertname"], one["namespace"], one["name"]) == ("KvpilotCanaryRolledBack", *KEY)
-    assert (one["dtype"], one["reason"]) == ("k8v4", "AccuracyRegressed")
+    assert found.keys() == wanted
+    assert {(one["namespace"], one["name"]) for one in found.values()} == {KEY}
+    told = found["KvpilotCanaryRolledBack"]
+    assert (told["dtype"], told["reason"]) == ("k8v4", "AccuracyRegressed")
