@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvpilot_cli.plan.command import main
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.steps.policy import choose_step
-from kvpilot_operator.gpus import GPUS, PriceError, prices
+from kvpilot_operator.gpus import GPUS, PriceError, price_key, prices
 from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.samples import Flows
@@ -29,8 +29,17 @@ def test_a_kind_is_named_as_the_table_or_the_node_label_has_it() -> None:
     assert prices([("h200", 3.5), ("NVIDIA-L40S", 1)]) == {"H200": 3_500_000, "L40S": 1_000_000}
 
 
+def test_a_gpu_that_the_table_does_not_know_has_the_price_of_its_node_label() -> None:
+    given_prices = {"GB200": 9, "NVIDIA-B300-SXM6": 7.5, "amd.com/gpu": 2}
+    known = prices(given_prices.items())
+    for label, price in (("NVIDIA-GB200", 9), ("NVIDIA-B300-SXM6", 7.5), ("amd.com/gpu", 2)):
+        assert known[price_key(label)] == price * 1e6
+    assert price_key("NVIDIA-H200-MIG-1g.18gb") not in prices([("H200", 3.5)])
+
+
 BAD = [
-    ([("H900", 1.0)], "prices.H900: no GPU is known by this name; use B200, H200"),
+    ([("H 200", 1.0)], "prices.H 200: is not the name of a GPU; use H200, or a node's label gpu.product"),
+    ([("GB200", 1.0), ("NVIDIA-GB200", 2.0)], "prices.NVIDIA-GB200: GB200 has a price already; remove one of them"),
     ([("H200", -1.0)], "prices.H200: -1.0 is not a price; give a number above 0"),
     ([("H200", 0)], "prices.H200: 0 is not a price"),
     ([("H200", math.nan)], "prices.H200: nan is not a price"),
@@ -55,7 +64,7 @@ def test_whatever_is_a_price_is_kept_to_a_millionth(table) -> None:
     assert {kind: micros / 1e6 for kind, micros in prices(table.items()).items()} == pytest.approx(table, abs=1e-6)
 
 
-@pytest.mark.parametrize("text", ["H200: -1", "H200: .nan", "[1]", "", "a: b: c", "H900: 1", "1: 2"])
+@pytest.mark.parametrize("text", ["H200: -1", "H200: .nan", "[1]", "", "a: b: c", "H 200: 1", "1: 2"])
 def test_the_operator_does_not_start_with_prices_that_cannot_be_used(text, tmp_path, capsys) -> None:
     file = tmp_path / "prices.yaml"
     file.write_text(text)
@@ -115,7 +124,7 @@ def test_a_plan_is_priced_by_the_hour_and_by_the_million_tokens(capsys, tmp_path
         ([*LOAD, "--price", "L40S=-1"], "--price: prices.L40S: -1.0 is not a price"),
         ([*LOAD, "--price", "L40S=nan"], "nan is not a price"),
         ([*LOAD, "--price", "L40S=cheap"], "'cheap' is not a price"),
-        ([*LOAD, "--price", "H900=1"], "no GPU is known by this name"),
+        ([*LOAD, "--price", "H 200=1"], "--price: prices.H 200: is not the name of a GPU"),
         ([*LOAD, "--price", "H200=1"], "--price: L40S has no price"),
         ([*LOAD, "--price", "nothing.yaml"], "--price nothing.yaml: has no prices (FileNotFoundError)"),
         (["--price", "L40S=1"], "--price: needs a load; give --requests-per-second"),

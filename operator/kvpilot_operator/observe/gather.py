@@ -23,7 +23,7 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
-from kvpilot_operator.gpus import by_product
+from kvpilot_operator.gpus import price_key
 from kvpilot_operator.observe.api_reads import GroupEvents, Served, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.nodes import NodeCache
@@ -131,7 +131,7 @@ class Observer:
             objects=objects,
             samples=windows.samples(),
             node=node,
-            gpu_hour_micros=self.prices.get(gpu.name) if (gpu := by_product(node.gpu)) is not None else None,
+            gpu_hour_micros=self.prices.get(price_key(node.gpu)),
             model=windows.model(),
             route=route,
             prefetch=prefetch,
