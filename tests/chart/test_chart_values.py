@@ -31,7 +31,7 @@ REFUSED = {
     "a policy that is none": ({"image": {"pullPolicy": "Sometimes"}}, "image.pullPolicy"),
     "a log level that is none": ({"logLevel": "loud"}, "logLevel"),
     "a pause of nothing": ({"scrapeSeconds": 0}, "scrapeSeconds"),
-    "a price of an unknown GPU": ({"prices": {"H900": 1}}, "prices"),
+    "a price of no GPU": ({"prices": {"H 200": 1}}, "prices"),
     "a price below nothing": ({"prices": {"H200": -1}}, "prices.H200"),
     "a price of nothing": ({"prices": {"H200": 0}}, "prices.H200"),
     "a price in words": ({"prices": {"H200": "cheap"}}, "prices.H200"),
@@ -51,6 +51,49 @@ REFUSED = {
     "an interval that is none": (
         {"monitoring": {"serviceMonitor": {"interval": "often"}}},
         "monitoring.serviceMonitor.interval",
+    ),
+    "a registry with a scheme": ({"image": {"registry": "https://a.internal"}}, "image.registry"),
+    "a global registry that is a number": ({"global": {"imageRegistry": 5000}}, "global.imageRegistry"),
+    "a budget of more than all": (
+        {"podDisruptionBudget": {"maxUnavailable": "101%"}},
+        "podDisruptionBudget.maxUnavail",
+    ),
+    "a budget in words": ({"podDisruptionBudget": {"minAvailable": "most"}}, "podDisruptionBudget.minAvailable"),
+    "an unknown strategy": ({"strategy": {"type": "Canary"}}, "strategy.type"),
+    "an unknown field of a strategy": ({"strategy": {"maxSurge": 1}}, "strategy: Additional property maxSurge"),
+    "fewer revisions than none": ({"revisionHistoryLimit": -1}, "revisionHistoryLimit"),
+    "no time to end": ({"terminationGracePeriodSeconds": 0}, "terminationGracePeriodSeconds"),
+    "a port that needs root": ({"httpPort": 80}, "httpPort"),
+    "a network in words": ({"hostNetwork": "yes"}, "hostNetwork"),
+    "an unknown DNS policy": ({"dnsPolicy": "First"}, "dnsPolicy"),
+    "an unknown field of DNS": ({"dnsConfig": {"nameserver": []}}, "dnsConfig: Additional property nameserver"),
+    "an alias without names": ({"hostAliases": [{"ip": "10.0.0.1"}]}, "hostAliases.0: hostnames is required"),
+    "variables of nothing": ({"envFrom": [{"secret": "a"}]}, "envFrom.0: Additional property secret"),
+    "a volume without a name": ({"extraVolumes": [{"emptyDir": {}}]}, "extraVolumes.0: name is required"),
+    "a mount without a path": ({"extraVolumeMounts": [{"name": "a"}]}, "extraVolumeMounts.0: mountPath is required"),
+    "a mount below nothing": (
+        {"extraVolumeMounts": [{"name": "a", "mountPath": "b"}]},
+        "extraVolumeMounts.0.mountPath",
+    ),
+    "an unknown alert": ({"monitoring": {"prometheusRule": {"disabled": ["Down"]}}}, "prometheusRule.disabled.0"),
+    "a severity for all alerts": (
+        {"monitoring": {"prometheusRule": {"alertLabels": {"severity": "page"}}}},
+        "monitoring.prometheusRule.alertLabels",
+    ),
+    "a runbook without a scheme": (
+        {"monitoring": {"prometheusRule": {"runbookUrl": "wiki/kvpilot"}}},
+        "monitoring.prometheusRule.runbookUrl",
+    ),
+    "a label that is none": ({"monitoring": {"clusterLabel": "k8s-cluster"}}, "monitoring.clusterLabel"),
+    "a timeout in words": ({"monitoring": {"podMonitor": {"scrapeTimeout": "soon"}}}, "podMonitor.scrapeTimeout"),
+    "a monitor in no namespace": ({"monitoring": {"podMonitor": {"namespace": "A_B"}}}, "podMonitor.namespace"),
+    "a token without a key": (
+        {"monitoring": {"serviceMonitor": {"authorization": {"credentials": {"name": "a"}}}}},
+        "monitoring.serviceMonitor.authorization.credentials: key is required",
+    ),
+    "a token in a file": (
+        {"monitoring": {"serviceMonitor": {"bearerTokenFile": "/token"}}},
+        "monitoring.serviceMonitor: Additional property bearerTokenFile",
     ),
     "resources of another kind": ({"resources": {"limit": {}}}, "resources: Additional property limit"),
 }
@@ -75,11 +118,11 @@ def test_access_to_nodes_is_allowed_by_the_kinds_that_the_operator_knows(chart):
     assert parse_arguments(given).allow_host_access == list(KINDS)
 
 
-def test_prices_are_those_of_gpus_that_the_operator_knows_and_it_reads_what_the_chart_writes(chart, tmp_path):
-    schema = json.loads((chart / "values.schema.json").read_text())["properties"]["prices"]
-    assert set(schema["propertyNames"]["enum"]) == {name for gpu in GPUS for name in (gpu.name, *gpu.products)}
+def test_the_chart_takes_a_price_of_any_gpu_and_the_operator_reads_what_the_chart_writes(chart, tmp_path):
+    pattern = json.loads((chart / "values.schema.json").read_text())["properties"]["prices"]["propertyNames"]["pattern"]
+    assert [gpu.name for gpu in GPUS if not all(re.match(pattern, one) for one in (gpu.name, *gpu.products))] == []
     assert not any("prices" in one["metadata"]["name"] for one in render(chart, {}))
-    objects = render(chart, {"prices": {"H200": 3.5, "NVIDIA-L40S": 1}})
+    objects = render(chart, {"prices": {"H200": 3.5, "NVIDIA-L40S": 1, "GB200": 9}})
     (written,) = (one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"].endswith("-prices"))
     (deployment,) = (one for one in objects if one["kind"] == "Deployment")
     pod = deployment["spec"]["template"]["spec"]
@@ -93,7 +136,11 @@ def test_prices_are_those_of_gpus_that_the_operator_knows_and_it_reads_what_the_
     ]
     file = tmp_path / name
     file.write_text(written["data"][name])
-    assert parse_arguments([f"--prices={file}"]).prices == {"H200": 3_500_000, "L40S": 1_000_000}
+    assert parse_arguments([f"--prices={file}"]).prices == {
+        "H200": 3_500_000,
+        "L40S": 1_000_000,
+        "GB200": 9_000_000,
+    }
 
 
 @pytest.mark.parametrize(
@@ -197,9 +244,10 @@ def test_the_schema_knows_every_value_and_no_other(chart):
             described = schema["definitions"][described["$ref"].rpartition("/")[2]]
         if "properties" not in described or not isinstance(known, dict) or not known:
             return
-        assert described["additionalProperties"] is False, path
-        # Helm defines two of these values, and only some users set the third.
-        optional = {"global", "claims", *(["enabled"] if path == "values" else [])}
+        # A parent chart may put anything into `global`.
+        assert described.get("additionalProperties", True) is (path == "values.global"), path
+        # Helm defines the first, and only some users set the second.
+        optional = {*(["enabled"] if path == "values" else []), "claims"}
         assert known.keys() == described["properties"].keys() - optional, path
         for key, value in known.items():
             compare(value, described["properties"][key], f"{path}.{key}")

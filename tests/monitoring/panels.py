@@ -43,7 +43,7 @@ class Panel:
         """Return the expression as Grafana sends it with these variables."""
         text = self.expression.replace("$__rate_interval", "1m").replace("$namespace", namespace)
         text = text.replace("$job", "kvpilot-operator").replace("$operator_namespace", "kvpilot-system")
-        return text.replace("$name", name)
+        return text.replace("$cluster", ".*").replace("$name", name)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -56,6 +56,14 @@ def panels() -> Iterator[Panel]:
         for panel in load(path)["panels"]:
             for target in panel.get("targets", ()):
                 yield Panel(path.stem, panel["title"], target["expr"])
+
+
+def annotations() -> Iterator[Panel]:
+    """Yield the queries that mark decisions in all panels of a dashboard."""
+    for path in DASHBOARDS:
+        for one in load(path)["annotations"]["list"]:
+            if "expr" in one:
+                yield Panel(path.stem, one["name"], one["expr"])
 
 
 def alerts() -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from monitored import documented, without_discovery
-from panels import DASHBOARDS, RULES, alerts, label_names, load, metric_names, panels
+from panels import DASHBOARDS, RULES, alerts, annotations, label_names, load, metric_names, panels
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -36,7 +36,7 @@ TARGET = {
     "kvpilot_io_revision",
     "kvpilot_io_dtype",
 }
-EXPRESSIONS = [(f"{p.dashboard}: {p.title}", p.filled("models", "chat")) for p in panels()]
+EXPRESSIONS = [(f"{p.dashboard}: {p.title}", p.filled("models", "chat")) for p in (*panels(), *annotations())]
 EXPRESSIONS += [(rule["alert"], rule["expr"]) for rule in alerts()]
 
 
@@ -119,6 +119,39 @@ def test_prometheus_itself_reads_every_expression_and_every_rule(tmp_path):
         ended = subprocess.run([promtool(), "check", "rules", path], capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "SUCCESS" in ended.stdout
+
+
+@pytest.mark.parametrize("note", list(annotations()), ids=lambda note: f"{note.dashboard}: {note.title}")
+def test_an_annotation_marks_a_change_once_and_at_its_time(note, tmp_path):
+    labels = 'cluster="east", job="kvpilot-operator", namespace="models", name="chat"'
+    series = [
+        {"series": f'kvpilot_active_dtype{{{labels}, dtype="auto"}}', "values": "1x9 stale"},
+        {"series": f'kvpilot_active_dtype{{{labels}, dtype="k4v4"}}', "values": "_x10 1x20"},
+        {
+            "series": f'kvpilot_decisions_total{{{labels}, action="Promoted", reason="WithinLimits"}}',
+            "values": "_x10 1x20",
+        },
+        {"series": f'kvpilot_decisions_total{{{labels}, action="Hold", reason="Busy"}}', "values": "0+1x30"},
+    ]
+    expression = f"count({note.filled('models', 'chat')})"
+    times = {"5m": [], "10m": [{"labels": "{}", "value": 1}], "12m": [], "25m": []}
+    checks = [{"expr": expression, "eval_time": time, "exp_samples": found} for time, found in times.items()]
+    made = tmp_path / "annotation.yaml"
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
+    made.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [test]}))
+    ended = subprocess.run([promtool(), "test", "rules", made], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_each_dashboard_marks_changes_of_the_dtype_and_filters_by_cluster():
+    assert {(one.dashboard, one.title) for one in annotations()} == {
+        (path.stem, title) for path in DASHBOARDS for title in ("Changes of the dtype", "Decisions")
+    }
+    for where, expression in EXPRESSIONS:
+        if ": " in where:
+            selectors = re.findall(r"\{[^}]*\}", expression)
+            assert selectors
+            assert all('cluster=~".*"' in one for one in selectors), where
 
 
 def test_what_is_no_promql_is_found_out(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -264,6 +265,14 @@ def test_every_series_of_a_service_ends_with_it_and_no_other() -> None:
     del telemetry.known[KEY]
     assert series(telemetry, KEY) == 0
     assert series(telemetry, OTHER) > 20
+
+
+@pytest.mark.parametrize(("given", "shown"), [("536870912", 2**29), (None, math.nan)])
+def test_the_limit_of_memory_is_that_of_the_container_if_the_pod_tells_it(monkeypatch, given, shown) -> None:
+    monkeypatch.delenv("MEMORY_LIMIT_BYTES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MEMORY_LIMIT_BYTES", given)
+    assert Telemetry().registry.get_sample_value("kvpilot_memory_limit_bytes") == pytest.approx(shown, nan_ok=True)
 
 
 def test_who_leads_is_shown() -> None:

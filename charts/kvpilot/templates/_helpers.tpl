@@ -62,8 +62,18 @@ annotations:
 {{- end }}
 {{- end }}
 
+{{/* The repository of the operator's image, in the registry that the values ask for. */}}
+{{- define "kvpilot.repository" -}}
+{{- $registry := default (.Values.global).imageRegistry .Values.image.registry }}
+{{- with $registry }}
+{{- printf "%s/%s" (trimSuffix "/" .) (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" $.Values.image.repository "") }}
+{{- else }}
+{{- .Values.image.repository }}
+{{- end }}
+{{- end }}
+
 {{- define "kvpilot.image" -}}
-{{- $image := printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
+{{- $image := printf "%s:%s" (include "kvpilot.repository" .) (default .Chart.AppVersion .Values.image.tag) }}
 {{- with .Values.image.digest }}{{ printf "%s@%s" $image . }}{{ else }}{{ $image }}{{ end }}
 {{- end }}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,9 @@ class Telemetry:
         Gauge("kvpilot_build_info", "1, with the operator's version.", ("version",), registry=registry).labels(
             version("kvpilot")
         ).set(1)
+        Gauge("kvpilot_memory_limit_bytes", "Memory that the operator's container may use.", registry=registry).set(
+            float(os.environ.get("MEMORY_LIMIT_BYTES", "nan"))
+        )
         self._leader = Gauge("kvpilot_leader", "1 on the leader, 0 on a standby.", registry=registry)
         self._reconciles = Counter("kvpilot_reconciles", "Reconciles of services.", ("result",), registry=registry)
         for result in ("ok", "conflict", "error"):
