@@ -82,6 +82,8 @@ class ModelCluster:
     """Rules of the HTTPRoute; None means no route."""
     parents: tuple[Parent, ...] = (Parent("Gateway web/web", True),)
     """Status of the route, as Gateways report it."""
+    request: str = ""
+    """Annotation kvpilot.io/canary of the service."""
     now: datetime = NOW
     baseline: str | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
@@ -171,6 +173,7 @@ class ModelCluster:
             faults=broken,
             spec=spec,
             status=parse_status(self.status),
+            request=self.request,
             deployments=self.api.workloads(),
             pods=tuple(self._pods()),
             traffic=self.traffic,

@@ -30,6 +30,9 @@ MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
 DO_NOT_EVICT_ANNOTATION = "kvpilot.io/do-not-evict"
 """Annotation on a pod that a cluster autoscaler should leave in place for now."""
 
+CANARY_ANNOTATION = "kvpilot.io/canary"
+"""Annotation on a service: a person's request about one trial, VERB@REVISION/TIME (decide/rollout/requested.py)."""
+
 ADMITTED = "kvpilot.io/admitted"
 """A pod's readiness gate, and the condition that opens it: requests may be sent to the pod."""
 

@@ -8,7 +8,7 @@ from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.decide import conditions, step_rules, summary, target
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.objects import placement, pod_marks, storage
-from kvpilot_operator.decide.rollout import probing, rollout
+from kvpilot_operator.decide.rollout import probing, requested, rollout
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
 from kvpilot_operator.state.snapshot import Snapshot
@@ -38,6 +38,7 @@ def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
 
 
 RULES: tuple[Rule[Context], ...] = (
+    Rule(Question.TRIAL, requested.act),
     Rule(Question.WORKLOAD, step_rules.judge_workload),
     Rule(Question.REPLICAS, step_rules.keep_replicas),
     Rule(Question.STEP, step_rules.weigh_steps, otherwise=step_rules.weigh_nothing),

@@ -129,5 +129,5 @@ def _failed_before(c: Context, name: str) -> str | None:
         return None
     return (
         f"this very revision ({last.dtype}) was rolled back: {last.reason}: {last.message}; it may be tried again at "
-        f"{utc(until)}, or after a change of the spec"
+        f"{utc(until)}, after a change of the spec, or by `kubectl kvpilot retry`"
     )

@@ -125,6 +125,7 @@ class Observer:
             faults=faults,
             spec=None if faults else spec,
             status=service.status,
+            request=service.request,
             deployments=revisions,
             pods=self.cache.replicas(key),
             traffic=_traffic(traffic, pools.get(("InferencePool", key.name)), failed),

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvpilot_operator.api.faults import Fault, judge
-from kvpilot_operator.api.names import GROUP_LABEL, KIND, SERVICE_LABEL
+from kvpilot_operator.api.names import CANARY_ANNOTATION, GROUP_LABEL, KIND, SERVICE_LABEL
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.cache import Store
 from kvpilot_operator.cluster.client import Cluster
@@ -65,6 +65,7 @@ class ServiceView:
     spec: Spec | None
     """The parsed spec. None if the spec has faults."""
     status: Status
+    request: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,8 @@ class InformerCache:
         else:
             broken, spec = _judged(obj, self._host_access)
         status = parse_status(obj.get("status"))
-        return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status)
+        request = str((metadata.get("annotations") or {}).get(CANARY_ANNOTATION, ""))[:100]
+        return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status, request)
 
 
 def _judged(obj: Object, host_access: Collection[str]) -> tuple[tuple[Fault, ...], Spec | None]:

@@ -69,6 +69,8 @@ class Snapshot:
     faults: tuple[Fault, ...]
     spec: Spec | None
     status: Status
+    request: str = ""
+    """Its annotation kvpilot.io/canary."""
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None

@@ -9,20 +9,25 @@ from kvpilot_operator.decide.objects.traffic import routed
 from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, Subject
 from kvpilot_operator.state.status import MAX_HISTORY, Experience, Stable, Trial
 
+# The reason of a trial that a person ended.
+ABORTED = Stage.ROLLED_BACK
 # Faults of engines: the revision waits before it is tried again (`target`), and no dtype is denied.
 NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
 
 
 def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
-    """End the trial, and deny the dtype if it is at fault. A pause defers the rollback and notes the finding."""
+    """End the trial, and deny the dtype if it is at fault. A pause defers that, unless a person ends the trial."""
     canary = in_flight(c)
-    if c.spec.rollout.paused:
+    if c.spec.rollout.paused and reason != ABORTED:
         return c.set_canary(verdict=verdict, reason=reason, message=message)
     c = c.set_canary(stage=Stage.ROLLING_BACK, verdict=verdict, reason=reason, message=message, weight_percent=None)
     same, dtypes = canary.dtype == canary.from_dtype, {"from_dtype": canary.dtype, "to_dtype": canary.from_dtype}
     text = f"{message}; {'the revision before it' if same else canary.from_dtype} keeps serving"
-    c = _remember(c.record(Action.ROLL_BACK, reason, text, warning=reason != Reason.SUPERSEDED, **dtypes))
-    if same or reason in (Reason.SUPERSEDED, *NOT_OF_THE_DTYPE):
+    c = _remember(
+        c.record(Action.ROLL_BACK, reason, text, warning=reason not in (Reason.SUPERSEDED, ABORTED), **dtypes)
+    )
+    spared = (reason, verdict) == (ABORTED, Verdict.INCONCLUSIVE)
+    if same or spared or reason in (Reason.SUPERSEDED, *NOT_OF_THE_DTYPE):
         return c
     longest = c.spec.rollout.deny_seconds
     return c.deny(canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))

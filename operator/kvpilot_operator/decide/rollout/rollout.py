@@ -13,13 +13,14 @@ from datetime import timedelta
 
 import msgspec
 
+from kvpilot_operator.api.names import CANARY_ANNOTATION
 from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.accuracy.reported import mismatch
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.diagnosis import engine_failure, made_anew, mixed_factors
 from kvpilot_operator.decide.objects import storage, traffic
-from kvpilot_operator.decide.rollout import shifting, starting
+from kvpilot_operator.decide.rollout import requested, shifting, starting
 from kvpilot_operator.decide.rollout.ending import finish_promotion, finish_rollback, roll_back
 from kvpilot_operator.decide.rollout.starting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
 from kvpilot_operator.decide.traffic_plan import counts, one_can_leave
@@ -153,7 +154,8 @@ def _advance_stage(c: Context) -> Context:
     if canary.stage == Stage.SHIFTING:
         # The user may have removed all steps.
         c = shifting.advance_step(c) if c.spec.canary.steps else c
-        return _promote(c) if not c.spec.canary.steps or in_flight(c).verdict == Verdict.PASSED else c
+        over = not c.spec.canary.steps or in_flight(c).verdict == Verdict.PASSED or requested.skips_steps(c)
+        return _promote(c) if over else c
     here = counts(c.snapshot, canary.revision)
     reached = min(100, 100 * here.ready // max(c.replicas, 1))
     moved = here.ready >= here.replicas > 0 and canary.weight_percent != reached
@@ -166,7 +168,7 @@ def _share_traffic(c: Context) -> Context:
     """Begin the traffic steps after the probes have passed, or promote if there are no steps."""
     if c.plan.held is not None:
         return shifting.noted(c, c.plan.held, reason=Reason.ROUTE_UNUSABLE)
-    if c.plan.mode == TrafficMode.PROBE_ONLY:
+    if c.plan.mode == TrafficMode.PROBE_ONLY or requested.skips_steps(c):
         return _promote(c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY))
     serving = c.before.condition(ConditionType.SERVING)
     long_ago = c.now - timedelta(seconds=DOWN_SECONDS)
@@ -179,7 +181,8 @@ def _share_traffic(c: Context) -> Context:
 
 
 def _promote(c: Context) -> Context:
-    text = f"scaling to {c.replicas} and switching traffic: {in_flight(c).message}"
+    asked = f" at once, as annotation {CANARY_ANNOTATION} asks" if requested.skips_steps(c) else ""
+    text = f"scaling to {c.replicas} and switching traffic{asked}: {in_flight(c).message}"
     c = c.set_canary(stage=Stage.PROMOTING, step_time=None, verdict=Verdict.PASSED)
     return c.record_trial(Action.PROMOTE, "Promoting", text)
 
