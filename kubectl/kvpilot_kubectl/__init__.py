@@ -1,1 +1,1 @@
-"""`kubectl kvpilot`: read QuantizedLLMServices, and pause, resume or undeny them."""
+"""`kubectl kvpilot`: read QuantizedLLMServices, and change the course of their canaries."""

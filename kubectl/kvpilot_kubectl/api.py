@@ -70,10 +70,10 @@ class Cluster:
         about = {"group": GROUP, "version": VERSION, "plural": PLURAL, "namespace": self.namespace, "name": name}
         return self._ask("get", PLURAL, self._custom.get_namespaced_custom_object, **about)
 
-    def patch(self, name: str, spec: dict[str, Any]) -> Json:
-        """Merge `spec` into a service's spec. Return the changed object."""
+    def patch(self, name: str, change: dict[str, Any]) -> Json:
+        """Merge a change into a service, and return the changed object."""
         about = {"group": GROUP, "version": VERSION, "plural": PLURAL, "namespace": self.namespace, "name": name}
-        how = {"body": {"spec": spec}, "field_manager": _MANAGER, "_content_type": _MERGE}
+        how = {"body": change, "field_manager": _MANAGER, "_content_type": _MERGE}
         return self._ask("patch", PLURAL, self._custom.patch_namespaced_custom_object, **about, **how)
 
     def events(self, name: str, kind: str = KIND) -> Iterator[Json]:

@@ -1,4 +1,4 @@
-"""Show what QuantizedLLMServices do and why, and pause, resume or undeny them. See docs/kubectl.md.
+"""Show what QuantizedLLMServices do and why, and change the course of their canaries. See docs/kubectl.md.
 
 Exit codes: 0 done, 1 not found or refused, 2 wrong argument, 130 interrupted.
 """
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
+
+import yaml
 
 from kvpilot_formats.installed import add_version
 from kvpilot_kubectl.errors import DONE, ToolError, UsageError
@@ -36,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--kubeconfig", metavar="FILE", help="client configuration (default: KUBECONFIG, ~/.kube/config)"
     )
-    common.add_argument("-o", "--output", choices=["json"], help="print JSON instead of text")
+    common.add_argument(
+        "-o", "--output", choices=["json", "yaml", "wide"], help="JSON or YAML instead of text; wide: more columns"
+    )
     whole = _Parser(
         prog=PROG,
         description=__doc__,
@@ -71,6 +75,12 @@ def parser() -> argparse.ArgumentParser:
     )
     command("pause", _pause, "start no canary, and hold a running one (spec.rollout.paused: true)")
     command("resume", partial(_pause, paused=False), "continue after a pause (spec.rollout.paused: false)")
+    abort = command("abort", _abort, "end the canary, whatever its stage")
+    abort.add_argument("--deny", action="store_true", help="deny its dtype, too, as after a failed probe")
+    command(
+        "promote", _promote, "promote the canary without the rest of its traffic steps, once its probes have passed"
+    )
+    command("retry", _retry, "lift the wait after the last trial, and the denial of its dtype")
     undeny = command("undeny", _undeny, "allow denied dtypes to be tried again (spec.rollout.denySeconds: 0)")
     undeny.add_argument("dtype", metavar="DTYPE", nargs="?", help="do it only if this is the only denied dtype")
     return whole
@@ -94,18 +104,19 @@ def _status(options: argparse.Namespace) -> int:
     if options.service is not None:
         found = service.read(where.service(options.service))
         stuck, notes = _stuck(where, options.service)
-        if _json(options):
+        if _is_data(options):
             for note in notes:
                 print(f"{PROG}: {note}", file=sys.stderr)
-            return _print({**service.document(found), "pods": pods.document(stuck)})
+            return _print(options, {**service.document(found), "pods": pods.document(stuck)})
         show.display(show.detailed(found, datetime.now(UTC), stuck, notes))
         return DONE
     services = [service.read(one) for one in where.services(everywhere=options.all_namespaces)]
     services.sort(key=lambda one: (one.namespace, one.name))
-    if _json(options):
-        return _print({"items": [service.document(one) for one in services]})
+    if _is_data(options):
+        return _print(options, {"items": [service.document(one) for one in services]})
     if services:
-        show.display([show.listed(services, everywhere=options.all_namespaces)], fold=False)
+        wide = getattr(options, "output", None) == "wide"
+        show.display([show.listed(services, everywhere=options.all_namespaces, wide=wide)], fold=False)
     else:
         place = "in any namespace" if options.all_namespaces else f"in namespace {where.namespace}"
         print(f"no services found {place}", file=sys.stderr)
@@ -136,10 +147,10 @@ def _why(options: argparse.Namespace) -> int:
         # The journal in the status has every decision; Events only add detail.
         events, notes = [], [f"Events are left out: {error}"]
     found = journal.entries(obj, events)
-    if _json(options):
+    if _is_data(options):
         for note in notes:
             print(f"{PROG}: {note}", file=sys.stderr)
-        return _print(journal.document(obj, found))
+        return _print(options, journal.document(obj, found))
     show.display(show.timeline(service.read(obj), found, datetime.now(UTC), notes))
     return DONE
 
@@ -147,28 +158,51 @@ def _why(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from kvpilot_kubectl import plan
 
-    return plan.show(cluster(options), options.service, gpu=options.gpu, model=options.model, as_json=_json(options))
+    where, output = cluster(options), getattr(options, "output", None)
+    return plan.show(where, options.service, gpu=options.gpu, model=options.model, output=output)
 
 
 def _pause(options: argparse.Namespace, *, paused: bool = True) -> int:
     from kvpilot_kubectl import changes
 
-    done = changes.pause(cluster(options), options.service, paused=paused)
-    return _print(done.document) if _json(options) else _say(done.said)
+    return _done(options, changes.pause(cluster(options), options.service, paused=paused))
+
+
+def _abort(options: argparse.Namespace) -> int:
+    from kvpilot_kubectl import changes
+
+    return _done(options, changes.end(cluster(options), options.service, deny=options.deny))
+
+
+def _promote(options: argparse.Namespace) -> int:
+    from kvpilot_kubectl import changes
+
+    return _done(options, changes.promote(cluster(options), options.service))
+
+
+def _retry(options: argparse.Namespace) -> int:
+    from kvpilot_kubectl import changes
+
+    return _done(options, changes.retry(cluster(options), options.service, datetime.now(UTC)))
 
 
 def _undeny(options: argparse.Namespace) -> int:
     from kvpilot_kubectl import changes
 
-    done = changes.undeny(cluster(options), options.service, options.dtype, datetime.now(UTC))
-    return _print(done.document) if _json(options) else _say(done.said)
+    return _done(options, changes.undeny(cluster(options), options.service, options.dtype, datetime.now(UTC)))
 
 
-def _json(options: argparse.Namespace) -> bool:
-    return getattr(options, "output", None) == "json"
+def _done(options: argparse.Namespace, done: Any) -> int:
+    return _print(options, done.document) if _is_data(options) else _say(done.said)
 
 
-def _print(document: dict[str, Any]) -> int:
+def _is_data(options: argparse.Namespace) -> bool:
+    return getattr(options, "output", None) in ("json", "yaml")
+
+
+def _print(options: argparse.Namespace, document: dict[str, Any]) -> int:
+    if options.output == "yaml":
+        return _say(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120).rstrip("\n"))
     return _say(json.dumps(document, indent=2))
 
 

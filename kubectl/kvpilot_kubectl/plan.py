@@ -9,18 +9,20 @@ from kvpilot_cli.plan import command as plan
 from kvpilot_cli.plan.gpus import gpu_of_labels
 from kvpilot_cli.plan.make import CONTEXTS
 from kvpilot_kubectl.api import Cluster
-from kvpilot_kubectl.errors import DONE, REFUSED, Forbidden, Missing, ToolError
+from kvpilot_kubectl.errors import DONE, REFUSED, Forbidden, Missing, ToolError, UsageError
 from kvpilot_kubectl.fields import Json, at, items, text, whole
 
 _HUB = "hf://"
 _NO_GPU = ("cpu", "unlabelled-")
 
 
-def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, as_json: bool) -> int:
-    """Print the plan and return the exit code. If there is no plan, `kvpilot plan` prints the reason to stderr."""
+def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, output: str | None) -> int:
+    """Print the plan. If there is none, `kvpilot plan` has printed the reason to stderr."""
     obj = cluster.service(name)
     argv = arguments(obj, gpu or gpu_of(cluster, obj), model)
-    if as_json:
+    if output == "yaml":
+        raise UsageError("-o yaml: a plan is printed as text or JSON; use -o json")
+    if output == "json":
         return DONE if plan.main([*argv, "--json"]) == 0 else REFUSED
     print(f"$ kvpilot plan {shlex.join(argv)}", flush=True)
     return DONE if plan.main(argv) == 0 else REFUSED

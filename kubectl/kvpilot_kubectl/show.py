@@ -46,8 +46,8 @@ def rendered(parts: Iterable[RenderableType], console: Console, *, fold: bool = 
     return _TRAILING.sub(r"\1", captured.get())
 
 
-def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
-    """Return a table with one line for each service, which names the conditions that need attention."""
+def listed(services: Sequence[Service], *, everywhere: bool, wide: bool = False) -> RenderableType:
+    """Return a table with a line for each service, and the conditions that need attention; `wide` has more columns."""
     head = [
         "NAME",
         "READY",
@@ -60,9 +60,10 @@ def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
         "LOAD",
         "CANARY",
         "MODE",
+        *(["RECOMMENDED", "TOKENS", "LAST TRIAL", "ADDRESS"] if wide else []),
         "ATTENTION",
     ]
-    table = _table(["NAMESPACE", *head] if everywhere else head, right=("REPLICAS", "KV%"))
+    table = _table(["NAMESPACE", *head] if everywhere else head, right=("REPLICAS", "KV%", "TOKENS"))
     for one in services:
         ready, serving = one.condition(ConditionType.READY), one.condition(ConditionType.SERVING)
         cells: list[str | Text] = [
@@ -76,10 +77,17 @@ def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
             one.load or _NONE,
             trial(one.canary) if one.canary is not None else _NONE,
             mode(one),
+            *(_more(one) if wide else ()),
             _attention(one),
         ]
         table.add_row(*([one.namespace, *cells] if everywhere else cells))
     return table
+
+
+def _more(service: Service) -> tuple[str, ...]:
+    last = service.last_trial
+    ended = _NONE if last is None else f"{last.dtype} {last.stage} ({last.reason or last.verdict})"
+    return service.recommended or _NONE, _number(service.capacity), ended, service.url or _NONE
 
 
 def detailed(

@@ -25,6 +25,7 @@ from support.services import manifest
 Run = Callable[..., tuple[int, str, str]]
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/models/quantizedllmservices"
 CHAT = f"{SERVICES}/chat"
+COMMANDS = ("abort", "pause", "plan", "promote", "resume", "retry", "status", "undeny", "why")
 
 
 @pytest.fixture
@@ -68,7 +69,9 @@ def refused(run: Run, *argv: str, code: int = 1) -> str:
         (["stat"], "stat"),
         (["why"], "SERVICE"),
         (["status", "--everything"], "--everything"),
-        (["status", "-o", "yaml"], "yaml"),
+        (["status", "-o", "xml"], "xml"),
+        (["plan", "chat", "-o", "yaml", "--deny"], "--deny"),
+        (["promote"], "SERVICE"),
         (["pause", "Chat"], "'Chat' is not a valid name"),
         (["pause", ""], "'' is not a valid name"),
         (["pause", "../../pods/x"], "'../../pods/x' is not a valid name"),
@@ -89,7 +92,7 @@ def test_help_tells_of_every_command(capsys: pytest.CaptureFixture[str]) -> None
         main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"    {name} " in text for name in ("status", "why", "plan", "pause", "resume", "undeny"))
+    assert all(f"    {name} " in text for name in COMMANDS)
 
 
 def test_the_docs_tell_of_every_command_and_option() -> None:
@@ -299,11 +302,101 @@ def test_undeny_of_a_paused_service_says_that_nothing_starts_yet(run: Run, api: 
     assert "kubectl kvpilot resume" in run("undeny", "chat")[1]
 
 
+def on_trial(stage: str) -> dict[str, Any]:
+    started = "2026-11-27T12:00:00Z"
+    about = {"dtype": "k4v4", "fromDtype": "auto", "revision": "3740aaaa", "startedTime": started, "stageTime": started}
+    return {"canary": {**about, "stage": stage}}
+
+
+def tried(verdict: str, reason: str = "PerformanceRegressed") -> dict[str, Any]:
+    about = {"dtype": "k4v4", "fromDtype": "auto", "revision": "3740aaaa", "time": "2026-11-27T12:09:00Z"}
+    return {"history": [{**about, "verdict": verdict, "reason": reason}]}
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "request_", "said"),
+    [
+        (["abort"], on_trial("Probing"), "abort@3740aaaa/2026-11-27T12:00:00Z", "nothing is denied"),
+        (["abort", "--deny"], on_trial("Shifting"), "deny@3740aaaa/2026-11-27T12:00:00Z", "k4v4 is denied"),
+        (["promote"], on_trial("Probing"), "promote@3740aaaa/2026-11-27T12:00:00Z", "once its probes have passed"),
+        (["promote"], on_trial("Shifting"), "promote@3740aaaa/2026-11-27T12:00:00Z", "hold times"),
+        (["retry"], tried("Failed"), "retry@3740aaaa/2026-11-27T12:09:00Z", "tried again at once"),
+        (
+            ["retry"],
+            {**tried("Passed"), **denied("k4v4")},
+            "retry@3740aaaa/2026-11-27T12:09:00Z",
+            "tried again at once",
+        ),
+    ],
+)
+def test_a_request_names_the_trial_so_that_the_operator_acts_on_it_once(
+    run: Run, api: LoopbackApi, argv: list[str], status: dict[str, Any], request_: str, said: str
+) -> None:
+    api.services["chat"]["status"] = status
+    before = copy.deepcopy(api.services["chat"]["spec"])
+    code, out, _ = run(argv[0], "chat", *argv[1:])
+    assert code == 0
+    assert said in out
+    assert api.services["chat"]["metadata"]["annotations"] == {"kvpilot.io/canary": request_}
+    assert api.services["chat"]["spec"] == before
+    assert json.loads(run(argv[0], "chat", *argv[1:], "-o", "json")[1])["request"] == request_
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        ("abort", {}, "has no canary"),
+        ("promote", tried("Failed"), "has no canary"),
+        ("abort", on_trial("RollingBack"), "is being rolled back already"),
+        ("promote", on_trial("Promoting"), "is Promoting already"),
+        ("retry", on_trial("Probing"), "is in flight: wait for its end, or abort it first"),
+    ],
+)
+def test_a_request_that_would_do_nothing_is_refused_before_anything_is_written(
+    run: Run, api: LoopbackApi, argv: str, status: dict[str, Any], said: str
+) -> None:
+    api.services["chat"]["status"] = status
+    assert said in refused(run, argv, "chat")
+    assert all(method == "GET" for method, _ in api.asked)
+
+
+def test_promote_of_a_paused_service_names_the_remedy(run: Run, api: LoopbackApi) -> None:
+    api.services["chat"]["status"] = on_trial("Shifting")
+    api.services["chat"]["spec"]["rollout"]["paused"] = True
+    assert "run `kubectl kvpilot resume chat` first" in refused(run, "promote", "chat")
+
+
+@pytest.mark.parametrize("status", [{}, tried("Passed"), tried("Error", "Superseded")])
+def test_retry_with_nothing_to_lift_changes_nothing(run: Run, api: LoopbackApi, status: dict[str, Any]) -> None:
+    api.services["chat"]["status"] = status
+    assert "nothing to lift" in run("retry", "chat")[1]
+    api.services["chat"]["status"] = {**status, **denied("k8v4")}
+    assert "`kubectl kvpilot undeny` lifts denials (k8v4)" in run("retry", "chat")[1]
+    assert all(method == "GET" for method, _ in api.asked)
+
+
+def test_yaml_holds_what_json_holds(run: Run, api: LoopbackApi) -> None:
+    api.services["chat"]["status"] = {**on_trial("Probing"), **denied("k4v4")}
+    for argv in (["status"], ["status", "chat"], ["why", "chat"], ["pause", "chat"]):
+        run(*argv)
+        assert yaml.safe_load(run(*argv, "-o", "yaml")[1]) == json.loads(run(*argv, "-o", "json")[1])
+    assert "use -o json" in refused(run, "plan", "chat", "--gpu", "H200", "-o", "yaml", code=2)
+
+
+def test_wide_adds_columns_and_keeps_the_others(run: Run, api: LoopbackApi) -> None:
+    api.services["chat"]["status"] = {**tried("Failed"), "url": "http://chat.models.svc"}
+    narrow, wide = (run("status", *more)[1].splitlines() for more in ((), ("-o", "wide")))
+    assert [one for one in wide[0].split("  ") if one.strip() and one.strip() not in narrow[0]] != []
+    assert {"RECOMMENDED", "TOKENS", "LAST TRIAL", "ADDRESS"} <= {one.strip() for one in wide[0].split("  ")}
+    assert "k4v4 RolledBack (PerformanceRegressed)" in wide[1]
+    assert "http://chat.models.svc" in wide[1]
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ([""], ["pause", "plan", "resume", "status", "undeny", "why"]),
-        (["p"], ["pause", "plan"]),
+        ([""], list(COMMANDS)),
+        (["p"], ["pause", "plan", "promote"]),
         (["status", ""], ["chat"]),
         (["why", "x"], []),
         (["undeny", "chat", ""], ["k4v2", "k4v4"]),
@@ -312,7 +405,7 @@ def test_undeny_of_a_paused_service_says_that_nothing_starts_yet(run: Run, api: 
         (["status", "-n", ""], ["models", "other"]),
         (["status", "--all"], ["--all-namespaces"]),
         (["plan", "chat", "--gpu", "H2"], ["H20", "H200", "H200-NVL"]),
-        (["status", "-o", ""], ["json"]),
+        (["status", "-o", ""], ["json", "wide", "yaml"]),
     ],
     ids=" ".join,
 )
@@ -337,7 +430,7 @@ def test_a_shell_that_asks_by_argcompletes_protocol_is_answered() -> None:
     program = Path(sys.executable).with_name("kubectl-kvpilot")
     asked = ["bash", "-c", f"'{program}' 8>&1 9>/dev/null"]
     done = subprocess.run(asked, capture_output=True, text=True, check=True, env={**os.environ, **told}, timeout=600)
-    assert sorted(done.stdout.split()) == ["pause", "plan"]
+    assert sorted(done.stdout.split()) == ["pause", "plan", "promote"]
 
 
 def test_kubectl_is_told_to_offer_files_only_where_one_is_wanted() -> None:
