@@ -263,6 +263,21 @@ _HEADER = (
 )
 
 
+def judged() -> Json:
+    """Return the part of the schema that judges an object: no status, no descriptions."""
+    schema: Json = _bare(definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    kept = {name: schema["properties"][name] for name in ("metadata", "spec")}
+    return {**schema, "properties": kept}
+
+
+def _bare(node: Any, *, names: bool = False) -> Any:
+    """Return a schema without descriptions; `names` is True for a map of fields by name."""
+    if isinstance(node, dict):
+        kept = {key: value for key, value in node.items() if names or key != "description"}
+        return {key: _bare(value, names=not names and key == "properties") for key, value in kept.items()}
+    return [_bare(one) for one in node] if isinstance(node, list) else node
+
+
 def text() -> str:
     """Return the definition as YAML."""
     dumped: str = yaml.dump(definition(), Dumper=_Plain, sort_keys=False, width=120, allow_unicode=True)

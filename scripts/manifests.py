@@ -1,11 +1,12 @@
 """Write everything that follows from the API's structs and charts/kvpilot (`make generate`).
 
-Structs -> crds/; crds/ and LICENSE -> the chart; values.yaml -> the table in the chart's README.md; the chart ->
-config/ (kustomize) and bundle/ (OLM).
+Structs -> crds/ and the schema of `kvpilot validate`; crds/ and LICENSE -> the chart; values.yaml -> the table in the
+chart's README.md; the chart -> config/ (kustomize) and bundle/ (OLM).
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import chart_readme
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "kvpilot"
 CONFIG = ROOT / "config"
 BUNDLE = ROOT / "bundle"
+SCHEMA = ROOT / "cli" / "kvpilot_cli" / "validate" / "schema.json"
 COPIES = CHART / "files" / "crds"
 _COPIED = "# A copy of crds/, by `make generate`: a chart holds only files of its own folder.\n"
 
@@ -42,6 +44,7 @@ def _bundle() -> dict[Path, str]:
 def main() -> None:
     """Write all files. The chart's copies come first, because the rest is made from the chart."""
     (ROOT / "crds" / crd.FILE).write_text(crd.text())
+    SCHEMA.write_text(json.dumps(crd.judged(), indent=1, sort_keys=True) + "\n")
     _write(_crds(), COPIES)
     _write(_readme(), None)
     _write(_config(), CONFIG)

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points, version
 from kvpilot_formats.installed import lacks
 
 GROUP = "kvpilot.commands"
-EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator"}
+EXTRAS = {"backtest": "cli", "calibrate": "runtime", "plan": "cli", "probe": "operator", "validate": "cli"}
 """Extra of pyproject.toml that has a command's dependencies."""
 
 

@@ -25,6 +25,7 @@ WORKING = {
 LACKING = {
     "kvpilot plan Qwen3-8B --plot plan.svg": "cli",
     "kvpilot backtest": "cli",
+    "kvpilot validate -f service.yaml": "cli",
     "kvpilot calibrate --help": "runtime",
     "kvpilot-operator --namespace=models": "operator",
     "kvpilot-prefetch --model=a/b": "runtime",

@@ -13,6 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pod_templates import TEMPLATES
 
+from kvpilot_cli.validate.rules import refused
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.observe.informers import InformerCache
@@ -20,7 +21,6 @@ from kvpilot_operator.render.engine import pod_template, revision, strategic_mer
 from support.bad_manifests import BAD
 from support.crd import apply_defaults, root_schema
 from support.kinds import unknown
-from support.server import refused
 from support.services import KEY, manifest, spec_of
 
 Json = Any

@@ -1,11 +1,10 @@
-"""An API server's validation of a QuantizedLLMService, without a server: schema, list types and CEL rules.
+"""An API server's validation of a QuantizedLLMService, without a server: schema, list types and all CEL rules.
 
 tests/cluster/test_crd_modern.py runs the same manifests against the real server.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -16,19 +15,31 @@ import re2  # type: ignore[import-untyped]
 from celpy import celtypes
 from celpy.evaluation import CELEvalError
 
-from support.crd import apply_defaults, root_schema
+from kvpilot_cli.validate.schema import apply_defaults, root_schema
 
 Json = Any
 
 
 def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
     """Return (field, message) of every error. CEL rules run only on values that the schema accepts."""
-    root = root_schema()
-    schema = {**root, "properties": {name: root["properties"][name] for name in ("metadata", "spec")}}
-    value = {name: apply_defaults(obj).get(name) for name in ("metadata", "spec") if obj.get(name) is not None}
-    found = [(_path(error), error.message) for error in _validator(json.dumps(schema)).iter_errors(value)]
-    found.extend(_twice(value, schema, ""))
-    return found or [(field.lstrip("."), message) for field, message in broken_rules(value, schema, "")]
+    return schema_faults(obj) or rule_faults(obj)
+
+
+def schema_faults(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
+    """Return (field, message) of each value of a wrong type, beyond a limit, missing or repeated."""
+    value = _judged(obj)
+    found = [(_path(error), _said(error)) for error in _validator().iter_errors(value)]
+    return [*found, *_twice(value, root_schema(), "")]
+
+
+def rule_faults(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
+    """Return (field, message) of each CEL rule that is broken, in an object that the schema accepts."""
+    return [(field.lstrip("."), message) for field, message in broken_rules(_judged(obj), root_schema(), "")]
+
+
+def _judged(obj: Mapping[str, Json]) -> dict[str, Json]:
+    stored = apply_defaults(obj)
+    return {name: stored[name] for name in ("metadata", "spec") if stored.get(name) is not None}
 
 
 def broken_rules(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[str, str]]:
@@ -55,14 +66,45 @@ def _path(error: Json) -> str:
     return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in steps).lstrip(".")
 
 
+def _said(error: Json) -> str:
+    """Return the fault without its value, which may be a secret."""
+    kind, limit = error.validator, error.validator_value
+    if kind == "required":
+        return f"is missing: set {error.message.split(chr(39))[1]}"
+    if kind == "enum":
+        return f"is unknown: use one of {', '.join(map(str, limit))}"
+    if kind == "anyOf":
+        return "has the wrong type: use a whole number or text"
+    return f"has the wrong type: use {_TYPES.get(limit, limit)}" if kind == "type" else _LIMITS[kind].format(limit)
+
+
+_TYPES = {
+    "array": "a list",
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "object": "a map",
+    "string": "text",
+}
+_LIMITS = {
+    "minimum": "is too small: use at least {}",
+    "maximum": "is too large: use at most {}",
+    "minLength": "is too short: use at least {} characters",
+    "maxLength": "is too long: use at most {} characters",
+    "minItems": "has too few items: use at least {}",
+    "maxItems": "has too many items: use at most {}",
+    "maxProperties": "has too many fields: use at most {}",
+    "pattern": "has the wrong form: use what {} matches",
+}
+
+
 @cache
-def _validator(schema: str) -> Json:
+def _validator() -> Json:
     def pattern(_: Json, regex: str, value: Json, __: Json) -> Iterator[jsonschema.ValidationError]:
         if isinstance(value, str) and re2.search(regex, value) is None:
             yield jsonschema.ValidationError(f"does not match {regex}")
 
     made = jsonschema.validators.extend(jsonschema.Draft202012Validator, validators={"pattern": pattern})
-    return made(json.loads(schema))
+    return made(root_schema())
 
 
 def _children(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[Json, Mapping[str, Json], str]]:

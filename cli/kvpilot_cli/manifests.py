@@ -1,0 +1,76 @@
+"""Manifests in YAML or JSON files: documents, lists of objects, and standard input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from kvpilot_operator.api.names import KIND
+
+Json = Any
+STDIN = "-"
+
+
+class Found(NamedTuple):
+    """An object, and the file that holds it."""
+
+    file: str
+    obj: Mapping[str, Json]
+
+    @property
+    def kind(self) -> str:
+        """Return the object's kind, or the empty string."""
+        return str(self.obj.get("kind") or "")
+
+    @property
+    def name(self) -> str:
+        """Return NAMESPACE/NAME, or NAME without a namespace."""
+        about = self.obj.get("metadata")
+        given = about if isinstance(about, Mapping) else {}
+        return "/".join(str(given[key]) for key in ("namespace", "name") if given.get(key)) or "(no name)"
+
+
+class ManifestError(ValueError):
+    """A file that cannot be read. The message names the file and the remedy."""
+
+
+def read(file: str) -> Iterator[Found]:
+    """Yield every object of a file; `-` is standard input."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
+        # Through JSON: YAML's dates become text, as the API server reads them, and cycles are refused.
+        documents = json.loads(json.dumps([one for one in yaml.load_all(text, loader) if one is not None], default=str))
+    except IsADirectoryError:
+        raise ManifestError(f"{file} is a folder: name its files, such as {file.rstrip('/')}/*.yaml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{file} cannot be read ({error}): give a text file in UTF-8, or - for stdin") from error
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        # Never quote the file: it may hold secrets.
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}" if mark is not None else type(error).__name__
+        raise ManifestError(f"{file} is neither YAML nor JSON ({where}): correct it") from None
+    for document in documents:
+        yield from _objects(file, document)
+
+
+def services(files: list[str]) -> tuple[list[Found], list[Found]]:
+    """Return the QuantizedLLMServices of some files, and their other objects."""
+    found = [one for file in files for one in read(file)]
+    return [one for one in found if one.kind == KIND], [one for one in found if one.kind != KIND]
+
+
+def _objects(file: str, document: Json) -> Iterator[Found]:
+    if not isinstance(document, Mapping):
+        raise ManifestError(f"{file} holds a {type(document).__name__} instead of an object: give manifests")
+    items = document.get("items")
+    if not str(document.get("kind") or "").endswith("List") or not isinstance(items, list):
+        yield Found(file, document)
+        return
+    for item in items:
+        yield from _objects(file, item)

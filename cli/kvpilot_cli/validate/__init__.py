@@ -1,0 +1,1 @@
+"""`kvpilot validate`: judge QuantizedLLMServices without a cluster."""
