@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterator
 
 from kvpilot_cli.plan import command as plan
+from kvpilot_cli.plan import service
+from kvpilot_cli.plan.facts import PlanError
 from kvpilot_cli.plan.gpus import gpu_of_labels
-from kvpilot_cli.plan.make import CONTEXTS
 from kvpilot_kubectl.api import Cluster
 from kvpilot_kubectl.errors import DONE, REFUSED, Forbidden, Missing, ToolError, UsageError
-from kvpilot_kubectl.fields import Json, at, items, text, whole
+from kvpilot_kubectl.fields import Json, at, items, text
 
-_HUB = "hf://"
 _NO_GPU = ("cpu", "unlabelled-")
 
 
@@ -29,38 +29,11 @@ def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, out
 
 
 def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
-    """Translate the service's spec into arguments of `kvpilot plan`. Missing fields keep plan's defaults.
-
-    Raises:
-        ToolError: the spec does not name the model, or a replica spans several nodes.
-    """
-    spec = at(obj, "spec")
-    if (nodes := whole(spec, "engine", "nodes")) is not None and nodes > 1:
-        raise ToolError(
-            f"spec.engine.nodes is {nodes}, but a plan is for replicas on one node: read the capacity of "
-            "running engines in status.kvCache.capacityTokens"
-        )
-    source = text(spec, "model", "source")
-    if model is None and (not source.startswith(_HUB) or source.startswith(f"{_HUB}-") or source == _HUB):
-        raise ToolError(
-            f"spec.model.source {source!r} does not name a published model: name one, or a folder with its "
-            "config.json, with --model"
-        )
-    argv = [source.removeprefix(_HUB) if model is None else model, f"--gpu={gpu}"]
-    if (gpus := whole(spec, "engine", "tensorParallelSize")) is not None:
-        argv.append(f"--gpus={gpus}")
-    if (percent := whole(spec, "engine", "gpuMemoryUtilizationPercent")) is not None:
-        argv.append(f"--utilization={percent / 100:g}")
-    if (longest := whole(spec, "model", "maxModelLen")) is not None:
-        argv.append(f"--context={','.join(map(str, (*(c for c in CONTEXTS if c < longest), longest)))}")
-    if (recent := whole(spec, "kvCache", "recentTokens")) is not None:
-        argv.append(f"--recent-tokens={recent}")
-    for option, field in (("sink", "sinkTokens"), ("window", "windowTokens"), ("budget", "budgetTokens")):
-        if (tokens := whole(spec, "kvCache", "retention", field)) is not None:
-            argv.append(f"--retention-{option}-tokens={tokens}")
-    if (size := whole(spec, "kvCache", "offload", "cpuMemoryGiB")) is not None:
-        argv.append(f"--offload-gib={size}")
-    return argv
+    """Translate the service into arguments of `kvpilot plan`. Raise ToolError if it does not name its model."""
+    try:
+        return service.arguments(obj, gpu, model)
+    except PlanError as error:
+        raise ToolError(f"{error}, with --model") from error
 
 
 def gpu_of(cluster: Cluster, obj: Json) -> str:
@@ -69,7 +42,7 @@ def gpu_of(cluster: Cluster, obj: Json) -> str:
     Raises:
         ToolError: no source names a GPU, or one names several.
     """
-    for found in (_by_nodes(cluster, text(obj, "metadata", "name")), _selected(obj), _tried(obj)):
+    for found in (_by_nodes(cluster, text(obj, "metadata", "name")), service.selected_gpus(obj), _tried(obj)):
         known = sorted({one for one in found if one and not one.startswith(_NO_GPU)})
         if len(known) > 1:
             raise ToolError(f"the service has several kinds of GPU ({' and '.join(known)}): name one with --gpu")
@@ -86,17 +59,6 @@ def _by_nodes(cluster: Cluster, name: str) -> Iterator[str]:
             yield text(gpu_of_labels(at(found, "metadata", "labels"), at(found, "status", "allocatable")))
     except (Forbidden, Missing):
         return
-
-
-def _selected(obj: Json) -> Iterator[str]:
-    pod = at(obj, "spec", "engine", "podTemplate", "spec")
-    yield text(gpu_of_labels(at(pod, "nodeSelector")))
-    required = at(pod, "affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
-    for term in items(required, "nodeSelectorTerms"):
-        for one in items(term, "matchExpressions"):
-            values = at(one, "values")
-            if text(one, "operator") == "In" and isinstance(values, list):
-                yield from (text(gpu_of_labels({text(one, "key"): value})) for value in values)
 
 
 def _tried(obj: Json) -> Iterator[str]:

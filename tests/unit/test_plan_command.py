@@ -237,7 +237,7 @@ def test_the_keys_of_the_json_are_stable(capsys):
     load = ["--requests-per-second", "1", "--prompt-tokens", "1000", "--generated-tokens", "100"]
     document = planned(capsys, "Llama-3.1-8B", *load)
     assert set(document) == {
-        "model", "gpu", "gpus_per_replica", "weights_dtype", "memory_per_gpu", "kv_bytes_per_gpu", "retention",
+        "model", "gpu", "nodes", "gpus_per_replica", "weights_dtype", "memory_per_gpu", "kv_bytes_per_gpu", "retention",
         "host_memory_bytes", "load", "dtypes", "notes",
     }  # fmt: skip
     assert set(document["memory_per_gpu"]) == {"usable_bytes", "weights_bytes", "engine_bytes"}

@@ -1,6 +1,6 @@
-"""Plan GPU capacity for each KV-cache dtype and context, and GPUs for a load: `kvpilot plan MODEL`.
+"""Plan GPU capacity for each KV-cache dtype and context, and GPUs for a load: `kvpilot plan MODEL` or `-f FILE`.
 
-MODEL is a folder with a config.json, or a name of the built-in table. See docs/planning.md.
+MODEL is a folder with a config.json, or a name of the built-in table. FILE holds a service. See docs/planning.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 import yaml
 
 from kvpilot_cli import plots
-from kvpilot_cli.plan import models, output
+from kvpilot_cli.plan import models, output, service
 from kvpilot_cli.plan.facts import Model, PlanError
 from kvpilot_cli.plan.facts_config import read_folder
 from kvpilot_cli.plan.gpus import find_gpu
@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan. Return 0, or 2 if an argument is wrong."""
     try:
-        options = _parser().parse_args(argv)
+        options = _options(argv)
         if options.list:
             print(_list())
             return 0
@@ -56,18 +56,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options. With -f the service's come first, and those of the command line replace them."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.file is None:
+        options.gpu = options.gpu or "H100-80GB"
+        return options
+    planned = parser.parse_args(service.from_file(options.file, options.gpu, options.model))
+    model = planned.model
+    options = parser.parse_args(argv, namespace=planned)
+    options.model = model
+    return options
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="kvpilot plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help="a folder with a config.json, or a name such as Llama-3.1-8B")
+    add("-f", "--file", metavar="FILE", help="plan the engine of the QuantizedLLMService in FILE (- is stdin)")
     add("--list", action="store_true", help="list the built-in models and GPUs")
     add(
         "--gpu",
-        default="H100-80GB",
         metavar="NAME",
-        help="a name that --list shows, or a value of nvidia.com/gpu.product",
+        help="a name that --list shows, or a value of nvidia.com/gpu.product (default H100-80GB, with -f the one that "
+        "the service selects)",
     )
     add("--gpus", type=_whole, default=1, metavar="N", help="GPUs of one engine under tensor parallelism (default 1)")
+    add(
+        "--nodes", type=_whole, default=1, metavar="N", help="nodes of one engine, each with --gpus GPUs (engine.nodes)"
+    )
     add("--context", type=_list_of(_whole), default=(), metavar="N,N", help=f"tokens of a sequence (default {','.join(map(str, CONTEXTS))}, up to the model's limit)")  # fmt: skip  # noqa: E501
     add(
         "--dtype",
@@ -119,7 +137,7 @@ def _parser() -> _Parser:
 
 def _request(options: argparse.Namespace) -> Request:
     if options.model is None:
-        raise PlanError("MODEL is missing; give a folder with a config.json, or a name that --list shows")
+        raise PlanError("MODEL is missing; give a folder with a config.json, a name that --list shows, or -f FILE")
     for dtype in options.dtype:
         parse(dtype)
     if options.plot is not None:
@@ -129,6 +147,7 @@ def _request(options: argparse.Namespace) -> Request:
         model=_model(options.model),
         gpu=gpu,
         gpus=options.gpus,
+        nodes=options.nodes,
         contexts=tuple(dict.fromkeys(options.context)),
         dtypes=tuple(dict.fromkeys(options.dtype)),
         utilization=options.utilization,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpilot_cli.plan.capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes
 from kvpilot_cli.plan.facts import Model, PlanError
@@ -37,6 +37,7 @@ class Request:
     model: Model
     gpu: Gpu
     gpus: int = 1
+    nodes: int = 1
     contexts: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
     utilization: float = 0.9
@@ -50,11 +51,23 @@ class Request:
     gpu_hour: float | None = None
     """Price of one GPU for an hour, in the user's currency."""
 
+    @property
+    def all_gpus(self) -> int:
+        """Return the GPUs of an engine: `gpus` of each of its nodes."""
+        return self.gpus * self.nodes
+
+    @property
+    def stage(self) -> Model:
+        """Return the part of the model on one node, the largest part of a pipeline."""
+        sliding = -(-self.model.sliding_layers // self.nodes)
+        layers = -(-self.model.full_layers // self.nodes) + sliding
+        return self.model if self.nodes == 1 else replace(self.model, layers=layers, sliding_layers=sliding)
+
     def hourly(self, cost: Cost) -> float | None:
         """Return the hourly price of all replicas, or None if it is unknown."""
         if self.gpu_hour is None or cost.replicas is None:
             return None
-        return self.gpu_hour * cost.replicas * self.gpus
+        return self.gpu_hour * cost.replicas * self.all_gpus
 
     def per_million(self, cost: Cost) -> float | None:
         """Return the price of a million generated tokens, or None if it is unknown."""
@@ -121,6 +134,10 @@ def make(request: Request) -> Plan:
     """Make the plan."""
     model = request.model
     kv_heads_per_gpu(model, request.gpus)
+    if request.nodes > model.layers:
+        raise PlanError(f"--nodes {request.nodes}: {model.name} has {model.layers} layers; use at most as many nodes")
+    if request.nodes > 1 and request.load is not None:
+        raise PlanError(f"--nodes {request.nodes}: the speed of a pipeline was not measured; leave the load out")
     if request.bound is not None:
         check_bound(model)
     dtype = request.weights_dtype or model.published
@@ -129,9 +146,9 @@ def make(request: Request) -> Plan:
         weights = weight_bytes(model, dtype)
     split = None
     if request.kv is not None:
-        kv = request.kv // request.gpus
+        kv = request.kv // request.all_gpus
     else:
-        split = memory(request.gpu, request.gpus, request.utilization, weights or 0)
+        split = memory(request.gpu, request.all_gpus, request.utilization, weights or 0)
         kv = split.kv
         if not kv:
             raise PlanError(_too_large(request, weights or 0, split))
@@ -162,7 +179,7 @@ def _too_large(request: Request, weights: int, split: Memory) -> str:
             kv_heads_per_gpu(request.model, gpus)
         except PlanError:
             continue
-        if gpus > request.gpus and memory(request.gpu, gpus, request.utilization, weights).kv:
+        if gpus > request.gpus and memory(request.gpu, gpus * request.nodes, request.utilization, weights).kv:
             return f"--gpus {request.gpus}: {need} of each {request.gpu.name}; use --gpus {gpus}, or a smaller --weights-dtype"  # noqa: E501
     return f"--gpu {request.gpu.name}: {need}, however many are used; use a larger GPU, or a smaller --weights-dtype"
 
@@ -172,19 +189,21 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
     refusal = infeasible(model, served, request.gpu)
     if refusal is not None:
         return Row(dtype, infeasible=refusal)
-    layout = cache(model, dtype, gpus, request.recent_tokens)
+    layout = cache(request.stage, dtype, gpus, request.recent_tokens)
     bounded = None if request.bound is None else request.bound.of(layout)
     recent = dtypes.parse(served).recent_tokens(request.recent_tokens, model.max_positions)
     return Row(
         dtype,
         bits=dtypes.parse(served).bits_per_element(model.head_dim),
-        token_bytes=(layout.full_token_bytes or layout.window_token_bytes) * gpus,
-        window_bytes=layout.window_token_bytes * layout.window * gpus,
+        token_bytes=(layout.full_token_bytes or layout.window_token_bytes) * request.all_gpus,
+        window_bytes=layout.window_token_bytes * layout.window * request.all_gpus,
         recent_tokens=recent if layout.ring_blocks else 0,
-        recent_bytes=layout.ring_blocks * layout.full_token_bytes * layout.block * gpus,
+        recent_bytes=layout.ring_blocks * layout.full_token_bytes * layout.block * request.all_gpus,
         fits=_fits(layout, kv, contexts),
         bounded=() if bounded is None else _fits(bounded, kv, contexts),
-        bounded_bytes=0 if bounded is None else bounded.most_pages * bounded.page_bytes * bounded.group_layers * gpus,
+        bounded_bytes=0
+        if bounded is None
+        else bounded.most_pages * bounded.page_bytes * bounded.group_layers * request.all_gpus,
         host_tokens=host_tokens(model, layout, gpus, request.host) if request.host else None,
         notes=dtype_notes(model, served),
         cost=_cost(request, dtype, layout, kv, weights),
@@ -217,6 +236,8 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
         found.append(f"contexts of {', '.join(f'{c:,}' for c in beyond)} are longer than the model's {model.max_positions:,}")  # fmt: skip  # noqa: E501
     if request.gpus > model.kv_heads and not model.latent_dim:
         found.append(f"{request.gpus} GPUs share {model.kv_heads} KV heads: each head is kept {request.gpus // model.kv_heads} times")  # fmt: skip  # noqa: E501
+    if request.nodes > 1:
+        found.append(f"{request.nodes} nodes are a pipeline: each holds {request.stage.layers} of {model.layers} layers at most, and its share of the weights; the most loaded node decides")  # fmt: skip  # noqa: E501
     if model.latent_dim:
         found.append("multi-head latent attention: every GPU keeps the whole cache, and no speed was measured")
     if model.sliding_layers:

@@ -33,7 +33,8 @@ def text(plan: Plan) -> str:
 def _head(plan: Plan) -> str:
     request = plan.request
     gpus = f"{request.gpus} x {request.gpu.name}" if request.gpus > 1 else request.gpu.name
-    lines = [f"{request.model.name} on {gpus}"]
+    nodes = f"{request.nodes} nodes with " if request.nodes > 1 else ""
+    lines = [f"{request.model.name} on {nodes}{gpus}"]
     kv = f"KV cache {plan.kv_bytes / 1e9:,.1f} GB"
     if plan.memory is None:
         lines.append(f"each GPU: {kv}, as given")
@@ -86,7 +87,7 @@ def _bounded(plan: Plan) -> str:
 
 
 def _hosted(plan: Plan) -> str:
-    longest, kv = plan.contexts[-1], plan.kv_bytes * plan.request.gpus
+    longest, kv = plan.contexts[-1], plan.kv_bytes * plan.request.all_gpus
     head = ["dtype", "tokens", "x the GPU's" if plan.request.gpus == 1 else "x the GPUs'", f"prefixes of {longest:,}"]
     rows = []
     for row in plan.rows:
@@ -125,7 +126,7 @@ def _cost(plan: Plan, row: Row) -> list[str]:
     return [
         row.dtype,
         f"{row.cost.replicas:,}",
-        f"{row.cost.replicas * plan.request.gpus:,}",
+        f"{row.cost.replicas * plan.request.all_gpus:,}",
         *([] if hourly is None or tokens is None else [f"{hourly:,.2f}", f"{tokens:,.3f}"]),
         f"{at.token_seconds * 1000:.1f}",
         f"{math.ceil(at.sequences):,}",
@@ -148,7 +149,8 @@ def document(plan: Plan) -> dict[str, Any]:
     return {
         "model": request.model.name,
         "gpu": request.gpu.name,
-        "gpus_per_replica": request.gpus,
+        "nodes": request.nodes,
+        "gpus_per_replica": request.all_gpus,
         "weights_dtype": plan.weights_dtype,
         "memory_per_gpu": None
         if plan.memory is None
@@ -210,7 +212,7 @@ def _figures(cost: Cost, request: Request) -> dict[str, Any]:
     at = cost.operating
     return {
         "replicas": cost.replicas,
-        "gpus": cost.replicas * request.gpus,
+        "gpus": cost.replicas * request.all_gpus,
         "limit": cost.limit,
         "microseconds_per_token": round(at.token_seconds * 1e6),
         "sequences_per_replica": math.ceil(at.sequences),
@@ -247,7 +249,7 @@ def draw(plan: Plan, file: Path) -> None:
         axes.set(
             xlabel="tokens of each sequence",
             ylabel="sequences that fit at once",
-            title=f"{request.model.name} on {request.gpus} x {request.gpu.name}",
+            title=f"{request.model.name} on {request.all_gpus} x {request.gpu.name}",
         )
         _label(axes, ends)
 

@@ -1,0 +1,139 @@
+"""`kvpilot plan -f FILE` plans the engine that the operator renders for a service."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvpilot_cli.plan.command import main
+from kvpilot_cli.plan.gpus import find_gpu
+from kvpilot_cli.plan.make import Request, make
+from kvpilot_cli.plan.models import find
+from support.bad_manifests import GOOD
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(folder: Path, *specs: dict[str, Any]) -> Path:
+    file = folder / "service.yaml"
+    base = GOOD["spec"]
+    merged = [
+        {key: {**base.get(key, {}), **value} if isinstance(value, dict) else value for key, value in spec.items()}
+        for spec in specs
+    ]
+    file.write_text(yaml.safe_dump_all([{**GOOD, "spec": {**base, **one}} for one in merged]))
+    return file
+
+
+def planned(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    assert main([*map(str, argv), "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert main([*map(str, argv)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return str(line)
+
+
+def test_tensor_parallelism_memory_and_context_are_those_of_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = {"limits": {"nvidia.com/gpu": 4}}
+    engine = {"tensorParallelSize": 4, "gpuMemoryUtilizationPercent": 80, "resources": limits}
+    model = {"source": "hf://meta-llama/Llama-3.3-70B-Instruct", "maxModelLen": 16384}
+    file = written(tmp_path, {"model": model, "engine": engine})
+    by_file = planned(capsys, "-f", file, "--gpu", "H100-80GB")
+    by_name = planned(
+        capsys, "meta-llama/Llama-3.3-70B-Instruct", "--gpus", 4, "--utilization", 0.8,
+        "--context", "2048,8192,16384",
+    )  # fmt: skip
+    assert by_file == by_name
+
+
+def test_options_of_the_command_line_replace_those_of_the_service(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, {"model": {"maxModelLen": 16384}})
+    document = planned(capsys, "-f", file, "--gpu", "L40S", "--context", "4096", "--dtype", "fp8")
+    (row,) = document["dtypes"]
+    assert [one["context_tokens"] for one in row["capacities"]] == [4096]
+
+
+def test_nodes_are_planned_as_the_pipeline_that_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:
+    document = planned(capsys, "-f", ROOT / "examples/multi-node.yaml", "--gpu", "H100-80GB")
+    assert (document["nodes"], document["gpus_per_replica"]) == (2, 16)
+    model, gpu = find("meta-llama/Llama-3.1-405B-Instruct"), find_gpu("H100-80GB")
+    one = make(Request(model, gpu, gpus=8, contexts=(32768,), dtypes=("auto",), kv=8 * 10**10))
+    two = make(Request(model, gpu, gpus=8, nodes=2, contexts=(32768,), dtypes=("auto",), kv=16 * 10**10))
+    # Each node has half of the layers and as much cache, so it holds twice the tokens.
+    assert two.rows[0].fits[0].tokens == pytest.approx(2 * one.rows[0].fits[0].tokens, rel=0.01)
+
+
+def test_a_pipeline_of_uneven_parts_is_limited_by_its_largest_part() -> None:
+    model, gpu = find("Qwen/Qwen3-8B"), find_gpu("H200")
+    assert model.layers % 5
+    plan = make(Request(model, gpu, nodes=5, contexts=(8192,), dtypes=("auto",), kv=5 * 10**10))
+    assert plan.request.stage.layers == -(-model.layers // 5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["Qwen/Qwen3-8B", "--nodes", "99"], "--nodes 99: Qwen/Qwen3-8B has 36 layers; use at most as many"),
+        (
+            ["Qwen/Qwen3-8B", "--nodes", "2", "--requests-per-second", "1", "--prompt-tokens", "9",
+             "--generated-tokens", "9"],
+            "--nodes 2: the speed of a pipeline was not measured; leave the load out",
+        ),
+    ],
+)  # fmt: skip
+def test_a_pipeline_that_cannot_be_planned_is_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    assert said in refused(capsys, *argv)
+
+
+def test_the_gpu_is_the_one_that_the_service_selects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pod = {"spec": {"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L40S"}}}
+    file = written(tmp_path, {"engine": {"podTemplate": pod}})
+    assert planned(capsys, "-f", file)["gpu"] == "L40S"
+    assert "selects no GPU by a node label; name one" in refused(capsys, "-f", written(tmp_path, {}))
+
+
+def test_a_model_without_a_name_is_planned_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, {"model": {"source": "pvc://models/own"}})
+    assert "'pvc://models/own' does not name a published model" in refused(capsys, "-f", file, "--gpu", "H200")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    entry = next(
+        one
+        for one in json.loads((ROOT / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
+        if one["model"] == "Qwen/Qwen3-8B"
+    )
+    (folder / "config.json").write_text(json.dumps(entry["config"]))
+    assert planned(capsys, "-f", file, folder, "--gpu", "H200")["model"] == str(folder)
+
+
+def test_another_model_than_the_one_asked_for_is_never_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, {"model": {"source": "hf://someone/Qwen3-8B"}})
+    assert "'someone/Qwen3-8B' is neither a folder nor in the table" in refused(capsys, "-f", file, "--gpu", "H200")
+
+
+def test_a_file_that_holds_no_plannable_service_is_said_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "give a file with one" in refused(capsys, "-f", written(tmp_path, {}, {}), "--gpu", "H200")
+    bad = written(tmp_path, {"replicas": -1})
+    assert "spec.replicas is -1" in refused(capsys, "-f", bad, "--gpu", "H200")
+    assert "cannot be read" in refused(capsys, "-f", tmp_path / "none.yaml", "--gpu", "H200")
+    shutil.copy(bad, tmp_path / "secret.yaml")
+    assert "H100-80GB" in refused(capsys, "-f", written(tmp_path, {}), "--gpu", "H100")
