@@ -23,7 +23,6 @@ WORKING = {
     "kubectl_complete-kvpilot st": 0,
 }
 LACKING = {
-    "kvpilot plan Qwen3-8B --plot plan.svg": "cli",
     "kvpilot backtest": "cli",
     "kvpilot validate -f service.yaml": "cli",
     "kvpilot calibrate --help": "runtime",

@@ -163,8 +163,6 @@ def test_a_model_is_known_by_its_name_without_publisher_in_any_case(capsys):
         ),
         (["gemma-3-4b-it", *BOUND], "no engine bounds the cache of a model with layers with a window of their own"),
         (["DeepSeek-V3", "--gpu", "H200", "--gpus", "8", *BOUND], "a model with multi-head latent attention"),
-        (["Llama-3.1-8B", "--plot", "plan.pdf"], "--plot 'plan.pdf': the suffix must be .svg or .png"),
-        (["Llama-3.1-8B", "--plot", "/nonexistent/plan.svg"], "its folder does not exist"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_and_ends_with_2(capsys, argv, said):
@@ -173,27 +171,6 @@ def test_what_is_wrong_is_said_in_one_line_and_ends_with_2(capsys, argv, said):
     assert out == ""
     assert said in err
     assert err.count("\n") == 1
-
-
-def test_nothing_is_written_when_an_argument_is_wrong(capsys, tmp_path):
-    plot = tmp_path / "plan.svg"
-    assert main(["Llama-3.1-8B", "--gpus", "3", "--plot", str(plot)]) == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("name", "starts"), [("plan.svg", b"<?xml"), ("plan.PNG", b"\x89PNG")])
-def test_the_plot_is_written_by_its_suffix(capsys, tmp_path, name, starts):
-    assert main(["gemma-3-4b-it", "--gpu", "L4", "--plot", str(tmp_path / name)]) == 0
-    assert (tmp_path / name).read_bytes().startswith(starts)
-    assert "gemma-3-4b-it on L4" in capsys.readouterr().out
-
-
-def test_the_same_plan_draws_the_same_plot(capsys, tmp_path):
-    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
-    for file in (first, second):
-        assert main(["Llama-3.1-8B", "--plot", str(file)]) == 0
-    assert first.read_bytes() == second.read_bytes()
-    assert b"k4v4" in first.read_bytes()
 
 
 @pytest.mark.parametrize("model", [model.name for model in models.table()])

@@ -16,7 +16,6 @@ from typing import NoReturn, TypeVar
 
 import yaml
 
-from kvpilot_cli import plots
 from kvpilot_cli.plan import models, output, service
 from kvpilot_cli.plan.facts import Model, PlanError
 from kvpilot_cli.plan.facts_config import read_folder
@@ -27,6 +26,7 @@ from kvpilot_cli.plan.make import CONTEXTS, Request, make, usual_dtypes
 from kvpilot_cli.text_tables import render
 from kvpilot_formats.dtypes import parse
 from kvpilot_formats.formats import RECENT_CHOICES, FormatError, default_windows
+from kvpilot_formats.installed import lacks
 from kvpilot_operator.gpus import GPUS, Gpu, PriceError, prices
 
 WEIGHTS = ("bfloat16", "fp8", "int4")
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_list())
             return 0
         plan = make(_request(options))
-        if options.plot is not None:
-            output.draw(plan, options.plot)
-    except (PlanError, plots.PlotError, FormatError) as error:
+    except (PlanError, FormatError) as error:
         print(f"kvpilot plan: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        lacks("kvpilot plan", "operator", error)
     print(json.dumps(output.document(plan), indent=2) if options.json else output.text(plan))
     return 0
 
@@ -117,7 +117,6 @@ def _parser() -> _Parser:
     add("--retention-budget-tokens", type=_whole, metavar="N", help="kvCache.retention.budgetTokens of HeavyHitters, with or without the other two")  # fmt: skip  # noqa: E501
     add("--offload-gib", type=_whole, metavar="N", help="kvCache.offload.cpuMemoryGiB: also plan host memory")
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--plot", type=Path, metavar="FILE", help="also write a plot into this .svg or .png file")
     load = parser.add_argument_group("cost of a load on all replicas; give the first three")
     load.add_argument("--requests-per-second", type=_positive, metavar="R")
     load.add_argument(
@@ -140,8 +139,6 @@ def _request(options: argparse.Namespace) -> Request:
         raise PlanError("MODEL is missing; give a folder with a config.json, a name that --list shows, or -f FILE")
     for dtype in options.dtype:
         parse(dtype)
-    if options.plot is not None:
-        plots.check(options.plot)
     gpu, load = find_gpu(options.gpu), _load(options)
     return Request(
         model=_model(options.model),

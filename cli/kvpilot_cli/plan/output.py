@@ -1,17 +1,14 @@
-"""Output of a plan: tables of at most 120 columns, JSON, and a plot of sequences by context."""
+"""Output of a plan: tables of at most 120 columns for people, and JSON for programs."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from pathlib import Path
 from typing import Any
 
-from kvpilot_cli import plots
 from kvpilot_cli.plan.load import FILL, Cost
 from kvpilot_cli.plan.make import Fit, Plan, Request, Row
 from kvpilot_cli.text_tables import render
-from kvpilot_formats import dtypes
 
 WIDTH = 120
 
@@ -225,41 +222,3 @@ def _figures(cost: Cost, request: Request) -> dict[str, Any]:
 
 def _micros(price: float | None) -> int | None:
     return None if price is None else round(price * 1e6)
-
-
-def draw(plan: Plan, file: Path) -> None:
-    """Write the plot, with a line for each dtype. Call `plots.check` first."""
-    request = plan.request
-    with plots.drawing(file, 7.5, 4.5) as axes:
-        ends = []
-        for row in plan.rows:
-            fits = sorted({fit.context: fit.sequences for fit in row.fits if fit.sequences}.items())
-            if not fits:
-                continue
-            contexts, sequences = zip(*fits, strict=True)
-            colour = dtypes.parse(row.dtype).colour
-            axes.plot(contexts, sequences, color=colour, marker="o", markersize=4, linewidth=1.8)
-            ends.append((sequences[-1], contexts[-1], row.dtype, colour))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(plan.contexts, [f"{c:,}" for c in plan.contexts])
-        axes.minorticks_off()
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.grid(axis="y", alpha=0.25)
-        axes.set(
-            xlabel="tokens of each sequence",
-            ylabel="sequences that fit at once",
-            title=f"{request.model.name} on {request.all_gpus} x {request.gpu.name}",
-        )
-        _label(axes, ends)
-
-
-def _label(axes: Any, ends: list[tuple[int, int, str, str]]) -> None:
-    """Write each line's name at its right end. Move names apart that would overlap."""
-    low, high = axes.get_ylim()
-    gap = (high / low) ** 0.05
-    lowest = 0.0
-    for height, context, dtype, colour in sorted(ends):
-        lowest = max(float(height), lowest * gap)
-        place = (axes.get_xlim()[1], lowest)
-        axes.annotate(f" {dtype}  {height:,}", (context, height), place, color=colour, va="center")
