@@ -11,11 +11,11 @@ from statistics import mean
 
 import numpy as np
 
+from benchmarks.backtest.interval import SUBSTEP, Fleet
+from benchmarks.backtest.moments import measure
 from kvpilot_cli.backtest.buckets import FINE
 from kvpilot_cli.backtest.costs import load_profile
-from kvpilot_cli.backtest.interval import SUBSTEP, Fleet
 from kvpilot_cli.backtest.loads import STEP, cut, synthetic
-from kvpilot_cli.backtest.moments import measure
 from kvpilot_cli.backtest.service import Objective, Service
 from kvpilot_operator.state.histogram import Histogram
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpilot_cli.backtest import fleet
+from benchmarks.backtest import fleet
 from kvpilot_cli.backtest.costs import load_profile
 from kvpilot_cli.backtest.pilot import load_spec
 from kvpilot_cli.backtest.service import Objective

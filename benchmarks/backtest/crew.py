@@ -9,10 +9,10 @@ from datetime import datetime, timedelta
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.backtest.interval import Minute
+from benchmarks.backtest.moments import Array, Moments
 from kvpilot_cli.backtest.engine import EPOCH
-from kvpilot_cli.backtest.interval import Minute
 from kvpilot_cli.backtest.loads import STEP
-from kvpilot_cli.backtest.moments import Array, Moments
 from kvpilot_cli.backtest.pilot import Pilot
 from kvpilot_operator.decide.steps.policy import PolicyDecision
 from kvpilot_operator.state.samples import Flows, Sample

@@ -1,7 +1,11 @@
-"""Simulation of a fleet of services over weeks, minute by minute, under one policy."""
+"""A fleet of services over weeks, a minute at a time, under each policy.
+
+python -m benchmarks.backtest.fleet --services 1000 --days 3
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import sys
@@ -14,21 +18,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.backtest.crew import Crew
+from benchmarks.backtest.interval import SUBSTEP, Fleet, Minute
+from benchmarks.backtest.moments import Array, measure
 from kvpilot_cli.backtest.buckets import FINE
 from kvpilot_cli.backtest.compare import START_SECONDS, TIMEOUT
-from kvpilot_cli.backtest.costs import BacktestError, Profile
-from kvpilot_cli.backtest.crew import Crew
+from kvpilot_cli.backtest.costs import Profile, load_profile
 from kvpilot_cli.backtest.hpa import Hpa
-from kvpilot_cli.backtest.interval import SUBSTEP, Fleet, Minute
 from kvpilot_cli.backtest.loads import NAMES, STEP, Load, synthetic
-from kvpilot_cli.backtest.moments import Array, measure
-from kvpilot_cli.backtest.pilot import Pilot, model_of, node_of
+from kvpilot_cli.backtest.pilot import Pilot, load_spec, model_of, node_of
 from kvpilot_cli.backtest.policies import HPA_TARGET, PROBE_SECONDS
 from kvpilot_cli.backtest.service import Objective
+from kvpilot_cli.text_tables import render
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.histogram import Histogram
 
 PROCESSES = 2
+POLICIES = ("pilot", "bf16-hpa", "fp8-hpa", "max")
 _START = round(START_SECONDS / STEP)
 
 
@@ -186,32 +192,33 @@ def part(
     return run_fleet(services(count, days, seed, first), policy, spec, profile, objective, seed + first)
 
 
-def show(
-    count: int, days: float, seed: int, spec: Spec, profile: Profile, objective: Objective, policies: Sequence[str],
-    out: Path | None,
-) -> int:  # fmt: skip
-    """Run the fleet under each policy, print the figures, and write them to `out` as JSON."""
-    if count < 4:
-        raise BacktestError(f"services: {count}; give at least 4, one of each kind of load")
+def main() -> None:
+    """Run the fleet under each policy, and print a table. `--json` writes the figures after each policy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--services", type=int, default=100, metavar="N", help="at least 4, one of each kind of load")
+    parser.add_argument("--days", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    a = parser.parse_args()
+    if a.services < 4:
+        parser.error(f"--services {a.services}: give at least 4, one of each kind of load")
+    spec, profile, objective = load_spec(None), load_profile(), Objective()
     figures: list[dict[str, Any]] = []
-    half = count // 2 // 4 * 4
-    shares = [(half, 0), (count - half, half)] if half else [(count, 0)]
-    for number, policy in enumerate(policies, start=1):
-        # Show progress: even a small fleet takes half a minute for each policy.
-        print(f"{policy}: policy {number} of {len(policies)} runs", file=sys.stderr, flush=True)
+    half = a.services // 2 // 4 * 4
+    shares = [(half, 0), (a.services - half, half)] if half else [(a.services, 0)]
+    for number, policy in enumerate(a.policies, start=1):
+        # Even a small fleet takes half a minute for each policy.
+        print(f"{policy}: policy {number} of {len(a.policies)} runs", file=sys.stderr, flush=True)
         began = time.monotonic()
-        jobs = [(n, first, days, seed, policy, spec, profile, objective) for n, first in shares]
+        jobs = [(n, first, a.days, a.seed, policy, spec, profile, objective) for n, first in shares]
         with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
             rows = _joined(pool.starmap(part, jobs, chunksize=1))
         took = time.monotonic() - began
-        for row in rows:
-            told = figures_of(row)
-            figures.append(told | {"days": days, "seconds_of_policy": round(took, 1)})
-            print("  ".join(f"{k} {v}" for k, v in told.items()))
-        print(f"{policy}: {count} services, {days:g} days in {took:.0f} s", flush=True)
-        if out is not None:
-            out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return 0
+        figures += [figures_of(row) | {"days": a.days, "seconds_of_policy": round(took, 1)} for row in rows]
+        if a.json is not None:
+            a.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(render(list(figures[0]), [[str(value) for value in one.values()] for one in figures], left=(0, 1)))
 
 
 def figures_of(row: FleetRow) -> dict[str, Any]:
@@ -237,3 +244,7 @@ def _joined(shares: Sequence[Sequence[FleetRow]]) -> list[FleetRow]:
                   "scalings", "asked")}  # fmt: skip
         rows[row.load] = replace(before, **added)
     return list(rows.values())
+
+
+if __name__ == "__main__":
+    main()

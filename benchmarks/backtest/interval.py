@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.backtest.moments import WEIGHTS, Array, Moments
 from kvpilot_cli.backtest.costs import Costs, Profile
-from kvpilot_cli.backtest.moments import WEIGHTS, Array, Moments
 
 SUBSTEP = 10.0
 _FILL = 0.985

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import pytest
 
-from kvpilot_cli.backtest import command
 from kvpilot_cli.backtest.buckets import FINE
 from kvpilot_cli.backtest.costs import load_profile
-from kvpilot_cli.backtest.fleet import Pods, run_fleet, services
-from kvpilot_cli.backtest.interval import Fleet
 from kvpilot_cli.backtest.loads import cut, synthetic
-from kvpilot_cli.backtest.moments import measure
 from kvpilot_cli.backtest.pilot import load_spec
 from kvpilot_cli.backtest.service import Objective, Service
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.histogram import Histogram
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.backtest.fleet import Pods, main, run_fleet, services
+from benchmarks.backtest.interval import Fleet
+from benchmarks.backtest.moments import measure
 
 PROFILE = load_profile()
 DTYPES = ("auto", "fp8", "k8v4", "k4v4")
@@ -83,8 +88,21 @@ def test_pods_answer_after_their_start_and_the_youngest_go_first() -> None:
     assert (pods.ready[0], pods.asked[0]) == (1, 1)
 
 
-def test_a_fleet_says_which_policy_runs_before_it_has_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--services=4", "--days=0.05", "--policies=max"]) == 0
+def test_a_fleet_says_which_policy_runs_and_prints_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "fleet.json"
+    monkeypatch.setattr("sys.argv", ["fleet", "--services=4", "--days=0.05", "--policies", "max", "--json", str(out)])
+    main()
     shown = capsys.readouterr()
     assert shown.err == "max: policy 1 of 1 runs\n"
-    assert "max: 4 services" in shown.out
+    assert [line.split()[:3] for line in shown.out.splitlines()[:2]] == [
+        ["load", "policy", "services"], ["agents", "max", "1"],
+    ]  # fmt: skip
+    assert len(json.loads(out.read_text())) == 4
+
+
+def test_a_fleet_without_one_service_of_each_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["fleet", "--services=2"])
+    with pytest.raises(SystemExit):
+        main()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from kvpilot_cli.backtest.compare import POLICIES, Row, run, with_objectives
 from kvpilot_cli.backtest.costs import BacktestError, load_profile
 from kvpilot_cli.backtest.loads import cut, synthetic
 from kvpilot_cli.backtest.pilot import load_spec
+from kvpilot_cli.backtest.runs import PERIOD_SECONDS, QUIET_SECONDS, Progress, run_all
 from kvpilot_cli.backtest.service import Objective, Service
 
 
@@ -80,6 +83,52 @@ def test_every_policy_drives_a_load_within_the_bounds_of_the_spec(name: str) -> 
     assert 0.5 * spec.scaling.min_replicas <= row.gpu_hours <= 0.5 * (spec.scaling.max_replicas + 1)
 
 
+def test_progress_is_told_only_of_what_takes_long_and_not_too_often() -> None:
+    out, now = io.StringIO(), [0.0]
+    progress = Progress(4, out, lambda: now[0])
+    now[0] = QUIET_SECONDS - 0.1
+    progress.tell([1, 0.5, 0, 0])
+    assert out.getvalue() == ""
+    now[0] = QUIET_SECONDS
+    progress.tell([0, 0, 0, 0])
+    assert out.getvalue() == "backtest: 0%, 0 of 4 runs done in 5 s\n"
+    for passed in (1.0, PERIOD_SECONDS, 55.0):
+        now[0] = QUIET_SECONDS + passed
+        progress.tell([1, 1, 0.5, 0])
+    assert out.getvalue().splitlines()[1:] == [
+        "backtest: 62%, 2 of 4 runs done in 15 s, about 9 s left",
+        "backtest: 62%, 2 of 4 runs done in 1 min 0 s, about 36 s left",
+    ]
+
+
+def test_runs_in_other_processes_give_the_rows_in_order_and_tell_their_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvpilot_cli.backtest.runs.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("kvpilot_cli.backtest.runs.PERIOD_SECONDS", 0.0)
+    spec, profile, load = load_spec(None), load_profile(), cut(synthetic("rag", 1, 1, 0.1), 0, 600)
+    jobs = [(load, name, spec, profile, Objective(), 16.0) for name in ("max", "bf16-hpa")]
+    assert [row.policy for row in run_all(jobs)] == ["max", "bf16-hpa"]
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert re.match(r"backtest: \d+%, [012] of 2 runs done in ", told.err)
+    assert run_all(jobs[:1])[0].policy == "max"
+    assert "of 1 runs" in capsys.readouterr().err
+
+
+def test_the_terminal_shows_a_table_that_fits_and_a_verdict_for_each_load_and_over_all() -> None:
+    rows = [row("pilot", 10, 1000), row("max", 20, 1000), row("bf16-hpa", 5, 900), row("wva", 10, 1000)]
+    text = report.terminal(rows, Objective())
+    assert max(map(len, text.splitlines()[:5])) <= 120
+    assert "chat: served by the pilot (100.00% good), ahead of static bf16, max replicas, static bf16 + HPA; " in text
+    assert "equal to static bf16 + llm-d WVA" in text
+    assert (
+        text.splitlines()[-1] == "Verdict: the pilot serves 1 of 1 loads; of 3 comparisons: 2 ahead, 1 equal, 0 behind"
+    )
+    assert "99% good requests" in text
+    assert report.summary(rows[1:]) == ""
+
+
 def test_what_makes_a_request_good_becomes_the_pilots_objectives() -> None:
     asked = with_objectives(load_spec(None), Objective(ttft=2.5, itl=0.04)).scaling.objectives
     assert [(one.metric, one.percentile, one.milliseconds) for one in asked] == [("TTFT", 99, 2500), ("ITL", 95, 40)]
@@ -100,8 +149,6 @@ def test_the_command_writes_table_and_json(tmp_path: Path, capsys: pytest.Captur
         (["--trace", "nope"], "trace: 'nope' is unknown"),
         (["--days", "0"], "days: 0.0; give more"),
         (["--prometheus", "http://127.0.0.1:9"], "query-range: None; give START,END"),
-        (["--services", "2"], "services: 2; give at least 4"),
-        (["--services", "0"], "services: 0; give at least 4"),
         (["--seed", "-1"], "seed: -1; give a whole number from 0 on"),
         (["--query-range", "1,2"], "query-range: '1,2' has no effect without --prometheus; give both or none"),
         (["--history", "x.json", "--selector", 'a="b"'], "selector: 'a=\"b\"' has no effect without --prometheus"),
@@ -109,17 +156,8 @@ def test_the_command_writes_table_and_json(tmp_path: Path, capsys: pytest.Captur
         (["--history", "x.json", "--size", "2"], "size: 2.0 has no effect with --history; leave out one of the two"),
         (["--recorded", "x.csv", "--days", "2"], "days: 2.0 has no effect with --recorded; leave out one of the two"),
         (["--recorded", "x.csv", "--seed", "2"], "seed: 2 has no effect with --recorded; leave out one of the two"),
-        (["--services", "4", "--recorded", "x.csv"], "recorded: 'x.csv' has no effect with --services; leave out one"),
         (["--recorded", "/does/not/exist.csv"], "recorded: /does/not/exist.csv cannot be read"),
         (["--prometheus", "http://p", "--size", "2"], "size: 2.0 has no effect with --prometheus; leave out one"),
-        (["--services", "4", "--trace", "rag"], "trace: 'rag' has no effect with --services; leave out one of the two"),
-        (["--services", "4", "--history", "x.json"], "history: 'x.json' has no effect with --services; leave out one"),
-        (["--services", "4", "--prometheus", "http://p"], "prometheus: 'http://p' has no effect with --services"),
-        (["--services", "4", "--size", "2"], "size: 2.0 has no effect with --services; leave out one of the two"),
-        (["--services", "4", "--journal"], "journal: True has no effect with --services; leave out one of the two"),
-        (["--services", "4", "--report", "x.md"], "report: 'x.md' has no effect with --services; leave out one"),
-        (["--services", "4", "--plot", "x.svg"], "plot: 'x.svg' has no effect with --services; leave out one"),
-        (["--services", "4", "--requests-target", "8"], "requests-target: 8.0 has no effect with --services; leave"),
         (["--policies", "pilot,max", "--requests-target", "8"], "requests-target: 8.0 has no effect without a policy"),
         (
             ["--policies", "max,wva", "--journal"],
@@ -131,9 +169,6 @@ def test_the_command_writes_table_and_json(tmp_path: Path, capsys: pytest.Captur
         (["--ttft", "nan"], "ttft: nan; give a number above 0"),
         (["--itl", "-5"], "itl: -5.0; give a number above 0"),
         (["--json", "/does/not/exist.json"], "json: /does/not/exist.json: its folder does not exist; make it first"),
-        (["--plot", "/does/not/exist.svg"], "--plot '/does/not/exist.svg': its folder does not exist; make it first"),
-        (["--plot", "plot.txt"], "--plot 'plot.txt': the suffix must be .svg or .png"),
-        (["--services", "4", "--policies", "wva"], "policies: 'wva' is not for fleets; use pilot"),
         (["--service", "/does/not/exist.yaml"], "service: /does/not/exist.yaml cannot be read"),
         (["--profile", "/does/not/exist.json"], "profile: /does/not/exist.json cannot be read"),
     ],

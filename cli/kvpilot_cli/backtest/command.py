@@ -5,32 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpilot_cli import plots
-from kvpilot_cli.backtest import fleet, recorded, report
-from kvpilot_cli.backtest.compare import FLEET_POLICIES, POLICIES, Row, run
-from kvpilot_cli.backtest.costs import BacktestError, Profile, load_profile
+from kvpilot_cli.backtest import recorded, report
+from kvpilot_cli.backtest.compare import POLICIES
+from kvpilot_cli.backtest.costs import BacktestError, load_profile
 from kvpilot_cli.backtest.history import read_file, read_server
 from kvpilot_cli.backtest.loads import NAMES, Asked, synthetic
 from kvpilot_cli.backtest.pilot import load_spec
 from kvpilot_cli.backtest.policies import REQUESTS_TARGET
+from kvpilot_cli.backtest.runs import run_all
 from kvpilot_cli.backtest.service import Objective
 from kvpilot_cli.plan.facts import PlanError
-from kvpilot_operator.api.spec import Spec
-
-PROCESSES = 2
 
 _SYNTHETIC = ("days", "size")
 _ASKED = ("query-range", "selector")
 _SOURCES = ("history", "recorded", "prometheus")
-_OF_REQUESTS = ("trace", *_SOURCES, *_ASKED, "size", "requests-target", "journal", "report", "plot")
-
-_Job = tuple[Asked, str, Spec, Profile, Objective, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return _backtest(arguments)
-    except (BacktestError, PlanError, plots.PlotError) as error:
+    except (BacktestError, PlanError) as error:
         print(f"kvpilot backtest: {error}", file=sys.stderr)
         return 2
 
@@ -48,18 +41,13 @@ def _backtest(a: argparse.Namespace) -> int:
     _check_use(a)
     spec, profile = load_spec(a.service), load_profile(a.profile)
     objective = Objective(a.ttft, a.itl / 1000)
-    if a.services is not None:
-        policies = a.policies or list(FLEET_POLICIES)
-        if unknown := [name for name in policies if name not in FLEET_POLICIES]:
-            raise BacktestError(f"policies: {unknown[0]!r} is not for fleets; use {', '.join(FLEET_POLICIES)}")
-        return fleet.show(a.services, a.days, a.seed, spec, profile, objective, policies, a.json)
     loads, note = _loads(a)
     began = time.monotonic()
     jobs = [
         (load, name, spec, profile, objective, a.requests_target) for load in loads for name in a.policies or POLICIES
     ]
-    rows = _run_all(jobs)
-    print(report.terminal(rows))
+    rows = run_all(jobs)
+    print(report.terminal(rows, objective))
     print(f"{len(rows)} runs in {time.monotonic() - began:.0f} s")
     for row in rows if a.journal else ():
         print("\n".join(row.journal))
@@ -69,8 +57,6 @@ def _backtest(a: argparse.Namespace) -> int:
         a.json.write_text(json.dumps(report.as_json(rows), indent=1) + "\n", encoding="utf-8")
     if a.report:
         a.report.write_text(report.markdown(rows, objective), encoding="utf-8")
-    if a.plot:
-        report.plot(rows, a.plot)
     return 0
 
 
@@ -90,14 +76,12 @@ def _check(a: argparse.Namespace) -> None:
         file = getattr(a, name)
         if file is not None and not file.absolute().parent.is_dir():
             raise BacktestError(f"{name}: {file}: its folder does not exist; make it first")
-    if a.plot is not None:
-        plots.check(a.plot)
 
 
 def _check_use(a: argparse.Namespace) -> None:
     """Raise BacktestError for an option that has no effect in this combination."""
-    mode = next((name for name in ("services", *_SOURCES) if getattr(a, name) is not None), None)
-    unused: dict[str, tuple[str, ...]] = {"services": _OF_REQUESTS, "history": _SYNTHETIC, "prometheus": _SYNTHETIC}
+    mode = next((name for name in _SOURCES if getattr(a, name) is not None), None)
+    unused: dict[str, tuple[str, ...]] = {"history": _SYNTHETIC, "prometheus": _SYNTHETIC}
     unused["recorded"] = ("days",) if a.size != 1 else ("days", "seed")
     for name in unused.get(mode or "", ()):
         _refuse_given(a, name, f"with --{mode}; leave out one of the two")
@@ -144,21 +128,6 @@ def _range(text: str | None) -> tuple[float, float]:
     return start, end
 
 
-def _run_all(jobs: Sequence[_Job]) -> list[Row]:
-    if len(jobs) == 1:
-        return [_run(jobs[0])]
-    rows = []
-    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        for row in pool.imap(_run, jobs):
-            print(f"done: {row.load}, {row.policy}", file=sys.stderr, flush=True)
-            rows.append(row)
-    return rows
-
-
-def _run(job: _Job) -> Row:
-    return run(*job[:5], requests_target=job[5])
-
-
 def _policies(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
@@ -189,7 +158,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policies", type=_policies, help=f"policies to run, separated by commas: {', '.join(POLICIES)}"
     )
-    parser.add_argument("--services", type=int, metavar="N", help="simulate a fleet of N services, minute by minute")
     parser.add_argument("--days", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -207,5 +175,4 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--journal", action="store_true", help="print every step of the pilot with its reason")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--report", type=Path, help="write the table as Markdown to this file")
-    parser.add_argument("--plot", type=Path, help="draw GPU-hours against good requests into this file (.svg, .png)")
     return parser

@@ -30,7 +30,6 @@ WARM_UP = 3600.0
 """Seconds at the beginning that do not count in loads of more than four hours, because every policy begins with the
 same replicas.
 """
-FLEET_POLICIES = ("pilot", "bf16-hpa", "fp8-hpa", "max")
 POLICIES = ("pilot", "objectives", "bf16-hpa", "bf16-requests", "fp8-hpa", "fp8-requests", "wva", "fp8-wva", "max")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,15 +58,43 @@ def verdict(rows: Sequence[Row]) -> str:
     pilot = next((r for r in rows if r.policy == "pilot"), None)
     if pilot is None or len(rows) == 1:
         return ""
-    words = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
-    told = [f"{words[judge(pilot, r)]} {NAMES[r.policy]}" for r in rows if r is not pilot]
-    return f"{pilot.load}: the pilot is " + ", ".join(told)
+    served = "served" if pilot.good_percent >= SERVED_PERCENT else "not served"
+    found = {word: [NAMES[r.policy] for r in rows if r is not pilot and judge(pilot, r) == word] for word in _WORDS}
+    told = [f"{_WORDS[word]} {', '.join(names)}" for word, names in found.items() if names]
+    return f"{pilot.load}: {served} by the pilot ({pilot.good_percent:.2f}% good), {'; '.join(told)}"
 
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return the verdict over all loads; empty without a pilot to compare."""
+    pilots = [r for r in rows if r.policy == "pilot"]
+    pairs = [judge(pilot, r) for pilot in pilots for r in rows if r.load == pilot.load and r is not pilot]
+    if not pairs:
+        return ""
+    served = sum(r.good_percent >= SERVED_PERCENT for r in pilots)
+    counts = ", ".join(f"{pairs.count(word)} {word}" for word in _WORDS)
+    return f"Verdict: the pilot serves {served} of {len(pilots)} loads; of {len(pairs)} comparisons: {counts}"
+
+
+def explained(objective: Objective) -> str:
+    """Return the meaning of the columns, and the rule of the verdict."""
+    return (
+        f"A good request has its first token within {objective.ttft:g} s and on average at most "
+        f"{objective.itl * 1000:g} ms between two tokens. Lost requests timed out, or would have followed one that "
+        f"did. A load is served from {SERVED_PERCENT:g}% good requests on; among policies that serve it, fewer "
+        "GPU-hours for a million good requests are ahead."
+    )
+
+
+_WORDS = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
 
 HEADER = (
     "load", "policy", "GPU-hours", "good %", "lost", "TTFT p95 s", "TTFT p99 s", "ITL p95 ms", "ITL p99 ms",
     "whole p95 s", "preemptions", "flips", "scalings", "GPU-h / 1M good",
 )  # fmt: skip
+
+
+_BESIDE = ("TTFT p99 s", "ITL p99 ms", "whole p95 s", "preemptions")
+"""Columns that only the Markdown report has."""
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -83,20 +111,21 @@ def markdown(rows: Sequence[Row], objective: Objective) -> str:
     """Return the table and the verdicts."""
     lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
     lines += ["| " + " | ".join(cells(r)) + " |" for r in rows]
-    loads = dict.fromkeys(r.load for r in rows)
-    lines += ["", f"A good request has its first token within {objective.ttft:g} s and on average at most "
-              f"{objective.itl * 1000:g} ms between two tokens. Lost requests timed out, or would have followed "
-              "one that did.", ""]  # fmt: skip
-    lines += [f"- {text}" for load in loads if (text := verdict([r for r in rows if r.load == load]))]
+    lines += ["", explained(objective), "", *(f"- {text}" for text in _verdicts(rows))]
     return "\n".join(lines) + "\n"
 
 
-def terminal(rows: Sequence[Row]) -> str:
-    """Return the table in aligned columns, and the verdicts."""
-    lines = [render(HEADER, [cells(row) for row in rows], left=(0, 1))]
+def terminal(rows: Sequence[Row], objective: Objective) -> str:
+    """Return the table in aligned columns of at most 120 characters, and the verdicts."""
+    shown = [i for i, name in enumerate(HEADER) if name not in _BESIDE]
+    table = render([HEADER[i] for i in shown], [[cells(row)[i] for i in shown] for row in rows], left=(0, 1))
+    return "\n".join([table, "", textwrap.fill(explained(objective), 118), "", *_verdicts(rows)])
+
+
+def _verdicts(rows: Sequence[Row]) -> list[str]:
     loads = dict.fromkeys(r.load for r in rows)
-    lines += [text for load in loads if (text := verdict([r for r in rows if r.load == load]))]
-    return "\n".join(lines)
+    told = [verdict([r for r in rows if r.load == load]) for load in loads]
+    return [one for one in (*told, summary(rows)) if one]
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -115,23 +144,3 @@ def mean_use(usage: Array) -> str:
     if not len(seen):
         return "not in the history"
     return f"{100 * seen.mean():.0f}% on average, {100 * float(np.quantile(seen, 0.95)):.0f}% at the 95th percentile"
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot GPU-hours against the share of good requests, in one panel per load. The file's suffix gives the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    loads = list(dict.fromkeys(r.load for r in rows))
-    figure, axes = pyplot.subplots(1, len(loads), figsize=(4 * len(loads), 3.4), squeeze=False)
-    for panel, load in zip(axes[0], loads, strict=True):
-        for row in (r for r in rows if r.load == load):
-            panel.scatter(row.gpu_hours, row.good_percent, label=NAMES[row.policy], s=50)
-        panel.set(title=load, xlabel="GPU-hours", ylabel="good requests, %")
-        panel.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
