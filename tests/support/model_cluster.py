@@ -173,7 +173,7 @@ class ModelCluster:
             faults=broken,
             spec=spec,
             status=parse_status(self.status),
-            request=self.request,
+            canary_annotation=self.request,
             deployments=self.api.workloads(),
             pods=tuple(self._pods()),
             traffic=self.traffic,

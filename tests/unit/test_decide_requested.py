@@ -81,7 +81,7 @@ def test_promote_skips_hold_times_and_missing_requests() -> None:
     status = cluster.until(ended)
     assert status.last_trial.verdict == "Passed"
     promoted = next(one for one in status.decisions if one.action == "Promote")
-    assert "as annotation kvpilot.io/canary asks" in promoted.message
+    assert f"at once (annotation {cluster.request})" in promoted.message
 
 
 def test_promote_never_skips_the_probes() -> None:
@@ -173,5 +173,5 @@ def test_the_cache_reads_the_annotation_whatever_it_holds() -> None:
         annotations = {} if value is None else {"kvpilot.io/canary": value}
         about = {**obj["metadata"], "resourceVersion": str(version), "annotations": annotations}
         cache.wrote("QuantizedLLMService", about["namespace"], about["name"], {**obj, "metadata": about})
-        assert cache.services.get(about["namespace"], about["name"]).request == (value or "")[:100]
+        assert cache.services.get(about["namespace"], about["name"]).canary_annotation == (value or "")[:100]
     assert len(told) == 3

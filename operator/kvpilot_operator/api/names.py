@@ -21,6 +21,8 @@ CLAIM_LABEL = "kvpilot.io/claim"
 """On pods that have to be on one node for the claim of this name."""
 PREFETCH_LABEL = "kvpilot.io/prefetch"
 """On the pod of the Job that fills a claim, with the service's name."""
+CANARY_ANNOTATION = "kvpilot.io/canary"
+"""On a service: a person's request about one trial, VERB@REVISION/TIME (decide/rollout/requested.py)."""
 IDENTITY_ANNOTATION = "kvpilot.io/identity"
 """Annotation on that Job: hashes of the content required on the claim and of the Job itself."""
 
@@ -29,9 +31,6 @@ MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
 
 DO_NOT_EVICT_ANNOTATION = "kvpilot.io/do-not-evict"
 """Annotation on a pod that a cluster autoscaler should leave in place for now."""
-
-CANARY_ANNOTATION = "kvpilot.io/canary"
-"""Annotation on a service: a person's request about one trial, VERB@REVISION/TIME (decide/rollout/requested.py)."""
 
 ADMITTED = "kvpilot.io/admitted"
 """A pod's readiness gate, and the condition that opens it: requests may be sent to the pod."""

@@ -125,7 +125,7 @@ class Observer:
             faults=faults,
             spec=None if faults else spec,
             status=service.status,
-            request=service.request,
+            canary_annotation=service.canary_annotation,
             deployments=revisions,
             pods=self.cache.replicas(key),
             traffic=_traffic(traffic, pools.get(("InferencePool", key.name)), failed),

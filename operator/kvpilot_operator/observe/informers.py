@@ -65,7 +65,7 @@ class ServiceView:
     spec: Spec | None
     """The parsed spec. None if the spec has faults."""
     status: Status
-    request: str = ""
+    canary_annotation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +200,12 @@ def _itself(obj: Object) -> ServiceKey:
     return ServiceKey(obj["metadata"]["namespace"], obj["metadata"]["name"])
 
 
-def _owner(obj: Object) -> ServiceKey | None:
-    name = (obj["metadata"].get("labels") or {}).get(SERVICE_LABEL)
+def _labelled(label: str, obj: Object) -> ServiceKey | None:
+    name = (obj["metadata"].get("labels") or {}).get(label)
     return ServiceKey(obj["metadata"]["namespace"], name) if name else None
 
 
-def _group(obj: Object) -> ServiceKey | None:
-    name = (obj["metadata"].get("labels") or {}).get(GROUP_LABEL)
-    return ServiceKey(obj["metadata"]["namespace"], name) if name else None
+_owner, _group = partial(_labelled, SERVICE_LABEL), partial(_labelled, GROUP_LABEL)
 
 
 def _placed(kind: str, view: Callable[[Object], V], obj: Object) -> Owned[V]:

@@ -69,8 +69,7 @@ class Snapshot:
     faults: tuple[Fault, ...]
     spec: Spec | None
     status: Status
-    request: str = ""
-    """Its annotation kvpilot.io/canary."""
+    canary_annotation: str = ""
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None

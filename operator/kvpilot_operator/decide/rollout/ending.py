@@ -21,13 +21,11 @@ def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Contex
     if c.spec.rollout.paused and reason != ABORTED:
         return c.set_canary(verdict=verdict, reason=reason, message=message)
     c = c.set_canary(stage=Stage.ROLLING_BACK, verdict=verdict, reason=reason, message=message, weight_percent=None)
-    same, dtypes = canary.dtype == canary.from_dtype, {"from_dtype": canary.dtype, "to_dtype": canary.from_dtype}
+    same, warning = canary.dtype == canary.from_dtype, reason not in (Reason.SUPERSEDED, ABORTED)
+    entry = {"from_dtype": canary.dtype, "to_dtype": canary.from_dtype}
     text = f"{message}; {'the revision before it' if same else canary.from_dtype} keeps serving"
-    c = _remember(
-        c.record(Action.ROLL_BACK, reason, text, warning=reason not in (Reason.SUPERSEDED, ABORTED), **dtypes)
-    )
-    spared = (reason, verdict) == (ABORTED, Verdict.INCONCLUSIVE)
-    if same or spared or reason in (Reason.SUPERSEDED, *NOT_OF_THE_DTYPE):
+    c = _remember(c.record(Action.ROLL_BACK, reason, text, warning=warning, **entry))
+    if same or (reason, verdict) == (ABORTED, Verdict.INCONCLUSIVE) or reason in (Reason.SUPERSEDED, *NOT_OF_THE_DTYPE):
         return c
     longest = c.spec.rollout.deny_seconds
     return c.deny(canary.dtype, reason, message, longest if verdict == Verdict.FAILED else min(RETRY_SECONDS, longest))

@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import msgspec
 
-from kvpilot_operator.api.names import CANARY_ANNOTATION
 from kvpilot_operator.api.words import Action, ConditionType, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.accuracy.reported import mismatch
@@ -181,7 +180,7 @@ def _share_traffic(c: Context) -> Context:
 
 
 def _promote(c: Context) -> Context:
-    asked = f" at once, as annotation {CANARY_ANNOTATION} asks" if requested.skips_steps(c) else ""
+    asked = f" at once (annotation {c.snapshot.canary_annotation})" if requested.skips_steps(c) else ""
     text = f"scaling to {c.replicas} and switching traffic{asked}: {in_flight(c).message}"
     c = c.set_canary(stage=Stage.PROMOTING, step_time=None, verdict=Verdict.PASSED)
     return c.record_trial(Action.PROMOTE, "Promoting", text)
