@@ -22,7 +22,7 @@ from kvpilot_operator.observe.views import deployment_view, named_view, pool_vie
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.objects import DeploymentView, ObjectView
-from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import ServerFacts
 from kvpilot_operator.state.status import Condition, parse_status
 from support.services import KEY, NOW
 

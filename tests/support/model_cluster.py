@@ -32,8 +32,7 @@ from kvpilot_operator.state.decision import (
 from kvpilot_operator.state.objects import Parent, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
 from kvpilot_operator.state.samples import Sample
-from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
+from kvpilot_operator.state.snapshot import ProbePlan, ServerFacts, Snapshot
 from kvpilot_operator.state.status import Status, parse_status
 from kvpilot_probes.codec import Baseline, Control
 from kvpilot_probes.stats import Measurement

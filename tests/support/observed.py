@@ -18,8 +18,7 @@ from kvpilot_operator.observe.gather import Observations, Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import Snapshot
+from kvpilot_operator.state.snapshot import ServerFacts, Snapshot
 from support.metrics_pages import parse_page
 from support.services import KEY, manifest
 

@@ -14,7 +14,7 @@ from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.render import route
 from kvpilot_operator.render.route import Backend, weighted
 from kvpilot_operator.state.objects import RouteView
-from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import ServerFacts
 from kvpilot_operator.state.status import Canary, Stable, Status
 from support.services import NOW, manifest, pod, snapshot, spec_of
 

@@ -19,7 +19,7 @@ from kvpilot_operator.render.objects import inference_pool
 from kvpilot_operator.render.route import POOLS, SERVICES, Backend, weighted
 from kvpilot_operator.state.objects import ObjectView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
-from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import ServerFacts
 from support.crd import apply_defaults
 from support.services import KEY, manifest, revision_of, running, spec_of
 from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage

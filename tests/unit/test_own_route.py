@@ -15,7 +15,7 @@ from kvpilot_operator.render.objects import http_route
 from kvpilot_operator.render.route import own_rules
 from kvpilot_operator.state.objects import ObjectView, Parent, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
-from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import ServerFacts
 from support.crd import apply_defaults
 from support.services import KEY, manifest, revision_of, running, spec_of
 from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage

@@ -33,8 +33,7 @@ from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.decision import Decision, NothingKept
-from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import ServerFacts, ServiceKey, Snapshot
 from support.memory_api import MemoryApi, tell
 from support.metrics_pages import parse_page
 from support.services import KEY, manifest

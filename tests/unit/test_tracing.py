@@ -30,7 +30,7 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Measure, ProbeFailed
-from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import ServerFacts
 from kvpilot_operator.tracing import NO_TRACER, SpanSender, Tracer, span
 from kvpilot_probes import codec
 from support.collector import parsed

@@ -25,7 +25,7 @@ from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.gather import Observer
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.observe.scrape import Scraper
-from kvpilot_operator.state.server import ServerFacts
+from kvpilot_operator.state.snapshot import ServerFacts
 
 log = logging.getLogger(__name__)
 

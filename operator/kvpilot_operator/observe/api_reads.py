@@ -14,8 +14,7 @@ from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.observe.views import without_pod_name
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, PodView
-from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.state.snapshot import ServerFacts, ServiceKey
 
 Object = Mapping[str, Any]
 

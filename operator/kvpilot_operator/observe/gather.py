@@ -37,8 +37,7 @@ from kvpilot_operator.observe.windows import Windows, retention_of
 from kvpilot_operator.state.decision import ProbeResult
 from kvpilot_operator.state.objects import ObjectView, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
-from kvpilot_operator.state.server import ServerFacts
-from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey, Snapshot
+from kvpilot_operator.state.snapshot import ProbePlan, ServerFacts, ServiceKey, Snapshot
 from kvpilot_operator.tracing import NO_TRACER, Tracer, span
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from kvpilot_operator.state.decision import Find, ProbeResult
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView, PrefetchView, Rejection, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.samples import Sample
-from kvpilot_operator.state.server import ServerFacts
 from kvpilot_operator.state.status import Status
 
 
@@ -46,6 +45,16 @@ class NodeFacts:
     memory_mib: int | None = None
     """Memory of one GPU, or of one slice of it (MIG)."""
     cuda: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """The optional APIs that the API server serves."""
+
+    http_routes: bool = False
+    inference_pools: bool = False
+    assigns_users: bool = False
+    """True if the server assigns users and groups to the pods of each namespace (OpenShift)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from kvpilot_operator.decide.objects.traffic import routed
 from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, Subject
 from kvpilot_operator.state.status import MAX_HISTORY, Experience, Stable, Trial
 
-# The reason of a trial that a person ended.
-ABORTED = Stage.ROLLED_BACK
+ABORTED = Stage.ROLLED_BACK  # The reason of a trial that a person ended.
 # Faults of engines: the revision waits before it is tried again (`target`), and no dtype is denied.
 NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
 

@@ -16,7 +16,6 @@ from kvpilot_operator.decide.rollout.ending import ABORTED, roll_back
 from kvpilot_operator.times import utc
 
 _FORM = re.compile(r"(abort|deny|promote|retry)@[0-9a-f]{8}/\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
-_VERDICTS = {"abort": Verdict.INCONCLUSIVE, "deny": Verdict.FAILED}
 
 
 def act(c: Context) -> Context:
@@ -27,7 +26,9 @@ def act(c: Context) -> Context:
         return c.hold("RequestUnreadable", f"annotation {CANARY_ANNOTATION} is {request!r}: {remedy}")
     if canary is None:
         return _retry(c) if last is not None and _verb(c, last.revision, last.time) == "retry" else c
-    verdict = _VERDICTS.get(_verb(c, canary.revision, canary.started_time))
+    verdict = {"abort": Verdict.INCONCLUSIVE, "deny": Verdict.FAILED}.get(
+        _verb(c, canary.revision, canary.started_time)
+    )
     if verdict is None or canary.stage == Stage.ROLLING_BACK or c.snapshot.traffic == canary.revision:
         return c
     return roll_back(c, verdict, ABORTED, f"ended by annotation {CANARY_ANNOTATION} ({request})")
@@ -52,8 +53,7 @@ def _retry(c: Context) -> Context:
     standing, waits = c.denial(last.dtype), last.verdict != Verdict.PASSED and last.reason != Reason.SUPERSEDED
     if standing is None and not waits:
         return c
-    if waits:
-        c = c.set(history=(msgspec.structs.replace(last, reason=Reason.SUPERSEDED), *older))
+    c = c.set(history=(msgspec.structs.replace(last, reason=Reason.SUPERSEDED), *older)) if waits else c
     c = c.set_kv(denied=tuple(one for one in c.status.kv_cache.denied if one != standing))
     text = f"{last.dtype} may be tried again at once, by annotation {CANARY_ANNOTATION}; before: {last.message}"
     return c.record(Action.JUDGE, "RetryAllowed", text, to_dtype=last.dtype)
