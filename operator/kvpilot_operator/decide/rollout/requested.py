@@ -26,12 +26,10 @@ def act(c: Context) -> Context:
         return c.hold("RequestUnreadable", f"annotation {CANARY_ANNOTATION} is {request!r}: {remedy}")
     if canary is None:
         return _retry(c) if last is not None and _verb(c, last.revision, last.time) == "retry" else c
-    verdict = {"abort": Verdict.INCONCLUSIVE, "deny": Verdict.FAILED}.get(
-        _verb(c, canary.revision, canary.started_time)
-    )
-    if verdict is None or canary.stage == Stage.ROLLING_BACK or c.snapshot.traffic == canary.revision:
+    verb, text = _verb(c, canary.revision, canary.started_time), f"ended by annotation {CANARY_ANNOTATION} ({request})"
+    if verb not in ("abort", "deny") or canary.stage == Stage.ROLLING_BACK or c.snapshot.traffic == canary.revision:
         return c
-    return roll_back(c, verdict, ABORTED, f"ended by annotation {CANARY_ANNOTATION} ({request})")
+    return roll_back(c, Verdict.FAILED if verb == "deny" else Verdict.INCONCLUSIVE, ABORTED, text)
 
 
 def skips_steps(c: Context) -> bool:
