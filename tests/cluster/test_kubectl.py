@@ -192,3 +192,12 @@ def test_kubectl_completes_names_of_services(world: World) -> None:
     program = PROGRAM.with_name("kubectl_complete-kvpilot")
     found = kvpilot(world.plane.kubeconfig, "undeny", "-n", "models", "", program=program)
     assert (found.stdout, found.stderr) == ("chat\n:4\n", "")
+
+
+def test_retry_annotates_the_service_with_its_last_trial_and_leaves_the_spec(world: World) -> None:
+    before, last = world.service(), world.status["history"][0]
+    assert "be tried again at once" in world.run("retry", "chat")
+    after = world.service()
+    assert after["metadata"]["annotations"]["kvpilot.io/canary"] == f"retry@{last['revision']}/{last['time']}"
+    assert (after["spec"], after["metadata"]["generation"]) == (before["spec"], before["metadata"]["generation"])
+    assert "has no canary" in world.refused("abort", "chat", "-n", "models")
