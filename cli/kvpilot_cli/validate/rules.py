@@ -75,7 +75,11 @@ def _said(error: Json) -> str:
         return f"is unknown: use one of {', '.join(map(str, limit))}"
     if kind == "anyOf":
         return "has the wrong type: use a whole number or text"
-    return f"has the wrong type: use {_TYPES.get(limit, limit)}" if kind == "type" else _LIMITS[kind].format(limit)
+    return (
+        f"has the wrong type: use {_TYPES.get(limit, limit)}"
+        if kind == "type"
+        else _LIMITS.get(kind, "breaks {} of the schema").format(limit)
+    )
 
 
 _TYPES = {
