@@ -5,13 +5,20 @@ Only their leaders take requests, a canary adds one group, and a group with an e
 
 from __future__ import annotations
 
+import asyncio
+import os
+import re
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from support.faulty_plane import Component, engine_process
 from support.faulty_record import record
@@ -25,6 +32,7 @@ from support.unprobed import DRAIN, promoted_and_rolled_back
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3600)]
 
 ENGINE = {"image": IMAGE, "nodes": 2}
+RUNBOOK = Path(__file__).parents[2] / "docs" / "runbooks" / "KvpilotOperatorDown.md"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -78,6 +86,7 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
     [left] = await sets_of(world, name)
     assert left["metadata"]["labels"][REVISION_LABEL] == second
     assert any("leaderworkersets" in written for written in killer.killed)
+    await a_leader_is_admitted_by_hand(world, name)
     record(
         f"operator killed {len(killer.killed)} times while a canary of groups is promoted and another rolled back",
         taken,
@@ -85,6 +94,34 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
         answered=seen.answered.total(),
     )
     await world.delete(name)
+
+
+async def a_leader_is_admitted_by_hand(world, name):
+    """Replace a group of a promoted revision while no operator runs, and admit its leader as the runbook says."""
+    await world.stop_operator()
+    gone = (await world.pods(name))[0]["metadata"]
+    await world.cluster.delete(Ref("v1", "Pod", NAMESPACE, gone["name"]))
+
+    async def replaced(kind):
+        pods = [pod for pod in await world.pods(name) if pod["metadata"]["uid"] != gone["uid"]]
+        return len(pods) == 2 and all(
+            any((one["type"], one["status"]) == (kind, "True") for one in pod["status"].get("conditions", ()))
+            for pod in pods
+        )
+
+    await until(lambda: replaced("ContainersReady"), "the engine of the new group answers")
+    assert not await replaced("Ready")
+    [script] = [
+        found for found in re.findall(r"```sh\n(.*?)```", RUNBOOK.read_text(), re.DOTALL) if "ADMITTED" in found
+    ]
+    path = f"{kubectl().parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "KUBECONFIG": str(world.local.kubeconfig), "NAMESPACE": NAMESPACE, "NAME": name}
+    done = await asyncio.to_thread(
+        subprocess.run, ["bash", "-euc", script], env=env, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    await until(lambda: replaced("Ready"), "the leader that was admitted by hand is Ready")
+    await world.start_operator()
 
 
 def moves_routed_groups(written: str) -> bool:

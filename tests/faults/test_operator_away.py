@@ -1,102 +1,150 @@
-"""While no operator runs, a new pod gets no requests, and the runbook's commands help."""
+"""While no operator runs, new pods of the serving revision get requests, and those of an unprobed canary get none."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import subprocess
+import contextlib
 import time
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 
-from kvpilot_localcluster.toolbox.kubectl import kubectl
-from kvpilot_operator.cluster.objects import Ref
+from kvpilot_localcluster.rest import ApiError
+from kvpilot_operator.api.names import INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.cluster.objects import Object, Ref
 from support.faulty_record import record
-from support.faulty_world import NAMESPACE, FaultyWorld, Object, until
+from support.faulty_world import NAMESPACE, FaultyWorld, until
+from support.inference_gateway import ServiceWay, picked
+from support.inference_kinds import POOL_CRD, pool
+from support.ready_pods import ReadyPods
+from support.unprobed import ACCURACY, DRAIN, InTurns, Requests, ends, requests
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-RUNBOOK = Path(__file__).parents[2] / "docs" / "runbooks" / "KvpilotOperatorDown.md"
-
-
-def commands(word: str) -> str:
-    """Return the runbook's only block of shell commands with this word."""
-    (block,) = [found for found in re.findall(r"```sh\n(.*?)```", RUNBOOK.read_text(), re.DOTALL) if word in found]
-    return block
-
-
-async def shell(world: FaultyWorld, script: str, **variables: str) -> str:
-    """Run it as a user would, with kubectl on the PATH."""
-    path = f"{kubectl().parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "KUBECONFIG": str(world.local.kubeconfig), "NAMESPACE": NAMESPACE, **variables}
-    done = await asyncio.to_thread(
-        subprocess.run, ["bash", "-euc", script], env=env, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3600)]
 
 
 def holds(pod: Object, kind: str) -> bool:
     return any((one["type"], one["status"]) == (kind, "True") for one in pod["status"].get("conditions", ()))
 
 
-async def newest(world: FaultyWorld, name: str, gone: str) -> Object:
-    """Return the pod that replaced the deleted one, once its engine answers."""
-    found: list[Object] = []
-
-    async def answers() -> bool:
-        found[:] = [pod for pod in await world.pods(name) if pod["metadata"]["name"] != gone]
-        return bool(found) and holds(found[0], "ContainersReady")
-
-    await until(answers, "the engine of the new pod answers")
-    return found[0]
+async def pods_of(world: FaultyWorld, name: str, revision: str) -> list[Object]:
+    """Return the revision's pods that are not terminating."""
+    pods = [pod for pod in await world.pods(name) if pod["metadata"]["labels"][REVISION_LABEL] == revision]
+    return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
 
-async def test_a_pod_that_is_replaced_while_no_operator_runs_gets_requests_once_it_is_admitted_by_hand(world):
-    await world.serving("away", 1)
-    (before,) = await world.pods("away")
-    await world.stop_operator()
-    await world.cluster.delete(Ref("v1", "Pod", NAMESPACE, before["metadata"]["name"]))
-    pod = await newest(world, "away", before["metadata"]["name"])
-    assert not holds(pod, "Ready")
-    began = time.monotonic()
-    await shell(world, commands("--subresource=status"), NAME="away")
+async def evicted(world: FaultyWorld, pod: Object) -> bool:
+    """Evict a pod as a drain does; return False if the budget forbids it now."""
+    about = {"name": pod["metadata"]["name"], "namespace": NAMESPACE}
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{about['name']}/eviction"
+    body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
+    try:
+        await asyncio.to_thread(world.rest.create, path, body)
+    except ApiError as error:
+        if error.status == 429:
+            return False
+        raise
+    return True
 
-    async def ready() -> bool:
-        return holds(await world.cluster.get(Ref("v1", "Pod", NAMESPACE, pod["metadata"]["name"])), "Ready")
 
-    await until(ready, "the pod that was admitted by hand is Ready")
-    record(
-        "pod replaced while no operator runs, and admitted by hand", time.monotonic() - began, what="it gets requests"
-    )
-    await world.start_operator()
+@contextlib.asynccontextmanager
+async def asked_by_everybody(world: FaultyWorld, name: str) -> AsyncIterator[Requests]:
+    """Send requests to the Service, and in turn to a pool that selects all pods of the service."""
+    everyone = f"all-of-{name}"
+    await world.define(POOL_CRD)
+    await world.cluster.create(pool(everyone, NAMESPACE, {SERVICE_LABEL: name}))
+    pool_of_all = ReadyPods(world.cluster, NAMESPACE, everyone)
+    endpoints = ReadyPods(world.cluster, NAMESPACE, name, "Service")
+    async with pool_of_all.following(), endpoints.following(), picked(pool_of_all) as by_picker:
+        await until(
+            lambda: asyncio.sleep(0, bool(pool_of_all.endpoints() and endpoints.endpoints())), "both have a pod"
+        )
+        async with requests(world, name, InTurns(by_picker, ServiceWay(endpoints))) as seen:
+            yield seen
+    await world.cluster.delete(Ref(INFERENCE_POOL_API, "InferencePool", NAMESPACE, everyone))
+
+
+async def test_serving_pods_need_no_operator_to_be_replaced_and_a_canarys_pods_get_nothing_without_one(world):
+    name = "away"
+    await world.serving(name, 2, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN)
+    async with asked_by_everybody(world, name) as seen:
+        await world.patch(name, {"kvCache": {"dtype": "k4v4"}})
+        await ends(world, name, "Promoted", "k4v4")
+        serves = (await world.status(name))["stable"]["revision"]
+        promoted = await pods_of(world, name, serves)
+        assert all(pod["spec"].get("readinessGates") for pod in promoted)
+
+        async def ungated() -> bool:
+            found = await world.cluster.get(Ref("apps/v1", "Deployment", NAMESPACE, f"{name}-{serves}"))
+            spec = found["spec"]
+            return not spec.get("paused") and not spec["template"]["spec"].get("readinessGates")
+
+        await until(ungated, "the template of the promoted revision has no gate")
+        await world.stop_operator()
+        # The gate went without a restart.
+        ran_on = {pod["metadata"]["uid"] for pod in await pods_of(world, name, serves)}
+        assert ran_on == {pod["metadata"]["uid"] for pod in promoted}
+        began = time.monotonic()
+        await replaced_one_by_one(world, name, serves, promoted)
+        record(
+            "both pods of a promoted revision evicted one by one while no operator runs",
+            time.monotonic() - began,
+            what="two new pods are Ready, and no request fails",
+            answered=seen.answered.total(),
+        )
+        await world.start_operator()
+        await world.until_ready(name, 2)
+        await a_canary_without_an_operator(world, name, serves)
+        assert (seen.unprobed, seen.failed, seen.nobody) == ([], [], 0)
+        await world.start_operator()
+        await ends(world, name, "Promoted", "k8v4")
+    assert (seen.unprobed, seen.failed, seen.nobody) == ([], [], 0)
     await world.dial()
-    assert await ready()
-    await world.delete("away")
+    await world.delete(name)
 
 
-async def test_engines_without_the_gate_need_no_operator_and_one_that_comes_back_leaves_them_as_they_are(world):
-    await world.serving("ungated", 1)
-    await world.stop_operator()
-    await shell(world, commands("readinessGates"), NAME="ungated")
+async def replaced_one_by_one(world: FaultyWorld, name: str, revision: str, pods: list[Object]) -> None:
+    """Evict each pod as soon as the budget allows it, and wait until all new pods are Ready."""
+    gone = {pod["metadata"]["uid"] for pod in pods}
 
-    async def replaced() -> bool:
-        pods = [pod for pod in await world.pods("ungated") if not pod["spec"].get("readinessGates")]
-        return [holds(pod, "Ready") for pod in pods] == [True] and len(await world.pods("ungated")) == 1
+    async def new_ones(count: int) -> bool:
+        now = await pods_of(world, name, revision)
+        ready = [pod for pod in now if holds(pod, "Ready")]
+        assert len(ready) >= len(pods) - 1, "fewer pods are Ready than the budget must leave"
+        return sum(pod["metadata"]["uid"] not in gone for pod in ready) >= count
 
-    await until(replaced, "the Deployment has replaced its pod by one without the gate")
-    (pod,) = await world.pods("ungated")
-    await world.cluster.delete(Ref("v1", "Pod", NAMESPACE, pod["metadata"]["name"]))
-    assert not (await newest(world, "ungated", pod["metadata"]["name"]))["spec"].get("readinessGates")
-    await until(replaced, "a pod that is replaced without an operator is Ready")
-    (last,) = await world.pods("ungated")
-    await world.start_operator()
-    await world.until_ready("ungated", 1)
-    await world.dial()
-    assert [one["metadata"]["uid"] for one in await world.pods("ungated")] == [last["metadata"]["uid"]]
-    await world.delete("ungated")
+    for count, pod in enumerate(pods, start=1):
+        await until(lambda pod=pod: evicted(world, pod), f"the budget lets pod {count} go")
+        await until(lambda count=count: new_ones(count), f"new pod {count} is Ready")
+
+
+async def a_canary_without_an_operator(world: FaultyWorld, name: str, serves: str) -> None:
+    """Kill the operator while a canary starts. Its pods, also a replaced one, answer and stay unready."""
+
+    async def begun() -> bool:
+        return (await world.status(name)).get("canary", {}).get("stage") == "Starting"
+
+    await world.patch(name, {"kvCache": {"dtype": "k8v4"}})
+    await until(begun, "a canary starts", pause=0.02)
+    canary = (await world.status(name))["canary"]["revision"]
+
+    async def made() -> bool:
+        return bool(await pods_of(world, name, canary))
+
+    await until(made, "the canary has a pod", pause=0.02)
+    world.kill_operator()
+    for _ in range(2):
+        [pod] = await pods_of(world, name, canary)
+
+        async def answers(uid: str = pod["metadata"]["uid"]) -> bool:
+            found = await pods_of(world, name, canary)
+            return [(one["metadata"]["uid"], holds(one, "ContainersReady")) for one in found] == [(uid, True)]
+
+        await until(answers, "the engine of the canary answers")
+        [pod] = await pods_of(world, name, canary)
+        assert not holds(pod, "Ready")
+        await world.cluster.delete(Ref("v1", "Pod", NAMESPACE, pod["metadata"]["name"]))
+        await until(made, "the canary's pod is replaced")
+    assert len(await pods_of(world, name, serves)) == 2
 
 
 async def test_an_engine_that_hangs_with_a_full_cache_and_a_queue_is_told_and_changes_nothing(world):

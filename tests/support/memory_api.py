@@ -123,6 +123,11 @@ class MemoryApi:
         found = [obj for what, obj in self.objects.items() if what[0] == kind]
         return copy.deepcopy([obj for obj in found if obj["metadata"].get("labels", {}).get(label) == value][:limit])
 
+    async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Object]:
+        self.asked.append(("list", kind, selector))
+        wanted = dict(one.split("=") for one in selector.split(","))
+        return copy.deepcopy([obj for obj in self.of_kind(kind) if wanted.items() <= obj["metadata"]["labels"].items()])
+
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
     ) -> AsyncIterator[Object]:

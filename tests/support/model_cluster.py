@@ -334,7 +334,13 @@ class ModelCluster:
     def _controllers(self) -> None:
         self.engines.places, self.engines.starts = self.places, self.starts
         self.engines.start_ticks, self.engines.drain_ticks = self.start_ticks, self.drain_ticks
-        self.engines.reconcile({name: count for name, (_, count) in self.deployments.items()})
+        for what, obj in [one for one in self.api.objects.items() if one[0][0] == "Deployment"]:
+            if "observedGeneration" not in obj.get("status", {}) or obj["spec"].get("paused"):
+                self.api.objects[what] = {**obj, "status": {"observedGeneration": obj["metadata"]["generation"]}}
+        views = self.api.workloads()
+        self.engines.reconcile(
+            {name: view.replicas for name, view in views.items()}, {name: view.has_gate for name, view in views.items()}
+        )
         self.do_not_evict &= self.pod_names(workers=True)
         self.engines.admitted &= self.pod_names()
 

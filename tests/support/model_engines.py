@@ -33,7 +33,8 @@ class ModelPod:
     starts_in: int = 0
     leaves_in: int | None = None
     ready: bool = False
-    """True if its engine answers. It gets requests only if its readiness gate is open, too."""
+    """True if its engine answers. It gets requests only if its readiness gate, if any, is open, too."""
+    gated: bool = True
 
     @property
     def name(self) -> str:
@@ -48,9 +49,9 @@ class ModelPod:
             pod(self.revision),
             name=self.name,
             ip=f"10.{net}.{self.index}",
-            ready=self.ready and admitted,
+            ready=self.ready and (admitted or not self.gated),
             containers_ready=self.ready,
-            admitted=admitted,
+            admitted=admitted if self.gated else None,
         )
         if self.leaves_in is not None:
             return replace(base, terminating=True, ready=False, containers_ready=False)
@@ -90,8 +91,11 @@ class ModelEngines:
         self._place()
         self.pods = tuple(replace(p, starts_in=max(0, p.starts_in - 1)) if p.placed else p for p in self.pods)
 
-    def reconcile(self, wanted: dict[str, int]) -> None:
-        """Act as the controllers: create missing pods, and delete surplus ones. Pods that do not answer go first."""
+    def reconcile(self, wanted: dict[str, int], gated: Mapping[str, bool]) -> None:
+        """Act as the controllers: create missing pods, and delete surplus ones. Pods that do not answer go first.
+
+        A new pod has a readiness gate if its revision is `gated`.
+        """
         for revision in {*wanted, *(p.revision for p in self.pods)}:
             mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
             surplus = len(mine) - wanted.get(revision, 0)
@@ -101,7 +105,8 @@ class ModelEngines:
             taken = {p.index for p in self.pods if p.revision == revision}
             taken |= {index for name, index in self.evicted if name == revision}
             free = (i for i in range(10_000) if i not in taken)
-            fresh = [ModelPod(revision, next(free), starts_in=self.start_ticks) for _ in range(max(0, -surplus))]
+            new = ModelPod(revision, 0, starts_in=self.start_ticks, gated=gated.get(revision, True))
+            fresh = [replace(new, index=next(free)) for _ in range(max(0, -surplus))]
             self.pods = (*self.pods, *fresh)
         self._place()
 
@@ -114,8 +119,8 @@ class ModelEngines:
             self.pods = (*(p for p in self.pods if p is not one), *gone)
 
     def ready(self, revision: str) -> int:
-        """Return pods of the revision that answer and are admitted."""
-        return sum(p.name in self.admitted for p in self._answering(revision))
+        """Return pods of the revision that answer and get requests."""
+        return sum(not p.gated or p.name in self.admitted for p in self._answering(revision))
 
     def answering(self, revision: str) -> int:
         """Return pods of the revision whose engines answer."""

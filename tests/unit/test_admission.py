@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.act.ungate import ungate
 from kvpilot_operator.api.names import ADMITTED
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import Conflict, NotFound, Rejected
@@ -15,11 +16,12 @@ from kvpilot_operator.observe.views import deployment_view, pod_view
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.state.decision import Decision
-from kvpilot_operator.state.objects import DeploymentView
+from kvpilot_operator.state.objects import DeploymentView, ObjectView, Rejection
 from kvpilot_operator.state.status import Canary, Status
+from support.memory_api import MemoryApi
 from support.services import KEY, NOW, manifest, pod, revision_of, running, snapshot, spec_of
 from support.trials import NEW as ON_TRIAL
-from support.trials import killed_after_each_write, on_trial, stage
+from support.trials import copied, ended, killed_after_each_write, on_trial, stage
 
 OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, replicas=2, scaling={"mode": "External"})
 OLD, NEW = revision_of(OBJ, "auto"), revision_of(OBJ, "k4v4")
@@ -96,14 +98,110 @@ def test_the_gate_is_in_the_pods_and_not_in_the_revision():
     assert (deployment_view(made).has_gate, deployment_view(bare).has_gate) == (True, False)
 
 
-def test_pods_that_are_there_without_the_gate_are_not_restarted_for_it():
-    def template(has_gate):
-        there = {OLD: DeploymentView(OLD, "auto", 1, has_gate=has_gate)}
-        objects = decide(running(manifest(), "auto", deployments=there)).objects
-        return next(one for one in objects.apply if one["kind"] == "Deployment")["spec"]["template"]
+def test_only_a_canarys_pods_have_the_gate_from_the_start():
+    cluster = on_trial()
+    canary = cluster.until(stage("Starting")).canary
+    views = cluster.api.workloads()
+    assert {name: view.has_gate for name, view in views.items()} == {cluster.traffic: False, canary.revision: True}
 
-    assert "readinessGates" not in template(False)["spec"]
-    assert template(True)["spec"]["readinessGates"] == [{"conditionType": ADMITTED}]
+
+def test_the_template_of_a_workload_that_exists_keeps_its_gate_or_stays_without_one():
+    def decided(**view):
+        there = {OLD: DeploymentView(OLD, "auto", 1, **view)}
+        decision = decide(running(manifest(), "auto", deployments=there))
+        made = next(one for one in decision.objects.apply if one["metadata"]["name"].endswith(OLD))
+        return "readinessGates" in made["spec"]["template"]["spec"], decision.ungated
+
+    assert decided(has_gate=False) == (False, "")
+    assert decided(has_gate=True) == (True, OLD)
+    assert decided(has_gate=False, paused=True) == (False, OLD)
+
+
+def test_a_deployment_is_in_step_once_its_controller_has_seen_that_all_pods_come_from_its_template():
+    def view(paused, generation, **status):
+        metadata = {"labels": {}, "generation": generation}
+        return deployment_view({"metadata": metadata, "spec": {"paused": paused}, "status": status})
+
+    seen = {"observedGeneration": 2, "replicas": 2}
+    assert not view(True, 2, **seen).in_step
+    assert not view(True, 3, **seen, updatedReplicas=2).in_step
+    assert view(True, 2, **seen, updatedReplicas=2).in_step
+    assert (view(True, 2).paused, view(False, 2).paused) == (True, False)
+
+
+GATE = [{"conditionType": ADMITTED}]
+
+
+def with_gate(kind, name, uid, owner):
+    labels = {"kvpilot.io/service": KEY.name, "kvpilot.io/revision": OLD}
+    about = {"name": name, "uid": uid, "labels": labels, "ownerReferences": [{"uid": owner}]}
+    pods = {"metadata": {"labels": labels}, "spec": {"readinessGates": GATE, "containers": []}}
+    return {"apiVersion": "apps/v1", "kind": kind, "metadata": about, "spec": {"replicas": 1, "template": pods}}
+
+
+def test_a_gate_is_removed_from_a_paused_deployment_and_its_replica_set_before_it_goes_on():
+    api, deployment = MemoryApi(), f"{KEY.name}-{OLD}"
+    api.put(with_gate("Deployment", deployment, "d", "u-1"))
+    api.put(with_gate("ReplicaSet", f"{deployment}-5d9", "r", "d"))
+    api.put(with_gate("ReplicaSet", "theirs", "t", "somebody-else"))
+
+    def step(**seen):
+        view = replace(deployment_view(api.objects["Deployment", deployment]), **seen)
+        objects = {("Deployment", deployment): ObjectView("d", True, "1")}
+        asyncio.run(ungate(api, snapshot(OBJ, deployments={OLD: view}, objects=objects), OLD))
+        spec = api.objects["Deployment", deployment]["spec"]
+        return spec["paused"], "readinessGates" in spec["template"]["spec"]
+
+    def gated(name):
+        return "readinessGates" in api.objects["ReplicaSet", name]["spec"]["template"]["spec"]
+
+    assert step() == (True, False)
+    assert (gated(f"{deployment}-5d9"), gated("theirs")) == (False, True)
+    assert step(in_step=False) == (True, False)
+    assert step(in_step=True) == (False, False)
+    order = [kind for method, kind, _ in api.asked if method == "merge"]
+    assert order == ["Deployment", "ReplicaSet", "Deployment"]
+
+
+def test_pods_of_a_promoted_revision_need_no_operator_wherever_it_was_killed_after_the_promotion():
+    cluster = on_trial()
+    before = cluster
+    while not ended(cluster.parsed()):
+        before = copied(cluster)
+        cluster.tick()
+    for writes in range(cluster.writes - before.writes + 1):
+        killed = copied(before)
+        killed.tick(cut_after=writes)
+        serves = killed.settle().stable.revision
+        view = killed.api.workloads()[serves]
+        assert (view.has_gate, view.paused) == (False, False)
+        killed.engines.evict(serves)
+        killed.engines.reconcile({serves: view.replicas}, {serves: view.has_gate})
+        for _ in range(5):
+            killed.engines.tick()
+        assert killed.engines.ready(serves) == view.replicas
+
+
+def test_a_revision_that_served_and_is_on_trial_again_starts_anew_with_the_gate():
+    cluster = on_trial(cluster={"bad": frozenset({ON_TRIAL})})
+    canary = cluster.until(stage("Starting")).canary.revision
+    found = cluster.api.objects["Deployment", f"{KEY.name}-{canary}"]
+    template = found["spec"]["template"]
+    ungated = {name: value for name, value in template["spec"].items() if name != "readinessGates"}
+    cluster.api.put({**found, "spec": {**found["spec"], "template": {**template, "spec": ungated}}})
+    assert not cluster.api.workloads()[canary].has_gate
+    cluster.tick()
+    assert canary not in cluster.deployments
+    cluster.tick()
+    assert cluster.api.workloads()[canary].has_gate
+
+
+def test_an_operator_that_may_not_change_replica_sets_says_so():
+    words = 'replicasets.apps is forbidden: User "x" cannot list resource "replicasets" in API group "apps"'
+    refused = Rejection("ReplicaSet", f"{KEY.name}-{OLD}", "Forbidden", words)
+    told = decide(running(manifest(), "auto", rejections=(refused,))).status.condition("Stalled")
+    assert (told.status, told.reason) == ("True", "Forbidden")
+    assert "give the operator this right" in told.message
 
 
 def test_a_pods_view_tells_an_open_gate_from_a_closed_one_and_from_none():

@@ -16,11 +16,15 @@
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create, patch, delete]
+# A promoted revision's template loses its readiness gate: in the Deployment, and in its ReplicaSet.
+- apiGroups: [apps]
+  resources: [replicasets]
+  verbs: [list, patch]
 # Patch: a pod that is being probed is marked, so that no autoscaler takes its node away meanwhile.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch]
-# A pod gets requests once its readiness gate is open: after its revision has passed its probes.
+# A canary's pod gets requests once its readiness gate is open: after its revision has passed its probes.
 - apiGroups: [""]
   resources: [pods/status]
   verbs: [patch]

@@ -19,12 +19,13 @@ import msgspec
 from kvpilot_operator.act.events import Events
 from kvpilot_operator.act.ownership import Reference, claim, hold, is_owned, own, starts_pods
 from kvpilot_operator.act.rejections import Rejections
+from kvpilot_operator.act.ungate import ungate
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVICE_LABEL, baseline_name, deployment_name
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, Ref, version_of
 from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
 from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_do_not_evict
-from kvpilot_operator.render.workloads import KINDS
+from kvpilot_operator.render.workloads import DEPLOYMENT, KINDS
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.snapshot import Snapshot
@@ -79,6 +80,9 @@ class Actor:
         if decision.objects is not None:
             await self._place(s, decision.objects)
         await self._set_gates(s, {name for name, admitted in decision.gates.items() if not admitted}, admitted=False)
+        if decision.ungated:
+            about = (DEPLOYMENT.pods_owner, deployment_name(s.key.name, decision.ungated))
+            await self._attempt(s, about, b"", partial(ungate, self._cluster, s, decision.ungated))
         await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
         # Events report changes of the status. If its write waits, a later reconcile makes the same events again.
         for event in () if waits else decision.events:
@@ -131,6 +135,7 @@ class Actor:
         asked |= {_workload(s, revision) for revision in s.deployments}
         asked |= {(kind, name) for _, kind, name in objects.absent}
         asked |= {("Pod", pod.name) for pod in s.pods}
+        asked |= {(DEPLOYMENT.pods_owner, deployment_name(s.key.name, revision)) for revision in s.deployments}
         self._rejections.keep(asked)
         self._applied = {what: one for what, one in self._applied.items() if what in asked}
         await self._scale(s, {r: n for r, n in objects.scale.items() if n > _replicas(s, r)}, objects.named)

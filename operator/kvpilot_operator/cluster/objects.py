@@ -20,7 +20,7 @@ _KINDS = {
     "authorization.k8s.io/v1": ("SubjectAccessReview",),
     "coordination.k8s.io/v1": ("Lease",),
     "batch/v1": ("Job",),
-    "apps/v1": ("Deployment",),
+    "apps/v1": ("Deployment", "ReplicaSet"),
     "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
     "policy/v1": ("PodDisruptionBudget",),
     "gateway.networking.k8s.io/v1": ("HTTPRoute",),

@@ -120,7 +120,9 @@ def leader_name(pod: Object, service: str) -> str | None:
 
 def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentView:
     """Return the view of the workload that runs one revision."""
-    labels, spec = deployment["metadata"].get("labels") or {}, deployment.get("spec") or {}
+    metadata, spec, status = deployment["metadata"], deployment.get("spec") or {}, deployment.get("status") or {}
+    labels, paused = metadata.get("labels") or {}, bool(spec.get("paused"))
+    seen = status.get("observedGeneration") == metadata.get("generation")
     template = KINDS[kind].pod_template(deployment).get("spec") or {}
     engine = _named(template.get("containers") or (), names.ENGINE_CONTAINER)
     told = read(map(str, engine.get("args") or ()))
@@ -129,12 +131,14 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
         revision=labels.get(names.REVISION_LABEL, ""),
         dtype=labels.get(names.DTYPE_LABEL, ""),
         replicas=int(spec.get("replicas", 1)),
-        failure=_replica_failure(deployment.get("status") or {}),
+        failure=_replica_failure(status),
         image=engine.get("image"),
         model=told.value("--model"),
         arguments=tuple(map(str, engine.get("args") or ())),
         adapters=tuple(one.partition("=")[0] for one in adapters.values) if adapters is not None else (),
         has_gate=any(gate.get("conditionType") == names.ADMITTED for gate in template.get("readinessGates") or ()),
+        paused=paused,
+        in_step=not paused or (seen and status.get("updatedReplicas", 0) == status.get("replicas", 0)),
         kind=kind,
         nodes=int((spec.get("leaderWorkerTemplate") or {}).get("size", 1)),
     )

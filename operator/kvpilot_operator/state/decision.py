@@ -164,6 +164,8 @@ class Decision:
     events: tuple[Event, ...] = ()
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates by pod name, True for open. `act` opens gates after the status, and closes gates at the end."""
+    ungated: str = ""
+    """Revision whose Deployment loses its readiness gate, while its pods go on."""
     do_not_evict: frozenset[str] = frozenset()
     """Names of all pods that cluster autoscalers should not evict."""
     unanswered: tuple[Unanswered, ...] = ()

@@ -80,6 +80,11 @@ class DeploymentView:
     arguments: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     has_gate: bool = True
+    """True if its new pods wait for admission."""
+    paused: bool = False
+    """True if a change of the template replaces no pod now."""
+    in_step: bool = True
+    """True if its controller has seen that all of its pods come from the present template."""
     kind: str = "Deployment"
     nodes: int = 1
     """Number of pods of each replica."""

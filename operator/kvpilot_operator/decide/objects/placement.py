@@ -51,7 +51,12 @@ def replicas(c: Context) -> Context:
     """Decide the replicas of each revision."""
     if c.stable is None:
         return c
-    wanted = {c.stable.revision: c.replicas} if c.canary is None else _replicas_on_trial(c, c.stable)
+    if c.canary is None:
+        return replace(c, wanted={c.stable.revision: c.replicas})
+    wanted, there = _replicas_on_trial(c, c.stable), c.snapshot.deployments.get(c.canary.revision)
+    if c.canary.stage == Stage.STARTING and there is not None and not there.has_gate:
+        # It served before, so its pods have no gate. Delete them, and start the canary with one.
+        wanted = {name: count for name, count in wanted.items() if name != c.canary.revision}
     return replace(c, wanted=wanted)
 
 
@@ -73,8 +78,8 @@ def deployments(c: Context) -> Context:
     engines, seconds, nodes = {}, engine.startup_timeout_seconds, engine.nodes
     for name, count in c.wanted.items():
         if name in rendered:
-            # Adding a gate would restart the pods.
-            gate = name not in there or there[name].has_gate
+            # Only a canary has the gate. To add or remove one here would restart pods.
+            gate = there[name].has_gate if name in there else name != c.stable.revision
             engines[name] = render.workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=gate)
     return replace(c, engines=engines)
 

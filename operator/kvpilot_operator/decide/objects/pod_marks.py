@@ -1,5 +1,5 @@
 """Marks on pods: readiness gates, and the request to autoscalers not to move pods under measurement. Gates open once
-the status says that a revision may serve (docs/decisions/0030)."""
+the status says that a revision may serve. Later pods of a serving revision have none (docs/decisions/0030)."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -9,6 +9,7 @@ from kvpilot_operator.api.words import ConditionType, Reason, Stage
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.objects import traffic
+from kvpilot_operator.render.workloads import DEPLOYMENT
 from kvpilot_operator.state.decision import Find
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.questions import keeps_probe
@@ -23,7 +24,8 @@ def admit(c: Context) -> Context:
     if c.stable is None:
         return c
     wanted = [(pod, _gate(c, pod)) for pod in c.snapshot.pods if pod.admitted is not None and not pod.terminating]
-    return replace(c, gates={pod.name: open_ for pod, open_ in wanted if open_ not in (None, pod.admitted)})
+    gates = {pod.name: open_ for pod, open_ in wanted if open_ not in (None, pod.admitted)}
+    return replace(c, gates=gates, ungated=_ungated(c))
 
 
 def admit_serving(draft: D) -> D:
@@ -32,7 +34,14 @@ def admit_serving(draft: D) -> D:
     sent = canary is not None and canary.stage in _SENT_REQUESTS
     serving = {s.traffic, *(one.revision for one in (stable, canary if sent else None) if one is not None)}
     pods = (pod for pod in s.pods if pod.admitted is False and not pod.terminating)
-    return replace(draft, gates={pod.name: True for pod in pods if pod.revision in serving})
+    return replace(draft, gates={pod.name: True for pod in pods if pod.revision in serving}, ungated=_ungated(draft))
+
+
+def _ungated(draft: Draft) -> str:
+    """Return the serving revision while its Deployment still has the gate of its time as a canary; else ""."""
+    # A LeaderWorkerSet keeps its gate: each change of its template restarts its groups.
+    view = None if draft.stable is None else draft.snapshot.deployments.get(draft.stable.revision)
+    return view.revision if view is not None and view.kind == DEPLOYMENT.name and (view.has_gate or view.paused) else ""
 
 
 def _gate(c: Context, pod: PodView) -> bool | None:
