@@ -145,7 +145,7 @@ def _type(field: Mapping[str, Json]) -> str:
     if "additionalProperties" in field:
         return f"map to {_type(field['additionalProperties'])}"
     if "x-kubernetes-int-or-string" in field:
-        return "quantity"
+        return "integer or percent" if "%" in field.get("pattern", "") else "quantity"
     if field.get("format") == "date-time":
         return "time"
     return str(field["type"])

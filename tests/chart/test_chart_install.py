@@ -38,8 +38,6 @@ NOT_USED_HERE = {
     ("patch", "pods/status"),
     # Only an admission plugin requires this right, and it is off here.
     ("update", "quantizedllmservices/finalizers"),
-    # A single replica gets no disruption budget, which would block node drains for ever.
-    *((verb, "poddisruptionbudgets") for verb in ("create", "patch", "delete")),
     # This API server lacks the Gateway API, its extension and LeaderWorkerSet.
     *((verb, kind) for verb in ("get", "create", "patch", "delete") for kind in ("httproutes", "inferencepools")),
     *((verb, "leaderworkersets") for verb in ("get", "list", "watch", "create", "patch", "delete")),

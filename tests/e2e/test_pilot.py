@@ -232,7 +232,6 @@ async def test_without_a_spare_gpu_the_canary_takes_the_place_of_one_replica_and
             kvCache={"mode": "Fixed", "dtype": "auto"},
             scaling={"mode": "External", "minReplicas": 3, "maxReplicas": 3},
             canary={**PATIENT, "capacityPolicy": "SurgeOrReplaceOne"},
-            disruption={"minAvailable": 2},
         )
     )
     await until(world, "packed", lambda s: at(s, "readyReplicas") == 3)

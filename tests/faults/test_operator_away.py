@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvpilot_localcluster.rest import ApiError
 from kvpilot_operator.api.names import INFERENCE_POOL_API, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.objects import Object, Ref
+from support.drains import evicted
 from support.faulty_record import record
 from support.faulty_world import NAMESPACE, FaultyWorld, until
 from support.inference_gateway import ServiceWay, picked
@@ -30,20 +30,6 @@ async def pods_of(world: FaultyWorld, name: str, revision: str) -> list[Object]:
     """Return the revision's pods that are not terminating."""
     pods = [pod for pod in await world.pods(name) if pod["metadata"]["labels"][REVISION_LABEL] == revision]
     return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-
-
-async def evicted(world: FaultyWorld, pod: Object) -> bool:
-    """Evict a pod as a drain does; return False if the budget forbids it now."""
-    about = {"name": pod["metadata"]["name"], "namespace": NAMESPACE}
-    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{about['name']}/eviction"
-    body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}
-    try:
-        await asyncio.to_thread(world.rest.create, path, body)
-    except ApiError as error:
-        if error.status == 429:
-            return False
-        raise
-    return True
 
 
 @contextlib.asynccontextmanager

@@ -179,7 +179,6 @@ def service() -> dict[str, object]:
             "engine": {"image": "none"},
             "scaling": {"minReplicas": 0},
             "replicas": 0,
-            "disruption": {"minAvailable": 0},
         },
     }
 

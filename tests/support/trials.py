@@ -21,7 +21,7 @@ _settled: dict[str, ModelCluster] = {}
 
 
 def service(
-    dtype: str, replicas: int = 3, *, min_available: int = 1, paused: bool = False, **canary: Any
+    dtype: str, replicas: int = 3, *, max_unavailable: int | str = 1, paused: bool = False, **canary: Any
 ) -> dict[str, Any]:
     asked = {"steps": STEPS, "warmUpSeconds": 10, "progressDeadlineSeconds": 600, **canary}
     return manifest(
@@ -29,7 +29,7 @@ def service(
         scaling={"mode": "External", "minReplicas": 0, "maxReplicas": 16},
         kvCache={"mode": "Fixed", "dtype": dtype},
         canary=asked,
-        disruption={"minAvailable": min_available},
+        disruption={"maxUnavailable": max_unavailable},
         rollout={"paused": paused},
     )
 
@@ -114,6 +114,10 @@ def at_every_moment(cluster: ModelCluster) -> None:
     if status.canary is not None and status.canary.stage in ("Starting", "Probing"):
         assert status.canary.revision not in shares
     if status.stable.ever_ready:
-        assert cluster.answering() >= min(spec.disruption.min_available, spec.replicas)
+        # A faulty canary gives way at once, however few stable pods are left.
+        canary, no_fault = status.canary, ("Superseded", "ProgressDeadlineExceeded")
+        back = canary is not None and canary.stage == "RollingBack" and canary.reason not in no_fault
+        least = spec.disruption.least(spec.replicas)
+        assert cluster.answering() >= (min(1, least) if back else least)
     for ref in (ref for rule in cluster.rules or () for ref in rule["backendRefs"]):
         assert ref["name"] in (cluster.pools if ref.get("kind") == "InferencePool" else cluster.services)

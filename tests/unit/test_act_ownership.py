@@ -49,7 +49,8 @@ def users(kind: str, name: str, **labels: str) -> dict[str, Any]:
 async def test_everything_is_made_with_the_services_uid_as_its_owner_and_ready_follows(operator: Operator) -> None:
     await served(operator)
     made = {what: obj for what, obj in operator.api.objects.items() if what[0] not in ("Pod", KIND)}
-    assert set(made) == {("Deployment", DEPLOYMENT), ("Service", "chat")}
+    budget = ("PodDisruptionBudget", "chat")
+    assert set(made) == {("Deployment", DEPLOYMENT), ("Service", "chat"), budget}
     assert all([owner["uid"] for owner in obj["metadata"]["ownerReferences"]] == ["u-1"] for obj in made.values())
     assert made["Service", "chat"]["spec"]["selector"] == {SERVICE_LABEL: "chat", REVISION_LABEL: REVISION}
 

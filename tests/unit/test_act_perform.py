@@ -211,7 +211,7 @@ def test_a_service_and_its_budget_select_one_revision_or_every_one():
         assert selector.get(REVISION_LABEL, "") == name
         budget = disruption_budget(KEY, "u-1", name, 1)["spec"]
         assert budget["selector"]["matchLabels"] == selector
-        assert budget["minAvailable"] == 1
+        assert budget["maxUnavailable"] == 1
 
 
 def test_a_routes_patch_carries_the_version_that_it_was_computed_from():

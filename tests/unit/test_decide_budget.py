@@ -7,9 +7,10 @@ from kubernetes.aio.client import V1PodDisruptionBudgetSpec
 
 from kvpilot_operator.api.names import REVISION_LABEL
 from kvpilot_operator.decide import decide
+from kvpilot_operator.decide.traffic_plan import one_can_leave
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
-from support.services import manifest, running
+from support.services import manifest, running, spec_of
 from support.trials import NEW, at_every_moment, ended, on_trial, service, stage
 
 
@@ -20,38 +21,34 @@ def covered(cluster: ModelCluster) -> int:
     return sum(count for name, (_, count) in cluster.deployments.items() if one in (None, name))
 
 
-@pytest.mark.parametrize(("replicas", "least", "there"), [(1, 1, False), (2, 1, True), (2, 2, False), (3, 2, True)])
-def test_a_budget_that_would_never_let_a_pod_leave_is_not_there(replicas, least, there):
-    cluster = ModelCluster(service("auto", replicas, min_available=least))
+@pytest.mark.parametrize(
+    ("most", "replicas", "away"),
+    [(1, 1, 1), (1, 8, 1), (3, 2, 3), (0, 4, 0), ("25%", 8, 2), ("25%", 3, 1), ("0%", 3, 0), ("100%", 3, 3)],
+)
+def test_a_budget_lets_as_many_pods_go_as_the_spec_says_and_rounds_percent_up_as_kubernetes_does(most, replicas, away):
+    cluster = ModelCluster(service("auto", replicas, max_unavailable=most))
     cluster.settle()
-    assert (cluster.budget is not None) == there
-    assert not there or cluster.budget["minAvailable"] == least < covered(cluster)
+    assert cluster.budget["maxUnavailable"] == away
 
 
-def test_an_autoscaler_that_goes_down_to_the_least_takes_the_budget_with_it():
-    cluster = ModelCluster(service("auto", 3))
-    cluster.settle()
-    assert cluster.budget is not None
-    cluster.edit(service("auto", 1))
-    cluster.settle()
-    assert cluster.budget is None
-    cluster.edit(service("auto", 2))
-    cluster.settle()
-    assert cluster.budget is not None
+@pytest.mark.parametrize(("most", "leave"), [(1, False), ("50%", False), ("100%", True)])
+def test_a_canary_takes_the_place_of_the_last_replica_only_if_all_may_be_away(most, leave):
+    assert one_can_leave(spec_of(service("auto", 1, max_unavailable=most)), 1) is leave
+    assert one_can_leave(spec_of(service("auto", 2, max_unavailable=most)), 2)
 
 
 def test_the_budget_stands_while_a_canary_has_the_place_of_a_replica_for_that_has_an_end():
     cluster = on_trial(2, capacityPolicy="ReplaceOne", steps=[])
     cluster.watch = at_every_moment
     cluster.until(stage("Probing"))
-    assert cluster.budget["minAvailable"] == 1
+    assert cluster.budget["maxUnavailable"] == 0
     assert covered(cluster) == 1
     cluster.until(ended)
     cluster.settle()
-    assert covered(cluster) == 2
+    assert (covered(cluster), cluster.budget["maxUnavailable"]) == (2, 1)
 
 
-def test_a_paused_trial_whose_canary_has_the_place_of_a_replica_has_no_budget_that_keeps_the_other_for_ever():
+def test_a_paused_trial_whose_canary_has_the_place_of_a_replica_does_not_keep_the_other_for_ever():
     cluster = on_trial(2, capacityPolicy="ReplaceOne", steps=[])
     cluster.until(stage("Probing"))
     cluster.edit(service(NEW, 2, capacityPolicy="ReplaceOne", steps=[], paused=True))
@@ -60,11 +57,7 @@ def test_a_paused_trial_whose_canary_has_the_place_of_a_replica_has_no_budget_th
     canary = parse_status(cluster.status).canary
     assert sorted(count for _, count in cluster.deployments.values()) == [1, 1]
     assert cluster.deployments[canary.revision][1] == 1
-    assert cluster.budget is None
-    cluster.edit(service(NEW, 2, capacityPolicy="ReplaceOne", steps=[]))
-    cluster.until(ended)
-    cluster.settle()
-    assert cluster.budget is not None
+    assert cluster.budget["maxUnavailable"] == 1
 
 
 def test_a_pod_that_is_not_ready_never_keeps_a_node():

@@ -14,7 +14,7 @@ from support.trials import BUSY, NEW, OLD, at_every_moment, end_of, ended, on_tr
 
 
 def test_without_a_spare_gpu_the_canary_replaces_one_after_a_minute():
-    cluster = on_trial(cluster={"places": 3}, capacityPolicy="SurgeOrReplaceOne", min_available=2)
+    cluster = on_trial(cluster={"places": 3}, capacityPolicy="SurgeOrReplaceOne")
     cluster.watch = at_every_moment
     began = cluster.now
     status = cluster.until(lambda s: s.canary is not None and s.canary.replaces_one)
@@ -24,8 +24,8 @@ def test_without_a_spare_gpu_the_canary_replaces_one_after_a_minute():
 
 
 def test_where_none_can_leave_the_canary_waits_and_says_why_until_the_deadline():
-    cluster = on_trial(cluster={"places": 3}, capacityPolicy="SurgeOrReplaceOne", min_available=3)
-    status = cluster.until(lambda s: s.canary is not None and "minAvailable" in s.canary.message)
+    cluster = on_trial(cluster={"places": 3}, capacityPolicy="SurgeOrReplaceOne", max_unavailable=0)
+    status = cluster.until(lambda s: s.canary is not None and "maxUnavailable" in s.canary.message)
     assert not status.canary.replaces_one
     status = cluster.until(ended)
     assert (status.last_trial.reason, status.last_trial.verdict) == ("ProgressDeadlineExceeded", "Error")
@@ -40,7 +40,7 @@ class WithoutVolume(ModelCluster):
 
 
 def test_no_replica_gives_way_to_a_canary_whose_claim_has_no_volume():
-    asked = {"capacityPolicy": "SurgeOrReplaceOne", "min_available": 2}
+    asked = {"capacityPolicy": "SurgeOrReplaceOne"}
     cluster = WithoutVolume(service(OLD, 3, **asked), start_ticks=2, requests=BUSY, places=3)
     cluster.settle()
     cluster.edit(service(NEW, 3, **asked))
@@ -86,23 +86,23 @@ def test_replace_one_never_asks_for_a_pod_more():
     assert parse_status(cluster.status).last_trial.verdict == "Passed"
 
 
-def test_replace_one_that_min_available_forbids_is_a_condition_and_starts_nothing():
-    cluster = on_trial(1, capacityPolicy="ReplaceOne", min_available=1)
+def test_replace_one_that_would_take_the_last_replica_is_a_condition_and_starts_nothing():
+    cluster = on_trial(1, capacityPolicy="ReplaceOne")
     status = cluster.settle()
     assert status.last_trial is None
     stalled = status.condition("Stalled")
     assert stalled is not None
     assert stalled.reason == "Unschedulable"
-    assert "minAvailable" in stalled.message
+    assert "maxUnavailable 1 lets none go" in stalled.message
 
 
-def test_a_single_replica_may_be_replaced_where_the_user_needs_none_to_be_available():
-    cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="ReplaceOne", min_available=0)
+def test_a_single_replica_may_be_replaced_where_all_may_be_away():
+    cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="ReplaceOne", max_unavailable="100%")
     assert cluster.until(ended).last_trial.verdict == "Passed"
 
 
 def test_when_idle_a_single_replica_is_replaced_only_after_the_service_had_no_request_for_a_while():
-    cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="WhenIdle", min_available=1)
+    cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="WhenIdle")
     for _ in range(100):
         cluster.tick()
         assert cluster.parsed().canary is None
@@ -119,7 +119,7 @@ def test_when_idle_a_single_replica_is_replaced_only_after_the_service_had_no_re
 
 
 def test_when_idle_a_dtype_with_wrong_answers_gives_the_place_back():
-    cluster = on_trial(1, cluster={"places": 1, "bad": frozenset([NEW])}, capacityPolicy="WhenIdle", min_available=1)
+    cluster = on_trial(1, cluster={"places": 1, "bad": frozenset([NEW])}, capacityPolicy="WhenIdle")
     cluster.requests, cluster.watch = 0.0, in_place
     assert cluster.until(ended).last_trial.reason == "AccuracyRegressed"
     cluster.settle()
@@ -147,10 +147,10 @@ def test_one_place_is_used_in_turns_by_the_borrowed_baseline_and_the_canary():
 
 @pytest.mark.parametrize("where", ["Probing", "Promoting"])
 def test_a_trial_whose_replicas_may_no_longer_give_way_ends_by_one_pod_more(where):
-    cluster = on_trial(2, capacityPolicy="ReplaceOne", min_available=1, steps=[])
+    cluster = on_trial(2, capacityPolicy="ReplaceOne", steps=[])
     cluster.until(stage(where))
     answered = cluster.answering()
-    cluster.edit(service(NEW, 2, capacityPolicy="ReplaceOne", min_available=2, steps=[]))
+    cluster.edit(service(NEW, 2, capacityPolicy="ReplaceOne", max_unavailable=0, steps=[]))
     while not ended(parse_status(cluster.status)):
         cluster.tick()
         assert cluster.answering() >= answered
@@ -172,10 +172,10 @@ def test_a_service_that_is_scaled_during_a_trial_keeps_its_limits():
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_new_image_goes_through_the_same_steps_beside_a_revision_that_the_spec_no_longer_renders(slow):
-    cluster = ModelCluster(service(OLD, min_available=2), start_ticks=2, requests=BUSY)
+    cluster = ModelCluster(service(OLD), start_ticks=2, requests=BUSY)
     cluster.settle()
     before = dict(cluster.deployments)
-    wanted = service(OLD, min_available=2)
+    wanted = service(OLD)
     wanted["spec"]["engine"]["image"] = "kvpilot/runtime:2"
     cluster.edit(wanted)
     cluster.watch = at_every_moment
@@ -198,15 +198,12 @@ def test_a_step_that_fewer_replicas_cannot_show_any_more_is_no_way_into_a_promot
     assert cluster.until(ended, 600).last_trial.verdict != "Passed"
 
 
-def test_the_disruption_budget_covers_what_the_service_selects_and_goes_where_it_would_block_for_ever():
-    cluster = on_trial(3, min_available=2)
+def test_the_disruption_budget_covers_what_the_service_selects():
+    cluster = on_trial(3)
     while not ended(parse_status(cluster.status)):
         cluster.tick()
         assert cluster.budget["selector"]["matchLabels"] == cluster.services[KEY.name]
-        assert cluster.budget["minAvailable"] == 2
-    cluster.edit(service(NEW, 2, min_available=2))
-    cluster.settle()
-    assert cluster.budget is None
+        assert cluster.budget["maxUnavailable"] == 1
 
 
 def test_a_canary_whose_volume_is_of_a_missing_secret_says_what_it_needs_while_it_waits_and_at_its_end():

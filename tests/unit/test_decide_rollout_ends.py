@@ -48,10 +48,10 @@ def test_a_failed_probe_of_a_paused_trial_is_noted_once_and_acted_on_later():
 
 
 def test_a_change_of_the_spec_in_the_middle_of_a_promotion_goes_back_replica_by_replica():
-    cluster = on_trial(3, min_available=2)
+    cluster = on_trial(3)
     cluster.watch = at_every_moment
     cluster.until(lambda s: stage("Promoting")(s) and (s.canary.weight_percent or 0) > 50)
-    cluster.edit(service(OLD, 3, min_available=2))
+    cluster.edit(service(OLD, 3))
     status = cluster.until(ended)
     assert [one.reason for one in status.history] == ["Superseded"]
     cluster.settle()
@@ -89,13 +89,13 @@ class Promotion:
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_spec_that_is_reverted_while_promoting_goes_back_without_a_restart_of_what_still_serves(replicas):
-    cluster = on_trial(replicas, min_available=max(1, replicas - 1), steps=[])
+    cluster = on_trial(replicas, steps=[])
     cluster.watch = at_every_moment
     cluster.until(lambda s: stage("Promoting")(s) and (replicas == 1 or (s.canary.weight_percent or 0) >= 33))
     before = cluster.parsed().stable.revision
     untouched = {one.name for one in cluster.engines.pods if one.revision == before and one.leaves_in is None}
     assert untouched
-    cluster.edit(service(OLD, replicas, min_available=max(1, replicas - 1), steps=[]))
+    cluster.edit(service(OLD, replicas, steps=[]))
     status = cluster.until(ended)
     cluster.settle()
     assert status.stable.revision == before
@@ -123,12 +123,12 @@ def test_looks_err_with_less_than_alpha_together():
 
 
 STORIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "ratio": ({}, {"min_available": 2}),
-    "slow": ({"slow": {NEW: 1.4}}, {"min_available": 2}),
+    "ratio": ({}, {}),
+    "slow": ({"slow": {NEW: 1.4}}, {}),
     "route": ({"rules": ROUTE}, {"routeRef": {"name": "web"}}),
     "slow by route": ({"rules": ROUTE, "slow": {NEW: 1.4}}, {"routeRef": {"name": "web"}}),
-    "no spare": ({"places": 3, "drain_ticks": 2}, {"capacityPolicy": "SurgeOrReplaceOne", "min_available": 2}),
-    "replace": ({"places": 3, "drain_ticks": 1}, {"capacityPolicy": "ReplaceOne", "min_available": 2, "steps": []}),
+    "no spare": ({"places": 3, "drain_ticks": 2}, {"capacityPolicy": "SurgeOrReplaceOne"}),
+    "replace": ({"places": 3, "drain_ticks": 1}, {"capacityPolicy": "ReplaceOne", "steps": []}),
 }
 
 

@@ -21,11 +21,11 @@ from support.services import NOW, manifest, pod, snapshot, spec_of
 OURS = {"name": "chat", "port": 80}
 
 
-def planned(weights, replicas, *, min_available=1, rules=None, route_ref=None, served=True, **canary):
+def planned(weights, replicas, *, rules=None, route_ref=None, served=True, **canary):
     steps = [{"weightPercent": weight} for weight in weights]
     asked = {"steps": steps, **({"routeRef": {"name": route_ref}} if route_ref else {})}
     scaling = {"minReplicas": 0, "maxReplicas": 16}
-    obj = manifest(replicas=replicas, scaling=scaling, canary=asked, disruption={"minAvailable": min_available})
+    obj = manifest(replicas=replicas, scaling=scaling, canary=asked)
     view = None if rules is None else RouteView("web", "7", tuple(rules))
     trial = on_trial(**canary) if canary else None
     s = snapshot(obj, route=view, server=ServerFacts(http_routes=served), status=Status(canary=trial))
@@ -66,9 +66,9 @@ def test_where_no_step_can_be_shown_by_pods_the_probes_alone_decide():
     assert "routeRef" in plan.message
 
 
-def test_the_stable_side_keeps_what_min_available_needs():
-    assert splits(planned([80], 4, min_available=3)) == [(0, 40, 2)]
-    assert splits(planned([80], 4, min_available=4)) == [(0, 20, 1)]
+def test_the_stable_side_keeps_one_pod():
+    assert splits(planned([80], 4)) == [(0, 80, 4)]
+    assert splits(planned([99], 4)) == [(0, 80, 4)]
 
 
 def test_a_canary_that_replaces_one_shares_the_replicas_there_are():
@@ -225,7 +225,7 @@ def test_a_route_carries_the_canary_only_while_it_is_a_backend():
 
 # --- the Service's selector ---------------------------------------------------------------------------------------
 
-OBJ = manifest(replicas=2, canary={"steps": [{"weightPercent": 50}]}, disruption={"minAvailable": 1})
+OBJ = manifest(replicas=2, canary={"steps": [{"weightPercent": 50}]})
 STABLE = Stable(revision="old", dtype="auto", since=NOW - timedelta(hours=1), ever_ready=True)
 
 

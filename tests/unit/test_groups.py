@@ -214,18 +214,17 @@ def test_a_service_goes_to_nodes_and_back_by_trials_of_revisions_of_two_kinds():
     assert kinds(cluster) == {"Deployment"}
 
 
-@given(nodes=st.integers(2, 8), replicas=st.integers(2, 6), least=st.integers(1, 5))
-def test_the_budget_over_groups_lets_go_as_many_pods_as_groups_may_go(nodes, replicas, least):
-    obj = manifest(engine={"nodes": nodes}, replicas=replicas, disruption={"minAvailable": least},
+@given(nodes=st.integers(2, 8), replicas=st.integers(2, 6), most=st.sampled_from([0, 1, 3, "25%", "100%"]))
+def test_the_budget_over_groups_lets_go_as_many_pods_as_groups_may_go(nodes, replicas, most):
+    obj = manifest(engine={"nodes": nodes}, replicas=replicas, disruption={"maxUnavailable": most},
                    scaling={"mode": "External"}, kvCache={"mode": "Fixed", "dtype": "auto"})  # fmt: skip
     name = revision_of(obj, "auto")
     view = DeploymentView(name, "auto", replicas, kind="LeaderWorkerSet", nodes=nodes)
     told = decide(running(obj, "auto", deployments={name: view}))
     budgets = [one["spec"] for one in told.objects.apply if one["kind"] == "PodDisruptionBudget"]
-    assert bool(budgets) == (replicas > least)
-    for budget in budgets:
-        assert replicas * nodes - budget["minAvailable"] == replicas - least
-        assert budget["selector"]["matchLabels"] == {GROUP_LABEL: KEY.name, REVISION_LABEL: name}
+    [budget] = budgets
+    assert budget["maxUnavailable"] == {"25%": -(-replicas // 4), "100%": replicas}.get(most, most)
+    assert budget["selector"]["matchLabels"] == {GROUP_LABEL: KEY.name, REVISION_LABEL: name}
 
 
 def test_what_keeps_a_worker_from_its_node_is_what_keeps_the_group_and_its_refusal_is_the_canarys():

@@ -82,7 +82,7 @@ def reached(where: str, *, routed: bool = False) -> ModelCluster:
     """Return a trial at this stage; tests copy it."""
     bad = frozenset([NEW]) if where == "RollingBack" else frozenset()
     spec = {"routeRef": {"name": "web"}} if routed else {}
-    cluster = on_trial(3, cluster={"bad": bad, "rules": ROUTE if routed else None}, min_available=2, **spec)
+    cluster = on_trial(3, cluster={"bad": bad, "rules": ROUTE if routed else None}, **spec)
     cluster.until(stage(where))
     return cluster
 
@@ -167,7 +167,7 @@ def moments() -> tuple[Snapshot, ...]:
     """Return snapshots of services in all stages of successful and failed trials."""
     seen: list[Snapshot] = []
     for bad, spec in itertools.product((frozenset(), frozenset([NEW])), ({}, {"routeRef": {"name": "web"}})):
-        cluster = on_trial(3, cluster={"bad": bad, "rules": ROUTE if spec else None}, min_available=2, **spec)
+        cluster = on_trial(3, cluster={"bad": bad, "rules": ROUTE if spec else None}, **spec)
         for _ in range(100):
             seen.append(cluster.snapshot())
             if ended(cluster.parsed()):
@@ -246,14 +246,14 @@ def at_no_moment_without_engines(cluster: ModelCluster) -> None:
 
 
 def test_an_unread_route_in_a_rollback_keeps_the_pods_that_it_may_still_send_to():
-    cluster = on_trial(3, cluster={"rules": ROUTE, "slow": {NEW: 3.0}}, min_available=2, routeRef={"name": "web"})
+    cluster = on_trial(3, cluster={"rules": ROUTE, "slow": {NEW: 3.0}}, routeRef={"name": "web"})
     cluster.until(stage("Shifting", 0))
     cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
     canary = cluster.parsed().canary.revision
     weighted = cluster.rules
     assert any(ref["name"].endswith("-canary") for ref in weighted[0]["backendRefs"])
     cluster.unread = (Unanswered(Question.ROUTE, "ClusterError HTTP 403"),)
-    cluster.edit(service(OLD, 3, min_available=2, routeRef={"name": "web"}))
+    cluster.edit(service(OLD, 3, routeRef={"name": "web"}))
     for _ in range(10):
         cluster.tick()
         assert cluster.deployments[canary][1] >= 1

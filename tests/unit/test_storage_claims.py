@@ -290,7 +290,7 @@ async def test_no_engine_is_added_once_the_claim_has_become_somebody_elses(opera
     (deployment,) = (obj for what, obj in operator.api.objects.items() if what[0] == "Deployment")
     assert deployment["spec"]["replicas"] == 1
     assert operator.condition("Stalled").reason == "NameTaken"
-    none = {"replicas": 0, "disruption": {"minAvailable": 0}, "scaling": {"minReplicas": 0}}
+    none = {"replicas": 0, "scaling": {"minReplicas": 0}}
     operator.edit(manifest(kvCache=FIXED, cache={"weights": {"size": "100Gi"}}, **none))
     for _ in range(3):
         await operator.reconcile()

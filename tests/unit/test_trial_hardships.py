@@ -18,12 +18,12 @@ from support.model_cluster import ModelCluster
 from support.trials import NEW, ROUTE, at_every_moment, end_of, ended, on_trial
 
 STORIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "promoted by ratio": ({}, {"min_available": 2}),
+    "promoted by ratio": ({}, {}),
     "promoted by route": ({"rules": ROUTE}, {"routeRef": {"name": "web"}}),
     "promoted without steps": ({}, {"steps": []}),
     "promoted in the place of one": ({"places": 3, "drain_ticks": 1}, {"capacityPolicy": "ReplaceOne", "steps": []}),
     "rolled back for its answers": ({"bad": frozenset([NEW])}, {}),
-    "rolled back for its latency": ({"slow": {NEW: 1.6}}, {"min_available": 2}),
+    "rolled back for its latency": ({"slow": {NEW: 1.6}}, {}),
     "rolled back from a route": ({"rules": ROUTE, "slow": {NEW: 1.6}}, {"routeRef": {"name": "web"}}),
 }
 STAGES = ("Starting", "Probing", "Shifting", "Promoting", "RollingBack")

@@ -38,7 +38,7 @@
   verbs: [get, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, create, patch, delete]
+  verbs: [get, create, patch]
 # Baselines of the accuracy probes, and the probe sets that users write.
 - apiGroups: [""]
   resources: [configmaps]

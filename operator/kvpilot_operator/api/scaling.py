@@ -53,8 +53,18 @@ class Drain(Record, frozen=True):
 
 
 class Disruption(Record, frozen=True):
-    """Replicas that node drains and upgrades must leave running. Takes effect at once."""
+    """Replicas that node drains and upgrades may take. Takes effect at once."""
 
-    min_available: Thousand = 1
-    """Ready replicas that a voluntary disruption must leave. A service with no more replicas has no disruption budget,
-    so that its nodes can be drained."""
+    max_unavailable: Thousand | Annotated[str, Meta(max_length=4, pattern="^(100|[1-9]?[0-9])%$")] = 1
+    """Replicas, or percent of them such as "25%" (rounded up), that may be away at a time. 0 blocks drains. Canaries
+    obey it too, and never take the last replica unless it is 100%."""
+
+    def unavailable(self, replicas: int) -> int:
+        """Return the number of `replicas` that may be away."""
+        asked = self.max_unavailable
+        return asked if isinstance(asked, int) else -(-int(asked.removesuffix("%")) * replicas // 100)
+
+    def least(self, replicas: int) -> int:
+        """Return the number of pods that kvpilot's own changes leave answering."""
+        last = 0 if self.max_unavailable == "100%" else min(1, replicas)
+        return max(last, replicas - self.unavailable(replicas))

@@ -145,12 +145,6 @@ RULES_OF_SERVICE = (
         "!has(self.route) || !has(self.canary.routeRef)",
         "canary.routeRef names a route of yours and route has one made: remove one of them",
     ),
-    Rule(
-        ".disruption.minAvailable",
-        "self.disruption.minAvailable <= self.scaling.maxReplicas",
-        "disruption.minAvailable is above scaling.maxReplicas (8 unless set), so no node could ever be drained: lower "
-        "disruption.minAvailable or raise scaling.maxReplicas",
-    ),
 )
 class Spec(Record, frozen=True):
     """The service that is asked for. Every field but model and engine has a default. The operator accepts at most 128

@@ -50,19 +50,19 @@ def counts(s: Snapshot, revision: str) -> Counts:
 
 
 def floor(spec: Spec, replicas: int) -> int:
-    """Return the number of pods that must keep answering: minAvailable, at most all replicas. WhenIdle spares one."""
-    most = replicas - 1 if spec.canary.capacity_policy == "WhenIdle" else replicas
-    return max(0, min(spec.disruption.min_available, most))
+    """Return the number of pods that must keep answering, by maxUnavailable. WhenIdle spares one."""
+    least = spec.disruption.least(replicas)
+    return min(least, max(0, replicas - 1)) if spec.canary.capacity_policy == "WhenIdle" else least
 
 
 def one_can_leave(spec: Spec, replicas: int) -> bool:
-    """Return True if minAvailable lets the operator remove one of `replicas` replicas."""
+    """Return True if maxUnavailable lets the operator remove one of `replicas` replicas."""
     return replicas - 1 >= floor(spec, replicas)
 
 
 def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
     """Return the most pods that a trial may ask for: one more than the service has, unless the canary took a place. If
-    minAvailable was raised meanwhile so that no replica may leave, the trial needs one more pod to end."""
+    maxUnavailable was lowered meanwhile so that no replica may leave, the trial needs one more pod to end."""
     return replicas if replaces_one and one_can_leave(spec, replicas) else replicas + 1
 
 
@@ -73,15 +73,15 @@ def rolling_step(
 
     The growing revision gets a pod once all its pods answer, and only in a place observed as free. So nothing ever asks
     for more than `total` pods. The shrinking revision loses pods while `floor` pods answer, with `both_serve` pods of
-    either revision.
+    either revision. Pods that do not answer may always go.
     """
     want = min(goal, max(growing.replicas, growing.ready + 1))
     room = total - shrinking.replicas - others
     grown = min(want, max(room, growing.replicas, 0))
     left = max(0, total - want - others)
     if left < shrinking.replicas:
-        answering = min(shrinking.ready, left) + (min(growing.ready, grown) if both_serve else 0)
-        if answering < floor:
+        beside = min(growing.ready, grown) if both_serve else 0
+        if min(shrinking.ready, left) + beside < min(floor, shrinking.ready + beside):
             left = min(shrinking.replicas, total)
     return grown, left
 
@@ -91,7 +91,7 @@ def traffic_plan(s: Snapshot, spec: Spec, begun: TrafficMode | None, replaces_on
     if not spec.canary.steps:
         return _probe_only("no spec.canary.steps are given: its probes alone decide")
     pods = total(spec, replaces_one, replicas)
-    most = pods - max(floor(spec, replicas), 1)
+    most = pods - 1
     if replicas == 0 or most < 1:
         return _probe_only(f"{replicas} replicas leave no two sides to share traffic: its probes decide")
     if begun == TrafficMode.PROBE_ONLY:

@@ -86,15 +86,15 @@ def inference_pool(
 
 
 def disruption_budget(
-    key: ServiceKey, uid: str, revision: str, min_available: int, *, workers: int = 0
+    key: ServiceKey, uid: str, revision: str, max_unavailable: int, *, groups: bool = False
 ) -> dict[str, Any]:
-    """Return the budget that keeps `min_available` of the Service's pods, and their workers, in disruptions.
+    """Return the budget that lets so many of the Service's pods go, or pods of any of its `groups`.
 
     A pod that is not ready may always leave: an engine that never starts must not block a drain.
     """
-    selector = _selector(key, revision, names.GROUP_LABEL if workers else names.SERVICE_LABEL)
+    selector = _selector(key, revision, names.GROUP_LABEL if groups else names.SERVICE_LABEL)
     spec = {
-        "minAvailable": min_available + workers,
+        "maxUnavailable": max_unavailable,
         "selector": {"matchLabels": selector},
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }

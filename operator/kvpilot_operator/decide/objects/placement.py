@@ -43,7 +43,7 @@ def in_any_order(c: Context) -> Context:
 
 def _placed(c: Context, apply: tuple[Manifest, ...], named: tuple[Ref, ...]) -> Context:
     scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
-    absent = (*c.storage.absent, *c.own.absent, *c.shared.absent)
+    absent = (*c.storage.absent, *c.shared.absent)
     return replace(c, objects=Objects((*c.storage.apply, *apply), scale, frozenset(c.wanted), absent, named))
 
 
@@ -88,21 +88,18 @@ def own_service(c: Context) -> Context:
     """Render the Service, the pool that selects the same pods, and the disruption budget."""
     if c.stable is None:
         return c
-    s, selected, kept = c.snapshot, traffic.selected(c), c.spec.disruption.min_available
+    s, selected = c.snapshot, traffic.selected(c)
     own: list[Manifest] = [render.service(s.key, s.uid, s.key.name, selected)]
     if c.spec.inference_pool is not None and s.server.inference_pools:
         picker = c.spec.inference_pool.endpoint_picker_ref
         own.append(render.inference_pool(s.key, s.uid, s.key.name, selected, picker))
     names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
-    covered = sum(c.wanted[name] for name in names)
-    # A replica that a canary has replaced returns after the trial, so it counts unless the trial is paused.
-    if kept >= (min(c.replicas, covered) if c.spec.rollout.paused else c.replicas):
-        # A budget that lets no pod leave would block node drains for ever.
-        return replace(c, own=Placed(tuple(own), (("policy/v1", "PodDisruptionBudget", s.key.name),)))
+    # A replica that a canary has replaced is away until the trial ends. A paused trial has no end.
+    away = 0 if c.spec.rollout.paused else max(0, c.replicas - sum(c.wanted[name] for name in names))
+    most = max(0, c.spec.disruption.unavailable(c.replicas) - away)
     rendered = {name for name in names if name in c.engines or name not in s.deployments}
-    nodes = {c.spec.engine.nodes if name in rendered else s.deployments[name].nodes for name in names}
-    workers = covered * (nodes.pop() - 1) if len(nodes) == 1 else 0
-    budget = render.disruption_budget(s.key, s.uid, selected, kept, workers=workers)
+    nodes = [c.spec.engine.nodes if name in rendered else s.deployments[name].nodes for name in names]
+    budget = render.disruption_budget(s.key, s.uid, selected, most, groups=min(nodes, default=1) > 1)
     return replace(c, own=Placed((*own, budget)))
 
 

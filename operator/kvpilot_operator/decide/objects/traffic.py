@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 from kvpilot_operator.api.names import canary_service
-from kvpilot_operator.api.words import Stage, TrafficMode
+from kvpilot_operator.api.words import Reason, Stage, TrafficMode
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.traffic_plan import floor
 from kvpilot_operator.render import route
@@ -12,6 +12,8 @@ from kvpilot_operator.state.snapshot import Snapshot
 
 EVERY_REVISION = ""
 """The selected revision of a Service whose selector names none."""
+_NO_FAULT = (Reason.SUPERSEDED, Reason.PROGRESS_DEADLINE_EXCEEDED)
+"""Such canaries give way replica by replica. A faulty one gives way to any stable pod at once."""
 # Gateways and endpoint pickers learn of a ready pod within seconds. Until then, they need the old pods.
 SETTLE_SECONDS = 10
 
@@ -32,7 +34,8 @@ def selected(c: Context) -> str:
     elif canary.stage == Stage.SHIFTING:
         both = canary.traffic_mode == TrafficMode.REPLICA_RATIO
     elif canary.stage == Stage.ROLLING_BACK and s.traffic != stable.revision:
-        both = theirs < (max(floor(c.spec, c.replicas), 1) if c.replicas else 0)
+        enough = floor(c.spec, c.replicas) if canary.reason in _NO_FAULT else 1
+        both = theirs < min(max(enough, 1), c.replicas)
     if both and orphans(c):
         return canary.revision if promoting and ours > theirs else stable.revision
     return EVERY_REVISION if both else stable.revision

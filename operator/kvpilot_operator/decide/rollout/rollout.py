@@ -190,7 +190,8 @@ def _replace_one(c: Context, no_node: str) -> Context:
     if not one_can_leave(c.spec, c.replicas):
         text = (
             f"no node has room for it ({no_node}), and none of {c.replicas} replicas can give way: "
-            f"spec.disruption.minAvailable is {c.spec.disruption.min_available}; it waits for spare capacity"
+            f"spec.disruption.maxUnavailable is {c.spec.disruption.max_unavailable} (the last one leaves at 100%); it "
+            "waits for spare capacity"
         )
         return _advance_stage(shifting.noted(c, text))
     room = f"no node had room for the canary in {SURGE_SECONDS} s ({no_node})"

@@ -38,8 +38,8 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
         return Cause(
             Reason.UNSCHEDULABLE,
             f"spec.canary.capacityPolicy ReplaceOne takes the place of one of {replicas} replicas, and "
-            f"spec.disruption.minAvailable {spec.disruption.min_available} needs them all; raise the replicas, lower "
-            "minAvailable, or choose Surge",
+            f"spec.disruption.maxUnavailable {spec.disruption.max_unavailable} lets none go (the last one at 100%); "
+            "raise the replicas or maxUnavailable, or choose Surge",
         )
     if spec.canary.capacity_policy == "WhenIdle" and not _idle(c):
         text = f"{canary} takes a replica's place once no request has come for {IDLE_SECONDS} s (canary.capacityPolicy)"
