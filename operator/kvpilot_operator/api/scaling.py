@@ -44,11 +44,12 @@ class Scaling(Record, frozen=True):
 
 
 class Drain(Record, frozen=True):
-    """Shutdown of a replica without losing requests. A change starts a new revision."""
+    """Shutdown of a replica without losing requests. Its pod gets 10 seconds more than both fields together: 115 by
+    default, which fits the 120 of an AWS spot notice. A change starts a new revision."""
 
     pre_stop_seconds: Annotated[int, Meta(ge=0, le=600)] = 15
     """Seconds between leaving the Service and the stop signal, for clients and proxies to notice."""
-    timeout_seconds: Annotated[int, Meta(ge=1, le=7_200)] = 120
+    timeout_seconds: Annotated[int, Meta(ge=1, le=7_200)] = 90
     """Seconds that running requests get to finish after the stop signal."""
 
 
