@@ -88,6 +88,24 @@ def notes(c: Context, progress: Line) -> list[str]:
     return [note, *found]
 
 
+def about_replicas(c: Context) -> list[str]:
+    """List what another writer of spec.replicas asks for in vain."""
+    scaling, asked, other = c.spec.scaling, c.spec.replicas, c.snapshot.autoscaler
+    found = []
+    if other is not None:
+        found.append(
+            f"{other} scales this service, and so does kvpilot: set spec.scaling.mode to External, or delete the "
+            f"{other.partition(' ')[0]}"
+        )
+    # 1 is the default, which nobody need have written.
+    if asked not in (1, kept := scaling.clamp(asked)):
+        found.append(
+            f"spec.replicas is {asked}, and {kept} counts, because spec.scaling has minReplicas "
+            f"{scaling.min_replicas} and maxReplicas {scaling.max_replicas}: change these, or scale within them"
+        )
+    return found
+
+
 def _joined(causes: Sequence[Cause]) -> Cause:
     """Join the causes (at least one) under the reason of the first; each keeps its share of the message's length."""
     texts: list[str] = []
