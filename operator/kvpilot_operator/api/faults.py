@@ -51,6 +51,10 @@ def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
     except msgspec.ValidationError as error:
         return (_explained(str(error), obj),)
     found = [*_gpus(spec), *_arguments(spec)]
+    if not spec.engine.image:
+        found.append(
+            Fault("spec.engine.image", "is missing: set it, or engines.image of kvpilot's chart for all services")
+        )
     if spec.kv_cache.mode == "Fixed" and spec.kv_cache.dtype is None:
         # The API server has this rule, too, but a stored object may be older.
         text = "is missing, and kvCache.mode is Fixed: set dtype, or use another mode"

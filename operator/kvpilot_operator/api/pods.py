@@ -168,7 +168,7 @@ class Resources(Record, frozen=True):
     # At the object: the server quotes the value of a scalar, and this one may hold a password.
     Rule(
         ".image",
-        "!self.image.matches('[[:space:]]') && !self.image.contains('://') && "
+        "!has(self.image) || !self.image.matches('[[:space:]]') && !self.image.contains('://') && "
         "self.image.matches('^[^@]*(@[a-z0-9+._-]+:[a-fA-F0-9]{32,})?$')",
         "engine.image is not an image reference: write it as REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:DIGEST, without "
         "a scheme, spaces or credentials",
@@ -201,8 +201,9 @@ class Resources(Record, frozen=True):
 class Engine(Record, frozen=True):
     """The vLLM engine and its pods. A change of any field here starts a new revision."""
 
-    image: Annotated[str, Meta(min_length=1, max_length=512)]
-    """Image of kvpilot's runtime (its entry point is kvpilot-serve). Pin a digest in production."""
+    image: Annotated[str, Meta(min_length=1, max_length=512)] = ""
+    """Image of kvpilot's runtime (its entry point is kvpilot-serve). Pin a digest in production. Without it the
+    installation's, engines.image of the chart, whose changes reach the services of a namespace one by one."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] | None = None
     """GPUs of a node that one replica is spread over; without it the nvidia.com/gpu or amd.com/gpu of resources.limits,
     else 1. Must divide the model's attention heads."""

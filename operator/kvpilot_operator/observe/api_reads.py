@@ -28,7 +28,6 @@ AUTOSCALER_SECONDS = 300.0
 FORGET_SECONDS = 600.0
 # Most Events to read of one set. A set normally has few, but anyone who may write Events can add any number.
 _MOST = 50
-_MOST_SCALERS = 500
 
 
 @dataclass(eq=False)
@@ -118,9 +117,7 @@ class Autoscalers:
 
     async def _by_service(self, namespace: str) -> dict[str, str]:
         try:
-            found = await self.cluster.first(
-                "autoscaling/v1", "HorizontalPodAutoscaler", namespace, limit=_MOST_SCALERS
-            )
+            found = await self.cluster.first("autoscaling/v1", "HorizontalPodAutoscaler", namespace, limit=500)
         except Rejected:
             # Roles of an older chart lack this right. The service works without it.
             return {}

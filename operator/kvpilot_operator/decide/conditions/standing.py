@@ -11,7 +11,7 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.diagnosis import engine_failure
 from kvpilot_operator.decide.objects import storage, traffic
 from kvpilot_operator.decide.rejections import finding, rejected
-from kvpilot_operator.decide.rollout.starting import held_up_by, start_fault
+from kvpilot_operator.decide.rollout.starting import held_up_by, start_fault, turn
 from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.questions import Question
@@ -195,6 +195,8 @@ def _progress(c: Context) -> Line:
         if fault is not None:
             # An idle moment comes by itself.
             return Line("True" if fault.reason == Reason.BUSY else "False", *fault)
+        if not paused and (wait := turn(c)) is not None:
+            return Line("True", *wait)
         if paused:
             text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
             return Line("False", Reason.ROLLOUT_PAUSED, text)
