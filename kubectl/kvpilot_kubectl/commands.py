@@ -170,7 +170,8 @@ def _export(options: argparse.Namespace) -> int:
 
     manifest, about = export.export(cluster(options), options.service)
     print(f"{PROG}: {about}", file=sys.stderr)
-    return _print(manifest) if _json(options) else _say(f"---\n{yaml.safe_dump(manifest, sort_keys=False)}".rstrip())
+    as_json = getattr(options, "output", None) == "json"
+    return _print(options, manifest) if as_json else _say(f"---\n{yaml.safe_dump(manifest, sort_keys=False)}".rstrip())
 
 
 def _pause(options: argparse.Namespace, *, paused: bool = True) -> int:
