@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--model", metavar="MODEL", help="a model that `kvpilot plan --list` shows, or a folder with a config.json"
     )
+    command("export", _export, "print its manifest with the dtype that it has earned as kvCache.startDtype")
     command("pause", _pause, "start no canary, and hold a running one (spec.rollout.paused: true)")
     command("resume", partial(_pause, paused=False), "continue after a pause (spec.rollout.paused: false)")
     abort = command("abort", _abort, "end the canary, whatever its stage")
@@ -160,6 +161,17 @@ def _plan(options: argparse.Namespace) -> int:
 
     where, output = cluster(options), getattr(options, "output", None)
     return plan.show(where, options.service, gpu=options.gpu, model=options.model, output=output)
+
+
+def _export(options: argparse.Namespace) -> int:
+    import yaml
+
+    from kvpilot_kubectl import export
+
+    manifest, about = export.export(cluster(options), options.service)
+    print(f"{PROG}: {about}", file=sys.stderr)
+    as_json = getattr(options, "output", None) == "json"
+    return _print(options, manifest) if as_json else _say(f"---\n{yaml.safe_dump(manifest, sort_keys=False)}".rstrip())
 
 
 def _pause(options: argparse.Namespace, *, paused: bool = True) -> int:

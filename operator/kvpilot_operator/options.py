@@ -7,9 +7,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import yaml
 
 from kvpilot_formats.installed import add_version
+from kvpilot_operator.api.engine_defaults import NO_DEFAULTS, EngineDefaults
 from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.gpus import PriceError, prices
 
@@ -37,6 +39,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         default=[],
         choices=KINDS,
         help="let engine.podTemplate ask for this access to nodes (may be repeated; default: none)",
+    )
+    parser.add_argument(
+        "--engine-defaults",
+        type=_engine_defaults,
+        default=NO_DEFAULTS,
+        metavar="JSON",
+        help="image, imagePullSecrets and tolerations of engines whose services leave them out",
     )
     parser.add_argument(
         "--prices", type=_prices, default={}, metavar="FILE", help="price of a GPU of each kind an hour, as YAML"
@@ -72,6 +81,13 @@ def _prices(path: str) -> dict[str, int]:
         return prices((str(kind), price) for kind, price in given.items())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+
+
+def _engine_defaults(text: str) -> EngineDefaults:
+    try:
+        return msgspec.json.decode(text, type=EngineDefaults)
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; write engines.* of the chart, as JSON") from None
 
 
 def _folder(path: str) -> Path:

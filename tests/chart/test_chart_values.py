@@ -9,10 +9,12 @@ import sys
 import textwrap
 import tomllib
 
+import msgspec
 import pytest
 import yaml
 
 from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
+from kvpilot_operator.api.engine_defaults import EngineDefaults
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import ENGINE_PORT, PREFETCH_LABEL, SERVICE_LABEL
 from kvpilot_operator.api.pod_template import KINDS
@@ -36,6 +38,7 @@ REFUSED = {
     "a price of nothing": ({"prices": {"H200": 0}}, "prices.H200"),
     "a price in words": ({"prices": {"H200": "cheap"}}, "prices.H200"),
     "an access to nodes that is none": ({"engines": {"hostAccess": ["root"]}}, "engines.hostAccess.0"),
+    "a pull secret of engines as a text": ({"engines": {"imagePullSecrets": ["mine"]}}, "engines.imagePullSecrets.0"),
     "a namespace that is none": ({"watchNamespaces": ["team-a", "Team_B"]}, "watchNamespaces.1"),
     "a namespace twice": ({"watchNamespaces": ["team-a", "team-a"]}, "watchNamespaces"),
     "namespaces in one text": ({"watchNamespaces": "team-a,team-b"}, "watchNamespaces"),
@@ -116,6 +119,20 @@ def test_access_to_nodes_is_allowed_by_the_kinds_that_the_operator_knows(chart):
     assert not any("host-access" in one for one in arguments({}))
     given = [one for one in arguments({"engines": {"hostAccess": list(KINDS)}}) if "host-access" in one]
     assert parse_arguments(given).allow_host_access == list(KINDS)
+
+
+def test_the_operator_reads_the_defaults_of_engines_that_the_chart_writes(chart):
+    def arguments(values):
+        (deployment,) = (one for one in render(chart, values) if one["kind"] == "Deployment")
+        args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+        return [one for one in args if one.startswith("--engine-defaults")]
+
+    assert arguments({"engines": {"hostAccess": ["hostIPC"]}}) == []
+    toleration = {"key": "gpu", "operator": "Equal", "value": 'a"b', "tolerationSeconds": 30}
+    engines = {"image": "team/runtime:2", "imagePullSecrets": [{"name": "registry"}], "tolerations": [toleration]}
+    found = parse_arguments(arguments({"engines": {"hostAccess": ["hostIPC"], **engines}})).engine_defaults
+    assert msgspec.to_builtins(found) == engines
+    assert parse_arguments(arguments({"engines": {"image": "a:1"}})).engine_defaults == EngineDefaults("a:1")
 
 
 def test_the_chart_takes_a_price_of_any_gpu_and_the_operator_reads_what_the_chart_writes(chart, tmp_path):

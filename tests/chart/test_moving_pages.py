@@ -147,24 +147,17 @@ def test_a_dtype_is_undone_and_a_canary_is_ended_without_a_denial(world: World) 
     world.shell("kubectl -n $NAMESPACE delete qllm undo --cascade=foreground")
 
 
-def test_a_backup_starts_in_its_proven_dtype_if_that_is_written_into_it(world: World) -> None:
+def test_a_backup_brings_a_service_back_with_its_dtype(world: World) -> None:
     world.create("kept", "k4v4")
-    text = section("day-2.md", "Back up, and restore elsewhere")
-    backup, restore, choose = blocks(text)
-    (proven,) = blocks(text, "yaml")
-    world.shell(backup)
-    assert "k4v4" in (world.shell.folder / "dtypes.txt").read_text()
+    backup, restore = blocks(section("day-2.md", "Back up, and restore elsewhere"))
+    world.shell(backup, NAME="kept")
+    assert set(yaml.safe_load((world.shell.folder / "kept.yaml").read_text())) == {
+        "apiVersion", "kind", "metadata", "spec"
+    }  # fmt: skip
     world.shell("kubectl -n $NAMESPACE delete qllm kept --cascade=foreground")
-    saved = yaml.safe_load((world.shell.folder / "services.yaml").read_text())
-    saved["items"] = [one for one in saved["items"] if one["metadata"]["name"] == "kept"]
-    saved["items"][0]["spec"] |= yaml.safe_load(proven)
-    (world.shell.folder / "services.yaml").write_text(yaml.safe_dump(saved))
-    world.shell(restore)
+    world.shell(restore, NAME="kept")
     world.shell("kubectl -n $NAMESPACE wait qllm/kept --for=condition=Ready --timeout=10m")
-    status = world.service("kept")["status"]
-    assert (status["kvCache"]["activeDtype"], status.get("canary"), status.get("history")) == ("k4v4", None, None)
-    world.shell(choose, NAME="kept")
-    assert world.service("kept")["spec"]["kvCache"]["mode"] == "Auto"
+    assert world.service("kept")["status"]["kvCache"]["activeDtype"] == "k4v4"
     world.shell("kubectl -n $NAMESPACE delete qllm kept --cascade=foreground")
 
 

@@ -62,6 +62,14 @@ CASES = [
         "limit-range", "FailedCreate", ("maximum memory usage per Container is 1Gi",),
         engine(resources={"limits": {"cpu": "1", "memory": "4Gi"}}), limit_range(max={"memory": "1Gi"}),
     ),
+    Case(
+        "limit-range-below-our-requests", "FailedCreate", ("less than or equal to cpu limit", "spec.engine.resources"),
+        engine(resources={"limits": {"nvidia.com/gpu": 1}}), limit_range(default={"cpu": "2"}),
+    ),
+    Case(
+        "quota-of-cpu", "FailedCreate", ("exceeded quota: team", "requested: requests.cpu=3"),
+        engine(resources={"limits": {"nvidia.com/gpu": 1}}), quota("requests.cpu", "2"),
+    ),
 ]  # fmt: skip
 
 

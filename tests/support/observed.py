@@ -86,6 +86,13 @@ class FakeCluster:
             raise self.broken[ref.kind]
         return self.objects.get(path)
 
+    async def first(self, api_version: str, kind: str, namespace: str, selector: str = "", *, limit: int) -> list[Any]:
+        path = path_of(api_version, kind, namespace)
+        self.asked.append(path)
+        if kind in self.broken:
+            raise self.broken[kind]
+        return list(self.objects.get(path, ()))[:limit]
+
     async def find_json(self, ref: Ref, *, most: int) -> bytes | None:
         found = await self.find(ref)
         return None if found is None else json.dumps(found).encode()

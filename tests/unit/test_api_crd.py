@@ -98,7 +98,8 @@ def test_every_optional_field_of_the_spec_has_a_default_or_means_something_when_
         "spec.model.revision", "spec.model.servedName", "spec.model.tokenSecretRef", "spec.model.maxModelLen",
         "spec.cache.weightsClaimName", "spec.cache.compileClaimName", "spec.cache.weights",
         "spec.cache.weights.storageClassName", "spec.kvCache.dtype",
-        "spec.kvCache.recentTokens", "spec.kvCache.offload", "spec.kvCache.retention",
+        "spec.kvCache.recentTokens", "spec.kvCache.offload", "spec.kvCache.retention", "spec.engine.tensorParallelSize",
+        "spec.engine.image", "spec.kvCache.startDtype",
         "spec.kvCache.offload.disk", "spec.kvCache.offload.disk.storageClassName",
         "spec.kvCache.offload.disk.claimName", "spec.kvCache.retention.sinkTokens",
         "spec.kvCache.retention.windowTokens", "spec.kvCache.retention.budgetTokens",
@@ -179,7 +180,8 @@ def test_a_limit_of_gpus_that_is_enough_is_accepted_in_every_spelling(size: int,
 )
 def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, limit: str) -> None:
     gpus = parse_quantity(limit)
-    enough = gpus == int(gpus) and gpus >= size
+    # Where the limit is written in digits alone, GPUs beyond tensorParallelSize would idle.
+    enough = gpus == int(gpus) and (gpus == size if re.fullmatch("[0-9]{1,5}", limit) else gpus >= size)
     accepted = refused(with_gpus(size, limit)) == []
     # A quantity such as 1.5k is a whole number, but the rule refuses it, because nobody counts GPUs in this way.
     assert accepted == enough or (not accepted and "." in limit)

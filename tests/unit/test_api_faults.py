@@ -46,6 +46,19 @@ def test_an_object_that_is_older_than_a_rule_is_refused_or_rendered(bad: Bad) ->
         assert [fault.field for fault in judged] == [bad.field]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ['--speculative-config={"method": "ngram", "num_speculative_tokens": 4}'],
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'],
+        ["--chat-template", "{{ messages }} and so on"],
+    ],
+)
+def test_a_value_with_spaces_has_no_fault(arguments: list[str]) -> None:
+    spec = {**GOOD["spec"], "engine": {**GOOD["spec"]["engine"], "extraArgs": arguments}}
+    assert faults({**GOOD, "spec": spec}) == ()
+
+
 def test_a_good_manifest_has_no_fault() -> None:
     assert faults(GOOD) == ()
 

@@ -23,7 +23,9 @@ def refused(kind: str, message: str, *causes: tuple[str, str], reason: str = "In
 def test_field_and_words_are_the_servers() -> None:
     found = finding([refused("Deployment", "is invalid", MEMORY, CPU, MEMORY)])
     assert found.reason == "Invalid"
-    assert found.message == f"{FIELD}: {MEMORY[1]}, {FIELD}: {CPU[1]} (Deployment chat-1)"
+    told, _, remedy = found.message.partition(": set ")
+    assert told == f"{FIELD}: {MEMORY[1]}, {FIELD}: {CPU[1]} (Deployment chat-1)"
+    assert remedy.startswith("requests in spec.engine.resources")
 
 
 def test_all_rejections_are_told_with_the_reason_of_the_first() -> None:

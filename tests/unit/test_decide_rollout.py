@@ -62,6 +62,44 @@ def test_a_relaxed_service_keeps_its_dtype():
     assert status.last_trial is None
 
 
+def starting_with(dtype: str, mode: str = "Auto"):
+    return manifest(kvCache={**AUTO["kvCache"], "mode": mode, "ladder": ["k8v4", "k4v4"], "startDtype": dtype})
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Recommend"])
+def test_a_service_takes_its_start_dtype_without_pressure_once_its_probes_have_passed(mode):
+    cluster = ModelCluster(starting_with("k8v4", mode), demand=1500)
+    served = []
+    for _ in range(200):
+        cluster.tick()
+        trial = parse_status(cluster.status).canary
+        if trial is not None and trial.verdict != "Passed":
+            served.append(cluster.traffic)
+    status = cluster.settle()
+    assert set(served) == {revision_of(cluster.obj, "auto")}
+    assert status.kv_cache.active_dtype == "k8v4"
+    assert [(one.dtype, one.verdict, one.reason) for one in status.history] == [("k8v4", "Passed", "WithinLimits")]
+
+
+def test_a_start_dtype_that_fails_its_probes_leaves_the_service_as_without_it():
+    cluster = ModelCluster(starting_with("k4v4"), bad=frozenset({"k4v4"}), demand=1500)
+    status = cluster.settle()
+    assert status.kv_cache.active_dtype == "auto"
+    assert [(one.dtype, one.verdict) for one in status.history] == [("k4v4", "Failed")]
+    cluster.now += timedelta(days=30)
+    later = cluster.settle()
+    assert len(later.history) == 1
+    assert {c.type: c.status for c in later.conditions}["Ready"] == "True"
+
+
+def test_a_service_that_has_changed_its_dtype_does_not_return_to_its_start_dtype():
+    cluster = ModelCluster(manifest(**AUTO), demand=9000)
+    cluster.settle()
+    cluster.demand = 0
+    cluster.edit(manifest(kvCache={**AUTO["kvCache"], "startDtype": "k8v4"}))
+    assert cluster.settle().kv_cache.active_dtype == "k4v4"
+
+
 def test_a_canary_gets_no_traffic_before_its_verdict():
     cluster = ModelCluster(manifest(**AUTO), demand=9000)
     for _ in range(80):

@@ -15,9 +15,7 @@ from kvpilot_operator.decide.load.workload import classify
 from kvpilot_operator.state.samples import Flows
 from support.services import NOW, samples
 
-PRESSURE = Pressure(
-    high_percent=85, low_percent=50, waiting_per_replica=1, preemptions_per_minute=1, sustained_seconds=300
-)
+PRESSURE = Pressure(high_percent=85, low_percent=50, waiting_per_replica=1, sustained_seconds=300)
 CHAT = Flows(seconds=5, prompt_tokens=2000, generation_tokens=1500, finished=5, prefill_seconds=0.5, decode_seconds=60)
 # Prompts have 8,000 tokens and answers 50. Every step includes part of a prompt, so decode looks slow although prefill
 # is the limit.

@@ -20,12 +20,13 @@ from loopback_api import LoopbackApi, client_configuration
 from kvpilot_kubectl import complete
 from kvpilot_kubectl.commands import parser
 from kvpilot_kubectl.main import main
+from kvpilot_operator.api.faults import faults
 from support.services import manifest
 
 Run = Callable[..., tuple[int, str, str]]
 SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/models/quantizedllmservices"
 CHAT = f"{SERVICES}/chat"
-COMMANDS = ("abort", "pause", "plan", "promote", "resume", "retry", "status", "undeny", "why")
+COMMANDS = ("abort", "export", "pause", "plan", "promote", "resume", "retry", "status", "undeny", "why")
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_a_long_list_is_read_to_its_end(run: Run, api: LoopbackApi) -> None:
 
 
 def test_a_service_that_is_not_there_is_named_with_where_to_look(run: Run) -> None:
-    for command in ("status", "why", "plan", "pause", "resume", "undeny"):
+    for command in ("status", "why", "plan", "export", "pause", "resume", "undeny"):
         line = refused(run, command, "chit")
         assert "'chit' not found in namespace models" in line
         assert "`kubectl kvpilot status -n models`" in line
@@ -267,6 +268,58 @@ def test_a_change_that_is_refused_is_said_with_the_servers_words(run: Run, api: 
         (422, {"message": "webhook says no"}) if method == "PATCH" else before(method, *rest)
     )
     assert "refuses the change of chat: webhook says no" in refused(run, "pause", "chat")
+
+
+SERVED = {
+    "kvCache": {"activeDtype": "k4v4"},
+    "accuracy": {"last": {"dtype": "k4v4", "verdict": "Passed", "probeTime": "2026-11-02T10:00:00Z", "revision": "a",
+                          "excessKlMicronats": 3200, "top1AgreementPermille": 991}},
+    "history": [{"dtype": "k4v4", "verdict": "Passed", "time": "2026-11-01T10:00:00Z", "image": "r:1",
+                 "gpu": "NVIDIA-H200"}],
+}  # fmt: skip
+
+
+def test_export_writes_the_earned_dtype_with_its_evidence_into_a_manifest_without_status(
+    run: Run, api: LoopbackApi
+) -> None:
+    service = api.services["chat"]
+    service |= {"status": SERVED}
+    service["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "team": "a"}
+    before = copy.deepcopy(service)
+    code, out, err = run("export", "chat")
+    made = yaml.safe_load(out)
+    assert code == 0
+    assert set(made) == {"apiVersion", "kind", "metadata", "spec"}
+    assert made["spec"]["kvCache"]["startDtype"] == "k4v4"
+    evidence = made["metadata"]["annotations"].pop("kvpilot.io/start-dtype-evidence")
+    for words in ("2026-11-01T10:00:00Z", "NVIDIA-H200", "r:1", "2026-11-02T10:00:00Z", "3.2 millinats", "99.1%"):
+        assert words in evidence
+        assert words in err
+    assert made["metadata"]["annotations"] == {"team": "a"}
+    assert faults(made) == ()
+    assert json.loads(run("export", "chat", "-o", "json")[1])["spec"] == made["spec"]
+    assert api.services["chat"] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"status": {"kvCache": {"activeDtype": "k4v4"}}}, "no probe that it passed is known"),
+        ({"status": {"kvCache": {"activeDtype": "auto"}}}, "no step of kvCache.ladder"),
+        ({"status": SERVED, "kvCache": {"mode": "Fixed", "dtype": "k4v4"}}, "mode Fixed"),
+        ({}, "no dtype serves"),
+    ],
+)
+def test_export_of_a_dtype_that_is_not_proven_writes_none_and_says_why(
+    run: Run, api: LoopbackApi, change: dict[str, Any], why: str
+) -> None:
+    service = api.services["chat"]
+    service["status"] = change.get("status", {})
+    service["spec"]["kvCache"] = change.get("kvCache", {**service["spec"]["kvCache"], "startDtype": "fp8"})
+    code, out, err = run("export", "chat")
+    assert code == 0
+    assert why in err
+    assert "startDtype" not in yaml.safe_load(out)["spec"]["kvCache"]
 
 
 def test_undeny_lifts_the_denial_and_says_how_to_set_it_back(run: Run, api: LoopbackApi) -> None:

@@ -46,6 +46,15 @@ def planned(api: LoopbackApi, *argv: str) -> int:
     return main(["plan", "chat", "--kubeconfig", str(api.kubeconfig), *argv])
 
 
+@pytest.mark.parametrize("limit", [4, "4"])
+def test_without_a_size_of_tensor_parallelism_it_plans_for_all_gpus_of_a_pod(
+    api: LoopbackApi, capsys: pytest.CaptureFixture[str], limit: int | str
+) -> None:
+    api.services["chat"]["spec"]["engine"] = {"image": "i", "resources": {"limits": {"nvidia.com/gpu": limit}}}
+    assert planned(api, "--gpu=L40S") == 0
+    assert "Qwen/Qwen3-8B on 4 x L40S" in capsys.readouterr().out
+
+
 def test_it_says_what_kvpilot_plan_says_and_with_which_arguments(
     api: LoopbackApi, capsys: pytest.CaptureFixture[str]
 ) -> None:

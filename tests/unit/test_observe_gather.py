@@ -12,9 +12,9 @@ import pytest
 from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
-from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.errors import ClusterError, Rejected
 from kvpilot_operator.gpus import prices
-from kvpilot_operator.observe.api_reads import API_SECONDS
+from kvpilot_operator.observe.api_reads import API_SECONDS, AUTOSCALER_SECONDS
 from kvpilot_operator.state.objects import ObjectView
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
@@ -61,6 +61,33 @@ async def test_a_service_runs_on_the_first_of_its_nodes_that_has_a_gpu_and_with_
     found = await world.snapshot()
     assert found.node.gpu == "NVIDIA-H200"
     assert found.deployments["r1"].image == "e:1"
+
+
+def autoscaler(name: str, target: str, kind: str = KIND, **about: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name, **about}, "spec": {"scaleTargetRef": {"kind": kind, "name": target}}}
+
+
+async def test_an_autoscaler_of_a_service_that_kvpilot_scales_is_seen_by_rare_lists(world: World) -> None:
+    path = path_of("autoscaling/v1", "HorizontalPodAutoscaler", KEY.namespace)
+    keda = {"ownerReferences": [{"kind": "ScaledObject", "name": "web"}]}
+    world.cluster.objects[path] = [
+        autoscaler("a", KEY.name, "Deployment"), autoscaler("b", "other"), autoscaler("keda-hpa-web", KEY.name, **keda)
+    ]  # fmt: skip
+    assert (await world.snapshot()).autoscaler == "ScaledObject web"
+    world.cluster.objects[path] = [autoscaler("hpa", KEY.name)]
+    world.now += timedelta(seconds=AUTOSCALER_SECONDS - 1)
+    assert (await world.snapshot()).autoscaler == "ScaledObject web"
+    world.now += timedelta(seconds=1)
+    assert (await world.snapshot()).autoscaler == "HorizontalPodAutoscaler hpa"
+    assert world.cluster.asked.count(path) == 2
+    world.put(edited(scaling={"mode": "External"}))
+    assert (await world.snapshot()).autoscaler is None
+
+
+async def test_a_role_without_autoscalers_leaves_everything_else_as_it_is(world: World) -> None:
+    world.cluster.broken["HorizontalPodAutoscaler"] = Rejected("GET", "/x", 403, "forbidden", "Forbidden")
+    found = await world.snapshot()
+    assert (found.autoscaler, found.unanswered) == (None, ())
 
 
 async def test_versions_move_with_what_a_deployment_should_be_and_not_with_its_pods(world: World) -> None:

@@ -35,7 +35,8 @@ async def test_a_reconcile_that_finds_all_it_needs_in_the_cache_asks_the_server_
     assert world.cluster.asked == []
     world.now += timedelta(seconds=NODE_SECONDS)
     await world.snapshot()
-    assert world.cluster.asked == ["/api/v1/nodes/node-1"]
+    scalers = path_of("autoscaling/v1", "HorizontalPodAutoscaler", KEY.namespace)
+    assert world.cluster.asked == ["/api/v1/nodes/node-1", scalers]
 
 
 async def test_a_node_that_no_engine_has_run_on_for_long_is_forgotten(world: World) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvpilot_operator.api.engine_defaults import EngineDefaults
 from kvpilot_operator.control import pilot as module
 from kvpilot_operator.control.pilot import Pilot
 from kvpilot_operator.control.telemetry import Telemetry
@@ -16,12 +19,12 @@ from kvpilot_operator.errors import Conflict, NotFound
 from kvpilot_operator.observe.gather import Observations
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import NothingKept
-from kvpilot_operator.state.objects import Rejection
+from kvpilot_operator.state.objects import DeploymentView, Rejection
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.state.status import Status
 from support.failing_questions import SECRET, failing
-from support.services import manifest, snapshot
+from support.services import manifest, pod, running, snapshot, spec_of
 
 
 class World:
@@ -156,3 +159,72 @@ async def test_what_is_refused_is_decided_upon_at_once_and_then_no_more() -> Non
     told = [decision.status.condition("Stalled").status for decision in world.decided]
     assert told[:2] == ["False", "True"]
     assert world.performed <= 3  # the third one follows the only scrape
+
+
+class Rolling(World):
+    """Services whose engines run another image than the installation's default."""
+
+    def __init__(self, services: int) -> None:
+        super().__init__(services)
+        self.cache.engines = EngineDefaults(image="new:1")
+        self.statuses: dict[str, Status] = {}
+
+    async def snapshot(self, known: Observations, result: Any) -> Any:
+        await asyncio.sleep(0)
+        name, obj = known.key.name, manifest()
+        obj["metadata"]["name"] = name
+        s = running(obj, "auto", key=known.key, uid=known.uid)
+        status = self.statuses.get(name, s.status)
+        assert status.stable is not None
+        serving = status.stable.revision
+        obj["spec"]["engine"]["image"] = "new:1"
+        return replace(
+            s, spec=spec_of(obj), status=status, pods=(pod(serving),), traffic=serving,
+            deployments={serving: DeploymentView(serving, "auto", 1)},
+        )  # fmt: skip
+
+    async def perform(self, s: Any, decision: Any) -> None:
+        await asyncio.sleep(0)
+        # A status that has changed since it was read is not written.
+        if self.statuses.get(s.key.name) in (None, s.status):
+            self.statuses[s.key.name] = decision.status
+        self.performed += 1
+
+    def on_trial(self) -> list[str]:
+        return sorted(name for name, status in self.statuses.items() if status.canary is not None)
+
+    def waiting(self, name: str) -> str:
+        """Return the message of Reconciling."""
+        found = self.statuses[name].condition("Reconciling") if name in self.statuses else None
+        return found.message if found is not None else ""
+
+    def promote(self, name: str) -> None:
+        """End a trial: the new image serves."""
+        status = self.statuses[name]
+        assert status.stable is not None
+        assert status.canary is not None
+        stable = msgspec.structs.replace(status.stable, revision=status.canary.revision)
+        self.statuses[name] = msgspec.structs.replace(status, stable=stable, canary=None)
+
+
+async def test_a_new_image_of_the_installation_reaches_the_services_of_a_namespace_one_by_one() -> None:
+    world, rolled = Rolling(4), []
+
+    def all_rolled() -> bool:
+        on_trial = world.on_trial()
+        assert len(on_trial) <= 1
+        for one in on_trial:
+            others = {"s0", "s1", "s2", "s3"}.difference(rolled, on_trial)
+            if all(f"waits until {one} has replaced its pods" in world.waiting(name) for name in others):
+                world.promote(one)
+                rolled.append(one)
+        return len(rolled) == 4
+
+    await world.run(all_rolled)
+    assert sorted(rolled) == ["s0", "s1", "s2", "s3"]
+
+
+async def test_without_defaults_of_the_installation_services_change_their_images_at_once() -> None:
+    world = Rolling(4)
+    world.cache.engines = EngineDefaults()
+    await world.run(lambda: len(world.on_trial()) == 4)

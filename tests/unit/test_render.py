@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpilot_formats import dtypes
+from kvpilot_operator.api.faults import faults
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import service, workload
 from support.services import KEY, manifest, spec_of
@@ -106,12 +107,52 @@ def test_offloading_reaches_engines_of_every_dtype_with_the_memory_for_it_and_ma
         ({"requests": {"memory": "512Mi"}, "limits": {"memory": "25769803777"}},
          {"requests": {"memory": "66048Mi"}, "limits": {"memory": str(88 * 2**30 + 1)}}),
         ({"requests": {"memory": "1.5k"}}, {"requests": {"memory": str(64 * 2**30 + 1500)}}),
-        ({"limits": {"nvidia.com/gpu": "1"}}, {"requests": {"memory": "64Gi"}, "limits": {"nvidia.com/gpu": "1"}}),
+        ({"limits": {"nvidia.com/gpu": "1"}},
+         {"requests": {"cpu": "3", "memory": "72Gi"}, "limits": {"nvidia.com/gpu": "1"}}),
     ],
 )  # fmt: skip
 def test_memory_for_offloaded_blocks_is_asked_for_beside_the_engines_own(asked, given):
     _, container = engine(engine={"image": "i", "resources": asked}, kvCache={"offload": {"cpuMemoryGiB": 64}})
     assert container["resources"] == given
+
+
+@pytest.mark.parametrize(
+    ("asked", "requests"),
+    [
+        ({}, None),
+        ({"limits": {"nvidia.com/gpu": 1}}, {"cpu": "3", "memory": "8Gi"}),
+        ({"limits": {"amd.com/gpu": "8"}}, {"cpu": "10", "memory": "36Gi"}),
+        ({"limits": {"nvidia.com/gpu": 1}, "requests": {"cpu": "500m"}}, {"cpu": "500m", "memory": "8Gi"}),
+        # Kubernetes takes a limit without a request for the request, too. A larger request of ours would be refused.
+        ({"limits": {"nvidia.com/gpu": 1, "cpu": "2", "memory": "6Gi"}}, None),
+    ],
+)
+def test_an_engine_on_gpus_reserves_cpu_and_memory_unless_the_user_says_how_much(asked, requests):
+    _, container = engine(engine={"image": "i", "resources": asked})
+    assert container["resources"].get("requests") == requests
+
+
+@pytest.mark.parametrize(
+    ("limits", "nodes", "arguments", "size"),
+    [
+        ({}, 1, [], 1),
+        ({"nvidia.com/gpu": 4}, 1, [], 4),
+        ({"nvidia.com/gpu": "4.0"}, 1, [], 4),
+        ({"nvidia.com/gpu": "4000m"}, 1, [], 4),
+        ({"amd.com/gpu": 8}, 1, [], 8),
+        ({"nvidia.com/gpu": 8}, 2, [], 8),
+        ({"nvidia.com/gpu": 8}, 1, ["--pipeline-parallel-size=2"], 4),
+        ({"nvidia.com/gpu": 8}, 1, ["-dp", "4"], 2),
+    ],
+)
+def test_tensor_parallelism_takes_all_gpus_of_a_pod_unless_the_user_says_otherwise(limits, nodes, arguments, size):
+    given = {"image": "i", "nodes": nodes, "extraArgs": arguments, "resources": {"limits": limits}}
+    assert faults(manifest(engine=given)) == ()
+    spec = spec_of(manifest(engine=given))
+    _, container = engine(engine=given)
+    assert f"--tensor-parallel-size={size}" in container["args"]
+    assert ("--pipeline-parallel-size=2" in container["args"]) == (nodes == 2 or len(arguments) == 1)
+    assert spec.engine.gpus == size * nodes
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "k4v4"])

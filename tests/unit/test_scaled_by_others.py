@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.decide import decide
 from kvpilot_operator.state.status import parse_status
 from support.model_cluster import ModelCluster
-from support.services import KEY, revision_of
+from support.services import KEY, manifest, revision_of, running
 from support.trials import BUSY, NEW, OLD, end_of, ended, on_trial, service, stage
 
 
@@ -124,3 +125,36 @@ def test_a_stopped_service_is_recommended_to_stay_so_and_the_last_replica_to_sta
     assert cluster.settle().scaling.recommended_replicas == 1
     cluster.edit(service(OLD, 0))
     assert cluster.settle().scaling.recommended_replicas == 0
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize(
+    ("scaler", "remedy"),
+    [("HorizontalPodAutoscaler web", "delete the HorizontalPodAutoscaler"),
+     ("ScaledObject web", "delete the ScaledObject")],
+)  # fmt: skip
+def test_an_autoscaler_beside_kvpilot_is_named_with_the_remedy(scaler, remedy, paused):
+    ready = told(autoscaler=scaler, rollout={"paused": paused})
+    assert scaler in ready
+    assert "spec.scaling.mode to External" in ready
+    assert remedy in ready
+
+
+@pytest.mark.parametrize("mode", ["Operator", "External"])
+@pytest.mark.parametrize(("replicas", "kept"), [(2, 3), (50, 8), (0, 3)])
+def test_a_number_of_replicas_beyond_the_bounds_is_told_with_the_number_that_counts(mode, replicas, kept):
+    ready = told(replicas=replicas, scaling={"mode": mode, "minReplicas": 3, "maxReplicas": 8})
+    assert f"spec.replicas is {replicas}, and {kept} counts" in ready
+    assert "minReplicas 3 and maxReplicas 8" in ready
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 8])
+def test_a_number_within_the_bounds_or_the_default_is_not_remarked_on(replicas):
+    assert "spec.replicas" not in told(replicas=replicas, scaling={"minReplicas": 3, "maxReplicas": 8})
+
+
+def told(*, autoscaler: str | None = None, **spec) -> str:
+    """Return the message of Ready."""
+    ready = decide(running(manifest(**spec), "auto", autoscaler=autoscaler)).status.condition("Ready")
+    assert ready is not None
+    return ready.message

@@ -24,9 +24,7 @@ from support.metrics_pages import parse_page
 from support.policy_inputs import policy_input
 from support.services import KEY, NOW, manifest, revision_of, running
 
-PRESSURE = Pressure(
-    high_percent=85, low_percent=50, waiting_per_replica=1, preemptions_per_minute=1, sustained_seconds=300
-)
+PRESSURE = Pressure(high_percent=85, low_percent=50, waiting_per_replica=1, sustained_seconds=300)
 SCRAPES = 120
 Pages = Callable[[int], Mapping[str, PodMetrics]]
 

@@ -39,6 +39,10 @@
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, patch]
+# An autoscaler on a service that the operator scales: listed now and then, to be reported.
+- apiGroups: [autoscaling]
+  resources: [horizontalpodautoscalers]
+  verbs: [list]
 # Baselines of the accuracy probes, and the probe sets that users write.
 - apiGroups: [""]
   resources: [configmaps]

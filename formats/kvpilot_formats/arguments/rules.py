@@ -102,6 +102,9 @@ SEVERAL_ENGINES = (
 )  # fmt: skip
 """Options that start several engines in a pod."""
 
+GROUPS_OF_GPUS = (PIPELINE_PARALLEL, DATA_PARALLEL, "--prefill-context-parallel-size")
+"""Options whose value multiplies the GPUs that tensor parallelism takes."""
+
 VARIABLES_BESIDE_OURS = {BATCH_INVARIANT: "batch invariance", SIMPLE_OFFLOAD: "vLLM's simple offloading"}
 
 

@@ -50,7 +50,11 @@ def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
         spec = parse(obj)
     except msgspec.ValidationError as error:
         return (_explained(str(error), obj),)
-    found = list(_arguments(spec))
+    found = [*_gpus(spec), *_arguments(spec)]
+    if not spec.engine.image:
+        found.append(
+            Fault("spec.engine.image", "is missing: set it, or engines.image of kvpilot's chart for all services")
+        )
     if spec.kv_cache.mode == "Fixed" and spec.kv_cache.dtype is None:
         # The API server has this rule, too, but a stored object may be older.
         text = "is missing, and kvCache.mode is Fixed: set dtype, or use another mode"
@@ -119,6 +123,20 @@ def _arguments(spec: Spec) -> Iterator[Fault]:
             found.append((place, "a variable names the option: write the option in full, OPTION=$(NAME), in one item"))
     for place, message in sorted(found):
         yield Fault(f"spec.engine.extraArgs[{place}]", message)
+
+
+def _gpus(spec: Spec) -> Iterator[Fault]:
+    """Yield the fault of an engine that takes more or fewer GPUs than its pod has."""
+    engine = spec.engine
+    used, limit = engine.tensor_parallel * engine.groups, engine.gpu_limit
+    if limit not in (0, used):
+        options = [one for one in rules.GROUPS_OF_GPUS if engine.arguments.count(one) > 1]
+        yield Fault(
+            "spec.engine.tensorParallelSize",
+            f"is {engine.tensor_parallel}, so that {used} GPUs are used{' with ' if options else ''}"
+            f"{' and '.join(options)}, but resources.limits has {limit}: set the limit to {used}, or change "
+            f"{' or '.join(['tensorParallelSize', *options])}",
+        )
 
 
 def _contradictions(arguments: Arguments, spec: Spec) -> Iterator[tuple[int, str]]:

@@ -36,9 +36,8 @@ class Pressure(Record, frozen=True):
     low_percent: Annotated[int, Meta(ge=0, le=99)] = 50
     """KV cache use, in percent, under which pressure has left. Below highPercent."""
     waiting_per_replica: Annotated[int, Meta(ge=1, le=100_000)] = 1
-    """Requests that wait in a replica's queue from which memory is under pressure."""
-    preemptions_per_minute: Annotated[int, Meta(ge=1, le=100_000)] = 1
-    """Requests per minute that a replica throws out of its KV cache, from which memory is under pressure."""
+    """Requests that wait in a replica's queue from which memory is under pressure. One that is thrown out of the cache
+    each minute is such a sign, too."""
     sustained_seconds: Annotated[int, Meta(ge=5, le=86_400)] = 300
     """Seconds for which a sign must hold before anything is done about it."""
 
@@ -120,8 +119,8 @@ class KVCache(Record, frozen=True):
     mode: Literal["Fixed", "Recommend", "Auto"] = "Recommend"
     """The party that chooses the dtype. Fixed: you, with dtype. Recommend: kvpilot writes its choice to
     status.kvCache.recommendedDtype and status.scaling.recommendedReplicas and changes nothing, except that it leaves a
-    dtype whose answers fail their probes. Auto: kvpilot moves along the ladder, one canary at a time. Takes effect at
-    the next reconcile, within seconds."""
+    dtype whose answers fail their probes, and takes startDtype. Auto: kvpilot moves along the ladder, one canary at a
+    time. Takes effect at the next reconcile, within seconds."""
     baseline: Literal["auto", "bfloat16", "float16"] = "auto"
     """The 16-bit dtype that the accuracy of every other one is measured against, and where Auto starts. auto is the
     model's own. Where the checkpoint chooses fewer bits for auto, name bfloat16 or float16, with --dtype of the same
@@ -129,6 +128,11 @@ class KVCache(Record, frozen=True):
     ladder: Ladder = ("fp8", "k8v4", "k4v4")
     """The dtypes that Auto may choose and Recommend may name, from the safest to the smallest, after the baseline. A
     step that the GPU or the model does not support is passed over."""
+    start_dtype: SmallDtype | None = None
+    """A step of the ladder that the service takes as soon as it answers, without waiting for pressure: the dtype that
+    it earned elsewhere (kubectl kvpilot export writes it). It is a canary like any other: until its probes have passed,
+    the baseline serves, and if they fail, the service goes on as without it. Without effect once the dtype has changed.
+    """
     skip_layers: Annotated[tuple[SkippedLayer, ...], Meta(max_length=128, extra=SET)] = ("sliding_window",)
     """Layers whose cache stays in the model's dtype: layer numbers from 0, or sliding_window for all layers with a
     sliding window (they hold little). A change starts a new revision."""

@@ -1,11 +1,14 @@
 """The parts of a spec that its pods are made of: spec.model, spec.engine and spec.cache."""
 
+import math
+import re
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvpilot_formats.arguments import Arguments, read
+from kvpilot_formats.arguments import rules as arguments
 from kvpilot_operator.api.pod_template import POD_TEMPLATE
 from kvpilot_operator.api.record import NAME, Count, Json, Key, Name, Quantity, Record, Rule, keyed_by, rules
 
@@ -24,6 +27,7 @@ _CLAIM = f"pvc://{NAME}({_STEP})*"
 _FILE = f"file://({_STEP})+"
 _IMAGE = "oci://[a-z0-9.-]+(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)+(:[A-Za-z0-9_][A-Za-z0-9._-]*)?(@sha256:[a-f0-9]{64})?"
 _GPUS = "string(self.resources.limits['nvidia.com/gpu'])"
+_GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 _NO_GPUS = "!has(self.resources.limits) || !('nvidia.com/gpu' in self.resources.limits)"
 
 
@@ -154,7 +158,8 @@ class Resources(Record, frozen=True):
     """CPU, memory and accelerators of one replica. Accelerators such as nvidia.com/gpu go into limits."""
 
     requests: Annotated[dict[str, Quantity | Count], Meta(max_length=16)] = msgspec.field(default_factory=dict)
-    """Amounts that the scheduler reserves, by resource name, as Kubernetes quantities."""
+    """Amounts that the scheduler reserves, by resource name, as Kubernetes quantities. With N GPUs in limits and no
+    request or limit of its own, cpu is 2 + N and memory 4 + 4 N GiB (docs/pods.md)."""
     limits: Annotated[dict[str, Quantity | Count], Meta(max_length=16)] = msgspec.field(default_factory=dict)
     """Amounts that may be used at most, by resource name, as Kubernetes quantities."""
 
@@ -163,7 +168,7 @@ class Resources(Record, frozen=True):
     # At the object: the server quotes the value of a scalar, and this one may hold a password.
     Rule(
         ".image",
-        "!self.image.matches('[[:space:]]') && !self.image.contains('://') && "
+        "!has(self.image) || !self.image.matches('[[:space:]]') && !self.image.contains('://') && "
         "self.image.matches('^[^@]*(@[a-z0-9+._-]+:[a-fA-F0-9]{32,})?$')",
         "engine.image is not an image reference: write it as REGISTRY/NAME:TAG or REGISTRY/NAME@sha256:DIGEST, without "
         "a scheme, spaces or credentials",
@@ -180,17 +185,28 @@ class Resources(Record, frozen=True):
         f"{_NO_GPUS} || "
         f"{_GPUS}.matches('^(-|[0-9]+[.][0-9]*[1-9]|[0-9]*[1-9][0-9]{{0,2}}m|0*[1-9][0-9]{{5}})') || "
         f"({_GPUS}.matches('[kKMGTPE]') ? {_GPUS}.matches('^0*[1-9]') : "
-        f"int({_GPUS}.find('^[0-9]+')) >= self.tensorParallelSize * ({_GPUS}.matches('m$') ? 1000 : 1))",
+        f"int({_GPUS}.find('^[0-9]+')) >= "
+        f"(has(self.tensorParallelSize) ? self.tensorParallelSize : 1) * ({_GPUS}.matches('m$') ? 1000 : 1))",
         "tensorParallelSize is above the nvidia.com/gpu of resources.limits: raise the limit or lower it",
+    ),
+    # Pipeline and data parallelism use further GPUs. Their options begin with p and d, and the operator reads them.
+    Rule(
+        ".tensorParallelSize",
+        f"!has(self.tensorParallelSize) || {_NO_GPUS} || !{_GPUS}.matches('^[0-9]{{1,5}}$') || "
+        f"int({_GPUS}) <= self.tensorParallelSize || self.extraArgs.exists(a, a.matches('^--?[dp]'))",
+        "tensorParallelSize is below the nvidia.com/gpu of resources.limits, and GPUs would idle: remove "
+        "tensorParallelSize, whose default is the limit, or lower the limit",
     ),
 )
 class Engine(Record, frozen=True):
     """The vLLM engine and its pods. A change of any field here starts a new revision."""
 
-    image: Annotated[str, Meta(min_length=1, max_length=512)]
-    """Image of kvpilot's runtime (its entry point is kvpilot-serve). Pin a digest in production."""
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    """GPUs of a node that one replica is spread over. Must divide the model's attention heads."""
+    image: Annotated[str, Meta(min_length=1, max_length=512)] = ""
+    """Image of kvpilot's runtime (its entry point is kvpilot-serve). Pin a digest in production. Without it the
+    installation's, engines.image of the chart, whose changes reach the services of a namespace one by one."""
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] | None = None
+    """GPUs of a node that one replica is spread over; without it the nvidia.com/gpu or amd.com/gpu of resources.limits,
+    else 1. Must divide the model's attention heads."""
     nodes: Annotated[int, Meta(ge=1, le=64)] = 1
     """Nodes that one replica is spread over: with more than 1 it is a group of as many pods, which a LeaderWorkerSet
     makes (the cluster needs that definition), with tensor parallelism within a node and pipeline parallelism across.
@@ -203,8 +219,7 @@ class Engine(Record, frozen=True):
     Refused, in every spelling that vLLM takes, are those that kvpilot sets itself, that hide the engine from it
     (--api-key, --ssl-*, --root-path, --middleware, --grpc, --headless, --disable-log-stats, --api-server-count=0), that
     spread one engine over several pods, that change what a probe measures (--logprobs-mode), that hold a secret
-    (--hf-token), --config, and those that do not go with another field. The API server knows the full names; the
-    condition Stalled reports other spellings."""
+    (--hf-token), --config, and those that do not go with another field. The condition Stalled reports them."""
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=64, extra=keyed_by("name"))] = ()
     """Environment variables of the engine container."""
     resources: Resources = Resources()
@@ -217,9 +232,26 @@ class Engine(Record, frozen=True):
     sets are refused, and so is access to the node that the operator does not allow (docs/pods.md)."""
 
     @property
+    def gpu_limit(self) -> int:
+        """GPUs of one pod, by its limits; 0 for none, or for a number that nobody counts GPUs in, such as 1k."""
+        given = (str(self.resources.limits[name]) for name in _GPU_RESOURCES if name in self.resources.limits)
+        found = re.fullmatch(r"([0-9]+)([.]0+|000m)?", next(given, ""))
+        return int(found[1]) if found is not None else 0
+
+    @property
+    def groups(self) -> int:
+        """Groups of tensor-parallel GPUs in one pod: stages and engines that extra_args ask for."""
+        return math.prod(map(self.arguments.count, arguments.GROUPS_OF_GPUS))
+
+    @property
+    def tensor_parallel(self) -> int:
+        """The size of tensor parallelism: the user's, or that of all GPUs of the pod."""
+        return self.tensor_parallel_size or max(1, self.gpu_limit // self.groups)
+
+    @property
     def gpus(self) -> int:
         """GPUs of one replica."""
-        return self.tensor_parallel_size * self.nodes
+        return self.tensor_parallel * self.nodes
 
     @property
     def arguments(self) -> Arguments:

@@ -46,6 +46,13 @@ RULES_OF_SERVICE = (
         "kvCache.dtype {self.kvCache.dtype} is served with the whole cache on the GPU: remove kvCache.offload and "
         "kvCache.retention, or use fp8",
     ),
+    Rule(
+        ".kvCache.startDtype",
+        "!has(self.kvCache.startDtype) || "
+        "(self.kvCache.mode != 'Fixed' && self.kvCache.ladder.exists(step, step == self.kvCache.startDtype))",
+        "kvCache.startDtype {self.kvCache.startDtype} is a step of kvCache.ladder that modes Auto and Recommend start "
+        "with: add it to the ladder, or remove startDtype; with mode Fixed set dtype instead",
+    ),
     *(
         Rule(
             f".{field}",

@@ -19,6 +19,7 @@ _KINDS = {
     "authentication.k8s.io/v1": ("TokenReview",),
     "authorization.k8s.io/v1": ("SubjectAccessReview",),
     "coordination.k8s.io/v1": ("Lease",),
+    "autoscaling/v1": ("HorizontalPodAutoscaler",),
     "batch/v1": ("Job",),
     "apps/v1": ("Deployment", "ReplicaSet"),
     "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),

@@ -50,7 +50,8 @@ class Leader:
         cluster, telemetry, options = self.cluster, self.telemetry, self.options
         server = ServerFacts(assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API))
         identity = Identity(options.mesh_certificates) if options.mesh_certificates is not None else None
-        cache = InformerCache(cluster, options.namespace, options.allow_host_access, mesh=identity is not None)
+        hosts, mesh, engines = options.allow_host_access, identity is not None, options.engine_defaults
+        cache = InformerCache(cluster, options.namespace, hosts, mesh=mesh, engines=engines)
         self.services = cache.feed
         self._scraper = Scraper(identity)
         clock, scraped = partial(datetime.now, UTC), telemetry.engine_scraped

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvpilot_operator.act.perform import Actor
+from kvpilot_operator.api.engine_defaults import NO_DEFAULTS
 from kvpilot_operator.api.words import ConditionType, Reason
 from kvpilot_operator.control.prober import Probe, Prober
 from kvpilot_operator.control.service_metrics import ServiceSeries, news
@@ -100,6 +101,7 @@ class Pilot:
         self.telemetry.queue(lambda: self.queue.depth)
         self.telemetry.services(lambda: ((record.key, record.series) for record in self.registry))
         self.cache.on_change = self._changed
+        self._rolling: set[ServiceKey] = set()
 
     async def run(self, ready: asyncio.Event) -> None:
         """Work until cancelled. Start to reconcile once all watched objects have been read, and then set `ready`."""
@@ -122,6 +124,10 @@ class Pilot:
         """Process a change in the cache: a service may have been created, deleted or replaced."""
         service = self.cache.services.get(*key)
         self.registry.follow(key, service.uid if service is not None else None)
+        if service is None:
+            self._rolling.discard(key)
+        elif (canary := service.status.canary) is not None and canary.dtype == canary.from_dtype:
+            self._rolling.add(key)
         self.queue.add(key)
 
     async def _reconcile(self, key: ServiceKey) -> float | None:
@@ -135,9 +141,15 @@ class Pilot:
                 snapshot = await self.observer.snapshot(record.observations, record.probe.result)
             if snapshot is None:
                 return None
-            snapshot = replace(snapshot, rejections=record.actor.rejections)
+            defaults = self.cache.engines != NO_DEFAULTS
+            others = sorted(one.name for one in self._rolling if one.namespace == key.namespace and one != key)
+            rolling = others[0] if defaults and others else None
+            snapshot = replace(snapshot, rejections=record.actor.rejections, engine_defaults=defaults, rolling=rolling)
             with part("decide"):
                 decision = decide(snapshot)
+            # Nothing was awaited since `rolling` was read, so two services never start together.
+            rolls = (canary := decision.status.canary) is not None and canary.dtype == canary.from_dtype
+            (self._rolling.add if rolls else self._rolling.discard)(key)
             told = [f"{entry.action}/{entry.reason}" for entry in news(snapshot, decision)]
             reconcile.set_attributes({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": told})
             try:

@@ -22,6 +22,11 @@ _REMEDIES = (
         "model to a claim and write pvc://CLAIM/PATH, or take it from hf://",
     ),
     (
+        "", "spec.containers[0].resources.requests: ",
+        "set requests in spec.engine.resources, and limits that are not below them: without requests kvpilot asks for "
+        "CPU and memory for each GPU, and a LimitRange of the namespace may add lower limits",
+    ),
+    (
         "PersistentVolumeClaim", ": Forbidden: ",
         "spec.cache.weights: a claim keeps its class and access mode, and does not shrink; ask for what it was made "
         "with, or delete the PersistentVolumeClaim and let the weights be downloaded anew",

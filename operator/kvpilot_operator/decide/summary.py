@@ -70,7 +70,7 @@ def _figures(c: Context, sample: Sample | None) -> Figures:
     hits = {"gpu": w.gpu_hits, "host": None if w.host_hits is None else w.host_hits - (w.disk_hits or 0.0)}
     hits["disk"] = w.disk_hits if offload is not None and offload.disk is not None else None
     # All GPUs, including a canary's.
-    gpus = sum(view.replicas * view.nodes for view in pods.values()) * c.spec.engine.tensor_parallel_size
+    gpus = sum(view.replicas * view.nodes for view in pods.values()) * c.spec.engine.tensor_parallel
     cost = None if each is None else gpus * each / 1e6
     tokens = 3600 * (w.requests_per_second or 0.0) * (w.mean_generation or 0.0) * w.pods
     known = {tier: min(1.0, max(0.0, share)) for tier, share in hits.items() if share is not None}

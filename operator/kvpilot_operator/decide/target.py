@@ -10,6 +10,7 @@ from kvpilot_operator.decide.context import Context, Target
 from kvpilot_operator.decide.steps.capacity import smaller
 from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS, RETRY_SECONDS, infeasible, rungs
 from kvpilot_operator.render.engine import model_location
+from kvpilot_operator.state.status import Stable
 from kvpilot_operator.times import utc
 
 
@@ -92,6 +93,9 @@ def _laddered(c: Context) -> Target:
         return _guarded(c, baseline, Reason.SETTLED, f"starts with the baseline dtype {baseline}")
     if canary is not None and canary.stage != Stage.ROLLING_BACK:
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
+    if (first := _start_dtype(c, stable)) is not None:
+        text = f"spec.kvCache.startDtype is {first}: it is tried before there is pressure"
+        return _guarded(c, first, Reason.SPEC_CHANGED, text, recommended=first)
     step, best = policy.chosen, (policy.wanted or policy.chosen).dtype
     if c.spec.kv_cache.mode == "Recommend":
         return _guarded(c, stable.dtype, Reason.SETTLED, "mode Recommend: nothing is changed", recommended=best)
@@ -101,6 +105,19 @@ def _laddered(c: Context) -> Target:
     if policy.hold is not None:
         return _guarded(c, stable.dtype, policy.reason, policy.hold, held=policy.hold, recommended=best)
     return _guarded(c, stable.dtype, Reason.SETTLED, "no other dtype is called for", recommended=best)
+
+
+def _start_dtype(c: Context, stable: Stable) -> str | None:
+    """Return the dtype that a service takes without pressure, as long as it has neither taken nor failed any."""
+    kv, dtype = c.status.kv_cache, c.spec.kv_cache.start_dtype
+    # A revision that takes the place of absent engines would serve without a probe.
+    serves = stable.ever_ready and stable.revision in c.snapshot.deployments
+    if not serves or stable.dtype != c.spec.kv_cache.baseline or kv.changed_time is not None:
+        return None
+    if any(one.dtype == dtype and one.verdict == Verdict.FAILED for one in c.status.history):
+        return None
+    ladder = rungs(c.spec, c.snapshot.node, c.snapshot.model, kv.denied, c.now)
+    return next((rung.dtype for rung in ladder if rung.dtype == dtype and rung.outcome is None), None)
 
 
 def _guarded(c: Context, dtype: str, reason: str, message: str, **more: Any) -> Target:

@@ -1,4 +1,4 @@
-"""Periodic reads of the API server that replace a watch: of the served APIs, and of the Events of pod groups."""
+"""Periodic reads of the API server that replace a watch: served APIs, Events of pod groups, and autoscalers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvpilot_operator.api.faults import Fault
-from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, LEADER_WORKER_SET_API, deployment_name
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND, LEADER_WORKER_SET_API, deployment_name
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.errors import Rejected
 from kvpilot_operator.observe.views import without_pod_name
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, PodView
@@ -22,6 +23,8 @@ API_SECONDS = 30.0
 """Time until the server is asked about an API again, because definitions may be installed later."""
 READ_SECONDS = 30.0
 """Time until the Events of a StatefulSet are read again. They are read only while pods of it are missing."""
+AUTOSCALER_SECONDS = 300.0
+"""Time until the autoscalers of a namespace are listed again."""
 FORGET_SECONDS = 600.0
 # Most Events to read of one set. A set normally has few, but anyone who may write Events can add any number.
 _MOST = 50
@@ -90,6 +93,44 @@ class GroupEvents:
         self._read = {one: told for one, told in self._read.items() if now - told[0] < FORGET_SECONDS}
         self._read[namespace, name] = (now, found)
         return found
+
+
+@dataclass(eq=False)
+class Autoscalers:
+    """A reader of HorizontalPodAutoscalers, one list a namespace for all of its services."""
+
+    cluster: Cluster
+    elapsed: Callable[[], float]
+    _read: dict[str, tuple[float, Mapping[str, str]]] = field(default_factory=dict)
+
+    async def of(self, key: ServiceKey, spec: Spec | None) -> str | None:
+        """Return the kind and name of an autoscaler that scales a service which kvpilot scales, too."""
+        if spec is None or spec.scaling.mode != "Operator":
+            return None
+        read, known = self._read.get(key.namespace, (-math.inf, {}))
+        if self.elapsed() - read >= AUTOSCALER_SECONDS:
+            # Note the time first: services of one namespace are read at the same time.
+            self._read[key.namespace] = (self.elapsed(), known)
+            known = await self._by_service(key.namespace)
+            self._read[key.namespace] = (self.elapsed(), known)
+        return known.get(key.name)
+
+    async def _by_service(self, namespace: str) -> dict[str, str]:
+        try:
+            found = await self.cluster.first("autoscaling/v1", "HorizontalPodAutoscaler", namespace, limit=500)
+        except Rejected:
+            # Roles of an older chart lack this right. The service works without it.
+            return {}
+        targets = ((one, (one.get("spec") or {}).get("scaleTargetRef") or {}) for one in found)
+        return {str(target.get("name")): _maker(one) for one, target in targets if target.get("kind") == KIND}
+
+
+def _maker(autoscaler: Object) -> str:
+    """Return the object that a user must change: KEDA makes a HorizontalPodAutoscaler of a ScaledObject."""
+    about = autoscaler["metadata"]
+    owners = (one for one in about.get("ownerReferences") or () if one.get("kind") == "ScaledObject")
+    kind, name = next((("ScaledObject", one.get("name")) for one in owners), ("HorizontalPodAutoscaler", about["name"]))
+    return f"{kind} {name}"
 
 
 def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]) -> str | None:

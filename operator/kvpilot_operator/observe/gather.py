@@ -24,7 +24,7 @@ from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.gpus import price_key
-from kvpilot_operator.observe.api_reads import GroupEvents, Served, not_served
+from kvpilot_operator.observe.api_reads import Autoscalers, GroupEvents, Served, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.nodes import NodeCache
 from kvpilot_operator.observe.plausible import Judged
@@ -80,6 +80,7 @@ class Observer:
         self._nodes = NodeCache(self.cluster, lambda: self.clock())
         self._served = Served(self.cluster, self.server, lambda: self.elapsed())
         self._groups = GroupEvents(self.cluster, lambda: self.elapsed())
+        self._autoscalers = Autoscalers(self.cluster, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
         """Return the current Snapshot of one service. Return None if the service does not exist or is being deleted."""
@@ -98,6 +99,7 @@ class Observer:
         prefetch = await _observed(Question.PREFETCH, job, None, failed)
         pods = self.cache.pods.of(key)
         node = await _observed(Question.NODE, self._nodes.facts(pods), self._nodes.known(pods), failed)
+        autoscaler = await _observed(Question.REPLICAS, self._autoscalers.of(key, spec), None, failed)
         refusals = await _observed(Question.GROUPS, self._group_refusals(key), {}, failed)
         service = self.cache.services.get(*key)
         if service is None or service.spec is not spec:
@@ -135,6 +137,7 @@ class Observer:
             model=windows.model(),
             route=route,
             prefetch=prefetch,
+            autoscaler=autoscaler,
             server=server,
             probes=probes,
             probe_result=probe_result,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kvpilot_operator.api.engine_defaults import NO_DEFAULTS, EngineDefaults
 from kvpilot_operator.api.faults import Fault, judge
 from kvpilot_operator.api.names import CANARY_ANNOTATION, GROUP_LABEL, KIND, SERVICE_LABEL
 from kvpilot_operator.api.spec import Spec
@@ -85,13 +86,21 @@ class Owned(Generic[V]):
 class InformerCache:
     """The informer cache. It calls `on_change` with a service whenever the service or its objects change.
 
-    `host_access` is the value of `--allow-host-access`. With `mesh`, engines in a mesh are reached by its mutual TLS.
+    `host_access` and `engines` are as in `--allow-host-access` and `--engine-defaults`. With `mesh`, engines in a mesh
+    are reached by the mesh's mutual TLS.
     """
 
     def __init__(
-        self, cluster: Cluster, namespaces: Sequence[str], host_access: Collection[str] = (), *, mesh: bool = False
+        self,
+        cluster: Cluster,
+        namespaces: Sequence[str],
+        host_access: Collection[str] = (),
+        *,
+        mesh: bool = False,
+        engines: EngineDefaults = NO_DEFAULTS,
     ) -> None:
         self._host_access = host_access
+        self.engines = engines
         self.on_change: Callable[[ServiceKey], None] = lambda _: None
 
         def changed(key: ServiceKey) -> None:
@@ -177,16 +186,18 @@ class InformerCache:
         if known is not None and (known.uid, known.generation) == (uid, generation):
             broken, spec = known.faults, known.spec
         else:
-            broken, spec = _judged(obj, self._host_access)
+            broken, spec = _judged(obj, self._host_access, self.engines)
         status = parse_status(obj.get("status"))
         request = str((metadata.get("annotations") or {}).get(CANARY_ANNOTATION, ""))[:100]
         return ServiceView(uid, generation, metadata["resourceVersion"], broken, spec, status, request)
 
 
-def _judged(obj: Object, host_access: Collection[str]) -> tuple[tuple[Fault, ...], Spec | None]:
+def _judged(
+    obj: Object, host_access: Collection[str], engines: EngineDefaults
+) -> tuple[tuple[Fault, ...], Spec | None]:
     """Return the spec or its faults. An unexpected error counts as a fault, too."""
     try:
-        judged = judge(obj, host_access)
+        judged = judge(engines.fill(obj), host_access)
         return ((), judged) if isinstance(judged, Spec) else (judged, None)
     except Exception as error:
         where = "".join(f" in {place}" for place in places(error)[-1:])

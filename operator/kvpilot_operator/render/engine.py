@@ -93,9 +93,15 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
 
 
 def _resources(spec: Spec) -> dict[str, dict[str, str]]:
-    """Return the container's resources: those of the spec, and host memory for offloaded blocks."""
+    """Return the container's resources: those of the spec, requests for the processes of an engine on GPUs unless the
+    spec has its own, and host memory for offloaded blocks."""
     asked = spec.engine.resources
     requests, limits = ({name: str(n) for name, n in given.items()} for given in (asked.requests, asked.limits))
+    if gpus := spec.engine.gpu_limit:
+        # A core for each process of vLLM: API server, engine core, workers. 4 GiB for the first two, and each worker.
+        for name, amount in (("cpu", f"{2 + gpus}"), ("memory", f"{4 + 4 * gpus}Gi")):
+            if name not in limits:
+                requests.setdefault(name, amount)
     if spec.kv_cache.offload is not None:
         more = spec.kv_cache.offload.cpu_memory_gib
         for amounts in (requests, limits):
@@ -185,7 +191,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         f"--served-model-name={model.served_name}",
         f"--kv-cache-dtype={dtype}",
         f"--port={names.ENGINE_PORT}",
-        f"--tensor-parallel-size={engine.tensor_parallel_size}",
+        f"--tensor-parallel-size={engine.tensor_parallel}",
         f"--gpu-memory-utilization={engine.gpu_memory_utilization_percent / 100:.2f}",
         f"--shutdown-timeout={spec.drain.timeout_seconds}",
     ]

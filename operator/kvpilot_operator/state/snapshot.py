@@ -94,6 +94,12 @@ class Snapshot:
     """Route for a canary's share. None if the spec requests none, it does not exist, or its name has another owner."""
     prefetch: PrefetchView | None = None
     """Our Job that downloads weights. None if it does not exist or is not needed."""
+    autoscaler: str | None = None
+    """Kind and name of an autoscaler that scales the service beside kvpilot (scaling.mode Operator)."""
+    engine_defaults: bool = False
+    """True if the installation has defaults for engines."""
+    rolling: str | None = None
+    """With such defaults, another service of the namespace whose pods are being replaced, without a change of dtype."""
     server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None

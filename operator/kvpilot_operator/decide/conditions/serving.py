@@ -27,7 +27,10 @@ def serving(c: Context) -> Line:
         return Line("False", Reason.TRAFFIC_MOVING, text)
     if ready:
         trial = f"; {canary.dtype} is on trial{share(canary)}" if canary is not None else ""
-        return Line("True", Reason.SERVING, f"{c.stable.dtype} serves{trial}")
+        there = s.deployments.get(c.stable.revision)
+        # The spec may leave its image to the installation.
+        image = f" with {there.image}" if s.engine_defaults and there is not None and there.image else ""
+        return Line("True", Reason.SERVING, f"{c.stable.dtype} serves{image}{trial}")
     if replicas == 0:
         return Line("False", Reason.SCALED_TO_ZERO, "spec.replicas is 0")
     pods = [pod for revision in revisions for pod in s.pods_of(revision)]

@@ -11,7 +11,7 @@ from kvpilot_operator.decide.context import Context
 from kvpilot_operator.decide.diagnosis import engine_failure
 from kvpilot_operator.decide.objects import storage, traffic
 from kvpilot_operator.decide.rejections import finding, rejected
-from kvpilot_operator.decide.rollout.starting import held_up_by, start_fault
+from kvpilot_operator.decide.rollout.starting import held_up_by, start_fault, turn
 from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.questions import Question
@@ -86,6 +86,24 @@ def notes(c: Context, progress: Line) -> list[str]:
         "an engine's metric kvpilot_recent_window_info says why: use an image whose vLLM can, or set what it serves"
     )
     return [note, *found]
+
+
+def about_replicas(c: Context) -> list[str]:
+    """List what another writer of spec.replicas asks for in vain."""
+    scaling, asked, other = c.spec.scaling, c.spec.replicas, c.snapshot.autoscaler
+    found = []
+    if other is not None:
+        found.append(
+            f"{other} scales this service, and so does kvpilot: set spec.scaling.mode to External, or delete the "
+            f"{other.partition(' ')[0]}"
+        )
+    # 1 is the default, which nobody need have written.
+    if asked not in (1, kept := scaling.clamp(asked)):
+        found.append(
+            f"spec.replicas is {asked}, and {kept} counts, because spec.scaling has minReplicas "
+            f"{scaling.min_replicas} and maxReplicas {scaling.max_replicas}: change these, or scale within them"
+        )
+    return found
 
 
 def _joined(causes: Sequence[Cause]) -> Cause:
@@ -177,6 +195,8 @@ def _progress(c: Context) -> Line:
         if fault is not None:
             # An idle moment comes by itself.
             return Line("True" if fault.reason == Reason.BUSY else "False", *fault)
+        if not paused and (wait := turn(c)) is not None:
+            return Line("True", *wait)
         if paused:
             text = f"spec.rollout.paused is true: no canary for {target.dtype} is started ({target.message})"
             return Line("False", Reason.ROLLOUT_PAUSED, text)

@@ -113,10 +113,11 @@ def _stamped(s: Snapshot, lines: Mapping[ConditionType, Line]) -> Iterator[Condi
 
 def _ready(c: Context, both: Mapping[ConditionType, Line], answers: Line, verified: Line, progress: Line) -> Line:
     """Return the condition Ready: True if the service matches its newest spec, and no change is pending."""
+    replicas = standing.about_replicas(c)
     for kind in (ConditionType.STALLED, ConditionType.RECONCILING):
         if both[kind].status == "True":
-            return both[kind]._replace(status="False")
-    notes = [answers.message, *standing.notes(c, progress)]
+            return both[kind]._replace(status="False", message="; ".join([both[kind].message, *replicas]))
+    notes = [answers.message, *standing.notes(c, progress), *replicas]
     if verified.reason == Reason.MIXED_FACTORS:
         notes.append("its engines do not all quantize alike, see AccuracyVerified")
     if verified.reason == Reason.DTYPE_MISMATCH:

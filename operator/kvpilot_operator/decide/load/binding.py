@@ -12,6 +12,8 @@ _IDLE_RUNNING = 0.1
 # Prompts that fill this share of a full cache's steps take over 80% of their time (H200, Llama-3-8B: a step of 8,192
 # prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so more cache would bring at most 1.2x.
 _FULL_STEP = 0.6
+# Requests a minute that a replica throws out of its cache, from which memory is short.
+_PREEMPTIONS = 1
 STALLED = (
     "the engines have work, and no token is made and no request ends: nothing is changed for their sake, and their "
     "liveness probes decide"
@@ -28,7 +30,7 @@ def what_binds(
     )
     sustained = seen.covered >= SPAN * pressure.sustained_seconds
     queue = seen.waiting >= pressure.waiting_per_replica * seen.pods
-    starved = queue or seen.preemptions >= pressure.preemptions_per_minute
+    starved = queue or seen.preemptions >= _PREEMPTIONS
     full = seen.high >= SHARE * seen.count
     still = was_bound and seen.usage * 100 >= pressure.low_percent
     if sustained and seen.stands_still:

@@ -51,7 +51,7 @@ def advance(c: Context) -> Context:
         return _serve(c, "Replaced", f"{why}; {target.revision} takes its place")
     # Before the first write since the operator's start, refusals of the pool are unknown.
     unknown = c.spec.inference_pool is not None and c.snapshot.rejections is None
-    if c.spec.rollout.paused or unknown:
+    if c.spec.rollout.paused or unknown or starting.turn(c) is not None:
         return c
     fault = starting.start_fault(c, target)
     return starting.start(c, stable) if fault is None else c.hold(*fault)

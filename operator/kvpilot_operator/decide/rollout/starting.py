@@ -66,6 +66,15 @@ def _idle(c: Context) -> bool:
     return not c.snapshot.answering_pods(name) or (bool(recent) and seen[0].time <= since and not busy)
 
 
+def turn(c: Context) -> Cause | None:
+    """Return the wait for another service of the namespace: changes of the engines' defaults reach them one by one."""
+    stable, target, other = c.stable, c.target, c.snapshot.rolling
+    if other is None or stable is None or target.dtype != stable.dtype or target.revision == stable.revision:
+        return None
+    text = f"waits until {other} has replaced its pods, one service of a namespace at a time"
+    return Cause(Reason.SPEC_CHANGED, f"{text} ({target.message})")
+
+
 def start(c: Context, stable: Stable) -> Context:
     """Begin a trial of the target next to the serving revision."""
     target, sample = c.target, c.snapshot.last_sample(stable.revision)

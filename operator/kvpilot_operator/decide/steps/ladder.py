@@ -33,7 +33,7 @@ def _unfit_option(dtype: str, spec: Spec) -> str | None:
     stored, engine = dtypes.parse(dtype), spec.engine
     if not stored.ours:
         return None
-    fields = [f"--tensor-parallel-size={engine.tensor_parallel_size}", f"{rules.PIPELINE_PARALLEL}={engine.nodes}"]
+    fields = [f"--tensor-parallel-size={engine.tensor_parallel}", f"{rules.PIPELINE_PARALLEL}={engine.nodes}"]
     if (offload := spec.kv_cache.offload) is not None:
         fields.append(f"{rules.OFFLOAD}={offload.cpu_memory_gib}")
     arguments = read((*engine.extra_args, *fields))

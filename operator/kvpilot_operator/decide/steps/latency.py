@@ -104,7 +104,7 @@ def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
     if efficiency is None:
         return f"{dtype} was never measured"
     tokens = s.workload.usage_percent / 100 * s.workload.capacity_per_pod
-    heads = -(-model.kv_heads // s.spec.engine.tensor_parallel_size)
+    heads = -(-model.kv_heads // s.spec.engine.tensor_parallel)
     bits = bits_per_element(dtype, model, s.spec.kv_cache.skip_layers)
     cached = tokens * model.layers * heads * 2 * model.head_dim * bits / 8
     return cached / (gpu.bandwidth_gb_s * 1e9 * efficiency)
