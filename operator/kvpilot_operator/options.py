@@ -87,7 +87,9 @@ def _engine_defaults(text: str) -> EngineDefaults:
     try:
         return msgspec.json.decode(text, type=EngineDefaults)
     except msgspec.DecodeError as error:
-        raise argparse.ArgumentTypeError(f"{error}; write engines.* of the chart, as JSON") from None
+        raise argparse.ArgumentTypeError(
+            f'{error}; give a JSON object such as {{"image": "NAME"}}, as the chart writes it from its values engines.*'
+        ) from None
 
 
 def _folder(path: str) -> Path:

@@ -26,7 +26,7 @@ class TooMuchAround(aiohttp.ClientError):
 
 
 class _Answer(ResponseHandler):
-    """The protocol of one connection, which the first answer that exceeds a limit ends."""
+    """HTTP protocol of one connection to an engine. It aborts the connection at the first answer beyond a limit."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)

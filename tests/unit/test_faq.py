@@ -23,7 +23,7 @@ def test_the_models_that_take_our_dtypes_are_counted_as_the_table_has_them() -> 
         "latent": sum("latent" in one for one in verdicts),
     }
     found = re.search(
-        r"has (\d+) published.*: (\d+) take.*latent attention \((\d+)[^)]*\)",
+        r"has (\d+) published.*: (\d+) take.*For (\d+) of them it is multi-head latent attention",
         section("Is my model served?"),
         re.DOTALL,
     )
