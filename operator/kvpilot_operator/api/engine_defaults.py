@@ -1,4 +1,4 @@
-"""The administrator's defaults for engines: what services leave out (`--engine-defaults`)."""
+"""The administrator's defaults for engine fields that services do not set (`--engine-defaults`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvpilot_operator.api.record import Json, camel
 
 
 class EngineDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=camel, omit_defaults=True):
-    """Parts of spec.engine for services that leave them out. A service's own value replaces the whole default."""
+    """Default values of spec.engine's fields. A value in a service replaces the whole default of its field."""
 
     image: Annotated[str, Meta(max_length=512)] = ""
     image_pull_secrets: list[dict[str, str]] = []
     tolerations: list[dict[str, str | int]] = []
 
     def fill(self, obj: Mapping[str, Json]) -> Mapping[str, Json]:
-        """Return a QuantizedLLMService with these defaults."""
+        """Return a QuantizedLLMService in which these defaults fill the fields that it does not set."""
         pod: dict[str, Any] = msgspec.to_builtins(self)
         image = {"image": pod.pop("image")} if self.image else {}
         if not image and not pod:

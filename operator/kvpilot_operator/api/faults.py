@@ -1,5 +1,8 @@
-"""Faults of an object that the API server let through: the last check before the operator acts. It reads arguments in
-every spelling that vLLM takes, knows the allowed access to nodes, and meets objects older than a limit or a rule."""
+"""Find faults of an object that the API server has accepted, before the operator acts on it.
+
+This check parses engine arguments in every spelling that vLLM accepts, which CEL rules cannot. It also knows which
+access to nodes is allowed. And it finds objects that were stored before a limit or rule existed.
+"""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -14,31 +17,33 @@ from kvpilot_operator.api.record import Json
 from kvpilot_operator.api.spec import Spec, parse
 
 MAX_SPEC_BYTES = 128 * 1024
-"""The largest spec, as JSON: real ones have some KiB, and the operator holds every spec of the fleet."""
+"""Size limit of a spec as JSON. Real specs have a few KiB, and the operator keeps all specs in memory."""
 
 MAX_FAULTS = 100
-"""Faults that are listed of one object."""
+"""Most faults that are listed for one object."""
 
 _PRIVATE = re.compile(
     r"\bengine\.(extraArgs|(?:podTemplate\..*)?(?:env\[\d+\]\.value|command|args|volumeAttributes))\b"
 )
-"""Fields that may hold keys and tokens: messages do without their values."""
+"""Fields that may hold keys and tokens, so that messages omit their values."""
 
 _BEFORE_QUERY = re.compile("^([^?]*://[^?]*|[^?]*([?]([^=]*$)?)?)")
 """Whole text, or the part of an address before `?`, because a query may hold a signature."""
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong with an object: the field (such as spec.a.b[0]), and its value, if it may be shown, with
-    the remedy."""
+    """One fault of an object: the field (such as spec.a.b[0]), and a message with the remedy. The message quotes the
+    field's value unless it may be secret."""
 
     field: str
     message: str
 
 
 def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
-    """Return the spec of a QuantizedLLMService, or its faults. `allowed` is the access to nodes (pod_template.KINDS)
-    that engines may have."""
+    """Return the spec of a QuantizedLLMService, or its faults.
+
+    `allowed` lists the kinds of access to nodes (`pod_template.KINDS`) that engines may have.
+    """
     given = obj.get("spec") if isinstance(obj, Mapping) else None
     if not isinstance(given, Mapping):
         return (Fault("spec", "is missing: use a QuantizedLLMService manifest with a spec"),)
@@ -65,13 +70,13 @@ def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
 
 
 def faults(obj: Json, allowed: Collection[str] = ()) -> tuple[Fault, ...]:
-    """Return the faults of a QuantizedLLMService; () if nothing."""
+    """Return the faults of a QuantizedLLMService; () if there are none."""
     judged = judge(obj, allowed)
     return () if isinstance(judged, Spec) else judged
 
 
 def _explained(error: str, obj: Mapping[str, Json]) -> Fault:
-    """Return msgspec's message, which ends in the place, with the value and the remedy."""
+    """Turn msgspec's message, which ends in the field's path, into a fault with value and remedy."""
     wrong, _, place = error.partition(" - at `$.")
     field = place.rstrip("`").replace("[...]", "")
     if missing := re.search("missing required field `(.*)`", wrong):
@@ -92,7 +97,7 @@ def _at(value: Json, field: str) -> Json:
 
 
 def _shown(value: Json, field: str) -> str:
-    """Return a value in words without secrets: omit private values, and the query and credentials of an address."""
+    """Return a value as text without secrets. Omit private values, and the query and credentials of an address."""
     if _PRIVATE.search(field):
         return "a value that is not shown"
     if isinstance(value, Mapping | list):
@@ -113,12 +118,14 @@ _ADAPTERS = ("--lora-modules", "--enable-lora")
 
 
 def _arguments(spec: Spec) -> Iterator[Fault]:
-    """Yield faults of extraArgs: reserved options in any spelling, and options that contradict another field.
-    kvpilot-serve judges its command line by the same rules. No value of an argument is repeated."""
+    """Yield the faults of extraArgs: reserved options in any spelling, and options that contradict another field.
+
+    kvpilot-serve checks its command line by the same rules. Messages quote no argument's value, which may be secret.
+    """
     arguments = spec.engine.arguments
     found = [*arguments.faults, *rules.reserved(arguments), *_contradictions(arguments, spec)]
     for place, item in enumerate(spec.engine.extra_args):
-        # Kubernetes would complete such an option, past all rules.
+        # Kubernetes would replace the variable after this check, so the option could be any.
         if item.startswith("-") and "$(" in item.partition("=")[0]:
             found.append((place, "a variable names the option: write the option in full, OPTION=$(NAME), in one item"))
     for place, message in sorted(found):

@@ -155,7 +155,7 @@ class KVCache(Record, frozen=True):
 
     @property
     def bounded(self) -> bool:
-        """True if engines forget a part of long sequences."""
+        """Return True if engines forget a part of long sequences."""
         return self.retention is not None and self.retention.policy != "All"
 
     def recent_tokens_of(self, dtype: str) -> int | None:

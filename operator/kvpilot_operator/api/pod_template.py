@@ -204,7 +204,7 @@ _BASELINE_CAPABILITIES = (
 
 
 def host_access(pod_template: Mapping[str, Json], allowed: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (field, message) of each access to the node that is not `allowed`; fields begin below the template."""
+    """Yield (field, message) for each access to the node that is not `allowed`. Paths begin in the template."""
     pod = pod_template.get("spec", {})
     asked = [(kind, kind, "true") for kind in ("hostIPC", "hostNetwork", "hostPID") if pod.get(kind)]
     for index, volume in enumerate(pod.get("volumes", ())):

@@ -19,7 +19,7 @@ Revision = Annotated[
 ]
 """Branch, tag or commit: no part of it is empty or begins with a dot."""
 
-# Places in CEL's regular expressions; a part of a path is neither . nor ..
+# Parts of CEL's regular expressions for paths. No part of a path may be . or ..
 _PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _STEP = "/([A-Za-z0-9_@+=-]|[.][A-Za-z0-9_@+=-]|[.][.][A-Za-z0-9._@+=-])[A-Za-z0-9._@+=-]*"
 _HUB = f"hf://{_PART}"
@@ -65,7 +65,7 @@ class Adapter(Record, frozen=True):
 
 
 @rules(
-    # At the object: the server quotes the value of a scalar, and this one may hold a password.
+    # Attach the rule to the object, because the API server quotes a scalar's value, and this one may hold a password.
     Rule(
         ".source",
         f"self.source.matches('^({_HUB}(/{_PART})?|{_CLAIM}|{_IMAGE}|{_FILE})$')",
@@ -165,7 +165,7 @@ class Resources(Record, frozen=True):
 
 
 @rules(
-    # At the object: the server quotes the value of a scalar, and this one may hold a password.
+    # Attach the rule to the object, because the API server quotes a scalar's value, and this one may hold a password.
     Rule(
         ".image",
         "!has(self.image) || !self.image.matches('[[:space:]]') && !self.image.contains('://') && "
@@ -178,8 +178,8 @@ class Resources(Record, frozen=True):
         f"{_NO_GPUS} || {_GPUS}.matches('^(-.*|[0-9]+([.]0+)?(k|[MGTPE]|[KMGTPE]i)?|[0-9]*000m|0{{1,2}}m)$')",
         "nvidia.com/gpu of resources.limits must be a whole number of GPUs: write it in digits alone, such as 1",
     ),
-    # The second line passes quantities that the rule above refuses, and 100000 or more. The latter exceeds every
-    # tensorParallelSize even in thousandths and may be too long for int().
+    # The second line passes quantities that the rule above refuses, and numbers from 100000 on. Such numbers exceed
+    # every tensorParallelSize even in thousandths, and may be too long for int().
     Rule(
         ".tensorParallelSize",
         f"{_NO_GPUS} || "
@@ -189,7 +189,8 @@ class Resources(Record, frozen=True):
         f"(has(self.tensorParallelSize) ? self.tensorParallelSize : 1) * ({_GPUS}.matches('m$') ? 1000 : 1))",
         "tensorParallelSize is above the nvidia.com/gpu of resources.limits: raise the limit or lower it",
     ),
-    # Pipeline and data parallelism use further GPUs. Their options begin with p and d, and the operator reads them.
+    # Skip engines with options that begin with p or d: pipeline and data parallelism use more GPUs. The operator itself
+    # checks those.
     Rule(
         ".tensorParallelSize",
         f"!has(self.tensorParallelSize) || {_NO_GPUS} || !{_GPUS}.matches('^[0-9]{{1,5}}$') || "
@@ -233,29 +234,29 @@ class Engine(Record, frozen=True):
 
     @property
     def gpu_limit(self) -> int:
-        """GPUs of one pod, by its limits; 0 for none, or for a number that nobody counts GPUs in, such as 1k."""
+        """Return the GPUs of one pod by its limits; 0 without GPUs, or for a quantity with a suffix, such as 1k."""
         given = (str(self.resources.limits[name]) for name in _GPU_RESOURCES if name in self.resources.limits)
         found = re.fullmatch(r"([0-9]+)([.]0+|000m)?", next(given, ""))
         return int(found[1]) if found is not None else 0
 
     @property
     def groups(self) -> int:
-        """Groups of tensor-parallel GPUs in one pod: stages and engines that extra_args ask for."""
+        """Return the number of tensor-parallel groups in one pod: the stages and engines that extra_args ask for."""
         return math.prod(map(self.arguments.count, arguments.GROUPS_OF_GPUS))
 
     @property
     def tensor_parallel(self) -> int:
-        """The size of tensor parallelism: the user's, or that of all GPUs of the pod."""
+        """Return the size of tensor parallelism: the user's, or else the one that uses all GPUs of the pod."""
         return self.tensor_parallel_size or max(1, self.gpu_limit // self.groups)
 
     @property
     def gpus(self) -> int:
-        """GPUs of one replica."""
+        """Return the number of GPUs of one replica."""
         return self.tensor_parallel * self.nodes
 
     @property
     def arguments(self) -> Arguments:
-        """extra_args as vLLM reads them."""
+        """Return extra_args as vLLM parses them."""
         return read(self.extra_args)
 
 
@@ -290,5 +291,5 @@ class Cache(Record, frozen=True):
 
     @property
     def on_one_node(self) -> bool:
-        """True if pods can share the weights' claim on one node alone."""
+        """Return True if pods can share the claim for weights only on one node."""
         return self.weights is not None and self.weights.access_mode == "ReadWriteOnce"

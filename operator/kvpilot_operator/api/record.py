@@ -1,7 +1,8 @@
 """Base of the API's structs, and the constraints of their fields for the generated CRD (`make generate`).
 
-A field's type, default and limits are the schema's. Its description is the text below it, else that of its type, else
-the docstring of its struct. CEL rules belong above a struct, or in the `Meta` of a field.
+The CRD's schema takes over a field's type, default and limits. A field's description is the docstring below it. Without
+one, it is the docstring of the field's type, or else of its struct. CEL rules belong above a struct, or in the `Meta`
+of a field.
 """
 
 import re
@@ -63,9 +64,10 @@ _R = TypeVar("_R", bound=type[Record])
 
 
 def rules(*given: Rule) -> Callable[[_R], _R]:
-    """Let the API server judge each value of a struct by these rules.
+    """Attach CEL rules to a struct, by which the API server judges each of its values.
 
-    A struct with the default {} takes none: the server checks the default before it fills in the nested defaults.
+    Give no rules to a struct with the default {}, because the server checks that default before it fills in the nested
+    defaults.
     """
 
     def attach(record: _R) -> _R:

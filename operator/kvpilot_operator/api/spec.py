@@ -31,7 +31,8 @@ RULES_OF_SERVICE = (
 """Rules of a whole object."""
 
 
-# Rules about structs with the default {} stand here: the server judges a default before it fills in what is within.
+# Rules about structs with the default {} stand here, because the API server checks such a default before it fills in
+# the nested defaults.
 @rules(
     Rule(
         ".kvCache.dtype",
@@ -175,7 +176,10 @@ class Spec(Record, frozen=True):
     route: Route | None = None
 
     def route_of(self, service: str) -> str | None:
-        """Return the HTTPRoute that gives a canary its share: one of ours has the service's name."""
+        """Return the name of the HTTPRoute that gives a canary its share, or None.
+
+        An HTTPRoute that kvpilot makes has the service's name.
+        """
         if self.route is not None:
             return service
         named = self.canary.route_ref
@@ -183,19 +187,21 @@ class Spec(Record, frozen=True):
 
     @property
     def offloads(self) -> bool:
-        """True if engines keep prefixes in host memory, too."""
+        """Return True if engines keep prefixes in host memory, too."""
         return self.kv_cache.offload is not None or self.engine.arguments.on(arguments.OFFLOAD)
 
     def as_reference(self) -> Self:
-        """Return the spec of the engine that accuracy is measured against, whose cache keeps every token."""
+        """Return the spec of the engine that gives the baseline. Its KV cache keeps every token."""
         whole = msgspec.structs.replace(self.kv_cache, retention=None)
         return msgspec.structs.replace(self, kv_cache=whole) if self.kv_cache.bounded else self
 
 
 def parse(obj: Mapping[str, Json]) -> Spec:
-    """Read the spec of a QuantizedLLMService, with defaults filled in; msgspec.ValidationError names what is beyond its
-    limits."""
-    # The API server takes 3.0 for a whole number, and so does this.
+    """Return the spec of a QuantizedLLMService, with defaults filled in.
+
+    Raise msgspec.ValidationError, which names the field, if a value has the wrong type or is beyond its limits.
+    """
+    # Accept 3.0 as a whole number (strict=False), because the API server does.
     spec = msgspec.convert({"spec": obj.get("spec")}, _Service, strict=False).spec
     if spec.model.served_name:
         return spec

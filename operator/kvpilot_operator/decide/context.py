@@ -1,4 +1,4 @@
-"""One reconcile of a service: the status under decision, the input of every rule, and the findings of earlier rules."""
+"""The context of one reconcile: its observations, the new status so far, and the results of earlier rules."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -67,7 +67,7 @@ class Draft(Decision):
         return self.set(kv_cache=msgspec.structs.replace(self.status.kv_cache, **changes))
 
     def set_canary(self, **changes: Any) -> Self:
-        """Replace fields of `status.canary`; LookupError if there is none."""
+        """Replace fields of `status.canary`. Raise LookupError if there is no canary."""
         canary = in_flight(self)
         if changes.get("stage", canary.stage) != canary.stage:
             changes.setdefault("stage_time", self.now)
@@ -86,7 +86,10 @@ class Draft(Decision):
     def record(
         self, action: Action, reason: str, message: str, *, warning: bool = False, event: str = "", **entry: Any
     ) -> Self:
-        """Write a decision into the journal, with `entry`, and post it as an event; `event` replaces its reason."""
+        """Write a decision into the journal, and post it as an event.
+
+        `event` is the event's reason, by default `reason`. `entry` has more fields of the journal entry.
+        """
         made = status.JournalEntry(time=self.now, action=action, reason=reason, message=clip(message), **entry)
         recorded = self.set(decisions=(made, *self.status.decisions)[: status.MAX_DECISIONS])
         return recorded.event(event or reason, message, warning=warning)
@@ -109,7 +112,7 @@ class Draft(Decision):
 
 
 def in_flight(draft: Draft) -> Canary:
-    """Return the canary; LookupError if there is none."""
+    """Return the canary. Raise LookupError if there is none."""
     if draft.canary is None:
         raise LookupError("no canary is in flight")
     return draft.canary
@@ -160,7 +163,7 @@ class Context(Draft):
 
     spec: Spec
     render: Callable[..., Revision]
-    """Function that renders the present spec with a dtype, or with a whole cache for the reference. Cached."""
+    """Cached function that renders the present spec with a dtype. With `whole`, it ignores kvCache.retention."""
     plan_traffic: Callable[[TrafficMode | None, bool, int], TrafficPlan]
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED
@@ -188,12 +191,12 @@ class Context(Draft):
         return scaling.target_replicas(self.spec, self.status.scaling)
 
     def denial(self, dtype: str) -> Denied | None:
-        """Return the denial of a dtype, if there is one. Without a pod on a node, the GPU is unknown."""
+        """Return the denial of a dtype, or None. While no pod is on a node, the GPU is unknown, and any GPU matches."""
         gpu = self.snapshot.node.gpu if any(pod.node for pod in self.snapshot.pods) else None
         return denial(dtype, self.spec, gpu, self.status.kv_cache.denied, self.now)
 
     def deny(self, dtype: str, reason: str, message: str, seconds: int) -> Self:
-        """Deny trials of a dtype for `seconds` with this model, image, GPU and recent window. 0 denies nothing."""
+        """Deny trials of a dtype for `seconds` with this model, image, GPU and recent window. Do nothing for 0."""
         if seconds == 0:
             return self
         of, until = Subject.of(dtype, self.spec, self.snapshot.node.gpu), self.now + timedelta(seconds=seconds)
@@ -214,7 +217,7 @@ class Context(Draft):
 
     @property
     def sixteen_bits(self) -> Revision:
-        """Return the 16-bit revision that accuracy is measured against. It keeps the whole cache."""
+        """Return the 16-bit revision that gives the baseline. It ignores kvCache.retention and keeps every token."""
         kv = self.spec.kv_cache
         return self.render(kv.baseline, whole=True) if kv.bounded else self.render(kv.baseline)
 

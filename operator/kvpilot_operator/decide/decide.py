@@ -18,7 +18,7 @@ D = TypeVar("D", bound=Draft)
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[D]):
-    """One step of a decision, a pure function. If `answer` raises, `otherwise` decides; it never raises."""
+    """One step of a decision: a pure function `answer`. If it raises, `otherwise`, which never raises, decides."""
 
     question: Question
     answer: Callable[[D], D]

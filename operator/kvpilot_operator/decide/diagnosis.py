@@ -63,7 +63,8 @@ def engine_failure(pods: Sequence[PodView]) -> Cause | None:
 
 
 def made_anew(s: Snapshot, revision: str) -> list[PodView]:
-    """Return terminating leaders of groups. A failing group is deleted whole, and its last messages count."""
+    """Return the terminating leaders of multi-node groups. A failing group is deleted as a whole, so its last messages
+    are only on these pods."""
     view = s.deployments.get(revision)
     groups = view is not None and view.nodes > 1
     return [pod for pod in s.pods if groups and pod.terminating and pod.revision == revision]
@@ -116,7 +117,7 @@ def not_started(pod: PodView) -> str:
 
 
 def mixed_factors(s: Snapshot, revision: str) -> str | None:
-    """Name the pods of a revision with other factors than most, with the remedy; None if there are none."""
+    """Name the pods of a revision whose calibration factors differ from most, with the remedy, or return None."""
     sample, there = s.last_sample(revision), {pod.name for pod in s.pods_of(revision)}
     others = [] if sample is None else [f"{pod} has {factors}" for pod, factors in sample.mixed if pod in there]
     if sample is None or not others:

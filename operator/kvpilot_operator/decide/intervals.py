@@ -23,7 +23,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A change and its one-sided limits at a level, as a log ratio or a difference of shares; above 0 is more."""
+    """A change (log ratio or difference of shares) and its one-sided confidence limits. Above 0, our side has more."""
 
     value: float
     low: float
@@ -31,7 +31,7 @@ class Estimate:
 
 
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
-    """Return the log ratio of two p95s as a function of the level; None if one lies above every bucket."""
+    """Return a function of the level that gives the log ratio of two p95s, or None if a p95 lies above every bucket."""
     bounds = common(sum(ours, Histogram()), sum(theirs, Histogram()))
     c, s = (_woodruff([_coarsen(h, bounds) for h in batches]) for batches in (ours, theirs))
     if c is None or s is None:
@@ -81,7 +81,10 @@ def share_change(ours: tuple[float, float], theirs: tuple[float, float], alpha: 
 
 
 def log_quantile(h: Histogram, q: float) -> float:
-    """Return the log of the quantile `q`, or inf if it lies above the last bound. Buckets are log-normal inside."""
+    """Return the log of the quantile `q`, or inf if it lies above the last bound.
+
+    Values within a bucket are taken as log-normal.
+    """
     rank = q * h.count
     for i, reached in enumerate(accumulate(h.counts)):
         if reached < rank or h.counts[i] <= 0:
@@ -118,7 +121,7 @@ def student(level: float, freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Woodruff:
-    """The log of one side's p95, and the deviations of the batches' shares above that p95."""
+    """The log of one side's p95 (`value`), and how much each batch's share above that p95 deviates (`strays`)."""
 
     total: Histogram
     value: float
@@ -139,7 +142,7 @@ def _mover(a: float, b: float, rho: float) -> float:
 
 
 def _woodruff(batches: Sequence[Histogram]) -> _Woodruff | None:
-    """Estimate a p95; None if it lies above every bucket."""
+    """Estimate one side's p95 and its variance. Return None if it lies above every bucket."""
     total = sum(batches, Histogram())
     n, m = total.count, len(batches)
     value = log_quantile(total, QUANTILE) if n > 0 else math.inf
@@ -170,7 +173,7 @@ def _share_above(h: Histogram, log_value: float) -> float:
 
 
 def _score(below: float, count: float) -> float:
-    """Return the normal score of a rank. Half an observation replaces a count of zero."""
+    """Return the normal score of a rank. Count at least half an observation on both sides, so that it is finite."""
     half = min(0.5, count / 4) / count
     return _NORMAL.inv_cdf(min(1 - half, max(half, below / count)))
 

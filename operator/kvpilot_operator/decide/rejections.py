@@ -42,7 +42,8 @@ _RIGHTS = {"InferencePool": "rbac.inferencePools of the chart", "HTTPRoute": "rb
 
 
 def rejected(s: Snapshot) -> tuple[Rejection, ...]:
-    """Return all refused objects: those of the last writes, pods that a workload cannot create, kinds not served."""
+    """Return all refused objects: those of the last writes, pods that a workload cannot create, and objects of kinds
+    that the API server does not serve."""
     pods = [
         Rejection(view.kind, deployment_name(s.key.name, view.revision), "FailedCreate", view.failure)
         for view in s.deployments.values()
@@ -78,7 +79,7 @@ def finding(rejections: Sequence[Rejection]) -> Cause:
 
 def _told(one: Rejection) -> str:
     """Return the fields and message of the server, the object, and a remedy if one is known."""
-    # Newer servers add this note about their own checks, which helps nobody.
+    # Leave out a note that newer API servers add about their own checks, because it does not help users.
     causes = [cause for cause in one.causes if "some validation rules were not checked" not in cause[1]]
     words = ", ".join(dict.fromkeys(f"{field}: {text}" for field, text in causes)) or one.message or "no message"
     if _FORBIDDEN.search(words):

@@ -37,7 +37,7 @@ def weigh_steps(c: Context) -> Context:
 
 
 def weigh_nothing(c: Context) -> Context:
-    """Take no step. Used if weighing the steps failed."""
+    """Choose to change nothing, because `weigh_steps` raised an error."""
     return replace(c, policy=nothing_weighed(serving_dtype(c), c.replicas, c.status.scaling.saturations))
 
 

@@ -36,7 +36,7 @@ def summarise(c: Context) -> Context:
     one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     c = c.set(
         observed_revision=c.asked,
-        # If another owner's Service has the name, requests to it would not reach ours.
+        # Show no URL if another owner's Service has the name, because requests to it would not reach this service.
         url=service_url(s.key.namespace, s.key.name) if s.traffic is not None else None,
         inference_pool=_kept(c, "InferencePool", Question.POOLS, c.before.inference_pool),
         route=_kept(c, "HTTPRoute", Question.ROUTE, c.before.route),
@@ -87,19 +87,19 @@ def _figures(c: Context, sample: Sample | None) -> Figures:
 
 
 def _kept(c: Context, kind: str, question: Question, before: str | None) -> str | None:
-    """Return the name of an object until its deletion is seen, so that a restarted operator finds it."""
+    """Return the name of the pool or route until its deletion is observed, so that a restarted operator finds it."""
     s = c.snapshot
     there = {name: one.owned for (its, name), one in s.objects.items() if its == kind}
     pool, route = c.spec.inference_pool is not None, c.spec.route is not None
     wanted = pool and s.server.inference_pools if kind == "InferencePool" else route and s.server.http_routes
-    # An object with another owner is not ours.
+    # Do not name an object of this name that has another owner.
     asked = wanted and there.get(s.key.name, True)
     kept = s.unread(question) is not None and before is not None
     return s.key.name if asked or any(there.values()) or kept else None
 
 
 def _counted(c: Context, serving: tuple[str, ...]) -> int:
-    """Return the replicas for /scale: those asked for, serving or on trial. A trial must not change this number."""
+    """Return `status.replicas` of /scale: the requested replicas, which a trial must not change."""
     there = c.snapshot.deployments
     if c.canary is None and c.before.canary is None:
         return sum(there[name].replicas for name in serving if name in there)

@@ -28,7 +28,7 @@ def choose(c: Context) -> Context:
 
 
 def after_rollback(c: Context) -> Context:
-    """Choose again after a rollback has ended: until then the target was the failed revision."""
+    """Choose again after a rollback has ended, because until then the target was the failed revision."""
     return choose(c) if c.before.canary is not None and c.canary is None and c.stable == c.before.stable else c
 
 
@@ -51,7 +51,7 @@ def _away_from_harm(c: Context) -> Target | None:
     fixed, there, image = c.spec.kv_cache.mode == "Fixed", c.snapshot.deployments.get(stable.revision), standing.image
     own = (None, c.spec.engine.image), (None, model_location(c.spec))
     if fixed and there is not None and (there.image not in own[0] or there.model not in own[1]):
-        # The denial is about another image or model than the serving revision has.
+        # The denial is not about the image and model of the serving revision, so that revision may keep serving.
         if c.spec.kv_cache.dtype != stable.dtype:
             return None
         held = (
@@ -108,9 +108,12 @@ def _laddered(c: Context) -> Target:
 
 
 def _start_dtype(c: Context, stable: Stable) -> str | None:
-    """Return the dtype that a service takes without pressure, as long as it has neither taken nor failed any."""
+    """Return kvCache.startDtype if the service should try it now, without memory pressure, else None.
+
+    The service tries it while its dtype has never changed, unless this dtype has already failed or is ruled out.
+    """
     kv, dtype = c.status.kv_cache, c.spec.kv_cache.start_dtype
-    # A revision that takes the place of absent engines would serve without a probe.
+    # Wait until engines answer. If there were none, the new revision would serve at once, without a probe.
     serves = stable.ever_ready and stable.revision in c.snapshot.deployments
     if not serves or stable.dtype != c.spec.kv_cache.baseline or kv.changed_time is not None:
         return None
@@ -121,7 +124,7 @@ def _start_dtype(c: Context, stable: Stable) -> str | None:
 
 
 def _guarded(c: Context, dtype: str, reason: str, message: str, **more: Any) -> Target:
-    """Make the target with its revision. If that revision has just failed, keep the stable one."""
+    """Return the target with this dtype. If its revision has recently failed, return the stable revision instead."""
     made, stable = Target(dtype, c.render(dtype).name, reason, message, **more), c.stable
     failed = _failed_before(c, made.revision)
     if failed is None or stable is None or stable.revision == made.revision:
@@ -139,7 +142,7 @@ def _failed_before(c: Context, name: str) -> str | None:
         return None
     wait = deny if last.verdict == Verdict.FAILED else min(RETRY_SECONDS, deny)
     if wait == 0 and last.generation == c.snapshot.generation:
-        # No denial prevents another try, so wait, or the canary would fail in a loop.
+        # denySeconds is 0, so no denial prevents another try. Without a wait, the canary would fail in a loop.
         wait = RETRY_SECONDS
     until = last.time + timedelta(seconds=wait)
     if c.now >= until:

@@ -22,7 +22,7 @@ class TrafficStep:
     replicas: int
     """Replicas of the canary."""
     mirrored_percent: int = 0
-    """Requests that are copied to the canary, in a step of 0%: as many as one stable replica gets."""
+    """Percentage of requests copied to the canary in a step of 0%: as many as one stable replica gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def counts(s: Snapshot, revision: str) -> Counts:
 
 
 def floor(spec: Spec, replicas: int) -> int:
-    """Return the number of pods that must keep answering, by maxUnavailable. WhenIdle spares one."""
+    """Return the number of pods that must keep answering, by maxUnavailable. With WhenIdle, one may always leave."""
     least = spec.disruption.least(replicas)
     return min(least, max(0, replicas - 1)) if spec.canary.capacity_policy == "WhenIdle" else least
 
@@ -61,19 +61,25 @@ def one_can_leave(spec: Spec, replicas: int) -> bool:
 
 
 def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
-    """Return the most pods that a trial may ask for: one more than the service has, unless the canary took a place. If
-    maxUnavailable was lowered meanwhile so that no replica may leave, the trial needs one more pod to end."""
+    """Return the most pods that a trial may ask for: one more than `replicas`, unless the canary replaces a replica.
+
+    If maxUnavailable was lowered during the trial so that no replica may leave, the trial needs the additional pod to
+    end.
+    """
     return replicas if replaces_one and one_can_leave(spec, replicas) else replicas + 1
 
 
 def rolling_step(
     growing: Counts, goal: int, shrinking: Counts, *, total: int, floor: int, both_serve: bool, others: int = 0
 ) -> tuple[int, int]:
-    """Return the replicas of the growing and the shrinking revision while they change places one by one.
+    """Return the next replicas of the growing and the shrinking revision, which change places one pod at a time.
 
-    The growing revision gets a pod once all its pods answer, and only in a place observed as free. So nothing ever asks
-    for more than `total` pods. The shrinking revision loses pods while `floor` pods answer, with `both_serve` pods of
-    either revision. Pods that do not answer may always go.
+    The growing revision gets a pod once all its pods answer and a place is observed as free. So all revisions together
+    never ask for more than `total` pods. The shrinking revision loses a pod only if `floor` pods still answer. With
+    `both_serve`, pods of both revisions count for that. Pods that do not answer may always be removed.
+
+    goal: replicas that the growing revision should reach.
+    others: replicas of further revisions.
     """
     want = min(goal, max(growing.replicas, growing.ready + 1))
     room = total - shrinking.replicas - others
@@ -87,7 +93,7 @@ def rolling_step(
 
 
 def traffic_plan(s: Snapshot, spec: Spec, begun: TrafficMode | None, replaces_one: bool, replicas: int) -> TrafficPlan:
-    """Plan the steps for this many replicas; a trial that is under way keeps its mode."""
+    """Plan the steps for this many replicas. A trial that is under way keeps its traffic mode (`begun`)."""
     if not spec.canary.steps:
         return _probe_only("no spec.canary.steps are given: its probes alone decide")
     pods = total(spec, replaces_one, replicas)

@@ -23,14 +23,14 @@ _WEIGHTS_PATH = "/models"
 _ADAPTERS_PATH = "/adapters"
 _COMPILE_PATH = "/compile-cache"
 _OFFLOAD_PATH = "/offload"
-# Variable with the folder of archives, read by kvpilot-serve.
+# Variable by which kvpilot-serve learns the folder for archives of compiled code.
 COMPILED = "KVPILOT_COMPILED"
 
 
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
-    """Return the template of pods that take requests with this KV dtype, labelled with its own revision.
+    """Return the template of pods that take requests with this KV dtype. Its label names its revision.
 
-    With `assigned_user` the template names no user and no group: the cluster gives each namespace its own.
+    With `assigned_user` the template sets no user and no group, because the cluster assigns them by namespace.
     """
     template: dict[str, Any] = {
         "metadata": {
@@ -53,12 +53,12 @@ def revision(template: dict[str, Any]) -> str:
 
 
 def claim_label(service: str, spec: Spec) -> dict[str, str]:
-    """Return the label of pods that share a disk; {} if nodes can share the claim, or the user made it."""
+    """Return the label of pods that must run on one node, because kvpilot's claim for weights is a disk; else {}."""
     return {names.CLAIM_LABEL: names.weights_claim(service)} if spec.cache.on_one_node else {}
 
 
 def _shared_labels(service: str, spec: Spec) -> dict[str, str]:
-    """Return the labels that pods of a group, or of a disk, have in common."""
+    """Return the labels that pods of one multi-node group, or pods that share a disk, have in common."""
     return {**({names.GROUP_LABEL: service} if spec.engine.nodes > 1 else {}), **claim_label(service, spec)}
 
 
@@ -93,12 +93,16 @@ def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:
 
 
 def _resources(spec: Spec) -> dict[str, dict[str, str]]:
-    """Return the container's resources: those of the spec, requests for the processes of an engine on GPUs unless the
-    spec has its own, and host memory for offloaded blocks."""
+    """Return the container's resources.
+
+    The spec's resources come first. An engine on GPUs also gets CPU and memory requests, unless the spec sets them.
+    Host memory for offloaded blocks is added.
+    """
     asked = spec.engine.resources
     requests, limits = ({name: str(n) for name, n in given.items()} for given in (asked.requests, asked.limits))
     if gpus := spec.engine.gpu_limit:
-        # A core for each process of vLLM: API server, engine core, workers. 4 GiB for the first two, and each worker.
+        # One core for each process of vLLM: API server, engine core and a worker for each GPU. 4 GiB for each worker,
+        # and 4 GiB for the other two processes together.
         for name, amount in (("cpu", f"{2 + gpus}"), ("memory", f"{4 + 4 * gpus}Gi")):
             if name not in limits:
                 requests.setdefault(name, amount)
@@ -113,8 +117,8 @@ def _resources(spec: Spec) -> dict[str, dict[str, str]]:
 
 
 def _grown(quantity: str, gib: int) -> str:
-    """Add `gib` to a quantity of memory. Return the sum in the largest of GiB, MiB and bytes without a fraction."""
-    # Import here: the module loads the whole client, which takes 0.15 s and which `kvpilot plan` does not need.
+    """Add `gib` GiB to a quantity of memory. Return the sum in the largest of GiB, MiB and bytes without a fraction."""
+    # Import it here, because it loads the whole client in 0.15 s, and `kvpilot plan` does not need that.
     from kubernetes.utils.quantity import parse_quantity
 
     size = math.ceil(parse_quantity(quantity)) + gib * 2**30
@@ -128,12 +132,12 @@ def _health(period: int, timeout: int, failures: int) -> dict[str, Any]:
 
 
 def _security_context(assigned_user: bool) -> dict[str, Any]:
-    """Return a pod's context for Pod Security "restricted", with our user unless the cluster assigns one."""
+    """Return a pod's security context for Pod Security "restricted". Set our user unless the cluster assigns one."""
     own = {"runAsUser": ENGINE_USER, "runAsGroup": ENGINE_USER, "fsGroup": ENGINE_USER}
     return {
         "runAsNonRoot": True,
         **({} if assigned_user else own),
-        # Avoid a visit of every file of a weights claim at each start.
+        # Else the kubelet would change the group of every file on a claim at each start.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
@@ -141,7 +145,7 @@ def _security_context(assigned_user: bool) -> dict[str, Any]:
 
 def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
     """Complete a pod with fields that depend on the merged podTemplate."""
-    # Engines never call the API server. A user who names an account needs its cloud identity, so mount its token.
+    # Engines never call the API server. But if the user names a ServiceAccount, its cloud identity needs the token.
     pod["automountServiceAccountToken"] = "serviceAccountName" in pod
     if pod.get("hostNetwork"):
         # Without this, a pod on the node's network uses the node's DNS, which does not resolve Services.
@@ -149,7 +153,7 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
     for spread in pod.get("topologySpreadConstraints", ()):
         spread.setdefault("labelSelector", {"matchLabels": {names.SERVICE_LABEL: service}})
     if shared := claim_label(service, spec):
-        # A disk is attached to one node, and a pod on another node would wait forever. The first pod may go anywhere.
+        # A disk is attached to one node, so a pod on another node would wait forever. The first pod may go anywhere.
         beside = {"labelSelector": {"matchLabels": shared}, "topologyKey": "kubernetes.io/hostname"}
         affinity = pod.setdefault("affinity", {}).setdefault("podAffinity", {})
         affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", []).append(beside)
@@ -200,7 +204,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
     if model.revision is not None and model.source.startswith("hf://"):
         arguments.append(f"--revision={model.revision}")
     stored = dtypes.parse(dtype)
-    # Layers with a latent have no window, and the engine refuses layers to skip with such a dtype.
+    # Drop sliding_window, the default, with latent dtypes: latent layers have no window, and the engine refuses it.
     skipped = [layer for layer in spec.kv_cache.skip_layers if not stored.latent or layer != "sliding_window"]
     if skipped and stored.bits_per_element() < 16:
         arguments.append(f"--kv-cache-dtype-skip-layers={','.join(skipped)}")
@@ -219,7 +223,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
 
 
 def _adapters(spec: Spec) -> list[str]:
-    """Return arguments that load the adapters; requests for all of them share a step unless extraArgs bounds it."""
+    """Return the arguments that load the adapters. Unless extraArgs sets a limit, one step may serve all of them."""
     if not spec.model.adapters:
         return []
     modules = [f"{one.name}={_adapter_location(one)}" for one in spec.model.adapters]
@@ -258,7 +262,8 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _compiled(spec: Spec) -> str:
-    """Return the folder for compiled code, never on a claim only for weights: other engines would run that code."""
+    """Return the folder for compiled code. It is never on a claim only for weights, because engines that share that
+    claim would run the code."""
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH
     return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""

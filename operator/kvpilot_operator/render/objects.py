@@ -1,4 +1,4 @@
-"""The objects of one service, except its engine's pods and its Job."""
+"""Builders of a service's objects, except the pod template of its engines and its Job."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def workload(
     nodes: int = 1,
     has_gate: bool = True,
 ) -> dict[str, Any]:
-    """Return the workload of one revision; a replica has `nodes` nodes, and pods with `has_gate` wait for admission."""
+    """Return the workload of one revision. A replica spans `nodes` nodes. With `has_gate`, its pods do not become Ready
+    before the operator admits them."""
     gates = {"readinessGates": [{"conditionType": names.ADMITTED}]} if has_gate else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (names.REVISION_LABEL, names.DTYPE_LABEL)}
     revision, kind = labels[names.REVISION_LABEL], kind_for(nodes)
@@ -66,7 +67,7 @@ def workload(
 
 
 def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, Any]:
-    """Return a Service that selects one revision, or every revision if it is empty: the traffic switch."""
+    """Return a Service that selects the pods of one revision, or of all revisions if `revision` is empty."""
     ports = [{"name": "http", "port": names.SERVICE_PORT, "protocol": "TCP", "targetPort": "http"}]
     spec = {"type": "ClusterIP", "selector": _selector(key, revision), "ports": ports}
     return owned(key, uid, ("v1", "Service", name), spec=spec)
@@ -75,7 +76,7 @@ def service(key: ServiceKey, uid: str, name: str, revision: str) -> dict[str, An
 def inference_pool(
     key: ServiceKey, uid: str, name: str, revision: str, picker: EndpointPickerRef | None
 ) -> dict[str, Any]:
-    """Return an InferencePool that selects like a Service: the traffic switch of an inference gateway."""
+    """Return an InferencePool that selects the same pods as the Service of this name."""
     spec: dict[str, Any] = {
         "selector": {"matchLabels": _selector(key, revision)},
         "targetPorts": [{"number": names.ENGINE_PORT}],
@@ -88,9 +89,11 @@ def inference_pool(
 def disruption_budget(
     key: ServiceKey, uid: str, revision: str, max_unavailable: int, *, groups: bool = False
 ) -> dict[str, Any]:
-    """Return the budget that lets so many of the Service's pods go, or pods of any of its `groups`.
+    """Return the budget that lets `max_unavailable` of the Service's pods be evicted.
 
-    A pod that is not ready may always leave: an engine that never starts must not block a drain.
+    With `groups`, the budget covers the workers of multi-node groups as well as their leaders.
+
+    A pod that is not ready may always be evicted, so that an engine that never starts does not block a drain.
     """
     selector = _selector(key, revision, names.GROUP_LABEL if groups else names.SERVICE_LABEL)
     spec = {
@@ -125,14 +128,14 @@ def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
 
 
 def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, Any]:
-    """Return our annotations of one pod: those that cluster autoscalers respect, and our own mark."""
+    """Return our annotations of one pod: those that node autoscalers respect, and our own mark."""
     annotations = dict(_DO_NOT_EVICT) if wanted else {}
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
 
 
 def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) -> dict[str, Any]:
-    """Return our part of a pod's status: the condition of its readiness gate."""
+    """Return our part of a pod's status: the condition that opens or closes its readiness gate."""
     condition = {
         "type": names.ADMITTED,
         "status": "True" if admitted else "False",

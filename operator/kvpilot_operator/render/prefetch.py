@@ -13,7 +13,7 @@ from kvpilot_operator.render.engine import COMPILED, claim_label, model_location
 from kvpilot_operator.render.objects import owned
 from kvpilot_operator.state.snapshot import ServiceKey
 
-# Retry practically for ever, because the user may remove the obstacle (a token, a network) at any time.
+# Retry practically for ever, because the user may remove the cause (a missing token, a blocked network) at any time.
 _ATTEMPTS = 1_000_000
 _RESOURCES = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}}
 # Hide the GPUs, because some runtime classes give every container all GPUs of a node by default.
@@ -46,7 +46,7 @@ def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[s
         "app.kubernetes.io/name": "kvpilot-prefetch",
         "app.kubernetes.io/instance": key.name,
         "app.kubernetes.io/managed-by": "kvpilot",
-        # Not the service's label: no Service may send a request here.
+        # Do not set the service's label, or a Service would select this pod.
         names.PREFETCH_LABEL: key.name,
         **claim_label(key.name, spec),
     }

@@ -1,8 +1,8 @@
-"""Set a canary's share in the rules of an HTTPRoute, or copy requests to it, and remove both again.
+"""Set a canary's share in the rules of an HTTPRoute, or copy requests to the canary, and remove both again.
 
-Weights of a rule are relative to one another. So a rule with our backend beside others is scaled by 100 while a canary
-takes part: our weight W becomes W x (100 - share) and W x share, and every other weight V becomes V x 100. The original
-weights can be computed from the scaled ones.
+Weights of a rule are relative to one another. So during a trial, all weights of a rule with our backend are scaled by
+100. Our weight W becomes W x (100 - share) for the stable backend and W x share for the canary's. Any other weight V
+becomes V x 100. After the trial, the original weights are computed from the scaled ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Backend(NamedTuple):
 
     @property
     def canary(self) -> Backend:
-        """The backend that takes the canary's share."""
+        """Return the backend that takes the canary's share."""
         return self._replace(name=canary_service(self.name))
 
     def named_by(self, ref: Rule) -> bool:
@@ -55,8 +55,10 @@ def backend(s: Snapshot) -> Backend:
 
 
 def weighted(rules: Sequence[Rule], ours: Backend, share: int, mirrored: int = 0) -> tuple[Rule, ...]:
-    """Send `share` percent of the requests for a backend to its canary, and copies of `mirrored` percent. Without
-    both, return the rules as the user wrote them."""
+    """Return the rules with `share` percent of our requests sent to the canary, and `mirrored` percent copied to it.
+
+    If both are 0, return the rules as the user wrote them.
+    """
     written = tuple(_without(rule, ours) for rule in rules)
     if mirrored:
         written = tuple(_mirroring(rule, ours, mirrored) for rule in written)
@@ -64,9 +66,9 @@ def weighted(rules: Sequence[Rule], ours: Backend, share: int, mirrored: int = 0
 
 
 def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
-    """Return the rules of our own route without a share: to the pool if it exists, else to the Service.
+    """Return the rules of our own route without a canary. They send to the pool if it exists, else to the Service.
 
-    Return None if neither is ours, or if pools could not be read.
+    Return None if neither object is ours, or if pools could not be read.
     """
     if s.spec is None or s.unread(Question.POOLS) is not None:
         return None
@@ -100,7 +102,10 @@ def carries(route: RouteView | None, named: Backend) -> bool:
 
 
 def route_fault(s: Snapshot, spec: Spec) -> str | None:
-    """Return the fault of the route of `field_of`, with the remedy; None if it can hold a canary's share."""
+    """Return the reason why the route cannot hold a canary's share, with the remedy, or None.
+
+    The text continues after the name of the field in the spec (`field_of`).
+    """
     name, service, lent = spec.route_of(s.key.name), s.key.name, canary_service(s.key.name)
     remove = "remove route" if spec.route is not None else "remove routeRef"
     if name is None:
@@ -163,7 +168,7 @@ def _with(rule: Rule, ours: Backend, share: int) -> Rule:
 def _mirroring(rule: Rule, ours: Backend, percent: int) -> Rule:
     if not _sends(rule, ours):
         return rule
-    # Name the server's defaults, so that the rule reads the same afterwards.
+    # Write the API server's defaults, so that the stored rule equals this one.
     ref = {"group": "", "kind": "Service", "name": ours.canary.name, "port": SERVICE_PORT}
     some = {"percent": percent} if percent < 100 else {}
     mirror = {"type": "RequestMirror", "requestMirror": {"backendRef": ref, **some}}

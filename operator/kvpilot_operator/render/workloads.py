@@ -63,7 +63,7 @@ def makes(service: str, revision: str, owner: Object) -> bool:
 
 
 def leader_of(service: str, revision: str, owner: Object) -> str | None:
-    """Return the leader of a worker with this owner reference: its StatefulSet has the leader's name."""
+    """Return the leader of a worker with this owner reference. The worker's StatefulSet has the leader's name."""
     name = _controller(owner, LEADER_WORKER_SET.pods_owner)
     return name if name.startswith(f"{names.deployment_name(service, revision)}-") else None
 
@@ -74,9 +74,9 @@ def _controller(owner: Object, kind: str) -> str:
     return str(owner.get("name", "")) if ours and owner.get("kind") == kind else ""
 
 
-# A group is one engine: a leader, which alone takes requests, and its workers, which compute their share.
+# A group is one engine over several nodes. Its leader takes all requests, and its workers compute parts of each step.
 _MASTER_PORT = 29501
-"""Port of the leader where workers find it; it closes when the leader ends."""
+"""Port at which workers reach their leader. It closes when the leader ends."""
 _LEADER, _WORKER = "--node-rank=0", "--node-rank=$(LWS_WORKER_INDEX)"
 _OF_SERVERS = ("ports", "startupProbe", "readinessProbe", "livenessProbe")
 
@@ -114,16 +114,16 @@ def worker_template(leader: dict[str, Any]) -> dict[str, Any]:
 
 def _while_the_leader_lives(pod: dict[str, Any]) -> list[str]:
     """Return a command that waits until the leader has finished its requests and ended."""
-    # End before the kubelet kills the worker.
+    # The command must end before the kubelet kills the worker.
     seconds = max(pod["terminationGracePeriodSeconds"] - 10, 1)
     leader = f"/dev/tcp/${{LWS_LEADER_ADDRESS}}/{_MASTER_PORT}"
     return ["timeout", str(seconds), "bash", "-c", f"while : 2>/dev/null <{leader}; do sleep 1; done"]
 
 
 def group_spec(template: dict[str, Any], replicas: int, nodes: int, gates: dict[str, Any]) -> dict[str, Any]:
-    """Return `spec` of a LeaderWorkerSet of `replicas` groups; `gates` are readiness gates of leaders.
+    """Return `spec` of a LeaderWorkerSet of `replicas` groups. `gates` has the readiness gates of the leaders.
 
-    Ranks of an engine cannot restart one by one, so the whole group restarts if a pod ends.
+    If one pod ends, its whole group restarts, because the ranks of an engine cannot restart one by one.
     """
     leader = {**template, "spec": {**template["spec"], **gates}}
     return {

@@ -1,4 +1,4 @@
-"""The baseline: 16-bit answers, stored or captured from a 16-bit replica of the present spec."""
+"""The baseline: 16-bit answers to the probes, from a stored ConfigMap or captured from a 16-bit replica of the spec."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def misreported(c: Context) -> Cause | None:
 
 
 def reference_fault(c: Context) -> Cause | None:
-    """Return the cause that makes the 16-bit engine unfit as a reference for the present probe sets, if known."""
+    """Return the cause if the 16-bit engine cannot give a baseline for the present probe sets, else None."""
     named, result = c.status.accuracy.baseline, c.snapshot.probe_result
     if known(c) is not None:
         return None
@@ -40,7 +40,7 @@ def reference_fault(c: Context) -> Cause | None:
         return Cause(outcome.reason, outcome.message)
     told = c.before.condition(ConditionType.ACCURACY_VERIFIED)
     if outcome is None and told is not None and told.reason == Reason.BASELINE_UNFIT and isinstance(wanted(c), Capture):
-        return Cause(told.reason, told.message)  # The next capture has not ended yet.
+        return Cause(told.reason, told.message)  # Keep the cause until the next capture ends.
     if named is not None and named.identity == c.snapshot.probes.identity:
         return control_fault(named, c.spec.accuracy)
     return None
@@ -54,7 +54,10 @@ def on_trial(c: Context) -> bool:
 
 
 def wanted(c: Context) -> Find | Capture | None:
-    """Return the request for a missing baseline, or None. Mode Auto captures ahead of need, others for a trial."""
+    """Return the request for a missing baseline, or None.
+
+    Mode Auto captures a baseline before a trial needs it. The other modes capture one only during a trial.
+    """
     s, canary, stable = c.snapshot, c.canary, c.stable
     pods = s.answering_pods(c.reference) if as_asked(s, c.reference, c.spec.kv_cache.baseline) else ()
     config_map = baseline_name(s.key.name, s.probes.identity)
@@ -92,7 +95,7 @@ def borrowed(c: Context) -> str | None:
 
 
 def adopt(c: Context, found: Captured) -> Context:
-    """Name the baseline in the status. `perform` stores a new baseline before it writes the status."""
+    """Name the found baseline in the status. `perform` stores a new baseline before it writes the status."""
     probes, control = c.snapshot.probes, found.baseline.control
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
@@ -124,6 +127,6 @@ def described(kept: codec.Baseline, config_map: str) -> Baseline:
 
 
 def _sought(c: Context) -> str:
-    """Return a name of the baseline and its control's limits. Changed limits start a new search."""
+    """Return the part of a request's identity that names the baseline and the limits. New limits start a new search."""
     limits = c.spec.accuracy
     return f"{c.snapshot.probes.identity}/{limits.max_excess_kl_millinats}/{limits.min_top1_agreement_percent}"

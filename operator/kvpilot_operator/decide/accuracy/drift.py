@@ -1,6 +1,9 @@
-"""Drift of the serving dtype. One replica is probed in each period after the promotion. `failureLimit` failures in a
-row are drift. A run without a verdict counts only as an error. `status.accuracy` is the whole state, written once a
-run. No probe runs during a trial, while the baseline dtype serves, or while another revision than the spec's serves."""
+"""Drift: after its promotion, a dtype's answers get worse than the limits.
+
+In each period, one serving replica is probed. `failureLimit` failed probes in a row count as drift. A probe without a
+verdict counts only as an error. All state is in `status.accuracy`, which is written once per probe. Serving replicas
+are not probed during a trial, while the baseline dtype serves, or while the serving revision is not the spec's.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +22,7 @@ from kvpilot_operator.state.snapshot import Snapshot
 
 
 def begin(c: Context) -> Context:
-    """Reset the counts when another revision serves. Clear them while the baseline dtype serves."""
+    """Reset the counts of failures and errors when a new revision serves, and while the baseline dtype serves."""
     accuracy, checked, stable = c.status.accuracy, c.status.accuracy.checked_time, c.stable
     if stable is None:
         return c
@@ -31,14 +34,14 @@ def begin(c: Context) -> Context:
 
 
 def drifted(c: Context) -> bool:
-    """Return True if the serving replicas failed `failureLimit` runs in a row."""
+    """Return True if the serving replicas failed `failureLimit` probes in a row."""
     return c.status.accuracy.failures >= c.spec.accuracy.failure_limit
 
 
 def check(c: Context, kept: Baseline) -> Measure | None:
-    """Return the run that is due, or None."""
+    """Return the request for the periodic probe that is due, or None."""
     s, stable, accuracy = c.snapshot, c.stable, c.status.accuracy
-    # Another revision than the spec's may have another model than the kept answers.
+    # A revision that is not the spec's may run another model, for which the baseline does not hold.
     if stable is None or not s.traffic == stable.revision == c.render(stable.dtype).name:
         return None
     pods, checked = s.ready_pods(stable.revision), accuracy.checked_time
@@ -47,7 +50,7 @@ def check(c: Context, kept: Baseline) -> Measure | None:
     if stable.dtype == c.spec.kv_cache.baseline or not as_asked(s, stable.revision, stable.dtype):
         return None
     run = f"check/{kept.identity}/{stable.revision}/{{}}/{int(checked.timestamp())}"
-    # Continue the run on its replica, even if other replicas are added or removed.
+    # Continue a running probe on its replica, even if other replicas are added or removed.
     pod = s.pod_to_ask(pods)
     if s.probe_result is None or s.probe_result.request.identity != run.format(pod.name):
         pod = next_pod(pods, accuracy, stable.revision)
@@ -68,7 +71,7 @@ def count(c: Context, last: Measured, judgement: Judgement) -> Context:
 
 
 def count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
-    """Count a run without a verdict, and warn once if there are too many."""
+    """Count a probe without a verdict. Post warnings until `consecutiveErrorLimit` errors in a row are reached."""
     if failed.reason == Reason.BASELINE_LOST:
         return c.set_accuracy(baseline=None).event(Reason.BASELINE_LOST, failed.message, warning=True)
     errors, limit = c.status.accuracy.errors + 1, c.spec.accuracy.consecutive_error_limit
@@ -82,7 +85,10 @@ def count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
 
 
 def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
-    """Return True if a new period has begun since the last run. A hash of the uid spreads the services' periods."""
+    """Return True if a new period has begun since the last probe.
+
+    A hash of the service's uid shifts its periods, so that services are not all probed at the same time.
+    """
     seconds = spec.accuracy.period_seconds
     shift = int.from_bytes(hashlib.sha256(s.uid.encode()).digest()[:8], "big") % seconds
     now, last = ((int(time.timestamp()) - shift) // seconds for time in (s.now, accuracy.checked_time or s.now))
@@ -90,7 +96,10 @@ def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
 
 
 def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodView:
-    """Return the next replica by name. A failed replica comes again: another's pass would hide the failure."""
+    """Return the replica to probe: the next one by name, or again the one that has just failed.
+
+    If another replica were probed after a failure and passed, its pass would reset the count of failures.
+    """
     ordered, last = sorted(pods, key=lambda pod: pod.name), accuracy.last
     before = (last.pod or "") if last is not None and last.revision == revision else ""
     again = [pod for pod in ordered if pod.name == before and accuracy.failures and not accuracy.errors]
@@ -99,10 +108,10 @@ def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodV
 
 
 def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
-    """Deny the dtype for its accuracy. The next choice of a target then avoids it, although it serves."""
+    """Deny the serving dtype if `onFailure` is Rollback, so that the next reconcile replaces it. Else post an event."""
     seconds, reason = c.spec.rollout.deny_seconds, Reason.ACCURACY_DRIFTED
     if c.spec.accuracy.on_failure == "Rollback" and seconds > 0:
-        # A denial for another reason, such as latency, only prevents trials. The dtype may continue to serve.
+        # A denial for another reason, such as latency, does not count: it prevents trials, but a serving dtype stays.
         standing = c.denial(dtype)
         if standing is not None and standing.reason in ACCURACY_REASONS:
             return c

@@ -21,7 +21,7 @@ def as_asked(s: Snapshot, revision: str, asked: str) -> bool:
 
 
 def mismatch(s: Snapshot, revision: str, asked: str) -> str | None:
-    """Name the other dtype that engines of a revision report, with the remedy; None if they report none."""
+    """Describe a reported dtype that differs from the requested one, with the remedy. Return None if none differs."""
     sample = s.reported_dtype(revision)
     if sample is None:
         return None

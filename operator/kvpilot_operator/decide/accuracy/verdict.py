@@ -1,4 +1,4 @@
-"""The verdict on a measurement. The control (16 bits against themselves) must keep the spec's limits, too."""
+"""The verdict on a probe's measurement. The control (16 bits compared with themselves) must meet limits, too."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,15 @@ from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.status import clip
 from kvpilot_probes.stats import Measurement
 
-# At this length, the end of a prompt and two answers fit into an Event.
+# Characters shown of a prompt and of each answer, so that all three fit into an Event.
 MAX_SHOWN = 300
 # Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
 MIN_POSITIONS = 100
 # Probability that a dtype exactly at the agreement limit fails by chance. Agreement varies by 3 points at 250
 # positions.
 ALPHA = 0.01
-# Noise of sound engines (docs/accuracy-watch.md: 0.8 millinats, 98.9%). Stricter limits apply to the damage beyond it.
+# The limits of the control are never stricter than these, even if the spec's are. Sound engines differ from themselves
+# by 0.8 millinats and agree on 98.9% of the tokens (docs/accuracy-watch.md).
 SOUND_MICRONATS = 2_000
 SOUND_AGREEMENT_PERCENT = 98
 
@@ -33,8 +34,11 @@ class Judgement:
 
 
 def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
-    """Judge the damage beyond the control's noise. The control's disagreement lowers the agreement limit. A candidate
-    fails that limit only beyond chance. Without a usable control the verdict is Inconclusive."""
+    """Judge a candidate's damage: the KL divergence and disagreement that exceed those of the control.
+
+    The agreement limit is lowered by the share of tokens on which the control disagrees with itself. A candidate fails
+    this limit only if chance does not explain the difference. If the control is unusable, the verdict is Inconclusive.
+    """
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     allowed = limits.max_excess_kl_millinats * 1000
     fault = control_fault(control, limits)

@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
     @property
     def cause(self) -> Cause:
-        """Return its reason and message."""
+        """Return the condition's reason and message as a Cause."""
         return Cause(self.reason, self.message)
 
 
@@ -83,8 +83,8 @@ def objectives(c: Context) -> Line | None:
 
 
 def said(c: Context, canary: Canary) -> str:
-    """Return the canary's message with the changes of the spec, and with the cause that keeps its pods from starting.
-    Leave out what the message already names."""
+    """Return the canary's message, the changes of the spec, and the cause that keeps the canary's pods from starting.
+    Leave out a change or a cause that the message already contains."""
     news = spec_changes(c, c.stable) if c.stable is not None else ""
     text = canary.message if news in canary.message else f"{canary.message}; the spec has changed: {news}"
     why = "" if canary.stage == Stage.ROLLING_BACK else why_waiting(c)
@@ -108,7 +108,7 @@ def canary_healthy(c: Context) -> Line:
 
 
 def accuracy(c: Context) -> Line:
-    """Report whether the serving dtype still answers as 16 bits do, on every pod."""
+    """Report whether the serving dtype's answers are still as accurate as the spec demands, on every pod."""
     found = [text for revision in c.sides if (text := mixed_factors(c.snapshot, revision)) is not None]
     line = _verified(c)
     if found and line.status != "False":

@@ -1,4 +1,4 @@
-"""The condition `Serving`: do requests get answers?"""
+"""The condition `Serving`: True while engines answer requests."""
 
 from kvpilot_operator.api.words import Reason, Stage, TrafficMode
 from kvpilot_operator.decide.conditions.measured import Line
@@ -12,7 +12,7 @@ _WAYS = {TrafficMode.HTTP_ROUTE: " by HTTPRoute", TrafficMode.REPLICA_RATIO: " b
 
 
 def serving(c: Context) -> Line:
-    """Report whether engines answer, by their pods' readiness, and whether our Service selects them."""
+    """Report whether pods are ready and kvpilot's Service selects them."""
     s, replicas, canary = c.snapshot, c.replicas, c.canary
     if c.stable is None:
         waits = storage.wait(c)
@@ -28,7 +28,7 @@ def serving(c: Context) -> Line:
     if ready:
         trial = f"; {canary.dtype} is on trial{share(canary)}" if canary is not None else ""
         there = s.deployments.get(c.stable.revision)
-        # The spec may leave its image to the installation.
+        # Name the image, because the spec does not show one that comes from the installation's defaults.
         image = f" with {there.image}" if s.engine_defaults and there is not None and there.image else ""
         return Line("True", Reason.SERVING, f"{c.stable.dtype} serves{image}{trial}")
     if replicas == 0:

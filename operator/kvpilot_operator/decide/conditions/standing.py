@@ -33,7 +33,7 @@ class Problems(NamedTuple):
     silent: Cause | None
     """A route that Gateways have not accepted yet."""
     progress: Line
-    """Rollout: True while it progresses by itself, False if it is held or complete."""
+    """State of the rollout: True while it progresses by itself, False if it is on hold or complete."""
 
 
 def problems(c: Context) -> Problems:
@@ -50,7 +50,7 @@ def problems(c: Context) -> Problems:
 
 
 def lines(c: Context, found: Problems, serving: Line) -> dict[ConditionType, Line]:
-    """Decide both conditions. The reason is the first cause's, and the message lists all causes."""
+    """Decide `Reconciling` and `Stalled`. The reason is that of the first cause, and the message lists all causes."""
     stalled = [one for one in _stalled(c, found) if one is not None]
     if stalled:
         return both(ConditionType.STALLED, _joined(stalled))
@@ -67,13 +67,13 @@ def lines(c: Context, found: Problems, serving: Line) -> dict[ConditionType, Lin
 
 
 def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[ConditionType, Line]:
-    """Return both conditions: `kind` is True for this cause, and the other is False. Without `kind` both are False."""
+    """Return `Reconciling` and `Stalled`. Only `kind` is True, with this cause; without `kind`, both are False."""
     other = Cause(kind, f"see {kind}") if kind else cause
     return {one: Line("True", *cause) if one == kind else Line("False", *other) for one in BOTH}
 
 
 def notes(c: Context, progress: Line) -> list[str]:
-    """List notes on a ready service, such as fields without full effect or a step on hold."""
+    """List notes on a ready service, such as a field that engines do not fully obey, or a step on hold."""
     found = [] if progress.reason == Reason.SETTLED else [progress.message]
     sample = c.snapshot.last_sample(c.stable.revision) if c.stable is not None else None
     if c.stable is None or sample is None or c.stable.revision != c.target.revision:
@@ -89,7 +89,7 @@ def notes(c: Context, progress: Line) -> list[str]:
 
 
 def about_replicas(c: Context) -> list[str]:
-    """List what another writer of spec.replicas asks for in vain."""
+    """Describe an autoscaler that competes with kvpilot, and a spec.replicas outside the bounds of spec.scaling."""
     scaling, asked, other = c.spec.scaling, c.spec.replicas, c.snapshot.autoscaler
     found = []
     if other is not None:
@@ -97,7 +97,7 @@ def about_replicas(c: Context) -> list[str]:
             f"{other} scales this service, and so does kvpilot: set spec.scaling.mode to External, or delete the "
             f"{other.partition(' ')[0]}"
         )
-    # 1 is the default, which nobody need have written.
+    # Do not report 1, because it is the default and the user may not have set it.
     if asked not in (1, kept := scaling.clamp(asked)):
         found.append(
             f"spec.replicas is {asked}, and {kept} counts, because spec.scaling has minReplicas "
@@ -107,7 +107,8 @@ def about_replicas(c: Context) -> list[str]:
 
 
 def _joined(causes: Sequence[Cause]) -> Cause:
-    """Join the causes (at least one) under the reason of the first; each keeps its share of the message's length."""
+    """Join the messages of the causes (at least one) under the first reason. If the result is too long, truncate each
+    message to an equal share."""
     texts: list[str] = []
     for one in causes:
         if not any(one.message in text for text in texts):
@@ -118,7 +119,10 @@ def _joined(causes: Sequence[Cause]) -> Cause:
 
 
 def _stalled(c: Context, found: Problems) -> list[Cause | None]:
-    """List the problems that a person must solve. List a trial only if it is paused: otherwise its deadline ends it."""
+    """List the problems that a person must solve.
+
+    During a trial there are none, because its deadline ends it. A paused trial has no deadline, so list its problems.
+    """
     progress = found.progress
     held = progress.cause if progress.status == "False" and progress.reason != Reason.SETTLED else None
     if c.canary is not None:
@@ -153,7 +157,7 @@ def _under_way(c: Context, found: Problems, serving: Line) -> Cause | None:
 
 
 def _reached(c: Context) -> bool:
-    """Return True if the spec itself asks for the serving revision, and no accuracy denial stands against it."""
+    """Return True if the spec asks for the serving revision, and its dtype is not denied for its accuracy."""
     if c.stable is None or c.asked != c.stable.revision:
         return False
     standing = c.denial(c.stable.dtype)
@@ -161,7 +165,7 @@ def _reached(c: Context) -> bool:
 
 
 def _route(c: Context) -> Line | None:
-    """Report the Gateways' answers to kvpilot's HTTPRoute; None if they accept it, or the spec has none."""
+    """Report what Gateways say about kvpilot's HTTPRoute. Return None if all accept it, or the spec has no route."""
     s, name = c.snapshot, c.snapshot.key.name
     if c.spec.route is None or s.unread(Question.ROUTE) is not None:
         return None
@@ -179,7 +183,7 @@ def _route(c: Context) -> Line | None:
 
 
 def _progress(c: Context) -> Line:
-    """Report the progress of the rollout (True), or its hold (False). The reason is Settled if nothing is to do."""
+    """Report True while the rollout progresses, and False if it is on hold or complete (reason Settled)."""
     canary, stable, target, paused = c.canary, c.stable, c.target, c.spec.rollout.paused
     if canary is not None:
         stopped = paused and canary.stage != Stage.ROLLING_BACK
@@ -193,7 +197,7 @@ def _progress(c: Context) -> Line:
     if stable is not None and stable.ever_ready and target.revision != stable.revision:
         fault = start_fault(c, target)
         if fault is not None:
-            # An idle moment comes by itself.
+            # With BUSY nobody has to act: the canary starts once the service is idle.
             return Line("True" if fault.reason == Reason.BUSY else "False", *fault)
         if not paused and (wait := turn(c)) is not None:
             return Line("True", *wait)

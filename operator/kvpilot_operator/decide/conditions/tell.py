@@ -34,7 +34,7 @@ def tell(c: Context) -> Context:
         ConditionType.ACCURACY_VERIFIED: verified,
     }
     c = _written(c, lines)
-    # The journal has the other problems.
+    # The other problems need no event here, because a journal entry posts one.
     for cause in (problems.objects, problems.route):
         c = c if cause is None else _announce(c, cause, standing.BOTH)
     if verified.reason in (*NOT_OF_THE_DTYPE, Reason.MIXED_FACTORS) and verified.status == "False":
@@ -43,7 +43,7 @@ def tell(c: Context) -> Context:
 
 
 def refuse(draft: Draft) -> Draft:
-    """Write the conditions of a service with an invalid spec: its objects stay unchanged."""
+    """Write the conditions of a service with an invalid spec, whose objects stay unchanged."""
     s = draft.snapshot
     message = clip("; ".join(f"{fault.field}: {fault.message}" for fault in s.faults))
     serves, kept = any(pod.ready for pod in s.pods), "the last accepted spec keeps serving"
@@ -58,7 +58,7 @@ def refuse(draft: Draft) -> Draft:
 
 
 def leave(draft: D) -> D:
-    """Keep every condition if none could be decided. Report that in the conditions that tools wait for."""
+    """Keep the present conditions if deciding them failed. Report the failure in Ready, Reconciling and Stalled."""
     none = standing.both()
     return _written(draft, {ConditionType.READY: none[ConditionType.RECONCILING], **none, **_lines(draft)})
 
@@ -88,9 +88,9 @@ def _lines(draft: Draft) -> dict[ConditionType, Line]:
 
 
 def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...]) -> D:
-    """Post an event unless one of these conditions named the same cause before."""
+    """Post an event, unless one of these conditions already named the same cause in the last reconcile."""
     before = [one.message for kind in kinds if (one := draft.before.condition(kind)) is not None]
-    # A long list of causes may truncate this message.
+    # In a long list of causes the message may be truncated, so its beginning is enough.
     if any(cause.message in one or ("…" in one and cause.message[:100] in one) for one in before):
         return draft
     return draft.event(cause.reason, cause.message, warning=True)

@@ -7,12 +7,13 @@ from kvpilot_operator.state.samples import Spread
 
 # One scrape in ten may be below the threshold, because a long request that ends frees all its blocks.
 SHARE = 0.9
-# A replica is idle with fewer running requests than this and none waiting.
+# A service is idle if a replica has fewer running and fewer waiting requests than this, on average.
 _IDLE_RUNNING = 0.1
-# Prompts that fill this share of a full cache's steps take over 80% of their time (H200, Llama-3-8B: a step of 8,192
-# prompt tokens takes 240 ms, one that only reads a full cache 32 ms), so more cache would bring at most 1.2x.
+# If prompt tokens fill this share of a step's token budget, they take over 80% of the step's time even with a full
+# cache. More cache would then speed the engine up by at most 1.2x. (H200, Llama-3-8B: a step of 8,192 prompt tokens
+# takes 240 ms, a step that only reads a full cache takes 32 ms.)
 _FULL_STEP = 0.6
-# Requests a minute that a replica throws out of its cache, from which memory is short.
+# From this many preemptions a minute on a replica, memory is short.
 _PREEMPTIONS = 1
 STALLED = (
     "the engines have work, and no token is made and no request ends: nothing is changed for their sake, and their "
@@ -23,7 +24,14 @@ STALLED = (
 def what_binds(
     seen: Sums, pressure: Pressure, was_bound: bool, step_tokens: int, thrown_out: str | None, spread: Spread | None
 ) -> tuple[WorkloadKind, str]:
-    """Judge the sums of a window, and give the evidence in words; `spread` is of its newest scrape."""
+    """Return the resource that limits the service, and the evidence in words and numbers.
+
+    seen: sums of the window.
+    was_bound: True if memory was the limit at the last reconcile.
+    step_tokens: token budget of an engine's step (max_num_batched_tokens).
+    thrown_out: evidence for evicted prefixes, or None.
+    spread: distribution of the newest scrape's load over the engines, or None.
+    """
     memory = (
         f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
         f"{seen.waiting:.1f} waiting, {seen.preemptions:.1f} preemptions a minute, over {seen.covered:.0f} s"

@@ -36,7 +36,7 @@ class ObjectiveResult:
 def judge_objectives(
     objectives: Sequence[Objective], window: Sequence[Sample], *, sustained: bool
 ) -> tuple[ObjectiveResult, ...]:
-    """Judge each objective by `window` (oldest first). Without a `sustained` window there are too few samples."""
+    """Judge each objective by `window` (oldest first). If it is not `sustained`, all objectives lack samples."""
     flows = [s.flows for s in window if plausible(s)] if objectives and sustained else []
     half, found = len(flows) // 2, []
     for one in objectives:

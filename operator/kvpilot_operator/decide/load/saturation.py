@@ -1,8 +1,9 @@
-"""Memory of earlier steps: the load at which requests queued, and a backoff after a scale-in.
+"""Lessons of earlier steps: the request rate at which requests queued, and scale-ins that proved too small.
 
-Cache use says little about a replica's distance to its limit, but the rate of requests depends on neither dtype nor
-replicas. So each step against a queue records a replica's best recent rate, and the step back waits for a lower load. A
-number of replicas that soon proved too small is not tried again for a day.
+KV cache use says little about how much more load a replica can take. The rate at which requests arrive says more, and
+it depends on neither the dtype nor the number of replicas. So when the policy relieves a queue, it records the best
+recent request rate of one replica. The step back, to fewer replicas or a larger dtype, waits until the load is lower
+than that. If a scale-in proved too small within an hour, the same number of replicas is not tried again for a day.
 """
 
 from collections.abc import Sequence
@@ -26,9 +27,11 @@ HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """Return `known` with the highest recent request rate of `w` for this dtype. A surge never lowers a known rate,
-    because it is found before requests queue. Larger scale-ins need computed prompt tokens, kept only with
-    objectives."""
+    """Return `known` with the highest recent request rate of one replica under the load `w`, for this dtype.
+
+    A surge is found before requests queue, so its rate never lowers a known rate. The uncached prompt tokens of a
+    request, which larger scale-ins need (`able`), are recorded only if the service has latency objectives.
+    """
     now, best = w.requests_per_second or 0.0, w.best_requests_per_second or 0.0
     rate, computed = (best, w.best_computed_prompt) if best > now else (now, w.computed_prompt)
     if not rate or not w.pods:
@@ -49,7 +52,7 @@ def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Satur
 
 
 def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, replicas: int) -> str | None:
-    """Return the reason why so few replicas would be too few by the dtype's recorded rate, or None."""
+    """Return the reason why `replicas` replicas of `dtype` are too few by the recorded request rate, or None."""
     limit = next((k for k in known if k.dtype == dtype and _alike(k, w)), None)
     if limit is None or w.requests_per_second is None:
         return None
@@ -64,7 +67,10 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
 
 
 def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
-    """Return the requests a second that one replica can handle: a rate at which equal or heavier requests queued."""
+    """Return the requests per second that one replica can handle, or None if unknown.
+
+    This is the recorded rate at which similar requests, with as many uncached prompt tokens or more, queued.
+    """
     lighter = (k for k in known if k.dtype == dtype and k.computed_prompt is not None and _alike(k, w, lighter=True))
     return next((k.requests_per_hour / 3600 for k in lighter), None)
 
@@ -88,7 +94,10 @@ def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff 
 
 
 def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
-    """Return True if mean lengths and computed tokens are similar. With `lighter`, `w` may compute fewer tokens."""
+    """Return True if prompts, answers and uncached prompt tokens have similar mean lengths.
+
+    With `lighter`, `w` may have any smaller number of uncached prompt tokens.
+    """
     pairs = [(limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation)]
     if limit.computed_prompt is not None:
         less = min(limit.computed_prompt, w.computed_prompt or 0.0) if lighter else limit.computed_prompt

@@ -1,6 +1,9 @@
-"""Surges: loads that grow faster than replicas can follow. If the last fifth of the window has spent the whole window's
-budget of late requests, waiting is useless: a replica takes minutes to start. A surge only adds replicas, because a
-canary takes far longer. Without objectives nothing counts as late, so there are no surges."""
+"""Surges: loads that grow faster than new replicas start.
+
+A latency objective allows a window some late requests. If the last fifth of the window has used up what the whole
+window may have, kvpilot adds replicas at once, because a replica takes minutes to start. It starts no canary, which
+would take far longer. Without latency objectives no request counts as late, so there are no surges.
+"""
 
 import math
 from bisect import bisect_right
@@ -18,7 +21,7 @@ DRAIN_SECONDS = 120.0
 """Seconds in which a queue must drain, about as long as clients wait."""
 # The short window is one fifth of the long one. In a surge it spends the long window's budget five times too fast.
 _PART = 5
-# Minimum of the short window. A long window of less than five times this needs no short one.
+# Shortest useful short window, in seconds. A long window of less than five times this needs no short one.
 _LEAST_SECONDS = 30.0
 _LEAST_SCRAPES = 3
 _SIGMAS = 3.0
@@ -27,16 +30,20 @@ _TIME = attrgetter("time")
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """All replicas' requests in the short window; `waiting` are those at its end."""
+    """The evidence of a surge in the short window, and the requests of all replicas."""
 
     message: str
     arrivals: float
     """Forecast of requests per second one whole window from now, about when a new replica answers."""
     waiting: float
+    """Requests that wait at the end of the short window."""
 
 
 def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Objective]) -> Surge | None:
-    """Find a surge in `samples` (oldest first, the newest plausible) since the newest replica answered."""
+    """Return the surge that `samples` show, or None.
+
+    `samples` begin when the newest replica answered. They are sorted from the oldest, and the newest is plausible.
+    """
     seconds = pressure.sustained_seconds / _PART
     if seconds < _LEAST_SECONDS or not samples or not objectives:
         return None
@@ -52,13 +59,13 @@ def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Obj
         return None
     load = tuple(s.running + s.waiting for s in (window[0], window[len(window) // 2], last))
     if load[0] > load[1] > load[2]:
-        return None  # It drains: late requests are leftovers of an earlier queue.
+        return None  # The load falls, so late requests are leftovers of an earlier queue.
     chance, grown = _SIGMAS * math.sqrt(arrivals * passed), load[2] - load[0]
     why = _late(flows, objectives, seconds)
     if not why and load[0] < load[1] < load[2] and grown > max(chance, pressure.waiting_per_replica * last.pods):
         done = Flows.counted(flows)
         finished, allowed = done.finished / done.seconds * last.pods, _allowed(done, objectives)
-        # By Little's law, a request that comes one window from now takes too long.
+        # By Little's law, a request that arrives one window from now would take longer than allowed.
         if load[2] + grown / passed * pressure.sustained_seconds * (1 - 1 / _PART) > allowed * finished:
             why = (
                 f"in the last {passed:.0f} s {arrivals:.1f} requests a second came and {finished:.1f} were finished: "
@@ -85,8 +92,11 @@ def _arrivals(window: Sequence[Sample]) -> float | None:
 
 
 def _allowed(done: Flows, objectives: Sequence[Objective]) -> float:
-    """Return the seconds that a request may take. Without a TTFT objective a queue may take DRAIN_SECONDS; without an
-    ITL objective decoding may take its observed time."""
+    """Return the seconds that a request may take: first its time in the queue and prefill, then its decoding.
+
+    Without a TTFT objective, the first part may take DRAIN_SECONDS. Without an ITL objective, decoding may take its
+    observed time.
+    """
     limits = {m: [o.milliseconds / 1000 for o in objectives if o.metric == m] for m in ("TTFT", "ITL")}
     first, count = max(limits["TTFT"], default=DRAIN_SECONDS), done.finished
     rest = max(limits["ITL"]) * done.generation_tokens if limits["ITL"] else done.decode_seconds
@@ -94,7 +104,7 @@ def _allowed(done: Flows, objectives: Sequence[Objective]) -> float:
 
 
 def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: float) -> str:
-    """Describe the objective that is late five times too often in both halves of `flows`; empty if none is."""
+    """Describe an objective that five times too many requests miss in both halves of `flows`; empty if none."""
     half = len(flows) // 2
     for one in objectives:
         share = _PART * (1 - one.percentile / 100)

@@ -14,10 +14,10 @@ STALE_SECONDS = 60
 GAP = timedelta(seconds=STALE_SECONDS)
 # A scrape represents the service only if at least this share of its pods is plausible.
 _ENOUGH = 2 / 3
-# Prompts dominate if they take half of the requests' time. They also do if a replica has a prompt at half of all
-# moments and computes this many prompt tokens a step. While a GPU of 2020 to 2026 reads the weights once, it can
-# multiply them by 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s), and by four times as many while it also
-# reads a full cache. So from about 1,000 tokens on, prompts are the larger part of the step.
+# Prompts dominate if they take half of the requests' time. They also dominate if a replica computes prompts during half
+# of the time, with at least this many prompt tokens a step. In the time that a GPU of 2020 to 2026 reads the weights
+# once, it can multiply them by 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s). Reading a full cache as well
+# takes about four times as long. So from about 1,000 tokens on, prompts are the larger part of the step.
 _PREFILL_SHARE = 0.5
 _PROMPTS_IN_HAND = 0.5
 _PROMPT_TOKENS_A_STEP = 1024.0
@@ -90,7 +90,7 @@ class Sums:
 
 
 def plausible(s: Sample) -> bool:
-    """Return True if enough pods gave plausible pages to represent all of them."""
+    """Return True if enough ready pods gave plausible metrics to represent all of them."""
     if not s.implausible and not s.unanswered:
         return s.pods > 0
     return s.pods >= max(1.0, _ENOUGH * ready_pods(s))
@@ -152,7 +152,7 @@ def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
     return sums
 
 
-# Prefixes count as evicted if the prefix cache hits this much less of the prompts than recently.
+# Prefixes count as evicted if the share of prompt tokens that the prefix cache holds falls by this much.
 _LOST_REUSE = 0.2
 
 
@@ -163,8 +163,11 @@ def best_rate(samples: Sequence[Sample], seconds: int) -> tuple[float | None, fl
 
 
 def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | None:
-    """Return the evidence for evicted prefixes, or None: the cache recently hit a larger share of the prompts. If the
-    window wrote less than the cache has free, nothing was evicted: the prompts have changed."""
+    """Return the evidence that prefixes were evicted, or None.
+
+    The evidence is that the prefix cache recently held a larger share of the prompt tokens. If the window's new tokens
+    fit into the free part of the cache, nothing was evicted; then the prompts themselves have changed.
+    """
     if seen.reuse is None or not (seen.waiting or seen.flows.preemptions):
         return None
     if seen.flows.computed + seen.flows.generation_tokens < seen.capacity - seen.held:
@@ -182,7 +185,10 @@ def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | Non
 def _best(
     samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float, float]]
 ) -> tuple[float, float, float] | None:
-    """Return the three sums with the best ratio of the first two, over parts of the samples as long as the window."""
+    """Return the three sums of `of` over the stretch with the largest ratio of the first sum to the second, or None.
+
+    The samples are cut into stretches about as long as the window (`seconds`).
+    """
     best: tuple[float, float, float] | None = None
     sums, later = (0.0, 0.0, 0.0), samples[-1].time
     for s in reversed(samples):

@@ -28,26 +28,28 @@ _BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.CO
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The findings of a window. Counts cover all replicas, including those without a metrics page."""
+    """The load of a service in a window of scrapes. Counts include replicas whose metrics could not be read."""
 
     kind: WorkloadKind
     message: str = ""
     usage_percent: int = 0
-    """Mean share of KV blocks in use. Waiting and running requests are means, too."""
+    """Mean share of KV blocks in use, in percent."""
     waiting: float = 0.0
+    """Mean number of waiting requests, of all replicas."""
     running: float = 0.0
+    """Mean number of running requests, of all replicas."""
     pods: int = 0
     """Ready replicas at the newest scrape."""
     capacity_tokens: int = 0
     demand_tokens: int = 0
-    """Tokens of running requests, and of those that must run in addition to drain the queue in two minutes. If prefixes
-    are evicted, at least twice the capacity: a smaller gain is not worth a restart."""
+    """KV tokens of the running requests, and of the waiting ones that must run to drain the queue in two minutes. If
+    prefixes are evicted, at least twice the capacity, because a smaller gain is not worth a restart."""
     prompts_in_hand: float | None = None
     """Mean number of prompts that one replica computes at a time."""
     gpu_hits: float | None = None
     """Share of prompt tokens (0 to 1) that a GPU's prefix cache held; None if no prompt was looked up."""
     host_hits: float | None = None
-    """Share that came from host memory, or from a disk below it; `disk_hits` is the disk's part."""
+    """Share of prompt tokens that came from host memory or disk. `disk_hits` is the share from disk alone."""
     disk_hits: float | None = None
     thrown_out: bool = False
     """True if memory is the limit because prefixes are evicted."""
@@ -56,17 +58,17 @@ class Workload:
     requests_per_second: float | None = None
     """Finished requests per second of one replica."""
     best_requests_per_second: float | None = None
-    """Largest request rate of one replica in any stretch as long as the window. Only set if requests wait."""
+    """Largest request rate of one replica in any stretch as long as the window; None if no request waits or is late."""
     best_computed_prompt: float | None = None
     itl_seconds: float | None = None
     """Mean time between two tokens of one request."""
     calm: bool = False
-    """True if the last `calm_seconds` have no gap in the metrics and hardly any waiting request."""
+    """True if KV use is low, and the last `calm_seconds` have no gap in the metrics and hardly any waiting request."""
     peak_load: float = 0.0
     """Largest use of KV cache in the calm time, in replicas: 1.5 is the whole cache of one and a half replicas."""
     surge: Surge | None = None
     computed_prompt: float | None = None
-    """Mean uncached tokens of a prompt; `best_computed_prompt` are those at the best rate."""
+    """Mean prompt tokens of a request that no cache held. `best_computed_prompt` is this mean at the best rate."""
     memory: bool = False
     """True if prefixes were evicted or blocks ran out, even for less than a window."""
     implausible: tuple[str, ...] = ()
@@ -107,14 +109,19 @@ def classify(
     step_tokens: int = 8192,
     objectives: Sequence[Objective] = (),
 ) -> Workload:
-    """Judge the samples (oldest first) of the last `sustainedSeconds`.
+    """Judge the load by the samples (oldest first) of the last `sustainedSeconds`. A new replica restarts this window.
 
-    A service is memory-bound if nearly every sample is at or above `highPercent`, requests wait or are preempted, and
-    prompts do not fill the steps. Evicted prefixes make it memory-bound even if prompts fill the steps. A service that
-    `was_bound` stays so until its average use falls below `lowPercent` or no request waits. If the cache has room,
-    requests wait for prompts or the batch, which no dtype changes. A new replica restarts the window.
+    A service is memory-bound if all of this holds:
 
-    `calm` looks back over `calm_seconds`; `step_tokens` is max_num_batched_tokens.
+    - Nearly every sample's KV use is at or above `highPercent`.
+    - Requests wait or are preempted.
+    - Prompts do not fill the engines' steps, or prefixes are evicted.
+
+    A service that `was_bound` stays memory-bound until its mean use falls below `lowPercent`, or until no request
+    waits. If the cache has room, requests wait for prompts or the batch, and no dtype can help.
+
+    calm_seconds: seconds that `Workload.calm` looks back.
+    step_tokens: token budget of an engine's step (max_num_batched_tokens).
     """
     end = bisect_right(samples, now, key=_TIME)
     while end and not plausible(samples[end - 1]):
@@ -178,7 +185,7 @@ def _unknown(newest: Sample | None) -> Workload:
         return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
     groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
     doubts = "".join(f"; {word}: {names(pods)}" for word, pods in groups if pods)
-    # Enough stalled pods represent the revision: the same share as for working pods.
+    # The revision counts as stalled if its stalled pods would be enough to represent it.
     stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
     kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)
     return Workload(kind, f"{message}{doubts}", implausible=newest.implausible, stalled=newest.stalled)
@@ -199,9 +206,11 @@ def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> fl
 
 
 def _demand(seen: Sums) -> int:
-    """Return the tokens of running requests, and of those that must run in addition. A queue grows by g requests a
-    second, and must lose W requests in a time T. By Little's law it needs (g + W / T) * (time of a request) more
-    running requests, at most all that wait."""
+    """Return the KV tokens of the running requests, and of the waiting ones that must run to drain the queue in time.
+
+    The queue grows by g requests per second, and W requests must leave it within T seconds. By Little's law, this needs
+    (g + W / T) * (seconds per request) more running requests, but never more than all that wait.
+    """
     if seen.running < _LEAST_RUNNING:
         return round(seen.held)
     more = seen.waiting

@@ -20,8 +20,11 @@ from kvpilot_operator.state.status import Stable
 
 
 def in_order(c: Context) -> Context:
-    """Put the objects of the decided status in the order of their writes. Serving objects (claim, engines, Service,
-    budget) come first, so no failed write for the canary blocks them. Engines that shrink come last."""
+    """Put the objects in the order of their writes.
+
+    Serving objects (claim, engines, Service, budget) come first, so that a failed write for the canary does not block
+    them. Workloads that lose replicas come last.
+    """
     named = render.named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
         # Without a revision, place only the claim and Job for the weights, and delete nothing.
@@ -55,7 +58,7 @@ def replicas(c: Context) -> Context:
         return replace(c, wanted={c.stable.revision: c.replicas})
     wanted, there = _replicas_on_trial(c, c.stable), c.snapshot.deployments.get(c.canary.revision)
     if c.canary.stage == Stage.STARTING and there is not None and not there.has_gate:
-        # It served before, so its pods have no gate. Delete them, and start the canary with one.
+        # This revision has served before, so its pods have no readiness gate. Delete it, and start it again with one.
         wanted = {name: count for name, count in wanted.items() if name != c.canary.revision}
     return replace(c, wanted=wanted)
 
@@ -78,7 +81,7 @@ def deployments(c: Context) -> Context:
     engines, seconds, nodes = {}, engine.startup_timeout_seconds, engine.nodes
     for name, count in c.wanted.items():
         if name in rendered:
-            # Only a canary has the gate. To add or remove one here would restart pods.
+            # Only a canary starts with a gate. Keep the gate as it is on other workloads, or their pods would restart.
             gate = there[name].has_gate if name in there else name != c.stable.revision
             engines[name] = render.workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=gate)
     return replace(c, engines=engines)
@@ -94,7 +97,8 @@ def own_service(c: Context) -> Context:
         picker = c.spec.inference_pool.endpoint_picker_ref
         own.append(render.inference_pool(s.key, s.uid, s.key.name, selected, picker))
     names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
-    # A replica that a canary has replaced is away until the trial ends. A paused trial has no end.
+    # A replica that a canary has replaced counts as away until the trial ends. A paused trial may never end, so it does
+    # not count there.
     away = 0 if c.spec.rollout.paused else max(0, c.replicas - sum(c.wanted[name] for name in names))
     most = max(0, c.spec.disruption.unavailable(c.replicas) - away)
     rendered = {name for name in names if name in c.engines or name not in s.deployments}
@@ -114,7 +118,7 @@ def share_traffic(c: Context) -> Context:
     shifts = canary is not None and (canary.stage, canary.traffic_mode) == (Stage.SHIFTING, TrafficMode.HTTP_ROUTE)
     if canary is not None and shifts:
         selected = canary.revision
-    # A gateway may still send requests to the canary's Service: they reach the stable revision.
+    # After the trial a gateway may still send requests to the canary's Service, so it then selects the stable revision.
     if shifts or _lingers(c):
         apply.append(render.service(s.key, s.uid, lent, selected))
     elif c.spec.route_of(s.key.name) is not None and s.unread(Question.ROUTE) is None:
@@ -176,7 +180,7 @@ def _lingers(c: Context) -> bool:
         return True
     if last is None or last.traffic_mode != TrafficMode.HTTP_ROUTE:
         return False
-    # A route that the spec no longer names is not read, and it may name the canary's Service for ever.
+    # kvpilot does not read a route that the spec no longer names. That route may still use the canary's Service.
     left = last.time + timedelta(seconds=c.spec.drain.pre_stop_seconds)
     return c.spec.route_of(s.key.name) is None or c.now < left
 
@@ -200,7 +204,7 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
         kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
         return {**dict.fromkeys(waits, 0), **kept}
     if reference is not None:
-        # The 16-bit replica for the reference and then the canary use the same free place.
+        # First the 16-bit replica that captures the baseline uses the free place, then the canary does.
         one, left = rolling_step(
             counts(s, reference), 1, theirs, total=most, floor=least, both_serve=False, others=ours.replicas
         )
@@ -227,12 +231,16 @@ def _goal(c: Context) -> int:
 
 
 def _back(c: Context, stable: Stable) -> Mapping[str, int]:
-    """Move traffic back first. The canary keeps its pods until they get no requests, or returns them one by one."""
+    """Return the replicas during a rollback.
+
+    The canary keeps its pods until they get no requests. If the Service selects both revisions, stable pods replace
+    them one by one.
+    """
     s, canary, replicas = c.snapshot, in_flight(c), c.replicas
     most, least = total(c.spec, canary.replaces_one, replicas), floor(c.spec, replicas)
     ours, theirs = counts(s, canary.revision), counts(s, stable.revision)
     if s.traffic == stable.revision and not traffic.routed(s):
-        # The next reconcile uses the places that these pods free.
+        # Leave out the canary, so that its pods go. The next reconcile uses their places.
         return {stable.revision: min(replicas, max(theirs.replicas, most - ours.replicas))}
     if traffic.selected(c) == stable.revision:
         grown = min(replicas, max(theirs.replicas, most - ours.replicas))

@@ -1,5 +1,5 @@
-"""Marks on pods: readiness gates, and the request to autoscalers not to move pods under measurement. Gates open once
-the status says that a revision may serve. Later pods of a serving revision have none (docs/decisions/0030)."""
+"""Marks on pods: readiness gates, and annotations that ask autoscalers not to evict pods under measurement. A gate
+opens once the status lets the revision serve. Later pods of that revision have no gate (docs/decisions/0030)."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -29,7 +29,7 @@ def admit(c: Context) -> Context:
 
 
 def admit_serving(draft: D) -> D:
-    """Open the gates of revisions that already get requests, and close none. Used when all objects stay unchanged."""
+    """Open the gates of revisions that already get requests, and close no gate. Used while the spec is invalid."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
     sent = canary is not None and canary.stage in _SENT_REQUESTS
     serving = {s.traffic, *(one.revision for one in (stable, canary if sent else None) if one is not None)}
@@ -38,7 +38,7 @@ def admit_serving(draft: D) -> D:
 
 
 def _ungated(draft: Draft) -> str:
-    """Return the serving revision while its Deployment still has the gate of its time as a canary; else ""."""
+    """Return the serving revision if its Deployment still has the gate that it got as a canary; else ""."""
     # A LeaderWorkerSet keeps its gate: each change of its template restarts its groups.
     view = None if draft.stable is None else draft.snapshot.deployments.get(draft.stable.revision)
     return view.revision if view is not None and view.kind == DEPLOYMENT.name and (view.has_gate or view.paused) else ""
@@ -63,7 +63,7 @@ _SOON = timedelta(minutes=10)
 
 
 def keep_judged(c: Context) -> Context:
-    """Mark the pods that are judged now, but no pods of a paused trial."""
+    """Mark the pods that are judged now, so that autoscalers leave them in place. Skip pods of a paused trial."""
     asked = None if c.probe is None or isinstance(c.probe, Find) else c.probe.pod
     canary = None if c.spec.rollout.paused else c.canary
     judged = (canary.revision, baseline.borrowed(c)) if canary is not None and canary.stage in _JUDGED else ()

@@ -32,7 +32,7 @@ class Wait(NamedTuple):
 
 
 def keep(c: Context) -> Context:
-    """Keep the claim and the Job. A claim stays after the spec drops it, because pods may use it."""
+    """Render the claim and the Job. If the spec no longer asks for the claim, do not delete it: pods may use it."""
     s, asked = c.snapshot, c.spec.cache.weights
     if asked is not None:
         c = replace(c, storage=Placed((claim(s.key, s.uid, asked),)))
@@ -59,13 +59,13 @@ def wait(c: Context) -> Wait | None:
         text = f"Job {name} has failed: {view.failure}. Delete it, and it is made anew"
         return Wait(Cause(Reason.PREFETCH_FAILED, clip(text)), True)
     there, total, amount = view.downloaded_bytes, view.total_bytes, ""
-    # A container that has stopped waits for its next attempt.
+    # If the container has stopped and waits for its next attempt, report why it stopped.
     stopped = next((cause for pod in view.pods if (cause := refusal(pod.exit_message)) is not None), None)
     if stopped is not None and there is None:
         way = "or set spec.cache.prefetch to false, and engines download for themselves"
         return Wait(stopped._replace(message=clip(f"Job {name}: {stopped.message} ({way})")), True)
     if kept is not None and kept.phase == CachePhase.PREFETCHING:
-        # In whole percent, so that the status is not written for each byte.
+        # Use whole percent, so that the status is not written for each downloaded byte.
         amount = f": {100 * there // total}% of {total / 1e9:.1f} GB" if there is not None and total else ""
     elif (pending := held_up(c, view.pods)) is not None:
         return Wait(pending._replace(message=clip(f"Job {name}: {pending.message}")), False)
@@ -84,7 +84,7 @@ def held_up(c: Context, pods: Sequence[PodView]) -> Cause | None:
 
 
 def _unheard(c: Context, pods: Sequence[PodView]) -> Cause | None:
-    """Return the cause of a pod that no scheduler has mentioned for a minute."""
+    """Return the cause if no scheduler has reported on one of these pods for a minute, else None."""
     for pod in (one for leader in pods for one in leader.group):
         if pod.unheard_since is not None and c.now - pod.unheard_since >= _UNHEARD:
             text = f"nothing of pod {pod.name}, which is there since {utc(pod.unheard_since)}"
@@ -127,7 +127,8 @@ def _leave(c: Context) -> Context:
 
 
 def _unbound(c: Context) -> str:
-    """Explain an unbound claim: the scheduler does not name it, and Kubernetes lists no access modes of a class."""
+    """Explain an unbound claim. The scheduler does not name the claim, and no API lists a class's access modes, so the
+    text gives the likely causes."""
     text = "a claim of its pods has no volume: `kubectl get pvc` shows which, and `kubectl describe pvc` why."
     asked = c.spec.cache.weights
     if asked is None:

@@ -11,9 +11,10 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 EVERY_REVISION = ""
-"""The selected revision of a Service whose selector names none."""
+"""Value for a Service that selects pods of every revision, because its selector names no revision."""
 _NO_FAULT = (Reason.SUPERSEDED, Reason.PROGRESS_DEADLINE_EXCEEDED)
-"""Such canaries give way replica by replica. A faulty one gives way to any stable pod at once."""
+"""Reasons of rollbacks in which the canary works. Then stable pods replace its pods one by one. A faulty canary loses
+all traffic as soon as one stable pod is ready."""
 # Gateways and endpoint pickers learn of a ready pod within seconds. Until then, they need the old pods.
 SETTLE_SECONDS = 10
 
@@ -42,14 +43,14 @@ def selected(c: Context) -> str:
 
 
 def settles(c: Context) -> bool:
-    """Return True while the newest pods of a promotion settle. The stage's time is the time of their readiness."""
+    """Return True until the newest pods of a promotion (ready since `stage_time`) have settled for SETTLE_SECONDS."""
     canary, time = c.canary, timedelta(seconds=SETTLE_SECONDS)
-    # A clock that was set back must not prolong it.
+    # Use abs(), so that a clock that was set back does not prolong the wait.
     return canary is not None and canary.stage == Stage.PROMOTING and abs(c.now - canary.stage_time) < time
 
 
 def orphans(c: Context) -> tuple[str, ...]:
-    """Return Deployments and pods that belong to neither side, so they must not get requests."""
+    """Return Deployments and pods of revisions other than stable and canary. They must not get requests."""
     pods = [p.name for p in c.snapshot.pods if not p.terminating and p.revision not in c.sides]
     return (*sorted(set(c.snapshot.deployments).difference(c.sides)), *pods)
 
@@ -66,13 +67,15 @@ def serving_revisions(draft: Draft) -> tuple[str, ...]:
 
 
 def routed(s: Snapshot) -> bool:
-    """Return True if the route names the canary's backend, or could not be read."""
+    """Return True if the route names the canary's backend. Assume so if the route could not be read."""
     return s.unread(Question.ROUTE) is not None or route.carries(s.route, route.backend(s).canary)
 
 
 def canary_percent(c: Context) -> tuple[int, int]:
-    """Return the canary's percentage in the route, and that of the requests that are copied to it: those of the
-    furthest step with enough ready replicas."""
+    """Return the percentages of requests that the route sends to the canary, and that it copies to the canary.
+
+    Both come from the furthest step for which enough canary replicas are ready.
+    """
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:
         return 0, 0

@@ -1,9 +1,14 @@
 """Compare canary and stable side by two-sample tests over one window of their own metrics.
 
-Each figure is a change with confidence limits (`intervals`). It fails if even its better end is beyond the limit,
-passes if its worse end is within, else it needs more requests. A canary passes if every figure passes at level `alpha`.
-It fails if one figure fails at `alpha` divided by the number of figures. Exactly at a limit, neither verdict is wrong
-more often than `alpha`. While its prefix cache is colder than the stable side's, no figure with prefill fails it.
+Each figure is a change from stable to canary with a confidence interval (`intervals`):
+
+- It passes if even the worse end of the interval is within the limit.
+- It fails if even the better end is beyond the limit.
+- Else it needs more requests.
+
+A canary passes if every figure passes at level `alpha`. It fails if one figure fails at `alpha` divided by the number
+of figures. If a true change is exactly at its limit, each verdict is wrong with a probability of at most `alpha`. While
+the canary's prefix cache is colder than the stable side's, figures that include prefill cannot fail it.
 """
 
 import math
@@ -22,8 +27,8 @@ from kvpilot_operator.state.samples import Flows, Sample
 # the limit, with separate loads, 5.7% of runs failed with 20 batches and 2.7% with 10. The target is 2.5%.
 MAX_BATCHES = 10
 MIN_BATCHES = 5
-# A new cache has few prefixes. The canary's share of cached prompt tokens may be this much smaller, and after this many
-# requests it counts as warm.
+# A canary's prefix cache counts as cold while its share of cached prompt tokens is more than this below the stable
+# side's. After this many requests it counts as warm in any case.
 COLD_SHARE = 0.1
 WARM_REQUESTS = 1000
 _ITL = "ITL p95"
@@ -32,7 +37,7 @@ _SLOWER = Reason.PERFORMANCE_REGRESSED
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Verdict of one look at the figures."""
+    """Verdict of one comparison, with its reason and figures."""
 
     outcome: Verdict
     reason: str
@@ -43,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One side's window: increments by slice of time, and their total."""
+    """One side's metrics in a window: their increments in each slice of time, and the total."""
 
     batches: tuple[Flows, ...]
     total: Flows
@@ -66,7 +71,7 @@ class _Figure:
 def compare(
     stable: Sequence[Sample], canary: Sequence[Sample], limits: Canary, start: datetime, end: datetime, alpha: float
 ) -> Finding:
-    """Judge the scrapes of both sides from `start` to `end`; `alpha` is the error that this look may spend."""
+    """Judge the scrapes of both sides from `start` to `end`. `alpha` is the probability of a wrong verdict."""
     ours, theirs = _sides(canary, stable, start, end)
     sizes = (
         f"{ours.total.finished:.0f} and {theirs.total.finished:.0f} requests (canary, stable), "
@@ -97,7 +102,7 @@ def compare(
 
 
 def _cold(ours: Flows, theirs: Flows) -> str:
-    """Say that the canary's prefix cache is cold; empty if it is as warm as the stable side's, or counts as warm."""
+    """Say that the canary's prefix cache is cold; empty if it counts as warm."""
     shares = [one.hits / one.prefix_queries if one.prefix_queries else 0.0 for one in (ours, theirs)]
     if ours.finished >= WARM_REQUESTS or shares[1] - shares[0] <= COLD_SHARE:
         return ""
@@ -155,7 +160,7 @@ def _tell(figure: _Figure, found: Estimate | None) -> str:
 
 
 def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, end: datetime) -> Iterator[_Side]:
-    """Cut both sides into the same slices of time. A scrape counts if the scrape before it lies in the window, too."""
+    """Cut both sides into the same slices of time. Count a scrape only if the previous one lies in the window, too."""
     both = [
         [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]
         for samples in (canary, stable)

@@ -10,12 +10,12 @@ from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, Subject
 from kvpilot_operator.state.status import MAX_HISTORY, Experience, Stable, Trial
 
 ABORTED = Stage.ROLLED_BACK  # The reason of a trial that a person ended.
-# Faults of engines: the revision waits before it is tried again (`target`), and no dtype is denied.
+# Faults that are not the dtype's. They deny no dtype, but the revision waits before its next trial (`target`).
 NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
 
 
 def roll_back(c: Context, verdict: Verdict, reason: str, message: str) -> Context:
-    """End the trial, and deny the dtype if it is at fault. A pause defers that, unless a person ends the trial."""
+    """End the trial, and deny the dtype if it is at fault. A pause defers both, unless a person ends the trial."""
     canary = in_flight(c)
     if c.spec.rollout.paused and reason != ABORTED:
         return c.set_canary(verdict=verdict, reason=reason, message=message)

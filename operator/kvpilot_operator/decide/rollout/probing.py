@@ -22,7 +22,7 @@ ERROR_BACKOFF_SECONDS = 10
 
 
 def probe(c: Context) -> Context:
-    """Judge the answer of the probe that is due, or ask for it. An answer that changes the status is used only once."""
+    """Judge the result of the probe that is due, or request the probe. Use a result that changes the status once."""
     if c.snapshot.unread(Question.PROBE_SETS) is not None:
         return c
     c = drift.begin(c)
@@ -44,7 +44,7 @@ def _due(c: Context, kept: Baseline | None) -> Request | None:
     if canary is not None:
         used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit
         wait = timedelta(seconds=ERROR_BACKOFF_SECONDS * canary.errors)
-        # Only a pause can keep a canary that has used up its limits.
+        # Only during a pause can a canary still exist that has used up its limits. Do not probe it again.
         if (c.spec.rollout.paused and used_up) or (canary.errors and c.now < canary.stage_time + wait):
             return None
     if kept is None:
@@ -60,8 +60,8 @@ def _due(c: Context, kept: Baseline | None) -> Request | None:
 
 
 def _asked(c: Context, asked: str) -> tuple[PodView, ...]:
-    """Return the pod whose probe is under way although it answers no more. An engine that dies of a probe has failed
-    it."""
+    """Return the pod of a probe that is under way, even if the pod no longer answers: an engine that dies during a
+    probe has failed it."""
     result = c.snapshot.probe_result
     name = result.request.identity.removeprefix(asked) if result is not None else ""
     return tuple(pod for pod in c.snapshot.pods if pod.name == name and pod.ip and not pod.terminating)
@@ -114,7 +114,7 @@ def _count_error(c: Context, failed: ProbeFailed, verdict: Verdict) -> Context:
     c = c.set_canary(errors=errors)
     if failed.reason == Reason.BASELINE_LOST:
         c = c.set_accuracy(baseline=None)
-    # An engine that fails at a full context would fail its users, too: no second try.
+    # Do not probe a crashed engine again: with a full context it would fail its users, too.
     if errors >= c.spec.accuracy.consecutive_error_limit or failed.reason == Reason.ENGINE_CRASHED:
         return roll_back(c, verdict, failed.reason, failed.message)
     c = c.set_canary(stage_time=c.now, message=failed.message)

@@ -1,7 +1,7 @@
-"""A person's request about one trial: the annotation kvpilot.io/canary of the service, VERB@REVISION/TIME.
+"""A user's request about one trial: the annotation kvpilot.io/canary of the service, VERB@REVISION/TIME.
 
-TIME is the start of the trial, or its end for `retry`. A later trial has another time, so a request acts once, however
-often a GitOps tool applies it again. The operator never writes the annotation.
+TIME is the start of the trial, or its end for `retry`. A later trial has another time. So a request acts only once,
+even if a GitOps tool applies it again and again. The operator never writes the annotation.
 """
 
 import re
@@ -19,7 +19,7 @@ _FORM = re.compile(r"(abort|deny|promote|retry)@[0-9a-f]{8}/\d{4}-\d\d-\d\dT\d\d
 
 
 def act(c: Context) -> Context:
-    """Abort the canary, or lift the wait after the last trial. Report a request that cannot be read, once."""
+    """Abort the canary, or lift the wait after the last trial. Report an unreadable request once."""
     request, canary, last = c.snapshot.canary_annotation, c.canary, c.status.last_trial
     if request and _FORM.fullmatch(request) is None:
         remedy = "use VERB@REVISION/TIME, or `kubectl kvpilot abort`, `promote` or `retry`, which write it"
@@ -40,7 +40,7 @@ def skips_steps(c: Context) -> bool:
 
 
 def _verb(c: Context, revision: str, time: datetime) -> str:
-    """Return what a person asks of the trial with this revision and time; empty if the request names another."""
+    """Return the verb of a request about the trial with this revision and time; empty if it names another trial."""
     verb, _, trial = c.snapshot.canary_annotation.partition("@")
     return verb if trial == f"{revision}/{utc(time)}" else ""
 

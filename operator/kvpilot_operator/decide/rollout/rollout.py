@@ -34,7 +34,7 @@ def advance(c: Context) -> Context:
     lost = c.stable is None
     c = _mark_ready(_take_back(c))
     if lost and c.stable is not None:
-        # The target was chosen for a new service, so the next reconcile chooses again.
+        # The target was chosen as for a new service, so wait for the next reconcile, which chooses again.
         return c
     stable, target = c.stable, c.target
     if c.canary is not None:
@@ -66,8 +66,11 @@ def _mark_ready(c: Context) -> Context:
 
 
 def _take_back(c: Context) -> Context:
-    """Make an answering revision stable again while requests still go to it. It was replaced before it answered, or a
-    lost status does not name it. Its successor then starts as a canary, so that pods keep answering."""
+    """Make an answering revision stable again if the Service still selects it.
+
+    The revision was replaced before it answered, or the status that named it was lost. The newer revision then starts
+    as a canary, so that the present pods keep answering.
+    """
     s, stable, asked = c.snapshot, c.stable, c.spec.scaling
     if c.canary is not None or (stable is not None and stable.ever_ready):
         return c
@@ -101,7 +104,7 @@ def _advance_canary(c: Context) -> Context:
         return c if traffic.routed(s) else finish_promotion(c)
     overdue = c.now > shifting.deadline(c.spec, canary)
     if c.spec.rollout.paused:
-        # A pause stops the clock; restart it if it ran out.
+        # The deadline does not run during a pause, so restart it if it has passed.
         again = None if canary.step_time is None else c.now
         return c.set_canary(stage_time=c.now, step_time=again) if overdue else c
     if (fault := _fault(c, canary)) is not None:
@@ -128,7 +131,7 @@ def _fault(c: Context, canary: Canary) -> tuple[Verdict, str, str] | None:
         return canary.verdict, canary.reason, canary.message
     if (failure := engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])) is not None:
         return Verdict.ERROR, *failure
-    # Probes of one pod would say nothing about pods with other factors.
+    # Pods with different factors give different answers, so probes of one pod would not hold for the others.
     if (differ := mixed_factors(s, canary.revision)) is not None:
         return Verdict.ERROR, Reason.MIXED_FACTORS, differ
     if (other := mismatch(s, canary.revision, canary.dtype)) is not None:
@@ -151,14 +154,14 @@ def _advance_stage(c: Context) -> Context:
     if canary.stage == Stage.PROBING and canary.verdict == Verdict.PASSED:
         return _share_traffic(c)
     if canary.stage == Stage.SHIFTING:
-        # The user may have removed all steps.
+        # If the user has removed all steps during the trial, promote without them.
         c = shifting.advance_step(c) if c.spec.canary.steps else c
         over = not c.spec.canary.steps or in_flight(c).verdict == Verdict.PASSED or requested.skips_steps(c)
         return _promote(c) if over else c
     here = counts(c.snapshot, canary.revision)
     reached = min(100, 100 * here.ready // max(c.replicas, 1))
     moved = here.ready >= here.replicas > 0 and canary.weight_percent != reached
-    # Every replaced replica has its own progress deadline.
+    # Restart the progress deadline for each replaced replica.
     promoting = canary.stage == Stage.PROMOTING and moved
     return c.set_canary(weight_percent=reached, stage_time=c.now) if promoting else c
 

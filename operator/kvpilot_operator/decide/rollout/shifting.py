@@ -1,8 +1,9 @@
 """Stage Shifting: the canary goes through the steps of live traffic.
 
-A step is judged once its pods serve and its warm-up and holdSeconds are over. It is judged again each time the measured
-span has doubled: look k, from 0 on, may err with probability ALPHA / 2^(k+1). Between looks, every scrape is checked
-for a clear failure at level EARLY_ALPHA (Haybittle 1971, British Journal of Radiology 44:793).
+A step is judged once its pods serve, and its warm-up and holdSeconds are over. Without a verdict, it is judged again
+each time the measured span has doubled. Look k (0, 1, ...) may err with probability ALPHA / 2^(k+1), so all looks
+together err with at most ALPHA. Between looks, every reconcile checks for a clear failure at level EARLY_ALPHA
+(Haybittle 1971, British Journal of Radiology 44:793).
 """
 
 import math
@@ -61,7 +62,7 @@ def deadline(spec: Spec, canary: Canary) -> datetime:
 
 
 def look(c: Context, step: TrafficStep) -> Finding | None:
-    """Compare the figures of the step; None while there is nothing to compare."""
+    """Compare the figures of canary and stable side in this step. Return None while there are too few to compare."""
     canary, limits = in_flight(c), c.spec.canary
     if canary.step_time is None or c.stable is None:
         return None
@@ -83,7 +84,7 @@ def look(c: Context, step: TrafficStep) -> Finding | None:
 
 
 def _first(spec: Spec, hold_seconds: int) -> int:
-    """Return the seconds of figures at the first look."""
+    """Return the seconds of measured traffic after which a step is judged for the first time."""
     return max(hold_seconds - spec.canary.warm_up_seconds, MIN_SECONDS)
 
 

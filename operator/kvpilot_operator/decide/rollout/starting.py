@@ -67,7 +67,10 @@ def _idle(c: Context) -> bool:
 
 
 def turn(c: Context) -> Cause | None:
-    """Return the wait for another service of the namespace: changes of the engines' defaults reach them one by one."""
+    """Return the cause if this service must wait for another one of its namespace, else None.
+
+    A change of the installation's engine defaults reaches the services of a namespace one by one.
+    """
     stable, target, other = c.stable, c.target, c.snapshot.rolling
     if other is None or stable is None or target.dtype != stable.dtype or target.revision == stable.revision:
         return None
@@ -100,14 +103,14 @@ def start(c: Context, stable: Stable) -> Context:
 
 # With SurgeOrReplaceOne, a canary without a node stops waiting for spare capacity after this time.
 SURGE_SECONDS = 60
-# An answering engine is scraped within seconds. After this time without its dtype, report the wait.
+# Seconds after which a missing dtype of an answering engine is reported. Usually it is scraped within a few seconds.
 TOLD_SECONDS = 60
-# The messages of these causes are complete without the kubelet's word.
+# For these causes the message is shown instead of the kubelet's reason.
 _IN_WORDS = (Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.CONFIG_MISSING, *ON_ITS_WAY)
 
 
 def pods_on_trial(c: Context) -> Sequence[PodView]:
-    """Return the canary's pods and, before its verdict, those that are borrowed for its baseline."""
+    """Return the canary's pods and, until it has passed its probes, those of a borrowed 16-bit replica."""
     canary = in_flight(c)
     pods = c.snapshot.pods_of(canary.revision)
     borrows = canary.stage in (Stage.STARTING, Stage.PROBING) and c.reference not in c.sides

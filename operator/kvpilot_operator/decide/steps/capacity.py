@@ -26,15 +26,17 @@ def gain(
     skip_layers: Sequence[str] = (),
     rings: tuple[float, float] = (0.0, 0.0),
 ) -> float:
-    """Return the tokens in `to_dtype` per token in `from_dtype` that the same memory holds, by mean bits per element.
-    The ratio holds for contexts shorter than the sliding window; longer ones gain more. `rings` are the shares of
-    recent windows before and after."""
+    """Return how many times as many tokens the same memory holds in `to_dtype` as in `from_dtype`.
+
+    The ratio comes from the mean bits per element. It holds for contexts shorter than the sliding window; longer ones
+    gain more. `rings` has the `ring_share` of both dtypes.
+    """
     before = bits_per_element(from_dtype, model, skip_layers, rings[0])
     return before / bits_per_element(to_dtype, model, skip_layers, rings[1])
 
 
 def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
-    """Return the pages of the recent window per page of the `held` tokens; 0 if these are unknown."""
+    """Return the size of a sequence's recent window as a share of its `held` tokens' pages; 0 if `held` is None."""
     stored = dtypes.parse(dtype)
     head_dim = 128 if model is None else model.head_dim
     if held is None or not stored.has_ring or formats.stored_dim(head_dim) is None:
@@ -58,7 +60,7 @@ def bits_per_element(
 
 
 def kept_layers(model: ModelFacts, skip_layers: Sequence[str]) -> int:
-    """Count the layers in 16 bits: skipped layers with a sliding window, and layers named by number."""
+    """Count the layers that `skip_layers` keeps in 16 bits, by their number or as layers with a sliding window."""
     numbers = [whole(layer, model.layers - 1) for layer in skip_layers]
     named = sum(number is not None for number in numbers)
     return min(model.layers, named + (model.window_layers if "sliding_window" in skip_layers else 0))

@@ -1,4 +1,7 @@
-"""The ladder of dtypes, with reasons that rule some out now. An unknown fact rules out none: the engine may refuse."""
+"""The ladder of dtypes, and the reasons that rule out some of them now.
+
+If a fact about the model or the hardware is unknown, it rules out no dtype. The engine may still refuse the dtype.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -39,7 +39,10 @@ class Expected:
 
 
 def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Expected:
-    """Forecast a step to a dtype, or to the same one, with `load` times the tokens in each replica's cache."""
+    """Forecast the change of the time between two tokens if the dtype becomes `to_dtype`, which may be the present one.
+
+    `load` is the factor by which the tokens in each replica's cache change.
+    """
     if s.dtype != to_dtype:
         measured = (e.itl_p95_change_percent for e in s.experience(to_dtype) if _stands(s, e))
         known = next((percent for percent in measured if percent is not None), None)
@@ -59,17 +62,22 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
 
 
 def _stands(s: PolicyInput, e: Experience) -> bool:
-    """Return True if a trial's figures count. It needs a verdict, and a failure only counts for denySeconds."""
+    """Return True if a trial's figures still count: it has passed, or it has failed less than denySeconds ago."""
     forgiven = e.time + timedelta(seconds=s.spec.rollout.deny_seconds)
     return e.verdict == Verdict.PASSED or (e.verdict == Verdict.FAILED and s.now < forgiven)
 
 
 def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0) -> str | None:
-    """Describe the objective that a step would leave missed, with `load` times the requests a replica; or None.
+    """Describe an objective that would be missed after a step, or return None.
 
-    Steps that free a resource leave a margin. Percentiles are assumed to change like means, ITL by `itl`. A smaller
-    dtype reduces TTFT to the prompts' own time. With fewer replicas TTFT grows as a queue does, by the share of time
-    with prompts in hand.
+    Percentiles are assumed to change like means:
+
+    - ITL changes by `itl`.
+    - After a step to a smaller dtype, TTFT falls to the time of the prompt itself.
+    - After any other step, each replica gets `load` times the requests. TTFT grows as in a queue whose utilization is
+      the share of time in which a replica computes prompts.
+
+    After a step that frees a resource, latencies must stay below the objective by a margin (`_MARGIN`).
     """
     w, share = s.workload, 1.0 if action == Action.DTYPE_DOWN else _MARGIN
     for one in w.objectives:
@@ -78,7 +86,7 @@ def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0)
         if one.objective.metric == "ITL":
             after = one.seconds * (1 + (itl.percent or 0) / 100)
         elif action == Action.DTYPE_DOWN:
-            # By Little's law, the mean seconds of a request's prompt.
+            # By Little's law, the quotient is the mean time in seconds that a request's prompt takes.
             after = min(one.seconds, (w.prompts_in_hand or 0.0) / (w.requests_per_second or math.inf))
         else:
             busy = w.prompts_in_hand or 0.0

@@ -16,7 +16,7 @@ from kvpilot_operator.decide.steps.latency import Expected, expected_itl_change,
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
 
-# The schema's limit of a figure.
+# Largest percentage that the CRD's schema allows.
 _MOST_PERCENT = 1_000_000
 # A scale-out at most doubles the replicas, because the present demand is only an estimate.
 _MOST_GROWTH = 2
@@ -33,7 +33,7 @@ _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a pe
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """An option with facts that only the choice needs. `open` is True if nothing rules the option out."""
+    """An option that the policy compares. `open` is True if nothing rules it out, `fits` if it meets the demand."""
 
     option: Option
     open: bool
@@ -42,16 +42,16 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """A forecast of a step: the capacity, its use in percent against a limit, and the latency."""
+    """Forecast for the time after a step: KV capacity in tokens, its use and the limit of use in percent, and ITL."""
 
     tokens: int
     use: int
     limit: int
     itl: Expected
     times: float | None = None
-    """Growth of the capacity by a change of dtype."""
+    """Factor by which a change of the dtype multiplies the capacity; None if the dtype stays."""
     late: str | None = None
-    """The objective that would be missed."""
+    """The latency objective that would be missed, or None."""
 
 
 def weighed(action: Action, dtype: str, replicas: int, effect: Effect, closed: Closed | None) -> Weighed:
@@ -88,7 +88,7 @@ def down(s: PolicyInput) -> list[Weighed]:
 
 
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
-    """Weigh smaller dtypes, the safest first, that would save a calm service a replica needed only for memory."""
+    """Weigh smaller dtypes, the safest first, that let a calm service give back a replica needed only for memory."""
     w, scaling = s.workload, s.spec.scaling
     known = next((k for k in s.saturations if k.dtype == s.dtype), None)
     if known is None or not known.memory or not known.requests_per_hour or scaling.mode == "External":
@@ -100,7 +100,10 @@ def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
 
 
 def _down(s: PolicyInput, rung: Rung, enough: float | None = None) -> Weighed:
-    """Weigh a smaller dtype for more memory, or for the load that `enough` replicas carry with the serving dtype."""
+    """Weigh a smaller dtype: to get more memory or, with `enough`, to give back a replica.
+
+    enough: number of replicas that the present load needs with the serving dtype.
+    """
     limit = s.spec.kv_cache.pressure.high_percent
     effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, limit, peak=enough is not None)
     closed = _dtype_closed(s, rung, effect.itl, climb=False)
@@ -192,7 +195,11 @@ def _out_closed(s: PolicyInput) -> Closed | None:
 
 
 def needed(s: PolicyInput) -> int:
-    """Return the replicas for the demand: below `highPercent` if memory binds, at the best known rate in a surge."""
+    """Return the replicas that the demand needs.
+
+    If memory is the limit, KV use must stay below `highPercent`. In a surge, each replica gets its best known request
+    rate.
+    """
     w = s.workload
     if w.surge is not None:
         each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
@@ -241,7 +248,7 @@ def _offload_closed(s: PolicyInput) -> Closed:
 
 
 def scale_in(s: PolicyInput) -> Weighed:
-    """Weigh one replica fewer; if the rate of one replica is known, down to half of them."""
+    """Weigh a scale-in: by one replica or, if the request rate that one replica can handle is known, by up to half."""
     least = s.replicas - 1
     if able(s.saturations, s.workload, s.dtype) is not None:
         least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))

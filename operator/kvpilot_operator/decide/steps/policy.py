@@ -3,7 +3,7 @@
 - Under memory pressure: the safest dtype in which the demand fits, else more replicas, else the smallest dtype.
 - Another limit or a missed objective: a replica, unless all objectives are met and one of them is TTFT.
 - A surge: replicas at once.
-- After pressure: one replica fewer (or a smaller dtype in place of one that only memory requires), then a larger dtype.
+- After pressure: one replica fewer, then a larger dtype. A smaller dtype replaces a replica that only memory requires.
 
 The policy takes one step at a time, and none on insufficient metrics.
 """
@@ -31,9 +31,9 @@ class PolicyDecision:
     hold: str | None = None
     """The reason to do nothing although a step is needed. The text has no figures that change over time."""
     wanted: Option | None = None
-    """Step that the policy would take without obstacles."""
+    """Step that the policy would take if no mode, limit or wait prevented it."""
     saturations: tuple[Saturation, ...] = ()
-    """The loads that the next decision knows."""
+    """Request rates at which requests queued, for the next decision."""
 
     @property
     def chosen(self) -> Option:
@@ -59,7 +59,7 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
 
 
 def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ...]) -> PolicyDecision:
-    """Stay, because weighing the steps failed."""
+    """Change nothing, because an error prevented the comparison of steps."""
     message = "no step could be weighed"
     option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, outcome=Outcome.CHOSEN, message=message)
     return PolicyDecision((option,), Reason.RECONCILE_INCOMPLETE, message, saturations=saturations)
@@ -89,7 +89,7 @@ def _relieve(s: PolicyInput) -> PolicyDecision:
 
 
 def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
-    """Stay, and name the preferred step and its obstacle, because no step is open."""
+    """Change nothing, because every step is ruled out. Name the preferred step and its obstacle."""
     w, closed, memory = s.workload, s.canary_closed(), s.workload.kind == WorkloadKind.MEMORY_BOUND
     none = {
         Outcome.NOT_OWNER: "replicas are written by another (scaling.mode External)",
@@ -119,7 +119,10 @@ def _answering(s: PolicyInput) -> str:
 
 
 def _release(s: PolicyInput) -> PolicyDecision:
-    """Free a replica (perhaps by a smaller dtype), or go up to a larger dtype, because hardly any request waits."""
+    """Give back a replica or take a larger dtype, because hardly any request waits.
+
+    If KV memory is what keeps the replica, take a smaller dtype first.
+    """
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
     fewer = options.scale_in(s)

@@ -1,4 +1,4 @@
-"""The input of the policy: all that it knows of a service, apart from any cluster."""
+"""The input of the policy: everything that it knows of a service. It does not depend on a cluster."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kvpilot_operator.times import utc
 # After a rollback, the next dtype change waits this long, or minDwellSeconds if that is shorter. Otherwise a service
 # could try its whole ladder within an hour.
 COOL_DOWN_SECONDS = 3600
-# A step to a larger dtype waits this many times minDwellSeconds. Otherwise a quiet night would cause two flips.
+# A step to a larger dtype waits this many times minDwellSeconds. Otherwise a quiet night would change the dtype twice.
 CLIMB_DWELLS = 4
 
 
@@ -46,11 +46,11 @@ class PolicyInput:
     rolled_back: datetime | None = None
     """Time of the last rollback with a cause other than a change of the spec."""
     busy: str | None = None
-    """The reason why no step may begin now: a canary is in flight, nothing serves yet."""
+    """The reason why no step may begin now, such as a canary in flight; None if a step may begin."""
     yields: bool = False
     """True if a surge may end the trial in flight."""
     no_canary: str | None = None
-    """The reason why no dtype change may begin now: a pause, or probes that cannot be used."""
+    """The reason why no dtype change may begin now, such as a pause; None if one may begin."""
     gpu_hour_micros: int | None = None
     """Price of a GPU hour in millionths of the currency. It is only shown: all steps use the same kind of GPU."""
 
@@ -67,7 +67,10 @@ class PolicyInput:
         return max(1, self.replicas if self.loading else min(self.ready, self.replicas) or self.replicas)
 
     def experience(self, dtype: str) -> Iterator[Experience]:
-        """Yield earlier canaries of this dtype with this model, image, GPU and recent window, newest first."""
+        """Yield earlier canaries from the serving dtype to this one, newest first.
+
+        Their model, image, GPU and recent window must be the present ones.
+        """
         engine, window = self.spec.engine, self.spec.kv_cache.recent_tokens
         about = (dtype, self.dtype, self.spec.model.source, engine.image, self.node.gpu, window)
         known = (e for e in self.history if e.reason != Reason.SUPERSEDED)

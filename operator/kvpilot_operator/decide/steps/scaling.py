@@ -1,4 +1,4 @@
-"""The number of replicas: the user's, or the policy's, always within the limits of the spec."""
+"""Decide the number of replicas. The user or the policy chooses it, within the limits of the spec."""
 
 from datetime import datetime
 
@@ -14,9 +14,11 @@ _STEPS = (Action.SCALE_OUT, Action.SCALE_IN)
 
 
 def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
-    """Decide the replicas before a step is chosen. Mode External takes `spec.replicas`, which /scale writes. Mode
-    Operator keeps its last choice until `spec.replicas` changes, and then starts from it. 0 needs minReplicas 0 and
-    stays: the user has stopped the service."""
+    """Decide the replicas before a step is chosen.
+
+    Mode External takes `spec.replicas`, which /scale writes. Mode Operator keeps its last choice until `spec.replicas`
+    changes, and then starts from the new number. With minReplicas 0 a user can stop the service; then it stays at 0.
+    """
     edited, owned, last = (
         before.spec_replicas != spec.replicas,
         spec.scaling.mode == "Operator",
@@ -36,7 +38,7 @@ def target_replicas(spec: Spec, scaling: Scaling) -> int:
 
 
 def after_decision(spec: Spec, scaling: Scaling, policy: PolicyDecision, dtype: str, now: datetime) -> Scaling:
-    """Return the replicas of a service of `dtype` after the step; modes Recommend and External only note them."""
+    """Return the replicas after the step. Modes Recommend and External only write them as a recommendation."""
     step = policy.chosen
     would = policy.wanted if policy.wanted is not None and policy.wanted.action in _STEPS else step
     noted = msgspec.structs.replace(scaling, recommended_replicas=spec.scaling.clamp(would.replicas))
