@@ -66,6 +66,6 @@ class Disruption(Record, frozen=True):
         return asked if isinstance(asked, int) else -(-int(asked.removesuffix("%")) * replicas // 100)
 
     def least(self, replicas: int) -> int:
-        """Return the number of pods that kvpilot's own changes leave answering."""
+        """Return the number of pods that must keep answering during kvpilot's own changes."""
         last = 0 if self.max_unavailable == "100%" else min(1, replicas)
         return max(last, replicas - self.unavailable(replicas))

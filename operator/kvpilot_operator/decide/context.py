@@ -142,7 +142,7 @@ class Target:
 
 
 class Placed(NamedTuple):
-    """Manifests to be applied, and objects that must not be there."""
+    """Manifests to apply, and objects to delete."""
 
     apply: tuple[Manifest, ...] = ()
     absent: tuple[Ref, ...] = ()

@@ -76,7 +76,7 @@ def pending_reason(pods: Sequence[PodView]) -> Cause | None:
         if pod.unschedulable:
             known = Reason.CLAIM_NOT_BOUND if waits_for_volume(pod) else Reason.UNSCHEDULABLE
             return Cause(known, clip(pod.unschedulable))
-        # While an init container waits, the engine's container waits, too.
+        # Report a waiting init container first, because the engine's container then waits only for it.
         reason, message = pod.held_up or (pod.waiting_reason, pod.exit_message)
         if reason in _IMAGE_REASONS:
             return Cause(Reason.IMAGE_UNAVAILABLE, clip(f"{reason}: {message or ''}"))

@@ -23,7 +23,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A change (log ratio or difference of shares) and its one-sided confidence limits. Above 0, our side has more."""
+    """A change (log ratio or difference of shares) and its one-sided limits. Above 0, the first side has more."""
 
     value: float
     low: float

@@ -47,7 +47,7 @@ def take_replica_step(c: Context) -> Context:
 
 
 def policy_input(c: Context) -> PolicyInput:
-    """Return the service as the policy sees it."""
+    """Return the input of the policy for this service."""
     s, last, known = c.snapshot, c.status.last_trial, c.status.scaling
     sample = s.last_sample(_serving(c))
     trial, early = c.canary, (Stage.STARTING, Stage.PROBING, Stage.ROLLING_BACK)

@@ -14,12 +14,12 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of workload. Its `spec.replicas` is the number of the service's replicas."""
+    """One kind of workload, such as a Deployment. Its `spec.replicas` is the number of a revision's replicas."""
 
     name: str
     api_version: str
     optional: bool
-    """True if a cluster may lack the definition."""
+    """True if the kind is a custom resource whose definition a cluster may lack."""
     template: tuple[str, ...]
     """Path in `spec` of the template of pods that take requests."""
     pods_owner: str

@@ -44,7 +44,7 @@ def serving(c: Context) -> Line:
 
 
 def share(canary: Canary) -> str:
-    """Return the canary's share and mode of the traffic for a message; empty if it has no share."""
+    """Describe the canary's share of the traffic, and how it gets it, for a message; empty if it has no share."""
     if canary.stage not in (Stage.SHIFTING, Stage.PROMOTING) or canary.weight_percent is None:
         return ""
     way = _WAYS.get(canary.traffic_mode, "") if canary.traffic_mode is not None else ""

@@ -22,7 +22,7 @@ _SETTLED = Cause(Reason.SETTLED, "the spec is acted on, and nothing is under way
 
 
 class Problems(NamedTuple):
-    """Everything that keeps a service from its newest spec, in any condition."""
+    """The causes that keep a service from reaching its newest spec."""
 
     objects: Cause | None
     """Objects and pods that the API server refuses."""

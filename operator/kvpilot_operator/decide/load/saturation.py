@@ -78,7 +78,10 @@ def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
 def backoff(
     action: Action, dtype: str, replicas: int, now: datetime, scaled_in: datetime | None, known: ScaleInBackoff | None
 ) -> tuple[datetime | None, ScaleInBackoff | None]:
-    """Return the time of the last scale-in and the last insufficient number of replicas, after `action`."""
+    """Return the new values of `scaled_in` (time of the last scale-in) and `known` (replicas that were too few).
+
+    If `action` adds capacity soon after a scale-in, the present number of replicas counts as too few.
+    """
     if action == Action.SCALE_IN:
         return now, known
     if action in (Action.SCALE_OUT, Action.DTYPE_DOWN) and scaled_in is not None and now - scaled_in <= SOON:

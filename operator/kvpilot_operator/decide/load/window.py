@@ -64,7 +64,7 @@ class Sums:
 
     @property
     def prompt_tokens_per_step(self) -> float:
-        """Return the prompt tokens per step: their rate times a step's duration, the time between two tokens."""
+        """Return the prompt tokens per step: their rate times the duration of a step, which is the time per token."""
         f = self.flows
         if not f.seconds or not f.generation_tokens:
             return 0.0
@@ -102,7 +102,7 @@ def ready_pods(s: Sample) -> int:
 
 
 def uneven(s: Sample, pressure: Pressure) -> bool:
-    """Return True if requests wait for a full engine, and engines with room and an empty queue could take them."""
+    """Return True if requests wait for a full engine although other engines have room and no queue."""
     one, queue = s.spread, pressure.waiting_per_replica
     if one is None or not one.mean * 100 < pressure.high_percent <= one.usage * 100 or one.waiting < queue:
         return False

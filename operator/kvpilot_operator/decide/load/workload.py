@@ -89,7 +89,7 @@ class Workload:
 
     @property
     def in_time(self) -> bool:
-        """Return True if every objective is met, and one of them limits the wait of a request."""
+        """Return True if there is no surge, every latency objective is met, and at least one of them is about TTFT."""
         held = all(one.state == ObjectiveState.HELD for one in self.objectives)
         return self.surge is None and held and any(one.objective.metric == "TTFT" for one in self.objectives)
 

@@ -117,7 +117,7 @@ def _fill(c: Context) -> Context:
 
 
 def _leave(c: Context) -> Context:
-    """Delete the Job if no claim has to be filled. Then clear its status."""
+    """Delete the Job if no claim has to be filled. Once it is gone, clear `status.cache`."""
     s = c.snapshot
     if c.status.cache is None or s.unread(Question.PREFETCH) is not None:
         return c

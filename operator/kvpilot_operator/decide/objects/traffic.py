@@ -43,7 +43,7 @@ def selected(c: Context) -> str:
 
 
 def settles(c: Context) -> bool:
-    """Return True until the newest pods of a promotion (ready since `stage_time`) have settled for SETTLE_SECONDS."""
+    """Return True if the newest pods of a promotion became ready (`stage_time`) less than SETTLE_SECONDS ago."""
     canary, time = c.canary, timedelta(seconds=SETTLE_SECONDS)
     # Use abs(), so that a clock that was set back does not prolong the wait.
     return canary is not None and canary.stage == Stage.PROMOTING and abs(c.now - canary.stage_time) < time

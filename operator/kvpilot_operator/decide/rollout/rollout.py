@@ -5,8 +5,8 @@
                                 +-------------------+-------------------+-------------------------------+
                                                     +--> RollingBack --traffic back, pods gone--> none
 
-Each step is written to the status before its objects change, and is derived only from observations, so an interrupted
-reconcile is simply repeated.
+Each change of the stage is written to the status before objects change. Decisions depend only on observations, so an
+interrupted reconcile is simply repeated.
 """
 
 from datetime import timedelta

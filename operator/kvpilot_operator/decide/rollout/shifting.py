@@ -113,7 +113,7 @@ def _first_answer(step: TrafficStep) -> str:
 
 
 def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
-    """Wait until the step's pods answer and get their share of the traffic. The step's time starts then."""
+    """Wait until the step's pods answer and get their share of the traffic. Then start the step's clock."""
     missing = _not_in_effect(c, step)
     if missing is not None:
         return noted(c, f"{_named(plan, step)}: {missing}")
@@ -141,7 +141,7 @@ def _not_in_effect(c: Context, step: TrafficStep) -> str | None:
 
 
 def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Context:
-    """Continue, repeat the step or roll back, by the result of a look."""
+    """Continue, repeat the step or roll back, by the result of a comparison."""
     canary, text = in_flight(c), f"{_named(plan, plan.steps[place])}: {found.message}"
     if found.itl_p95_change_percent is not None:
         c = c.set_canary(itl_p95_change_percent=found.itl_p95_change_percent)

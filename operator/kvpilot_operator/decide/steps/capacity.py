@@ -1,4 +1,4 @@
-"""The capacity of a dtype: tokens of KV cache in the same memory."""
+"""Compare the KV cache capacity of dtypes: the tokens that the same memory holds."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,5 +1,7 @@
-"""Forecast latency from the canary history, else from the cache bytes that attention reads in a decode step. Attention
-takes bytes / (peak bandwidth * efficiency) seconds. The rest of a step does not depend on the cache."""
+"""Forecast latency from earlier canaries, or else from the bytes of KV cache that attention reads in a decode step.
+
+Attention takes bytes / (peak bandwidth * efficiency) seconds. The rest of a step does not depend on the cache.
+"""
 
 import math
 from dataclasses import dataclass
