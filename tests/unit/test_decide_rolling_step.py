@@ -58,8 +58,12 @@ def test_a_replica_that_stops_answering_is_not_taken_away():
     assert rolling_step(Counts(3, 1), 4, Counts(2, 2), total=5, floor=1, both_serve=True) == (3, 2)
 
 
-def test_the_shrinking_side_stays_while_too_few_answer():
-    assert rolling_step(Counts(1, 0), 4, Counts(4, 2), total=4, floor=3, both_serve=True) == (1, 4)
+def test_the_shrinking_side_loses_no_pod_that_answers_while_too_few_do():
+    assert rolling_step(Counts(1, 0), 4, Counts(4, 4), total=4, floor=4, both_serve=True) == (1, 4)
+
+
+def test_the_shrinking_side_loses_pods_that_do_not_answer():
+    assert rolling_step(Counts(1, 0), 4, Counts(4, 2), total=4, floor=3, both_serve=True) == (1, 3)
 
 
 def test_fewer_replicas_asked_for_in_the_middle_come_off_the_shrinking_side():
