@@ -119,7 +119,7 @@ def test_of_two_replicas_one_acts_and_the_other_is_ready_and_writes_nothing(pair
     began = now()
     leader, standby = pair.settle()
     acted_upon(pair)
-    report(f"new cluster: first write after {seconds(began, pair.wrote(pair.holder())[0]):.1f} s")
+    report(f"new cluster: first write after {seconds(began, pair.first_write(pair.holder())):.1f} s")
     assert leader.ready
     assert standby.ready
     assert not standby.leads
@@ -137,7 +137,7 @@ def replaced(pair, number):
     successor = pair.successor(holder)
     acted_upon(pair)
     status = leader.process.wait(PATIENCE)
-    term, first = pair.term(holder), pair.wrote(successor)[0]
+    term, first = pair.term(holder), pair.first_write(successor)
     moments = [f"{seconds(since, moment):.2f} s" for moment in (term.followed, first)]
     report(f"{number.name}: claimed after {moments[0]}, first write after {moments[1]}")
     assert seconds(since, first) < PATIENCE
@@ -169,7 +169,7 @@ def test_a_leader_that_was_stopped_for_30_seconds_writes_nothing_when_it_wakes(p
     leader.process.send_signal(signal.SIGCONT)
     assert leader.process.wait(PATIENCE) == 1
     assert "stopping: Lease" in leader.log.read_text()
-    took_over = seconds(since, pair.wrote(successor)[0])
+    took_over = seconds(since, pair.first_write(successor))
     report(f"SIGSTOP: first write after {took_over:.2f} s; ended {seconds(awake, now()):.2f} s after SIGCONT")
     assert [moment for moment in pair.wrote(holder) if moment > awake] == []
     assert pair.holder() == successor
@@ -188,7 +188,7 @@ def test_a_leader_that_is_cut_off_ends_before_the_other_takes_over(pair):
     finally:
         cable.plug()
     acted_upon(pair)
-    first = pair.wrote(successor)[0]
+    first = pair.first_write(successor)
     report(f"cut off: ended after {seconds(since, ended):.2f} s, first write {seconds(since, first):.2f} s")
     assert ended < pair.term(holder).followed
     assert seconds(since, first) < PATIENCE
@@ -233,7 +233,7 @@ def test_after_half_a_minute_without_api_server_one_of_them_leads(pair):
     assert leader.process.wait(PATIENCE) == 1
     successor = pair.successor(holder)
     acted_upon(pair)
-    first = pair.wrote(successor)[0]
+    first = pair.first_write(successor)
     report(f"API server away for 30 s: first write {seconds(back, first):.2f} s after it answers")
     assert pair.faults() == []
 
@@ -251,7 +251,7 @@ def test_in_a_dozen_random_ends_of_leaders_no_write_is_out_of_place(pair):
         leader.process.send_signal(end)
         successor = pair.successor(holder)
         acted_upon(pair)
-        took.append((end.name, seconds(since, pair.wrote(successor)[0])))
+        took.append((end.name, seconds(since, pair.first_write(successor))))
         leader.process.send_signal(signal.SIGCONT)
         leader.process.wait(PATIENCE)
     for name in sorted({name for name, _ in took}):

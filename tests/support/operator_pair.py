@@ -183,6 +183,14 @@ class Pair:
         """Return the times at which this replica wrote any object but the Lease."""
         return [write.received for write in self.log() if identity(write) == holder and write.lease is None]
 
+    def first_write(self, holder: str) -> datetime:
+        """Return the time at which this replica first wrote any object but the Lease.
+
+        Wait for it, because the API server answers a request before it adds the request to its audit log.
+        """
+        until(lambda: bool(self.wrote(holder)), f"the audit log has a write of {holder}")
+        return self.wrote(holder)[0]
+
     def _leave(self) -> None:
         """Stop all processes by SIGTERM, so that the holder releases the Lease."""
         for one in self.operators.values():
