@@ -115,10 +115,11 @@ def _count_error(c: Context, failed: ProbeFailed, verdict: Verdict) -> Context:
     if failed.reason == Reason.BASELINE_LOST:
         c = c.set_accuracy(baseline=None)
     # Do not probe a crashed engine again: with a full context it would fail its users, too.
-    if errors >= c.spec.accuracy.consecutive_error_limit or failed.reason == Reason.ENGINE_CRASHED:
+    limit = c.spec.accuracy.consecutive_error_limit
+    if errors >= limit or failed.reason == Reason.ENGINE_CRASHED:
         return roll_back(c, verdict, failed.reason, failed.message)
     c = c.set_canary(stage_time=c.now, message=failed.message)
-    return c.event("ProbeError", f"{failed.reason}: {failed.message} ({errors} so far)", warning=True)
+    return c.event("ProbeError", f"{failed.reason}: {failed.message} (error {errors} of {limit})", warning=True)
 
 
 def _is_probed(canary: Canary) -> bool:

@@ -16,7 +16,7 @@ from kvpilot_operator.decide.steps.latency import Expected, expected_itl_change,
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
 
-# Largest percentage that the CRD's schema allows.
+# Stands for infinity where a capacity is 0.
 _MOST_PERCENT = 1_000_000
 # A scale-out at most doubles the replicas, because the present demand is only an estimate.
 _MOST_GROWTH = 2
@@ -66,7 +66,7 @@ def weighed(action: Action, dtype: str, replicas: int, effect: Effect, closed: C
 
 
 def percent(part: float, whole: float) -> int:
-    """Return a share in whole percent, rounded up, within the schema's limit."""
+    """Return a share in whole percent, rounded up, at most `_MOST_PERCENT`."""
     if whole <= 0:
         return 0 if part <= 0 else _MOST_PERCENT
     return min(_MOST_PERCENT, math.ceil(100 * part / whole - 1e-9))
