@@ -118,6 +118,24 @@ def test_when_idle_a_single_replica_is_replaced_only_after_the_service_had_no_re
     assert list(cluster.deployments.values()) == [(NEW, 1)]
 
 
+def test_when_idle_a_service_that_is_never_idle_is_stalled_after_the_deadline_until_it_is_idle():
+    cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="WhenIdle", progressDeadlineSeconds=600)
+
+    def standing():
+        told = {one.type: one for one in cluster.parsed().conditions}
+        return (told["Reconciling"].status, told["Stalled"].status, told["Stalled"].reason)
+
+    began = cluster.now
+    cluster.until(lambda _: standing() == ("False", "True", "Busy"))
+    assert (cluster.now - began).total_seconds() >= 600
+    cluster.tick()
+    assert standing() == ("False", "True", "Busy")
+    cluster.requests = 0.0
+    assert cluster.until(ended).last_trial.verdict == "Passed"
+    cluster.settle()
+    assert list(cluster.deployments.values()) == [(NEW, 1)]
+
+
 def test_when_idle_a_dtype_with_wrong_answers_gives_the_place_back():
     cluster = on_trial(1, cluster={"places": 1, "bad": frozenset([NEW])}, capacityPolicy="WhenIdle")
     cluster.requests, cluster.watch = 0.0, in_place

@@ -1,6 +1,7 @@
 """The conditions that tools wait for, as kstatus (sigs.k8s.io/cli-utils) defines them: `Reconciling` and `Stalled`."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 from kvpilot_operator.api.words import ConditionType, Reason, Stage
@@ -197,8 +198,11 @@ def _progress(c: Context) -> Line:
     if stable is not None and stable.ever_ready and target.revision != stable.revision:
         fault = start_fault(c, target)
         if fault is not None:
-            # With BUSY nobody has to act: the canary starts once the service is idle.
-            return Line("True" if fault.reason == Reason.BUSY else "False", *fault)
+            if fault.reason != Reason.BUSY:
+                return Line("False", *fault)
+            # Nobody has to act at first, because most services are idle at some time.
+            never = f"{fault.message}; it was never idle for so long: make room for one more pod, and choose Surge"
+            return Line("False", Reason.BUSY, never) if _overdue(c) else Line("True", *fault)
         if not paused and (wait := turn(c)) is not None:
             return Line("True", *wait)
         if paused:
@@ -209,3 +213,12 @@ def _progress(c: Context) -> Line:
     if stable is not None and not stable.ever_ready:
         return Line("True", Reason.ENGINES_STARTING, f"revision {stable.revision} ({stable.dtype}) is starting")
     return Line("False", Reason.SETTLED, target.message)
+
+
+def _overdue(c: Context) -> bool:
+    """Return True if a canary has waited for an idle service for longer than progressDeadlineSeconds."""
+    stalled, before = c.before.condition(ConditionType.STALLED), c.before.condition(ConditionType.RECONCILING)
+    if stalled is not None and stalled.status == "True":
+        return stalled.reason == Reason.BUSY
+    deadline = timedelta(seconds=c.spec.canary.progress_deadline_seconds)
+    return before is not None and before.status == "True" and c.now >= before.last_transition_time + deadline
