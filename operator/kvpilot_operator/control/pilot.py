@@ -22,6 +22,7 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
+from kvpilot_operator.state.status import Canary
 from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class ServiceRecord:
     series: ServiceSeries = field(default_factory=ServiceSeries)
     attempts: Attempts = field(default_factory=Attempts)
     scraping: bool = False
+    rolling: bool = False
+    """True while a canary replaces its pods without a change of dtype."""
 
     def close(self) -> None:
         """Stop all background tasks: the service is gone."""
@@ -101,7 +104,6 @@ class Pilot:
         self.telemetry.queue(lambda: self.queue.depth)
         self.telemetry.services(lambda: ((record.key, record.series) for record in self.registry))
         self.cache.on_change = self._changed
-        self._rolling: set[ServiceKey] = set()
 
     async def run(self, ready: asyncio.Event) -> None:
         """Work until cancelled. Start to reconcile once all watched objects have been read, and then set `ready`."""
@@ -123,11 +125,9 @@ class Pilot:
     def _changed(self, key: ServiceKey) -> None:
         """Process a change in the cache: a service may have been created, deleted or replaced."""
         service = self.cache.services.get(*key)
-        self.registry.follow(key, service.uid if service is not None else None)
-        if service is None:
-            self._rolling.discard(key)
-        elif (canary := service.status.canary) is not None and canary.dtype == canary.from_dtype:
-            self._rolling.add(key)
+        record = self.registry.follow(key, service.uid if service is not None else None)
+        if record is not None and service is not None:
+            record.rolling = record.rolling or _rolls(service.status.canary)
         self.queue.add(key)
 
     async def _reconcile(self, key: ServiceKey) -> float | None:
@@ -142,14 +142,12 @@ class Pilot:
             if snapshot is None:
                 return None
             defaults = self.cache.engines != NO_DEFAULTS
-            others = sorted(one.name for one in self._rolling if one.namespace == key.namespace and one != key)
-            rolling = others[0] if defaults and others else None
+            rolling = self._rolling_beside(key) if defaults else None
             snapshot = replace(snapshot, rejections=record.actor.rejections, engine_defaults=defaults, rolling=rolling)
             with part("decide"):
                 decision = decide(snapshot)
             # Nothing was awaited since `rolling` was read, so two services never start together.
-            rolls = (canary := decision.status.canary) is not None and canary.dtype == canary.from_dtype
-            (self._rolling.add if rolls else self._rolling.discard)(key)
+            record.rolling = _rolls(decision.status.canary)
             told = [f"{entry.action}/{entry.reason}" for entry in news(snapshot, decision)]
             reconcile.set_attributes({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": told})
             try:
@@ -165,6 +163,11 @@ class Pilot:
         # Reconcile again at once if the set of refused objects has changed.
         anew = (record.actor.rejections or ()) != (snapshot.rejections or ())
         return 0.0 if anew else decision.again_seconds
+
+    def _rolling_beside(self, key: ServiceKey) -> str | None:
+        """Return the name of another service of the namespace whose pods are being replaced, None without one."""
+        others = (one.key for one in self.registry if one.rolling and one.key != key)
+        return min((one.name for one in others if one.namespace == key.namespace), default=None)
 
     async def _scrape_for_ever(self, group: asyncio.TaskGroup) -> None:
         """Scrape every service once a cycle, evenly spread over it. Skip a service whose last scrape still runs."""
@@ -205,3 +208,8 @@ def _tell(s: Snapshot, decision: Decision) -> None:
         words = {name: getattr(entry, name) for name in ("action", "reason", "from_dtype", "to_dtype")}
         extra = {"service": str(s.key), **words}
         log.info("%s: %s: %s", entry.action, entry.reason, entry.message, extra=extra)
+
+
+def _rolls(canary: Canary | None) -> bool:
+    """Return True if a canary replaces pods without a change of dtype."""
+    return canary is not None and canary.dtype == canary.from_dtype
