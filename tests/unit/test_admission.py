@@ -15,7 +15,7 @@ from kvpilot_operator.errors import Conflict, NotFound, Rejected
 from kvpilot_operator.observe.views import deployment_view, pod_view
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import workload
-from kvpilot_operator.state.decision import Decision
+from kvpilot_operator.state.decision import Decision, Ungating
 from kvpilot_operator.state.objects import DeploymentView, ObjectView, Rejection
 from kvpilot_operator.state.status import Canary, Status
 from support.memory_api import MemoryApi
@@ -110,11 +110,12 @@ def test_the_template_of_a_workload_that_exists_keeps_its_gate_or_stays_without_
         there = {OLD: DeploymentView(OLD, "auto", 1, **view)}
         decision = decide(running(manifest(), "auto", deployments=there))
         made = next(one for one in decision.objects.apply if one["metadata"]["name"].endswith(OLD))
-        return "readinessGates" in made["spec"]["template"]["spec"], decision.ungated
+        return "readinessGates" in made["spec"]["template"]["spec"], decision.ungating
 
-    assert decided(has_gate=False) == (False, "")
-    assert decided(has_gate=True) == (True, OLD)
-    assert decided(has_gate=False, paused=True) == (False, OLD)
+    assert decided(has_gate=False) == (False, None)
+    assert decided(has_gate=True) == (True, Ungating(OLD, paused=True))
+    assert decided(has_gate=False, paused=True, in_step=False) == (False, Ungating(OLD, paused=None))
+    assert decided(has_gate=False, paused=True, in_step=True) == (False, Ungating(OLD, paused=False))
 
 
 def test_a_deployment_is_in_step_once_its_controller_has_seen_that_all_pods_come_from_its_template():
@@ -145,20 +146,19 @@ def test_a_gate_is_removed_from_a_paused_deployment_and_its_replica_set_before_i
     api.put(with_gate("ReplicaSet", f"{deployment}-5d9", "r", "d"))
     api.put(with_gate("ReplicaSet", "theirs", "t", "somebody-else"))
 
-    def step(**seen):
-        view = replace(deployment_view(api.objects["Deployment", deployment]), **seen)
+    def step(paused):
         objects = {("Deployment", deployment): ObjectView("d", True, "1")}
-        asyncio.run(ungate(api, snapshot(OBJ, deployments={OLD: view}, objects=objects), OLD))
+        asyncio.run(ungate(api, snapshot(OBJ, objects=objects), Ungating(OLD, paused)))
         spec = api.objects["Deployment", deployment]["spec"]
         return spec["paused"], "readinessGates" in spec["template"]["spec"]
 
     def gated(name):
         return "readinessGates" in api.objects["ReplicaSet", name]["spec"]["template"]["spec"]
 
-    assert step() == (True, False)
+    assert step(True) == (True, False)
     assert (gated(f"{deployment}-5d9"), gated("theirs")) == (False, True)
-    assert step(in_step=False) == (True, False)
-    assert step(in_step=True) == (False, False)
+    assert step(None) == (True, False)
+    assert step(False) == (False, False)
     order = [kind for method, kind, _ in api.asked if method == "merge"]
     assert order == ["Deployment", "ReplicaSet", "Deployment"]
 

@@ -80,9 +80,9 @@ class Actor:
         if decision.objects is not None:
             await self._place(s, decision.objects)
         await self._set_gates(s, {name for name, admitted in decision.gates.items() if not admitted}, admitted=False)
-        if decision.ungated:
-            about = (DEPLOYMENT.pods_owner, deployment_name(s.key.name, decision.ungated))
-            await self._attempt(s, about, b"", partial(ungate, self._cluster, s, decision.ungated))
+        if decision.ungating is not None:
+            about = (DEPLOYMENT.pods_owner, deployment_name(s.key.name, decision.ungating.revision))
+            await self._attempt(s, about, b"", partial(ungate, self._cluster, s, decision.ungating))
         await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
         # Events report changes of the status. If its write waits, a later reconcile makes the same events again.
         for event in () if waits else decision.events:

@@ -1,8 +1,4 @@
-"""Removal of the readiness gate from a serving Deployment, so that its later pods need no operator.
-
-A Deployment replaces its pods if its template differs from its ReplicaSet's. So it is paused while both change, and
-goes on once its controller has seen that they agree. Each step follows from what is observed.
-"""
+"""Removal of the readiness gate from a serving Deployment, so that its later pods need no operator."""
 
 from __future__ import annotations
 
@@ -11,26 +7,26 @@ from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, deployment
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.render.workloads import DEPLOYMENT
+from kvpilot_operator.state.decision import Ungating
 from kvpilot_operator.state.snapshot import Snapshot
 
 _NO_GATE = {"template": {"spec": {"readinessGates": None}}}
 
 
-async def ungate(cluster: Cluster, s: Snapshot, revision: str) -> None:
-    """Take the next step for a revision's Deployment."""
-    view, name = s.deployments[revision], deployment_name(s.key.name, revision)
+async def ungate(cluster: Cluster, s: Snapshot, step: Ungating) -> None:
+    """Take one step for a revision's Deployment, and remove the gate from its ReplicaSets unless it goes on."""
+    name = deployment_name(s.key.name, step.revision)
     uid = s.objects[DEPLOYMENT.name, name].uid
 
     async def patch(kind: str, name: str, uid: str, spec: Object) -> None:
         ref = Ref(DEPLOYMENT.api_version, kind, s.key.namespace, name)
         await cluster.merge(ref, {"metadata": {"uid": uid}, "spec": spec})
 
-    if view.has_gate:
-        await patch(DEPLOYMENT.name, name, uid, {"paused": True, **_NO_GATE})
-    elif view.in_step:
-        await patch(DEPLOYMENT.name, name, uid, {"paused": False})
+    if step.paused is not None:
+        await patch(DEPLOYMENT.name, name, uid, {"paused": step.paused} | (_NO_GATE if step.paused else {}))
+    if step.paused is False:
         return
-    selector = f"{SERVICE_LABEL}={s.key.name},{REVISION_LABEL}={revision}"
+    selector = f"{SERVICE_LABEL}={s.key.name},{REVISION_LABEL}={step.revision}"
     for one in await cluster.list(DEPLOYMENT.api_version, DEPLOYMENT.pods_owner, s.key.namespace, selector):
         if is_owned(one, uid) and one["spec"]["template"]["spec"].get("readinessGates"):
             await patch(DEPLOYMENT.pods_owner, one["metadata"]["name"], one["metadata"]["uid"], _NO_GATE)

@@ -103,6 +103,14 @@ class Event:
     message: str
 
 
+class Ungating(NamedTuple):
+    """A step of the removal of the readiness gate from a revision's Deployment."""
+
+    revision: str
+    paused: bool | None
+    """True to pause the Deployment and change its template, False to let it go on, None to leave it as it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Objects:
     """The objects that the service owns from now on. `act` writes them in this order:
@@ -164,8 +172,8 @@ class Decision:
     events: tuple[Event, ...] = ()
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates by pod name, True for open. `act` opens gates after the status, and closes gates at the end."""
-    ungated: str = ""
-    """Revision whose Deployment loses its readiness gate, while its pods go on."""
+    ungating: Ungating | None = None
+    """Step that removes the readiness gate from the serving Deployment."""
     do_not_evict: frozenset[str] = frozenset()
     """Names of all pods that cluster autoscalers should not evict."""
     unanswered: tuple[Unanswered, ...] = ()

@@ -10,7 +10,7 @@ from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.render.workloads import DEPLOYMENT
-from kvpilot_operator.state.decision import Find
+from kvpilot_operator.state.decision import Find, Ungating
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.questions import keeps_probe
 
@@ -25,7 +25,7 @@ def admit(c: Context) -> Context:
         return c
     wanted = [(pod, _gate(c, pod)) for pod in c.snapshot.pods if pod.admitted is not None and not pod.terminating]
     gates = {pod.name: open_ for pod, open_ in wanted if open_ not in (None, pod.admitted)}
-    return replace(c, gates=gates, ungated=_ungated(c))
+    return replace(c, gates=gates, ungating=_ungating(c))
 
 
 def admit_serving(draft: D) -> D:
@@ -34,14 +34,20 @@ def admit_serving(draft: D) -> D:
     sent = canary is not None and canary.stage in _SENT_REQUESTS
     serving = {s.traffic, *(one.revision for one in (stable, canary if sent else None) if one is not None)}
     pods = (pod for pod in s.pods if pod.admitted is False and not pod.terminating)
-    return replace(draft, gates={pod.name: True for pod in pods if pod.revision in serving}, ungated=_ungated(draft))
+    return replace(draft, gates={pod.name: True for pod in pods if pod.revision in serving}, ungating=_ungating(draft))
 
 
-def _ungated(draft: Draft) -> str:
-    """Return the serving revision if its Deployment still has the gate that it got as a canary; else ""."""
+def _ungating(draft: Draft) -> Ungating | None:
+    """Return the next step if the serving Deployment still has the gate that it got as a canary, or is paused for it.
+
+    A Deployment replaces its pods if its template differs from its ReplicaSet's. So it is paused while both change, and
+    goes on once its controller has seen that they agree.
+    """
     # A LeaderWorkerSet keeps its gate: each change of its template restarts its groups.
     view = None if draft.stable is None else draft.snapshot.deployments.get(draft.stable.revision)
-    return view.revision if view is not None and view.kind == DEPLOYMENT.name and (view.has_gate or view.paused) else ""
+    if view is None or view.kind != DEPLOYMENT.name or not (view.has_gate or view.paused):
+        return None
+    return Ungating(view.revision, paused=True if view.has_gate else False if view.in_step else None)
 
 
 def _gate(c: Context, pod: PodView) -> bool | None:
