@@ -20,7 +20,7 @@ from kvpilot_localcluster.paths import rewrite
 
 @dataclass
 class Node:
-    """What all pods of a node share.
+    """Facts that all pods of a node share.
 
     Attributes:
         folder: folder with pods/ (records and volumes) and logs/.
