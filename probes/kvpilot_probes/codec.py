@@ -43,7 +43,7 @@ class BaselinePrompt:
     """One prompt, and the answer of the 16-bit engine.
 
     `tokens` are the prompt's token ids. `answer` has one `Logprobs` for each answered token. `tail` (the end of the
-    prompt) and `text` (the answer) are for people.
+    prompt) and `text` (the answer) are for people. `bucket` is the bucket of every position of the answer.
     """
 
     name: str
@@ -51,6 +51,7 @@ class BaselinePrompt:
     text: str
     tokens: Sequence[int]
     answer: Sequence[stats.Logprobs]
+    bucket: str = "general"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Baseline:
 
 class _Prompt(msgspec.Struct, frozen=True):
     name: str
+    bucket: str
     tail: str
     text: str
     tokens: bytes
@@ -169,6 +171,7 @@ def _packed(p: BaselinePrompt) -> _Prompt:
     tops = [_sorted_top(position) for position in p.answer]
     return _Prompt(
         name=p.name,
+        bucket=p.bucket,
         tail=p.tail[-stats.MAX_TEXT :],
         text=p.text[: stats.MAX_TEXT],
         tokens=array("I", p.tokens).tobytes(),
@@ -189,7 +192,7 @@ def _unpacked(p: _Prompt) -> BaselinePrompt:
             raise ValueError(fault)
         positions.append(stats.Logprobs(ids[at], found))
         at += many
-    return BaselinePrompt(p.name, p.tail, p.text, tokens, stats.Answers(positions))
+    return BaselinePrompt(p.name, p.tail, p.text, tokens, stats.Answers(positions), p.bucket)
 
 
 def _sorted_top(answer: stats.Logprobs) -> list[tuple[int, float]]:

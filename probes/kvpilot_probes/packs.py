@@ -74,12 +74,16 @@ class _Pack(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ProbePrompt:
-    """One chat that ends with a user's turn. `tools` is a JSON list of the functions that the model may call."""
+    """One chat that ends with a user's turn. `tools` is a JSON list of the functions that the model may call.
+
+    `bucket` names the case that the prompt tests. Damage is judged in each bucket.
+    """
 
     pack: str
     name: str
     messages: tuple[Message, ...]
     tools: str = ""
+    bucket: str = "general"
 
 
 def load(
@@ -232,7 +236,8 @@ def _prompt(source: str, index: int, entry: _Entry, context_tokens: int) -> Prob
     contents = (m.content.strip().replace(_FILLER, text) if filled else m.content.strip() for m in messages)
     chat = tuple(Message(m.role, content) for m, content in zip(messages, contents, strict=True))
     tools = json.dumps(msgspec.to_builtins(entry.tools), ensure_ascii=False, separators=(",", ":"))
-    return ProbePrompt(source, entry.name, chat, tools if entry.tools is not None else "")
+    bucket = source.partition("/")[2]
+    return ProbePrompt(source, entry.name, chat, tools if entry.tools is not None else "", bucket)
 
 
 _PLACES = ("harbour", "orchard", "station", "library", "mill", "observatory", "quarry", "market", "bridge", "school")

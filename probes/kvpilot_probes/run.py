@@ -186,6 +186,7 @@ async def _answer(
         text=lines(text)[: stats.MAX_TEXT],
         tokens=array("I", tokens),
         answer=stats.Answers(answer),
+        bucket=prompt.bucket,
     )
 
 
@@ -208,7 +209,8 @@ async def _follow(
         # Decode past an end token: if the candidate ends earlier or later than the baseline, that is a divergence.
         async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
-                judged = stats.compare(index, len(prompt.tokens) + reached, answer[reached], step.logprobs)
+                position = len(prompt.tokens) + reached
+                judged = stats.compare(index, position, answer[reached], step.logprobs, prompt.bucket)
                 # A first token comes from a prefill, which may not have read a page: its agreement proves nothing.
                 if reached > start or not judged.agrees:
                     compared.append(judged)

@@ -70,13 +70,14 @@ class Compared:
     """Comparison of one position in both answers.
 
     `prompt` is an index, and `position` counts from the start of the context. `kl` is in nats. `agrees` is True if both
-    greedy tokens are equal.
+    greedy tokens are equal. `bucket` names the case that the prompt tests.
     """
 
     prompt: int
     position: int
     kl: float
     agrees: bool
+    bucket: str = "general"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,10 @@ def _cells(top: list[float]) -> list[float]:
     return [c / total for c in cells]
 
 
-def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs) -> Compared:
+def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs, bucket: str = "general") -> Compared:
     """Compare both answers at one position."""
-    return Compared(prompt, position, kl_nats(baseline.top, candidate.top), baseline.token == candidate.token)
+    agrees = baseline.token == candidate.token
+    return Compared(prompt, position, kl_nats(baseline.top, candidate.top), agrees, bucket)
 
 
 def percentile(values: Iterable[float], share: float) -> float:

@@ -51,7 +51,7 @@ def test_a_built_in_pack_holds_six_to_ten_distinct_chats_that_await_an_answer(na
     prompts = load([f"builtin/{name}"])
     assert 6 <= len(prompts) <= 10
     assert len({p.messages for p in prompts}) == len({p.name for p in prompts}) == len(prompts)
-    assert all(p.messages[-1].role == "user" and p.pack == f"builtin/{name}" for p in prompts)
+    assert all(p.messages[-1].role == "user" and (p.pack, p.bucket) == (f"builtin/{name}", name) for p in prompts)
     assert not any("{{" in m.content for p in prompts for m in p.messages)
 
 

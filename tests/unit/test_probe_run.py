@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kvpilot_probes import session
+from kvpilot_probes import codec, session, stats
 from kvpilot_probes.codec import Baseline, BaselinePrompt
 from kvpilot_probes.errors import (
     BaselineTooLarge,
@@ -43,6 +43,16 @@ async def test_the_engine_that_was_captured_shows_no_damage_against_itself() -> 
     # The first token of each prompt comes from prefill and proves nothing. The probe asks for half and all of each
     # prompt, and for one answer to show.
     assert (again.prompts, again.positions, again.requests) == (4, 28, 9)
+
+
+async def test_a_prompts_bucket_stays_with_every_position_of_its_answer() -> None:
+    prompts = [ProbePrompt("p", f"{i}", (Message("user", f"q{i}"),), bucket=f"length-{i}") for i in range(2)]
+    async with engine(counting) as url:
+        captured = await capture(url, "m", prompts, identity="i", dtype="auto", settings=SETTINGS)
+    kept = codec.decode(codec.encode(captured))
+    assert [p.bucket for p in kept.prompts] == ["length-0", "length-1"]
+    one = kept.prompts[1]
+    assert stats.compare(1, 0, one.answer[0], one.answer[0], one.bucket).bucket == "length-1"
 
 
 async def test_after_a_different_token_the_candidate_is_put_back_on_the_baselines_path() -> None:
