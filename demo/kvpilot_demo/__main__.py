@@ -3,6 +3,7 @@
 --keep       leave it running at the end and print kubectl commands to try; Ctrl-C ends it
 --plain      print lines instead of a live screen (default without a terminal)
 --record     write the observations as JSON (the end-to-end test reads them)
+--gpu        run with CUDA engines on three GPUs of this machine, and with more steps
 --cluster    run on the cluster of kubectl's current context, with --image=, --model= and, for no question, --yes
 """
 
@@ -17,13 +18,14 @@ import signal
 import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
-from kvpilot_demo import user_cluster
+from kvpilot_demo import checks, gpus, user_cluster
 from kvpilot_demo.load import LoadError
 from kvpilot_demo.screen import Screen
 from kvpilot_demo.service import DemoError, DemoService
-from kvpilot_demo.story import Story, StoryFailed
-from kvpilot_demo.summary import summary
+from kvpilot_demo.story import IMAGINED, ON_GPUS, Record, Size, Story, StoryFailed
+from kvpilot_demo.summary import figures, summary
 from kvpilot_demo.world import World, run_folder
 from kvpilot_formats.installed import add_version
 from kvpilot_formats.untrusted import KvpilotError
@@ -37,6 +39,9 @@ START = "start the cluster"
 def main() -> int:
     """Run the demo. Return 0 if every step succeeded, 130 after Ctrl-C."""
     options = _parser().parse_args()
+    if found := _faults(options):
+        print("\n".join(f"demo: {fault}" for fault in found), file=sys.stderr)
+        return 1
     screen = Screen(plain=options.plain or not sys.stdout.isatty())
     folder = run_folder()
     try:
@@ -46,7 +51,10 @@ def main() -> int:
             return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         screen.note("stopped; nothing runs any more")
-        shutil.rmtree(folder)
+        if options.gpu:
+            screen.note(f"logs: {folder}")
+        else:
+            shutil.rmtree(folder)
         return 130
     except StoryFailed as error:
         _explain(error.step, str(error), error.log)
@@ -64,12 +72,22 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvpilot_demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_version(parser)
-    for name in ("--keep", "--plain", "--cluster", "--yes"):
+    for name in ("--keep", "--plain", "--cluster", "--yes", "--gpu"):
         parser.add_argument(name, action="store_true")
+    # For tests of --gpu without GPUs: CPU engines, and a node that claims to have so many GPUs.
+    parser.add_argument("--imagined-gpus", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--image", default="")
     parser.add_argument("--model", default=user_cluster.MODEL)
     return parser
+
+
+def _faults(options: argparse.Namespace) -> list[str]:
+    """Return the reasons why the story on GPUs cannot run here."""
+    if not options.gpu:
+        return []
+    found = [] if options.imagined_gpus else gpus.found_faults()
+    return found + checks.faults(local=True, installed=True)
 
 
 def _explain(step: str, why: str, log: str) -> None:
@@ -108,16 +126,37 @@ async def _tell(options: argparse.Namespace, screen: Screen, folder: Path) -> No
                 where: AbstractAsyncContextManager[DemoService] = (
                     user_cluster.UserCluster.up(folder, options.image, options.model)
                     if options.cluster
-                    else World.up(folder, report, newer=False)
+                    else World.up(folder, report, newer=False, **_hardware(options))
                 )
                 world = await stack.enter_async_context(where)
-            record = await Story(world, screen).run()
-        screen.close(summary(record, parse(world.example).accuracy.max_excess_kl_millinats))
-        if options.record is not None:
-            options.record.write_text(json.dumps(record.as_json(), indent=2))
+            size = _size(options)
+            story = Story(world, screen, size, lambda record: _save(options, record))
+            if options.gpu and not options.imagined_gpus:
+                story.beside = lambda: gpus.compiled(world, screen.note)
+            record = await story.run()
+        lines = summary(record, parse(world.example).accuracy.max_excess_kl_millinats, size)
+        screen.close([*lines, *(figures(record) if options.gpu else ())])
         if options.keep:
             _print_commands(world)
             await asyncio.Event().wait()
+
+
+def _hardware(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of World.up for the story on GPUs."""
+    if not options.gpu:
+        return {}
+    made = {"example": gpus.manifest(imagined=bool(options.imagined_gpus))}
+    room = {gpus.RESOURCE: str(options.imagined_gpus), "cpu": "32"} if options.imagined_gpus else None
+    return {**made, "resources": room}
+
+
+def _size(options: argparse.Namespace) -> Size:
+    return (IMAGINED if options.imagined_gpus else ON_GPUS) if options.gpu else Size()
+
+
+def _save(options: argparse.Namespace, record: Record) -> None:
+    if options.record is not None:
+        options.record.write_text(json.dumps(record.as_json(), indent=2))
 
 
 def _print_commands(world: DemoService) -> None:

@@ -1,11 +1,11 @@
-"""Send a closed-loop load: each user sends the next request as soon as the last one is answered.
+"""Send a closed-loop load: each user sends the next request after the last one is answered.
 
     python -m kvpilot_demo.load http://127.0.0.1:8080 smollm2 --users 8 --prompt-tokens 400 --output-tokens 64
 
 Each request opens its own connection, so that it reaches the pods that the Service selects at that moment. A failed
 request is counted and not retried, because a real user would have seen the failure. Prompts are parts of Python's
 documentation. They start at different tokens, because a shared prefix in the cache would save the memory that the load
-should take.
+should take. With a `Talk`, a user then goes on with the same conversation, as in a chat.
 """
 
 from __future__ import annotations
@@ -22,17 +22,36 @@ from itertools import pairwise
 from pydoc_data.topics import topics
 from typing import Any
 
-import httpx
+import aiohttp
 
 from kvpilot_probes.stats import percentile
 
 # Pause after a failure. Otherwise a user whose connection is refused would retry without end at full speed.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5
-TIMEOUT = httpx.Timeout(900.0)
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=900.0, sock_read=900.0)
 # The text has about 12,000 tokens, so there are as many different prompts. A demo uses fewer.
 CORPUS_CHARACTERS = 60_000
 KEPT_FAILURES = 100
-KEPT_TIMES = 20_000
+KEPT_TIMES = 300_000
+
+
+@dataclass(frozen=True)
+class Talk:
+    """Conversations that come back. Lengths are in tokens, times in seconds.
+
+    Attributes:
+        asked: length of each question after the first prompt.
+        turns: number of requests before a new conversation begins.
+        thought: mean time between an answer and the next question; exponentially distributed.
+    """
+
+    asked: int
+    turns: int
+    thought: float
+
+
+ONCE = Talk(0, 1, 0.0)
+"""A new prompt for each request, without a pause."""
 
 
 class LoadError(Exception):
@@ -52,6 +71,13 @@ class Stats:
     first_token: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     between_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
 
+    def percentiles(self) -> dict[str, Any]:
+        """Return the counts, and percentiles of both durations in milliseconds."""
+        found: dict[str, Any] = {"ok": self.ok, "failed": self.failed, "outputTokens": self.output_tokens}
+        for name, times in (("ttftMs", self.first_token), ("itlMs", self.between_tokens)):
+            found[name] = {f"p{q}": round(percentile(times, q / 100) * 1000, 1) for q in (50, 95, 99)} if times else {}
+        return found
+
 
 class _Failed(Exception):
     """Error for a failed request."""
@@ -61,23 +87,32 @@ class Load:
     """Simulated users of an OpenAI-compatible engine at `url` (`http://host:port`)."""
 
     def __init__(
-        self, url: str, model: str, *, users: int, prompt_tokens: int, output_tokens: int, seed: int = 0
+        self,
+        url: str,
+        model: str,
+        *,
+        users: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        talk: Talk = ONCE,
+        seed: int = 0,
     ) -> None:
         self._url = url.rstrip("/")
         self._model = model
         self._users = users
         self._prompt_tokens = prompt_tokens
         self._output_tokens = output_tokens
+        self._talk = talk
         self._random = random.Random(seed)  # noqa: S311 - a repeatable choice of prompts, no secret
         self._corpus: list[int] = []
         self._offsets: deque[int] = deque()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._stopping = False
         self._began = time.monotonic()
-        self._http = httpx.AsyncClient(
-            timeout=TIMEOUT, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+        self._http = aiohttp.ClientSession(
+            timeout=TIMEOUT, connector=aiohttp.TCPConnector(limit=0, force_close=True), read_bufsize=2**18
         )
-        self.stats = Stats()
+        self.stats = self._phase = Stats()
 
     async def start(self) -> None:
         """Let the engine tokenize the text for prompts, and start the users.
@@ -87,17 +122,17 @@ class Load:
         """
         text = "\n\n".join(topics[key] for key in sorted(topics))[:CORPUS_CHARACTERS]
         try:
-            answer = await self._http.post(f"{self._url}/tokenize", json={"model": self._model, "prompt": text})
-            answer.raise_for_status()
-            tokenized = answer.json()
+            body = {"model": self._model, "prompt": text}
+            async with self._http.post(f"{self._url}/tokenize", json=body, raise_for_status=True) as answer:
+                tokenized = await answer.json(content_type=None)
             self._corpus = [int(t) for t in tokenized["tokens"]]
             longest = int(tokenized["max_model_len"])
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             raise LoadError(f"{self._url}/tokenize: {type(error).__name__}: {error}") from error
-        longest_answer = self._output_tokens * 3 // 2
-        if not 0 < self._prompt_tokens <= longest - longest_answer:
+        more = self._talk.turns * (self._output_tokens * 3 // 2) + (self._talk.turns - 1) * self._talk.asked
+        if not 0 < self._prompt_tokens <= longest - more:
             raise LoadError(
-                f"prompt_tokens: {self._prompt_tokens} and up to {longest_answer} of output do not fit the model's "
+                f"prompt_tokens: {self._prompt_tokens} and up to {more} of output and questions do not fit the model's "
                 f"context of {longest}: use fewer"
             )
         self._began = time.monotonic()
@@ -109,6 +144,11 @@ class Load:
         for index in range(users):
             if index not in self._tasks or self._tasks[index].done():
                 self._tasks[index] = asyncio.create_task(self._user(index))
+
+    def phase(self) -> Stats:
+        """Begin a phase. Return the counts of the requests that end in it, which go on until the next phase."""
+        self._phase = Stats()
+        return self._phase
 
     async def stop(self, patience_seconds: float = 60.0) -> None:
         """Send no more requests, and wait for those in flight.
@@ -124,7 +164,7 @@ class Load:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
-        await self._http.aclose()
+        await self._http.close()
 
     def summary(self) -> str:
         """Return the load's figures in one line."""
@@ -139,76 +179,97 @@ class Load:
         )
 
     async def _user(self, index: int) -> None:
+        tokens: list[int] = []
+        turn = 0
         while index < self._users and not self._stopping:
+            tokens = self._part(self._talk.asked if turn else self._prompt_tokens, tokens)
             try:
-                await self._request()
-            except _Failed as error:
-                self._fail(str(error))
-                await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
-            except Exception as error:
-                # Count any other error, too. Otherwise the user's task would end without a trace.
-                self._fail(f"{type(error).__name__}: {error}")
-                await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
+                tokens = tokens + await self._request(tokens)
             except asyncio.CancelledError:
                 self._fail("not answered before the load was stopped")
                 raise
+            except Exception as error:
+                # Count any error. Otherwise the user's task would end without a trace.
+                self._fail(str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}")
+                await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
+                turn = self._talk.turns
+            turn += 1
+            if turn >= self._talk.turns:
+                tokens, turn = [], 0
+            if self._talk.thought and not self._stopping:
+                await self._think()
+
+    async def _think(self) -> None:
+        ends = time.monotonic() + self._random.expovariate(1 / self._talk.thought)
+        while (left := ends - time.monotonic()) > 0 and not self._stopping:
+            await asyncio.sleep(min(left, 0.2))
+
+    def _counts(self) -> tuple[Stats, ...]:
+        return (self.stats,) if self._phase is self.stats else (self.stats, self._phase)
 
     def _fail(self, text: str) -> None:
-        self.stats.failed += 1
-        self.stats.failures.append(f"after {time.monotonic() - self._began:.1f} s: {text[:300]}")
+        for stats in self._counts():
+            stats.failed += 1
+            stats.failures.append(f"after {time.monotonic() - self._began:.1f} s: {text[:300]}")
 
-    def _prompt(self) -> list[int]:
-        """Return the next part of the text, which wraps around. No part repeats before all were used."""
+    def _part(self, count: int, before: list[int]) -> list[int]:
+        """Return `before` and the next part of the text, which wraps around. No part repeats before all were used."""
         if not self._offsets:
             self._offsets.extend(self._random.sample(range(len(self._corpus)), len(self._corpus)))
         start = self._offsets.popleft()
         size = len(self._corpus)
-        return [self._corpus[(start + i) % size] for i in range(self._prompt_tokens)]
+        return before + [self._corpus[(start + i) % size] for i in range(count)]
 
-    async def _request(self) -> None:
+    async def _request(self, prompt: list[int]) -> list[int]:
+        """Send a prompt, and return the tokens of the answer; none unless the engine tells them."""
         # Answers have random lengths. Otherwise all users would end together and leave the cache empty.
         wanted = self._random.randint(self._output_tokens // 2 + 1, self._output_tokens * 3 // 2)
         body = {
             "model": self._model,
-            "prompt": self._prompt(),
+            "prompt": prompt,
             "max_tokens": wanted,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_token_ids": self._talk.turns > 1,
         }
         sent = time.monotonic()
         times: list[float] = []
+        tokens: list[int] = []
         usage: dict[str, Any] = {}
         done = False
-        async with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                raise _Failed(f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')}")
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
+        async with self._http.post(f"{self._url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise _Failed(f"HTTP {response.status}: {await response.text(errors='replace')}")
+            async for line in response.content:
+                if line.startswith(b"data: [DONE]"):
                     done = True
-                elif line.startswith("data: "):
+                elif line.startswith(b"data: "):
                     chunk = _chunk(line[6:])
                     usage = chunk.get("usage") or usage
-                    if chunk.get("choices"):
+                    if choices := chunk.get("choices"):
                         times.append(time.monotonic())
+                        tokens += choices[0].get("token_ids") or ()
         answered = int(usage.get("completion_tokens", 0))
         if not done or not times or answered != wanted:
             raise _Failed(f"the answer ended after {answered or len(times)} of {wanted} tokens")
-        self.stats.ok += 1
-        self.stats.prompt_tokens += self._prompt_tokens
-        self.stats.output_tokens += answered
-        self.stats.first_token.append(times[0] - sent)
-        self.stats.between_tokens.extend(b - a for a, b in pairwise(times))
+        for stats in self._counts():
+            stats.ok += 1
+            stats.prompt_tokens += len(prompt)
+            stats.output_tokens += answered
+            stats.first_token.append(times[0] - sent)
+            stats.between_tokens.extend(b - a for a, b in pairwise(times))
+        return tokens
 
 
-def _chunk(data: str) -> dict[str, Any]:
+def _chunk(data: bytes) -> dict[str, Any]:
     try:
         chunk = json.loads(data)
     except ValueError as error:
-        raise _Failed(f"not JSON: {data[:100]}") from error
+        raise _Failed(f"not JSON: {data[:100].decode(errors='replace')}") from error
     if not isinstance(chunk, dict) or "error" in chunk:
-        raise _Failed(f"the engine failed: {data[:300]}")
+        raise _Failed(f"the engine failed: {data[:300].decode(errors='replace')}")
     return chunk
 
 

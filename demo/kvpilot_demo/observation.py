@@ -53,8 +53,8 @@ class Observation:
     def summary(self) -> str:
         """Describe the current state in a few words for the screen."""
         canary = self.at("canary") or {}
-        ready = sum(_ready(pod) for pod in self.pods)
-        parts = [f"{ready} of {len(self.pods)} engines ready"]
+        up = sum(ready(pod) for pod in self.pods)
+        parts = [f"{up} of {len(self.pods)} engines ready"]
         parts += [f"canary {canary['dtype']} {canary['stage']}"] if canary else []
         reason = self.condition("Ready").get("reason")
         return ", ".join([*parts, *([str(reason)] if reason else [])])
@@ -65,7 +65,7 @@ class Observation:
         canary = self.at("canary") or {}
         return (
             self.work,
-            [(pod["metadata"]["name"], _ready(pod), (pod.get("status") or {}).get("phase")) for pod in self.pods],
+            [(pod["metadata"]["name"], ready(pod), (pod.get("status") or {}).get("phase")) for pod in self.pods],
             [(one["type"], one["status"], one.get("reason")) for one in self.status.get("conditions", ())],
             [canary.get(name) for name in ("revision", "stage", "message", "weightPercent")],
             len(self.status.get("history", ())),
@@ -94,6 +94,7 @@ def work_lines(log: str) -> int:
     return sum('"GET /' not in line for line in log.splitlines())
 
 
-def _ready(pod: Object) -> bool:
+def ready(pod: Object) -> bool:
+    """Return True if the pod's condition Ready is True."""
     conditions = (pod.get("status") or {}).get("conditions") or ()
     return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)

@@ -23,15 +23,16 @@ class DemoError(Exception):
 
 
 class DemoService(ABC):
-    """The service of examples/smollm2.yaml in one namespace of a cluster.
+    """The service of an example in one namespace of a cluster.
 
     Attributes:
         folder: folder for the files of this run.
+        example: the service's manifest; by default that of examples/smollm2.yaml.
     """
 
-    def __init__(self, folder: Path, cluster: Cluster, namespace: str) -> None:
+    def __init__(self, folder: Path, cluster: Cluster, namespace: str, example: Object | None = None) -> None:
         self.folder, self.cluster, self.namespace = folder, cluster, namespace
-        self.example: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+        self.example: dict[str, Any] = example or yaml.safe_load(EXAMPLE.read_text())
         self.name: str = self.example["metadata"]["name"]
         self.model: str = self.example["spec"]["model"].get("servedName", self.name)
 

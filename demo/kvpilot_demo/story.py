@@ -1,29 +1,56 @@
-"""Steps of the demo. A step ends when it observes its expected effect, and fails if there is no more progress."""
+"""Steps of the demo. A step ends when it observes its expected effect, and fails if there is no more progress.
+
+The story on GPUs has more steps. Its load stays during all of them, grows, and leaves at the end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
 
-from kvpilot_demo.load import Load, LoadError
+from kvpilot_demo.load import ONCE, Load, LoadError, Stats, Talk
 from kvpilot_demo.observation import STANDSTILL, Observation, Patience
 from kvpilot_demo.screen import Screen
 from kvpilot_demo.service import DemoError, DemoService
 from kvpilot_formats.untrusted import KvpilotError
+from kvpilot_localcluster.tasks import cancelled
 
-USERS = 12
-PROMPT_TOKENS = 400
-OUTPUT_TOKENS = 48
 GOOD, BAD = "k4v4", "k2v2"
 # The API allows two bits without the recent window. The engine looks healthy, but a small model answers badly.
 MISTAKE = {"mode": "Fixed", "dtype": BAD, "recentTokens": 0}
 UNDONE = {"mode": "Auto", "dtype": None, "recentTokens": None}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Load of a story. Lengths are in tokens.
+
+    Attributes:
+        users: number of users that fill the 16-bit cache.
+        grown: number of users that one engine cannot serve, whatever its dtype; 0 to leave out the steps of a growing
+            load.
+        patient: True if only a time without progress ends a wait.
+        standstill: seconds of such a time, or of a whole wait.
+    """
+
+    users: int = 12
+    prompt_tokens: int = 400
+    output_tokens: int = 48
+    talk: Talk = ONCE
+    grown: int = 0
+    patient: bool = True
+    standstill: float = STANDSTILL
+
+
+ON_GPUS = Size(40, 4000, 64, Talk(asked=200, turns=8, thought=0.5), grown=160, patient=False, standstill=240.0)
+IMAGINED = Size(12, 400, 48, Talk(asked=20, turns=4, thought=0.5), grown=48)
+"""Load for engines on CPUs, in a story with GPUs that do not exist."""
 
 
 class StoryFailed(DemoError):
@@ -61,6 +88,13 @@ class Record:
     final_answer: str = ""
     events: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds of each stage of each canary."""
+    trial_seconds: dict[str, float] = field(default_factory=dict)
+    """Pod-seconds beside the replicas in each trial, by dtype. With one GPU a pod, they are GPU-seconds."""
+    users: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Counts and latencies of the users in each step, from the clients' side."""
+    failure: str = ""
 
     @property
     def capacity_ratio(self) -> float:
@@ -73,12 +107,24 @@ class Record:
 
 
 class Story:
-    """Run of the demo's steps with one service. A Screen shows it."""
+    """Run of the demo's steps with one service. A Screen shows it.
 
-    def __init__(self, world: DemoService, screen: Screen) -> None:
+    Attributes:
+        beside: work to do beside the start of the first engine.
+    """
+
+    def __init__(
+        self, world: DemoService, screen: Screen, size: Size | None = None, save: Callable[[Record], None] | None = None
+    ) -> None:
         self._world = world
         self._screen = screen
+        self._size = size or Size()
+        self._save = save or (lambda _: None)
         self._load: Load | None = None
+        self._phase = Stats()
+        self._replicas = 1
+        self._seen = 0.0
+        self.beside: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._told: set[str] = set()
         self._title = ""
         self.record = Record()
@@ -88,29 +134,59 @@ class Story:
         watcher = asyncio.create_task(self._watch())
         try:
             await self._step("a model serves with a 16-bit KV cache", self._becomes_ready)
-            await self._step(f"{USERS} users fill the KV cache", self._is_pressured)
+            await self._step(f"{self._size.users} users fill the KV cache", self._is_pressured)
             await self._step(f"kvpilot tries {GOOD}, checks its answers and switches", self._earns)
+            if self._size.grown:
+                await self._step(f"the same users on {GOOD}", self._goes_on)
+                await self._step(f"{self._size.grown} users; kvpilot adds a replica", self._grows)
+                await self._step("the same users on two replicas", self._goes_on)
+            else:
+                await self._end_load()
             await self._step(f"you ask for {BAD} without its recent window; kvpilot refuses", self._catches)
+            if self._size.grown:
+                await self._step("the users leave; kvpilot takes the replica back", self._shrinks)
         finally:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
             if self._load is not None:
                 await self._load.stop(patience_seconds=0)
+            self._save(self.record)
         return self.record
 
     async def _step(self, title: str, act: Callable[[], Awaitable[None]]) -> None:
         began, self._title = time.monotonic(), title
+        if self._load is not None:
+            self._phase = self._load.phase()
         with self._screen.step(title):
             try:
                 await act()
             except (KvpilotError, LoadError, httpx.HTTPError, OSError) as error:
                 raise StoryFailed(title, f"{type(error).__name__}: {error}", self._world.logs) from error
-        self.record.seconds[title] = round(time.monotonic() - began, 1)
+            finally:
+                self.record.seconds[title] = round(time.monotonic() - began, 1)
+                self._count(title)
+
+    def _count(self, title: str) -> None:
+        """Add the requests of a step to the record, and save it."""
+        if self._load is not None:
+            stats = self._load.stats
+            self.record.requests, self.record.failed_requests = stats.ok + stats.failed, stats.failed
+            self.record.failures = list(stats.failures)[:5]
+            if self._phase.ok or self._phase.failed:
+                self.record.users[title] = self._phase.percentiles()
+        self._save(self.record)
 
     async def _becomes_ready(self) -> None:
         await self._world.apply_example()
-        await self._until(lambda o: o.true("Ready"), "the first engine")
+        beside = asyncio.create_task(self.beside()) if self.beside is not None else None
+        try:
+            await self._until(lambda o: o.true("Ready"), "the first engine")
+            if beside is not None:
+                await beside
+        finally:
+            if beside is not None:
+                await cancelled(beside)
         self.record.answer = await self._chat("In one short sentence: what is the capital of France?")
         self._screen.note(f"You asked for the capital of France. The model answered: {self.record.answer}")
         await self._until(lambda o: bool(o.at("accuracy", "baseline")), "16-bit answers to compare with")
@@ -119,10 +195,12 @@ class Story:
         self._load = Load(
             await self._world.url(),
             self._world.model,
-            users=USERS,
-            prompt_tokens=PROMPT_TOKENS,
-            output_tokens=OUTPUT_TOKENS,
+            users=self._size.users,
+            prompt_tokens=self._size.prompt_tokens,
+            output_tokens=self._size.output_tokens,
+            talk=self._size.talk,
         )
+        self._phase = self._load.phase()
         await self._load.start()
         seen = await self._until(lambda o: o.true("MemoryPressured"), "a full KV cache, for 15 s")
         self.record.pressure = seen.condition("MemoryPressured").get("message", "")
@@ -145,7 +223,27 @@ class Story:
         self.record.capacity_after = after.status["kvCache"]["capacityTokens"]
         # Wait until the old engine has drained. Only then is it certain that no request was lost.
         await self._until(lambda o: len(o.pods) == 1, "the last requests of the old engine")
+
+    async def _goes_on(self) -> None:
+        """Wait until each user was answered some times."""
+        enough = self._phase.ok + 10 * self._size.users
+        await self._until(lambda _: self._phase.ok >= enough, f"{10 * self._size.users} answers")
+
+    async def _grows(self) -> None:
+        self._replicas = 2
+        await self._world.patch({"spec": {"scaling": {"maxReplicas": 2}}})
+        self._screen.note(f"You set spec.scaling.maxReplicas to 2, and {self._size.grown} users come")
+        if self._load is not None:
+            self._load.set_users(self._size.grown)
+        await self._until(
+            lambda o: o.at("scaling", "replicas") == 2 or len(o.pods) == 2, "kvpilot's decision to scale out"
+        )
+        await self._until(lambda o: o.at("readyReplicas") == 2 and len(o.pods) == 2, "the second engine")
+
+    async def _shrinks(self) -> None:
         await self._end_load()
+        self._replicas = 1
+        await self._until(lambda o: len(o.pods) == 1, "a calm time, and the end of the second engine")
 
     async def _catches(self) -> None:
         self._screen.note(f"You set spec.kvCache to {BAD} with recentTokens 0")
@@ -161,7 +259,9 @@ class Story:
         self._screen.note("You undo the change. Nothing has to restart.")
         await self._until(lambda _: bool(self._answers()), "an Event with both answers")
         self.record.bad_answers = self._answers()
-        last = await self._until(lambda o: not o.at("canary") and len(o.pods) == 1, "the end of the rejected engine")
+        last = await self._until(
+            lambda o: not o.at("canary") and len(o.pods) == self._replicas, "the end of the rejected engine"
+        )
         self.record.final_dtype = last.status["kvCache"]["activeDtype"]
         self.record.final_answer = await self._chat("Say hello.")
 
@@ -174,9 +274,8 @@ class Story:
         if self._load is None:
             return
         await self._load.stop(STANDSTILL)
+        self._count(self._title)
         stats = self._load.stats
-        self.record.requests, self.record.failed_requests = stats.ok + stats.failed, stats.failed
-        self.record.failures = list(stats.failures)[:5]
         self._screen.note(f"{stats.ok} requests were answered during the change, {stats.failed} failed")
 
     async def _chat(self, question: str) -> str:
@@ -198,18 +297,32 @@ class Story:
         Raises:
             StoryFailed: there was no progress for `STANDSTILL` seconds.
         """
-        patience = Patience()
+        patience = Patience(self._size.standstill)
         while True:
             found = await self._world.observe()
+            self._measure(found)
             if seen(found):
                 return found
             self._screen.waits_for(what, found.summary)
             answered = self._load.stats.ok + self._load.stats.failed if self._load else 0
-            if patience.ended((found.sign, answered), time.monotonic()):
+            # On GPUs, each wait has a limit, because the host is lent for a time.
+            if patience.ended((found.sign, answered) if self._size.patient else what, time.monotonic()):
                 said = "; ".join(f"{c['type']}={c['status']} {c['reason']}" for c in found.status.get("conditions", ()))
-                why = f"waited for {what}, and nothing has moved for {STANDSTILL:.0f} s ({said or 'no status'})"
+                still = "and nothing has moved for" if self._size.patient else "for more than"
+                why = f"waited for {what}, {still} {self._size.standstill:.0f} s ({said or 'no status'})"
                 raise StoryFailed(self._title, why, self._world.logs)
             await asyncio.sleep(0.5)
+
+    def _measure(self, found: Observation) -> None:
+        """Add the time since the last observation to the stage of the canary, and to the cost of its trial."""
+        now, canary = time.monotonic(), found.at("canary")
+        passed, self._seen = now - self._seen if self._seen else 0.0, now
+        if not canary:
+            return
+        dtype, stage, record = canary["dtype"], f"{canary['dtype']} {canary['stage']}", self.record
+        record.stages[stage] = round(record.stages.get(stage, 0.0) + passed, 1)
+        beside = max(0, len(found.pods) - self._replicas)
+        record.trial_seconds[dtype] = round(record.trial_seconds.get(dtype, 0.0) + passed * beside, 1)
 
     async def _watch(self) -> None:
         while True:

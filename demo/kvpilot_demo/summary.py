@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpilot_demo.story import BAD, GOOD, USERS, Record
+from kvpilot_demo.story import BAD, GOOD, Record, Size
 
 
-def summary(record: Record, limit: int) -> list[tuple[str, str]]:
+def summary(record: Record, limit: int, size: Size | None = None) -> list[tuple[str, str]]:
     """Return the lines of the summary, each as (title, text). `limit` is the allowed KL divergence in nats x 1000."""
-    good, bad = record.good_probe, record.bad_probe
+    good, bad, users = record.good_probe, record.bad_probe, (size or Size()).users
     return [
-        ("Problem", f"With 16 bits the KV cache held {record.capacity_before:,} tokens. {USERS} users filled it."),
+        ("Problem", f"With 16 bits the KV cache held {record.capacity_before:,} tokens. {users} users filled it."),
         (
             "Change",
             f"kvpilot started an engine with {GOOD} (4 bits) and compared its answers with the 16-bit ones: "
@@ -34,6 +34,19 @@ def summary(record: Record, limit: int) -> list[tuple[str, str]]:
         ),
         *(("Compare", part.strip()) for part in record.bad_answers.split(" | ")),
     ]
+
+
+def figures(record: Record) -> list[tuple[str, str]]:
+    """Return what was measured as lines (title, text); partial after a failure."""
+    lines = [("Step", f"{seconds:6.1f} s  {title}") for title, seconds in record.seconds.items()]
+    lines += [("Stage", f"{seconds:6.1f} s  {stage}") for stage, seconds in record.stages.items()]
+    lines += [("Trial", f"{dtype}: {seconds:.0f} GPU-seconds") for dtype, seconds in record.trial_seconds.items()]
+    for title, users in record.users.items():
+        ttft, itl = ("/".join(f"{ms:.0f}" for ms in users[name].values()) for name in ("ttftMs", "itlMs"))
+        counts = f"{users['ok']} answered, {users['failed']} failed"
+        lines.append(("Users", f"{title}: {counts}, TTFT p50/p95/p99 {ttft} ms, ITL {itl} ms"))
+    tokens = f"{record.capacity_before:,} tokens before, {record.capacity_after:,} after"
+    return [*lines, ("Capacity", tokens), ("Requests", f"{record.requests}, {record.failed_requests} failed")]
 
 
 def _damage(probe: dict[str, Any], limit: int) -> str:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import yaml
@@ -24,6 +24,7 @@ from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_localcluster.rest import Rest
 from kvpilot_operator.cluster.client import Cluster
+from kvpilot_operator.cluster.objects import Object
 from kvpilot_smallmodels.models import smollm2_135m
 
 CRD = ROOT / "crds" / "kvpilot.io_quantizedllmservices.yaml"
@@ -35,8 +36,8 @@ Report = Callable[[str, float], None]
 class World(DemoService):
     """Local cluster with the operator and the demo's service. Use `async with World.up(...)`."""
 
-    def __init__(self, folder: Path, local: LocalCluster, cluster: Cluster) -> None:
-        super().__init__(folder, cluster, NAMESPACE)
+    def __init__(self, folder: Path, local: LocalCluster, cluster: Cluster, example: Object | None = None) -> None:
+        super().__init__(folder, cluster, NAMESPACE, example)
         self._local = local
         self._operator: subprocess.Popen[bytes] | None = None
 
@@ -59,7 +60,14 @@ class World(DemoService):
     @classmethod
     @contextlib.asynccontextmanager
     async def up(
-        cls, folder: Path, report: Report, table: Path = DEFAULT_TABLE, *, newer: bool = True
+        cls,
+        folder: Path,
+        report: Report,
+        table: Path = DEFAULT_TABLE,
+        *,
+        newer: bool = True,
+        example: Object | None = None,
+        resources: Mapping[str, str] | None = None,
     ) -> AsyncIterator[World]:
         """Build missing programs and start everything. Stop it at the end.
 
@@ -69,15 +77,19 @@ class World(DemoService):
             table: the image table.
             newer: True to start the server that enforces CEL rules, too. Its build takes as long as all others
                 together.
+            example: the service's manifest; by default that of examples/smollm2.yaml.
+            resources: resources of the node beside the machine's. They need not exist.
         """
-        local = await asyncio.to_thread(LocalCluster, folder, table=table, report=report, newer=newer)
+        local = await asyncio.to_thread(
+            LocalCluster, folder, table=table, resources=resources, report=report, newer=newer
+        )
         await asyncio.to_thread(smollm2_135m, report)
         try:
             report("control plane and node", 0.0)
             await asyncio.to_thread(local.start)
             report("control plane and node", 1.0)
             await config.load_kube_config(config_file=str(local.kubeconfig))
-            world = cls(folder, local, Cluster(ApiClient()))
+            world = cls(folder, local, Cluster(ApiClient()), example)
             try:
                 await world._install_crd()
                 world.start_operator()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import string
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,11 +30,18 @@ class Image:
     path: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, str] = field(default_factory=dict)
+    inherit: tuple[str, ...] = ()
 
     def environment(self, pod: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that the image sets. `pod` has POD_IP, POD_NAME and POD_NAMESPACE."""
         found = {name: expand(value, pod) for name, value in self.env.items()}
-        return {"PATH": ":".join([*self.path, _SYSTEM_PATH]), "LANG": "C.UTF-8", **found}
+        ours = {
+            name: value
+            for name, value in os.environ.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.inherit)
+        }
+        path = ":".join([*self.path, ours.pop("PATH", _SYSTEM_PATH)])
+        return {**ours, "PATH": path, "LANG": "C.UTF-8", **found}
 
 
 def load(path: Path = DEFAULT_TABLE) -> list[Image]:

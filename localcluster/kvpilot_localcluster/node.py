@@ -8,6 +8,7 @@ Like a kubelet, it handles:
 - startup, readiness and liveness probes;
 - preStop, SIGTERM and the grace period;
 - exit codes, termination messages, statuses and conditions;
+- GPUs: each has one owner, which sees no other (gpus.py);
 - `kubectl logs`.
 
 After a kill -9 of the agent, its processes continue. The next agent with the same folder adopts them, and no container
@@ -39,10 +40,11 @@ from typing import Any
 import aiohttp
 from kubernetes.aio.client import ApiException
 
-from kvpilot_localcluster import controlplane, images, procs
+from kvpilot_localcluster import controlplane, gpus, images, procs
 from kvpilot_localcluster.addresses import Addresses
 from kvpilot_localcluster.backoff import Backoff
 from kvpilot_localcluster.container import Process, exited
+from kvpilot_localcluster.errors import LocalClusterError
 from kvpilot_localcluster.kube import MERGE, STRATEGIC, Json, Kube
 from kvpilot_localcluster.kubelet_api import LogServer
 from kvpilot_localcluster.pod import PodWorker
@@ -68,7 +70,8 @@ class Options:
             pods.
         name: the Node's name.
         table: the image table.
-        resources: allocatable resources to add or change, e.g. {"nvidia.com/gpu": "4"}. They need not exist.
+        resources: allocatable resources to add or change, e.g. {"nvidia.com/gpu": "4"}. They need not exist. Without
+            an entry for GPUs, the node has those of the machine.
         labels: additional labels of the Node.
         backoff: back-off of container restarts.
         services: True to forward Services, too.
@@ -96,6 +99,15 @@ def machine_resources() -> dict[str, str]:
     return {"cpu": str(os.cpu_count() or 1), "memory": f"{kib}Ki", "ephemeral-storage": "50Gi", "pods": "110"}
 
 
+def _gpus() -> list[gpus.Gpu]:
+    try:
+        return gpus.find()
+    except LocalClusterError as error:
+        # A machine with a broken driver can still run pods that need no GPU.
+        log.warning("the node has no GPUs: %s", error)
+        return []
+
+
 class Agent:
     """Agent of one Node. `run` continues until it is cancelled."""
 
@@ -103,10 +115,13 @@ class Agent:
         self._kube = kube
         self._options = options
         options.folder.mkdir(parents=True, exist_ok=True)
-        self._resources = {**machine_resources(), **options.resources}
-        self._node = Node(
-            kube, options.name, options.folder, images.load(options.table), options.backoff, self._resources
-        )
+        found = [] if gpus.RESOURCE in options.resources else _gpus()
+        self._labels = {**gpus.labels(found, gpus.cuda_version() if found else ""), **options.labels}
+        own = {gpus.RESOURCE: str(len(found))} if found else {}
+        self._resources = {**machine_resources(), **own, **options.resources}
+        devices = gpus.Devices(int(self._resources.get(gpus.RESOURCE, 0)), options.folder / "pods")
+        table = images.load(options.table)
+        self._node = Node(kube, options.name, options.folder, table, options.backoff, self._resources, devices)
         self._addresses = Addresses(options.folder)
         self._pods: dict[str, PodWorker] = {}
         # Pods that this agent has ended. Until the watch reports their deletion, its other events about them are stale.
@@ -145,7 +160,7 @@ class Agent:
             "kubernetes.io/hostname": name,
             "kubernetes.io/os": "linux",
             "kubernetes.io/arch": "amd64",
-            **self._options.labels,
+            **self._labels,
         }
         node = {"metadata": {"name": name, "labels": labels}}
         try:

@@ -137,6 +137,8 @@ class PodWorker:
         async with asyncio.TaskGroup() as group:
             for worker in self._mains:
                 group.create_task(worker.work())
+        # All containers have ended, and none will start again.
+        self._node.devices.release(self._pod["metadata"]["uid"])
 
     def _complain(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled() and (error := work.exception()) is not None:

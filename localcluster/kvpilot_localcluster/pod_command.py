@@ -9,7 +9,7 @@ from typing import Any
 
 from kubernetes.aio.client import ApiException
 
-from kvpilot_localcluster import images, volumes
+from kvpilot_localcluster import gpus, images, volumes
 from kvpilot_localcluster.backoff import Backoff
 from kvpilot_localcluster.container import Command
 from kvpilot_localcluster.errors import InvalidPod, UnknownImage
@@ -27,6 +27,7 @@ class Node:
         images: the image table.
         host: the node's IP address.
         allocatable: the node's resources.
+        devices: the node's GPUs.
         services: all Services of the cluster, which the forwarder keeps current.
     """
 
@@ -36,6 +37,7 @@ class Node:
     images: list[images.Image]
     backoff: Backoff
     allocatable: Mapping[str, str]
+    devices: gpus.Devices
     host: str = "127.0.0.1"
     services: dict[str, Json] = field(default_factory=dict)
 
@@ -78,6 +80,7 @@ async def command(
     folders[spec.get("terminationMessagePath") or "/dev/termination-log"] = str(message_file)
     # Do not rewrite `base`: the image's settings already have paths of this machine.
     variables = base | {name: rewrite(value, folders) for name, value in wanted.items()}
+    variables |= node.devices.variables(metadata["uid"], spec)
     first = [*(spec.get("command") or image.entrypoint), *(spec.get("args") or [])]
     argv = [rewrite(expand(part, variables), folders) for part in first]
     if not argv:

@@ -190,6 +190,6 @@ async def test_a_prompt_that_cannot_fit_or_an_engine_that_is_not_there_keeps_the
             await long.start()
         await long.stop()
     gone = Load(url, "m", users=1, prompt_tokens=10, output_tokens=TOKENS)
-    with pytest.raises(LoadError, match="ConnectError"):
+    with pytest.raises(LoadError, match="ClientConnectorError"):
         await gone.start()
     await gone.stop()

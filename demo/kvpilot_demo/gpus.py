@@ -1,0 +1,165 @@
+"""Story on GPUs: checks before anything starts, the service's manifest, and a start of each engine beside the first."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvpilot_demo.observation import ready
+from kvpilot_demo.service import EXAMPLE, ROOT, DemoError, DemoService
+from kvpilot_demo.story import BAD, GOOD, MISTAKE
+from kvpilot_localcluster.errors import LocalClusterError
+from kvpilot_localcluster.gpus import RESOURCE, Gpu, cuda_version, find
+from kvpilot_operator.api.spec import parse
+from kvpilot_operator.cluster.objects import Object, Ref
+from kvpilot_operator.render.engine import pod_template
+
+NEEDED = 3
+"""GPUs of the story: two replicas and a canary."""
+_FREE_MIB = 16_000
+_IDLE_MIB = 1_024
+"""Memory that a driver takes on an idle GPU, at most."""
+_TORCH = """
+import importlib.util, json, torch
+if importlib.util.find_spec("vllm") is None:
+    raise ModuleNotFoundError("No module named 'vllm'")
+seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps([torch.__version__, torch.version.cuda, seen]))
+"""
+_COMPILE_SECONDS = 400.0
+
+
+def faults(gpus: Sequence[Gpu], driver_cuda: str, torch: Sequence[Any] | str) -> list[str]:
+    """Return a message for each problem that keeps the story from running on these GPUs, with its remedy.
+
+    Args:
+        gpus: all GPUs of the machine.
+        driver_cuda: newest CUDA version that the driver supports.
+        torch: torch's version, its CUDA version and the number of GPUs that it sees; or the error of its import.
+    """
+    found = []
+    if len(gpus) < NEEDED:
+        found.append(
+            f"GPUs: nvidia-smi lists {len(gpus)}, and the story needs {NEEDED}: use a host with more NVIDIA GPUs, or "
+            "leave --gpu out for engines on CPUs"
+        )
+    found += [fault for gpu in gpus for fault in _faults_of(gpu)]
+    if not gpus:
+        return found
+    if isinstance(torch, str):
+        return [*found, f"vLLM: {torch}: install the CUDA builds of torch and vLLM for {sys.executable}"]
+    version, built_for, seen = torch
+    if built_for is None:
+        found.append(f"torch: {version} is built without CUDA: install the CUDA builds of torch and vLLM")
+    elif not seen:
+        found.append(
+            f"torch: {version} needs a driver for CUDA {built_for}, and torch.cuda.is_available() is False with driver "
+            f"{gpus[0].driver} (up to CUDA {driver_cuda or 'unknown'}): update the driver, or install a torch for it; "
+            "if both fit, unset CUDA_VISIBLE_DEVICES and check access to /dev/nvidia*"
+        )
+    elif seen < len(gpus):
+        found.append(f"CUDA_VISIBLE_DEVICES: torch sees {seen} of {len(gpus)} GPUs, and pods get any of them: unset it")
+    return found
+
+
+def _faults_of(gpu: Gpu) -> list[str]:
+    found, name = [], f"GPU {gpu.index} ({gpu.name})"
+    if gpu.mig:
+        found.append(f"{name}: mig.mode.current is Enabled, and the story needs whole GPUs: use a host without MIG")
+    if gpu.memory < _FREE_MIB:
+        found.append(f"{name}: memory.total is {gpu.memory} MiB, and an engine needs {_FREE_MIB}: use larger GPUs")
+    if gpu.processes or gpu.used > _IDLE_MIB:
+        pids = ", ".join(map(str, gpu.processes)) or "unknown to nvidia-smi"
+        found.append(
+            f"{name}: memory.used is {gpu.used} MiB (processes: {pids}): end these processes, then start again"
+        )
+    return found
+
+
+def found_faults() -> list[str]:
+    """Look at this machine, and return its faults."""
+    try:
+        gpus = find()
+        return [*faults(gpus, cuda_version() if gpus else "", _torch() if gpus else ""), *_programs()]
+    except LocalClusterError as error:
+        return [f"nvidia-smi: {error}"]
+
+
+def _torch() -> list[Any] | str:
+    # In its own process, because CUDA in this one would take memory on a GPU.
+    try:
+        done = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=240, check=False)
+    except subprocess.TimeoutExpired:
+        return "import torch does not end in 240 s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["import torch failed"])[-1]
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _programs() -> list[str]:
+    folder = Path(sys.executable).parent
+    missing = [name for name in ("kvpilot-operator", "kvpilot-serve") if not (folder / name).exists()]
+    return [f"{folder} has no {name}: install kvpilot there with pip" for name in missing]
+
+
+def manifest(*, imagined: bool) -> Object:
+    """Return the service of the story. With `imagined`, its engines run on CPUs and GPUs are only counted."""
+    made: Object = yaml.safe_load((ROOT / "examples" / "smollm2-gpu.yaml").read_text())
+    if imagined:
+        cpu = yaml.safe_load(EXAMPLE.read_text())["spec"]
+        made["spec"] |= {name: cpu[name] for name in ("model", "engine", "drain")}
+        made["spec"]["engine"]["resources"]["limits"] = {RESOURCE: 1}
+        made["spec"]["canary"] |= {"progressDeadlineSeconds": 3600, "minRequests": 10}
+        made["spec"]["accuracy"]["consecutiveErrorLimit"] = 100
+    return made
+
+
+async def compiled(world: DemoService, note: Callable[[str], None]) -> None:
+    """Let engines of the later dtypes compile on free GPUs, and end them.
+
+    All engines share one folder for compiled code, as with spec.cache.compileClaimName in a cluster.
+
+    Raises:
+        DemoError: an engine did not start.
+    """
+    pods = [_pod(world, GOOD, {}), _pod(world, BAD, MISTAKE)]
+    for pod in pods:
+        await world.cluster.create(pod)
+    try:
+        async with asyncio.timeout(_COMPILE_SECONDS):
+            for pod in pods:
+                while not ready(found := await world.cluster.get(Ref.to(pod))):
+                    phase = [one.get("restartCount", 0) for one in found["status"].get("containerStatuses", ())]
+                    if any(phase):
+                        raise DemoError(f"{pod['metadata']['name']}: its engine ended: read {world.logs}")
+                    await asyncio.sleep(1)
+                note(f"{pod['metadata']['name']}: its code is compiled")
+                await world.cluster.delete(Ref.to(pod))
+            for pod in pods:
+                while await world.cluster.find(Ref.to(pod)) is not None:
+                    await asyncio.sleep(0.5)
+    except TimeoutError:
+        raise DemoError(f"engines did not start in {_COMPILE_SECONDS:.0f} s: read {world.logs}") from None
+
+
+def _pod(world: DemoService, dtype: str, kv_cache: Object) -> Object:
+    """Return a pod like those of the service with this dtype. It belongs to no revision and gets no requests."""
+    service = copy.deepcopy(world.manifest())
+    service["spec"]["kvCache"] |= kv_cache
+    spec = pod_template(world.name, parse(service), dtype)["spec"]
+    metadata = {"name": f"compile-{dtype}", "namespace": world.namespace, "labels": {"app": "compile"}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": {**spec, "terminationGracePeriodSeconds": 20},
+    }
