@@ -30,6 +30,7 @@ from kvpilot_demo.world import World, run_folder
 from kvpilot_formats.installed import add_version
 from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_localcluster.errors import LocalClusterError
+from kvpilot_localcluster.gpus import RESOURCE
 from kvpilot_operator.api.spec import parse
 from kvpilot_smallmodels.models import ModelError
 
@@ -146,7 +147,7 @@ def _hardware(options: argparse.Namespace) -> dict[str, Any]:
     if not options.gpu:
         return {}
     made = {"example": gpus.manifest(imagined=bool(options.imagined_gpus))}
-    room = {gpus.RESOURCE: str(options.imagined_gpus), "cpu": "32"} if options.imagined_gpus else None
+    room = {RESOURCE: str(options.imagined_gpus), "cpu": "32"} if options.imagined_gpus else None
     return {**made, "resources": room}
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -35,15 +34,17 @@ seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(json.dumps([torch.__version__, torch.version.cuda, seen]))
 """
 _COMPILE_SECONDS = 400.0
+Torch = tuple[str, str | None, int]
+"""Version of torch, the CUDA version that it is built for, and the number of GPUs that it sees."""
 
 
-def faults(gpus: Sequence[Gpu], driver_cuda: str, torch: Sequence[Any] | str) -> list[str]:
+def faults(gpus: Sequence[Gpu], driver_cuda: str, torch: Torch | str) -> list[str]:
     """Return a message for each problem that keeps the story from running on these GPUs, with its remedy.
 
     Args:
         gpus: all GPUs of the machine.
         driver_cuda: newest CUDA version that the driver supports.
-        torch: torch's version, its CUDA version and the number of GPUs that it sees; or the error of its import.
+        torch: the facts about torch, or the error of its import.
     """
     found = []
     if len(gpus) < NEEDED:
@@ -93,7 +94,7 @@ def found_faults() -> list[str]:
         return [f"nvidia-smi: {error}"]
 
 
-def _torch() -> list[Any] | str:
+def _torch() -> Torch | str:
     # In its own process, because CUDA in this one would take memory on a GPU.
     try:
         done = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=240, check=False)
@@ -101,8 +102,8 @@ def _torch() -> list[Any] | str:
         return "import torch does not end in 240 s"
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["import torch failed"])[-1]
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    version, built_for, seen = json.loads(done.stdout.splitlines()[-1])
+    return version, built_for, seen
 
 
 def _programs() -> list[str]:

@@ -35,6 +35,7 @@ class Size:
         users: number of users that fill the 16-bit cache.
         grown: number of users that one engine cannot serve, whatever its dtype; 0 to leave out the steps of a growing
             load.
+        rounds: number of answers for each user in a step that only measures.
         patient: True if only a time without progress ends a wait.
         standstill: seconds of such a time, or of a whole wait.
     """
@@ -44,11 +45,14 @@ class Size:
     output_tokens: int = 48
     talk: Talk = ONCE
     grown: int = 0
+    rounds: int = 3
     patient: bool = True
     standstill: float = STANDSTILL
 
 
-ON_GPUS = Size(40, 4000, 64, Talk(asked=200, turns=8, thought=0.5), grown=160, patient=False, standstill=240.0)
+ON_GPUS = Size(
+    64, 4000, 64, Talk(asked=200, turns=8, thought=0.5), grown=200, rounds=20, patient=False, standstill=240.0
+)
 IMAGINED = Size(12, 400, 48, Talk(asked=20, turns=4, thought=0.5), grown=48)
 """Load for engines on CPUs, in a story with GPUs that do not exist."""
 
@@ -123,7 +127,7 @@ class Story:
         self._load: Load | None = None
         self._phase = Stats()
         self._replicas = 1
-        self._seen = 0.0
+        self._seen, self._trial = 0.0, ""
         self.beside: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._told: set[str] = set()
         self._title = ""
@@ -225,9 +229,8 @@ class Story:
         await self._until(lambda o: len(o.pods) == 1, "the last requests of the old engine")
 
     async def _goes_on(self) -> None:
-        """Wait until each user was answered some times."""
-        enough = self._phase.ok + 10 * self._size.users
-        await self._until(lambda _: self._phase.ok >= enough, f"{10 * self._size.users} answers")
+        enough = self._size.rounds * self._size.users
+        await self._until(lambda _: self._phase.ok >= enough, f"{enough} answers")
 
     async def _grows(self) -> None:
         self._replicas = 2
@@ -242,7 +245,6 @@ class Story:
 
     async def _shrinks(self) -> None:
         await self._end_load()
-        self._replicas = 1
         await self._until(lambda o: len(o.pods) == 1, "a calm time, and the end of the second engine")
 
     async def _catches(self) -> None:
@@ -315,14 +317,14 @@ class Story:
 
     def _measure(self, found: Observation) -> None:
         """Add the time since the last observation to the stage of the canary, and to the cost of its trial."""
-        now, canary = time.monotonic(), found.at("canary")
+        now, record, canary = time.monotonic(), self.record, found.at("canary")
         passed, self._seen = now - self._seen if self._seen else 0.0, now
-        if not canary:
-            return
-        dtype, stage, record = canary["dtype"], f"{canary['dtype']} {canary['stage']}", self.record
-        record.stages[stage] = round(record.stages.get(stage, 0.0) + passed, 1)
-        beside = max(0, len(found.pods) - self._replicas)
-        record.trial_seconds[dtype] = round(record.trial_seconds.get(dtype, 0.0) + passed * beside, 1)
+        if canary:
+            self._trial, stage = canary["dtype"], f"{canary['dtype']} {canary['stage']}"
+            record.stages[stage] = round(record.stages.get(stage, 0.0) + passed, 1)
+        if self._trial and (beside := len(found.pods) - self._replicas) > 0:
+            cost = record.trial_seconds.get(self._trial, 0.0) + passed * beside
+            record.trial_seconds[self._trial] = round(cost, 1)
 
     async def _watch(self) -> None:
         while True:
