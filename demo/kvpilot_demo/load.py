@@ -236,6 +236,7 @@ class Load:
         }
         sent = time.monotonic()
         times: list[float] = []
+        counts: list[int] = []
         tokens: list[int] = []
         usage: dict[str, Any] = {}
         done = False
@@ -250,7 +251,9 @@ class Load:
                     usage = chunk.get("usage") or usage
                     if choices := chunk.get("choices"):
                         times.append(time.monotonic())
-                        tokens += choices[0].get("token_ids") or ()
+                        new = choices[0].get("token_ids") or ()
+                        tokens += new
+                        counts.append(max(1, len(new)))
         answered = int(usage.get("completion_tokens", 0))
         if not done or not times or answered != wanted:
             raise _Failed(f"the answer ended after {answered or len(times)} of {wanted} tokens")
@@ -259,7 +262,9 @@ class Load:
             stats.prompt_tokens += len(prompt)
             stats.output_tokens += answered
             stats.first_token.append(times[0] - sent)
-            stats.between_tokens.extend(b - a for a, b in pairwise(times))
+            # An event may bring several tokens. Each then counts with its share of the time.
+            for (a, b), count in zip(pairwise(times), counts[1:], strict=True):
+                stats.between_tokens.extend([(b - a) / count] * count)
         return tokens
 
 

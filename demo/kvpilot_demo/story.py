@@ -50,8 +50,9 @@ class Size:
     standstill: float = STANDSTILL
 
 
+# With longer prompts or shorter answers, prompts would fill the engine's steps, and memory would not be its limit.
 ON_GPUS = Size(
-    64, 4000, 64, Talk(asked=200, turns=8, thought=0.5), grown=200, rounds=20, patient=False, standstill=240.0
+    32, 6000, 500, Talk(asked=200, turns=2, thought=0.5), grown=96, rounds=8, patient=False, standstill=300.0
 )
 IMAGINED = Size(12, 400, 48, Talk(asked=20, turns=4, thought=0.5), grown=48)
 """Load for engines on CPUs, in a story with GPUs that do not exist."""
