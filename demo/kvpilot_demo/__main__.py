@@ -134,7 +134,12 @@ async def _tell(options: argparse.Namespace, screen: Screen, folder: Path) -> No
             story = Story(world, screen, size, lambda record: _save(options, record))
             if options.gpu and not options.imagined_gpus:
                 story.beside = lambda: gpus.compiled(world, screen.note)
-            record = await story.run()
+            try:
+                record = await story.run()
+            except BaseException:
+                if options.gpu:
+                    screen.close(figures(story.record))
+                raise
         lines = summary(record, parse(world.example).accuracy.max_excess_kl_millinats, size)
         screen.close([*lines, *(figures(record) if options.gpu else ())])
         if options.keep:

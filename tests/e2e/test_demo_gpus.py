@@ -34,9 +34,9 @@ async def test_the_story_on_gpus_happens_and_is_measured(tmp_path):
         story = Story(world, Screen(plain=True), SIZE, lambda record: saved.append(record.as_json()))
         story.beside = lambda: gpus.compiled(world, lambda text: None)
         record = await story.run()
-        owners = {pod["metadata"]["name"] for pod in await world.pods()}
+        last = await world.observe()
     assert record.failed_requests == 0, record.failures
-    assert len(owners) == 1
+    assert last.engines(GOOD) == 1
     assert [title.split(";")[0] for title in record.seconds][-3:] == [
         "the same users on two replicas",
         f"you ask for {BAD} without its recent window",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_localcluster import gpus
+from kvpilot_localcluster import gpus, images
 from kvpilot_localcluster.errors import InvalidPod, LocalClusterError
 from kvpilot_operator.observe.nodes import node_facts
 
@@ -113,3 +113,19 @@ def test_an_owner_keeps_its_gpus_until_its_processes_have_ended(tmp_path: Path) 
 
 def test_a_node_without_gpus_sets_no_variable(tmp_path: Path) -> None:
     assert gpus.Devices(0, tmp_path).variables("a", {"name": "engine"}) == {}
+
+
+def test_a_cuda_engine_finds_the_machines_cuda_but_not_its_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = {"PATH": "/opt/cuda/bin", "PYTHONPATH": "/opt/vllm", "LD_LIBRARY_PATH": "/opt/lib", "SECRET": "x"}
+    for name, value in machine.items():
+        monkeypatch.setenv(name, value)
+    image = images.find(images.load(), "kvpilot/runtime-cuda:dev")
+    assert image is not None
+    found = image.environment({"POD_IP": "127.0.1.1"})
+    assert found["PATH"].endswith(":/opt/cuda/bin")
+    assert (found["PYTHONPATH"], found["LD_LIBRARY_PATH"]) == ("/opt/vllm", "/opt/lib")
+    assert found["KVPILOT_SERVE_HOST"] == "127.0.1.1"
+    assert "SECRET" not in found
+    plain = images.find(images.load(), "kvpilot/runtime:dev")
+    assert plain is not None
+    assert "PYTHONPATH" not in plain.environment({"POD_IP": "127.0.1.1"})
