@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -27,9 +28,11 @@ _FREE_MIB = 16_000
 _IDLE_MIB = 1_024
 """Memory that a driver takes on an idle GPU, at most."""
 _TORCH = """
-import importlib.util, json, torch
+import importlib.metadata, importlib.util, json, torch
 if importlib.util.find_spec("vllm") is None:
     raise ModuleNotFoundError("No module named 'vllm'")
+if not importlib.metadata.entry_points(group="vllm.general_plugins", name="kvpilot"):
+    raise ModuleNotFoundError("No plugin 'kvpilot' of vLLM: kvpilot is not installed, only on the path")
 seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(json.dumps([torch.__version__, torch.version.cuda, seen]))
 """
@@ -56,7 +59,7 @@ def faults(gpus: Sequence[Gpu], driver_cuda: str, torch: Torch | str) -> list[st
     if not gpus:
         return found
     if isinstance(torch, str):
-        return [*found, f"vLLM: {torch}: install the CUDA builds of torch and vLLM for {sys.executable}"]
+        return [*found, f"vLLM: {torch}: install kvpilot and the CUDA builds of torch and vLLM for {sys.executable}"]
     version, built_for, seen = torch
     if built_for is None:
         found.append(f"torch: {version} is built without CUDA: install the CUDA builds of torch and vLLM")
@@ -107,6 +110,8 @@ def _torch() -> Torch | str:
 
 
 def _programs() -> list[str]:
+    if relative := [part for part in os.environ.get("PYTHONPATH", "").split(":") if part and part[0] != "/"]:
+        return [f"PYTHONPATH: {':'.join(relative)} is relative, and pods have other folders: use absolute paths"]
     folder = Path(sys.executable).parent
     missing = [name for name in ("kvpilot-operator", "kvpilot-serve") if not (folder / name).exists()]
     return [f"{folder} has no {name}: install kvpilot there with pip" for name in missing]

@@ -46,7 +46,7 @@ def test_a_gpu_that_cannot_be_used_is_named(changes: dict[str, Any], words: str)
     (("2.13.0+cpu", None, 0), "is built without CUDA"),
     (("2.11.0+cu130", "13.0", 0), "needs a driver for CUDA 13.0.*up to CUDA 12.2.*update the driver"),
     (("2.11.0+cu130", "13.0", 1), "CUDA_VISIBLE_DEVICES: torch sees 1 of 3 GPUs"),
-    ("ModuleNotFoundError: No module named 'vllm'", "No module named 'vllm': install the CUDA builds"),
+    ("ModuleNotFoundError: No module named 'vllm'", "No module named 'vllm': install kvpilot and the CUDA builds"),
 ])  # fmt: skip
 def test_a_torch_that_cannot_use_the_driver_is_named(torch: Any, words: str) -> None:
     (fault,) = gpus.faults(three(), "12.2", torch)
@@ -62,6 +62,12 @@ def test_too_few_gpus_are_named_before_anything_starts(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "demo: GPUs: nvidia-smi lists 0" in done.stderr
     assert not (tmp_path / "cache" / "runs").exists()
+
+
+def test_a_path_that_only_the_demo_could_follow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/opt/vllm:demo")
+    (fault,) = gpus._programs()
+    assert fault.startswith("PYTHONPATH: demo is relative")
 
 
 @pytest.mark.parametrize("imagined", [True, False])
