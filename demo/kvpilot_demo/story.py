@@ -52,7 +52,7 @@ class Size:
 
 # With longer prompts or shorter answers, prompts would fill the engine's steps, and memory would not be its limit.
 ON_GPUS = Size(
-    32, 6000, 500, Talk(asked=200, turns=2, thought=0.5), grown=96, rounds=8, patient=False, standstill=300.0
+    24, 6000, 500, Talk(asked=200, turns=2, thought=0.5), grown=96, rounds=8, patient=False, standstill=300.0
 )
 IMAGINED = Size(12, 400, 48, Talk(asked=20, turns=4, thought=0.5), grown=48)
 """Load for engines on CPUs, in a story with GPUs that do not exist."""
@@ -316,7 +316,7 @@ class Story:
                 return found
             self._screen.waits_for(what, found.summary)
             answered = self._load.stats.ok + self._load.stats.failed if self._load else 0
-            # On GPUs, each wait has a limit, because the host is lent for a time.
+            # GPUs are dear: on them, each wait has a limit even if something moves.
             if patience.ended((found.sign, answered) if self._size.patient else what, time.monotonic()):
                 said = "; ".join(f"{c['type']}={c['status']} {c['reason']}" for c in found.status.get("conditions", ()))
                 still = "and nothing has moved for" if self._size.patient else "for more than"
@@ -343,10 +343,16 @@ class Story:
             await asyncio.sleep(1.0)
 
     async def _look(self) -> None:
-        self._screen.show(await self._world.service(), self._load.stats if self._load else None)
+        service = await self._world.service()
+        self._screen.show(service, self._load.stats if self._load else None)
         for event in await self._world.events():
-            identity = event["metadata"]["uid"]
-            if identity not in self._told:
-                self._told.add(identity)
-                self.record.events.append(f"{event['reason']}: {event['message']}")
-                self._screen.event(event["reason"], event["message"])
+            self._tell(event["metadata"]["uid"], event["reason"], event["message"])
+        if canary := ((service or {}).get("status") or {}).get("canary"):
+            self._tell(canary.get("message", ""), canary["stage"], canary.get("message", ""))
+
+    def _tell(self, identity: str, reason: str, message: str) -> None:
+        """Show and record an Event or a canary's message, once."""
+        if identity not in self._told:
+            self._told.add(identity)
+            self.record.events.append(f"{reason}: {message}")
+            self._screen.event(reason, message)
