@@ -1,0 +1,43 @@
+"""The benchmark of faults on GPUs, with cheap engines and GPUs that do not exist: each fault ends, and is counted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvpilot_demo import gpus
+from kvpilot_demo.load import Talk
+from kvpilot_localcluster.gpus import RESOURCE
+from support import story_engine
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.operator import gpu_faults
+from benchmarks.operator.gpu_service import Users
+
+pytestmark = pytest.mark.timeout(1800)
+IMAGE = "kvpilot/story-engine:dev"
+USERS = Users(20, 1200, 100, Talk(asked=20, turns=2, thought=0.1))
+NAMES = os.environ.get("FAULTS", "kill dtype").split()
+
+
+async def test_faults_end_and_are_counted(tmp_path):
+    table = tmp_path / "table.yaml"
+    table.write_text(yaml.safe_dump({"images": [story_engine.image(tmp_path / "engine", IMAGE)]}))
+    example = gpus.manifest(imagined=True)
+    example["spec"]["engine"] |= {"image": IMAGE, "env": [], "extraArgs": []}
+    example["spec"]["model"]["maxModelLen"] = story_engine.faulty.CONTEXT
+    rows = []
+    room = {RESOURCE: str(gpus.NEEDED + 1), "cpu": "32"}
+    try:
+        await gpu_faults.run(NAMES, tmp_path, example, USERS, rows.append, table=table, resources=room)
+    finally:
+        print(gpu_faults.table(rows))
+        for row in rows:
+            print(row.fault, row.failed_sent, row.failures, row.unready, row.users)
+            print("\n".join(row.seen))
+    assert [row.lost for row in rows] == [0, 0]
