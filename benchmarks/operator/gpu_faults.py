@@ -82,9 +82,7 @@ async def run(
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     table, flag = wrapped(world.pop("table", DEFAULT_TABLE), folder)
     began = time.monotonic()
-    async with World.up(
-        folder / "world", lambda *_: None, table, newer=False, example=manifest(example), **world
-    ) as found:
+    async with World.up(folder / "world", lambda *_: None, table, newer=False, example=example, **world) as found:
         bench = Bench(found, users, flag)
         try:
             await bench.start()
@@ -136,7 +134,7 @@ def main() -> int:
         print("\n".join(f"gpu_faults: {fault}" for fault in found), file=sys.stderr)
         return 1
     rows: list[Row] = []
-    users, example, why = Users(), gpus.manifest(imagined=False), ""
+    users, example, why = Users(), manifest(gpus.manifest(imagined=False)), ""
     about = {**_machine(), "users": asdict(users), "livenessProbe": ALIVE}
 
     def write() -> None:

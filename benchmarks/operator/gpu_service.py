@@ -65,9 +65,9 @@ class FaultFailed(DemoError):
 class Users:
     """Load during the faults. Lengths are in tokens."""
 
-    count: int = 16
+    count: int = 32
     prompt: int = 1500
-    output: int = 500
+    output: int = 300
     talk: Talk = _TALK
 
 

@@ -17,20 +17,22 @@ from support import story_engine
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.operator import gpu_faults
-from benchmarks.operator.gpu_service import Users
+from benchmarks.operator.gpu_service import Users, manifest
 
 pytestmark = pytest.mark.timeout(1800)
 IMAGE = "kvpilot/story-engine:dev"
-USERS = Users(20, 1200, 100, Talk(asked=20, turns=2, thought=0.1))
+USERS = Users(8, 200, 100, Talk(asked=20, turns=2, thought=0.1))
 NAMES = os.environ.get("FAULTS", "kill dtype").split()
 
 
 async def test_faults_end_and_are_counted(tmp_path):
     table = tmp_path / "table.yaml"
     table.write_text(yaml.safe_dump({"images": [story_engine.image(tmp_path / "engine", IMAGE)]}))
-    example = gpus.manifest(imagined=True)
+    example = manifest(gpus.manifest(imagined=True))
     example["spec"]["engine"] |= {"image": IMAGE, "env": [], "extraArgs": []}
     example["spec"]["model"]["maxModelLen"] = story_engine.faulty.CONTEXT
+    # These engines answer so evenly that no interval of a percentile can be told.
+    example["spec"]["canary"]["steps"] = []
     rows = []
     room = {RESOURCE: str(gpus.NEEDED + 1), "cpu": "32"}
     try:
