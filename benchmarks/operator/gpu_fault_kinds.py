@@ -41,7 +41,7 @@ sys.stdin.readline()
 async def kill(bench: Bench) -> None:
     """Kill an engine in mid-stream."""
     engine = await bench.busy()
-    bench.strike()
+    bench.strike(engine)
     send(signal.SIGKILL, engine.processes())
     await bench.left(engine, 60)
     await bench.recovered(engine, START_SECONDS)
@@ -50,7 +50,7 @@ async def kill(bench: Bench) -> None:
 async def terminate(bench: Bench) -> None:
     """Delete an engine's pod in mid-stream."""
     engine = await bench.busy()
-    bench.strike()
+    bench.strike(engine)
     await bench.delete(engine)
     await bench.left(engine, 60)
     await bench.recovered(engine, START_SECONDS)
@@ -59,7 +59,7 @@ async def terminate(bench: Bench) -> None:
 async def stop(bench: Bench) -> None:
     """Stop all processes of an engine, until its liveness probe has replaced them."""
     engine = await bench.busy()
-    bench.strike()
+    bench.strike(engine)
     send(signal.SIGSTOP, engine.processes())
     await bench.left(engine, 120)
     await bench.recovered(engine, START_SECONDS)
@@ -71,7 +71,7 @@ async def hang(bench: Bench) -> None:
     core = engine.core()
     if not core:
         raise FaultFailed(f"{engine.name} has no process of its own for the GPU")
-    bench.strike()
+    bench.strike(engine)
     send(signal.SIGSTOP, core)
     try:
         with contextlib.suppress(FaultFailed):
@@ -91,7 +91,7 @@ async def memory(bench: Bench) -> None:
         if await asyncio.to_thread(_said, hog) != "ready":
             raise FaultFailed("the process that should take the GPU's memory has ended")
         bench.row.in_flight = await requests_of(engine)
-        bench.strike()
+        bench.strike(engine)
         bench.row.done += f" ({await asyncio.to_thread(_said, hog, 'go')} bytes stayed free)"
         for more in ({}, {"prompt_logprobs": 1}):
             said = await _longest(bench, engine, more)

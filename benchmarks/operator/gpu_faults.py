@@ -94,12 +94,12 @@ async def run(
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as a Markdown table with the columns of docs/reliability.md, and more."""
-    head = "| fault | until | seconds | answered | failed | on the engine | lost | longest wait (s) | dtype, state |"
+    head = "| fault | until | seconds | answered | failed | connections to the engine | lost | longest wait (s) | dtype, state |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         until = row.error or row.until
         lines.append(
-            f"| {row.done} | {until} | {row.seconds} | {row.ok} | {row.failed} | {row.in_flight} | {row.lost} | "
+            f"| {row.done} | {until} | {row.seconds} | {row.ok} | {row.failed} | {row.connections} | {row.lost} | "
             f"{row.longest_first_token} | {row.dtype}, {row.state} |"
         )
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from kvpilot_operator.cluster.objects import Object, Ref
 
 POLL_SECONDS = 0.1
 REPLICAS = 2
+_ESTABLISHED = "01"
 _TALK = Talk(asked=200, turns=3, thought=0.5)
 ALIVE = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
 """Liveness of the engines: a quarter of the default time, because the host is lent for minutes."""
@@ -79,7 +81,8 @@ class Row:
         done: description of the fault as it was made here.
         until: event that ends the fault's effect, `seconds` after the fault.
         unready: time until the engine left the Service; None if it did not.
-        in_flight: requests on the engine, as its metrics showed them immediately before the fault.
+        in_flight: requests on the engine, as its metrics showed them shortly before the fault.
+        connections: open connections to the engine at the fault: one for each request, and those of scrapes and probes.
         failed_sent: failed requests by the time when they were sent.
         longest_first_token: longest time that a user waited for a first token.
         seen: changes of the service, its engines and its decisions, and all Events, each with its time.
@@ -91,6 +94,7 @@ class Row:
     seconds: float = 0.0
     unready: float | None = None
     in_flight: int = 0
+    connections: int = 0
     ok: int = 0
     failed: int = 0
     failed_sent: dict[str, int] = field(default_factory=dict)
@@ -134,8 +138,8 @@ class Engine:
         return _below(shim.pid) if shim is not None else []
 
     def core(self) -> list[int]:
-        """Return the process that has the GPU, if it is not the one that answers HTTP."""
-        return [pid for pid in self.processes() if "EngineCore" in _command(pid)]
+        """Return the processes that use CUDA, without the first one, which answers HTTP."""
+        return [pid for pid in self.processes()[1:] if "EngineCore" in _command(pid) or _uses_cuda(pid)]
 
     def gpu(self) -> str:
         """Return the index of its GPU."""
@@ -168,6 +172,12 @@ def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
+
+
+def _uses_cuda(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return any("nvidia-uvm" in str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def manifest(example: Object) -> Object:
@@ -298,8 +308,9 @@ class Bench:
             await asyncio.sleep(POLL_SECONDS)
         raise FaultFailed("no engine has requests: are the users there?")
 
-    def strike(self) -> None:
-        """Note the time of the fault."""
+    def strike(self, engine: Engine | None = None) -> None:
+        """Note the time of the fault, and the connections to the engine that it will hit."""
+        self.row.connections = connections(engine.address) if engine is not None else 0
         self._struck = time.monotonic()
 
     def passed(self) -> float:
@@ -367,6 +378,13 @@ async def requests_of(engine: Engine) -> int:
                 if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting{")):
                     total += float(line.rpartition(" ")[2])
     return int(total)
+
+
+def connections(address: str, port: int = ENGINE_PORT) -> int:
+    """Return the number of established TCP connections to an address of this machine."""
+    far = f"{socket.inet_aton(address)[::-1].hex().upper()}:{port:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(fields[2] == far and fields[3] == _ESTABLISHED for fields in lines)
 
 
 def _restarts(pod: Object) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from benchmarks.operator.gpu_service import Users, manifest
 pytestmark = pytest.mark.timeout(1800)
 IMAGE = "kvpilot/story-engine:dev"
 USERS = Users(8, 200, 100, Talk(asked=20, turns=2, thought=0.1))
-NAMES = os.environ.get("FAULTS", "kill dtype").split()
 
 
 async def test_faults_end_and_are_counted(tmp_path):
@@ -35,11 +33,13 @@ async def test_faults_end_and_are_counted(tmp_path):
     example["spec"]["canary"]["steps"] = []
     rows = []
     room = {RESOURCE: str(gpus.NEEDED + 1), "cpu": "32"}
-    try:
-        await gpu_faults.run(NAMES, tmp_path, example, USERS, rows.append, table=table, resources=room)
-    finally:
-        print(gpu_faults.table(rows))
-        for row in rows:
-            print(row.fault, row.failed_sent, row.failures, row.unready, row.users)
-            print("\n".join(row.seen))
-    assert [row.lost for row in rows] == [0, 0]
+    await gpu_faults.run(["kill", "dtype"], tmp_path, example, USERS, rows.append, table=table, resources=room)
+    killed, odd = rows
+    print(gpu_faults.table(rows))
+    assert killed.failed == killed.failed_sent["before"] <= killed.connections
+    assert (odd.failed, odd.lost, killed.lost) == (0, 0, 0)
+    assert "DtypeMismatch" in odd.until
+    assert odd.dtype == "auto"
+    assert any("1 restarts" in line for line in killed.seen)
+    assert [row.error for row in rows] == ["", ""]
+    assert killed.unready < killed.seconds
