@@ -167,6 +167,35 @@ def test_a_killed_agent_comes_back_to_the_same_processes(tenant: Tenant, tmp_pat
     assert running_processes("stays") == []
 
 
+def test_a_killed_agent_leaves_a_pod_its_gpus(tenant: Tenant) -> None:
+    def shown(count: int) -> Json:
+        script = 'echo "$CUDA_VISIBLE_DEVICES"; exec sleep 600'
+        return container(command=["bash", "-c", script], resources={"limits": {"nvidia.com/gpu": str(count)}})
+
+    def devices(name: str) -> set[str]:
+        until(lambda: tenant.log(name).endswith("\n"), "it prints its GPUs")
+        return set(tenant.log(name).strip().split(","))
+
+    tenant.run("keeps", shown(3))
+    tenant.wait_ready("keeps")
+    kept, before = devices("keeps"), tenant.status("keeps")
+    tenant.cluster.agent.send_signal(signal.SIGKILL)
+    tenant.cluster.agent.wait()
+    tenant.cluster.start_agent()
+    tenant.run("comes", shown(1))
+    tenant.wait_ready("comes")
+    assert (len(kept), devices("comes") & kept) == (3, set())
+    assert tenant.status("keeps") == before
+    tenant.delete("keeps", grace=0)
+    tenant.until_gone("keeps")
+    tenant.run("follows", shown(3))
+    tenant.wait_ready("follows")
+    assert devices("follows") == kept
+    for name in ("comes", "follows"):
+        tenant.delete(name, grace=0)
+        tenant.until_gone(name)
+
+
 def test_init_containers_run_one_after_the_other_before_the_rest(tenant: Tenant) -> None:
     mounts = [{"name": "state", "mountPath": "/state"}]
 

@@ -1,0 +1,407 @@
+"""Service of two engines on GPUs under a load, for gpu_faults.py: its engines, its users, and its changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from kvpilot_demo.load import Load, Stats, Talk
+from kvpilot_demo.observation import Observation, ready
+from kvpilot_demo.service import DemoError
+from kvpilot_demo.world import World
+from kvpilot_formats.untrusted import KvpilotError
+from kvpilot_localcluster.procs import identify, read_record
+from kvpilot_localcluster.tasks import cancelled
+from kvpilot_operator.api.names import ENGINE_CONTAINER, ENGINE_PORT
+from kvpilot_operator.cluster.objects import Object, Ref
+
+POLL_SECONDS = 0.1
+REPLICAS = 2
+_ESTABLISHED = "01"
+_TALK = Talk(asked=200, turns=3, thought=0.5)
+ALIVE = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
+"""Liveness of the engines: a quarter of the default time, because the host is lent for minutes."""
+_CANARY = {
+    "steps": [{"weightPercent": 50, "holdSeconds": 10}],
+    "minRequests": 10,
+    "maxTTFTP95RegressionPercent": 1000,
+    "maxITLP95RegressionPercent": 1000,
+    "maxThroughputRegressionPercent": 95,
+    "maxErrorIncreasePercent": 30,
+}
+"""One short step. Narrow limits would need thousands of requests, and these trials are about stages, not figures."""
+_WRAPPER = """#!/bin/sh
+# While the file exists, engines start as if nobody had asked for a dtype.
+if [ -e "{flag}" ]; then
+  for one; do
+    shift
+    case "$one" in
+      --kv-cache-dtype=*) one=--kv-cache-dtype=auto ;;
+      --kv-cache-dtype-skip-layers=* | --recent-tokens=*) continue ;;
+    esac
+    set -- "$@" "$one"
+  done
+fi
+PATH="${{PATH#*:}}"
+export PATH
+exec kvpilot-serve "$@"
+"""
+
+
+class FaultFailed(DemoError):
+    """Error for an expected effect that did not appear."""
+
+
+@dataclass(frozen=True)
+class Users:
+    """Load during the faults. Lengths are in tokens."""
+
+    count: int = 32
+    prompt: int = 1500
+    output: int = 300
+    talk: Talk = _TALK
+
+
+@dataclass(slots=True)
+class Row:
+    """Observations of one fault. All times are in seconds after the fault.
+
+    Attributes:
+        done: description of the fault as it was made here.
+        until: event that ends the fault's effect, `seconds` after the fault.
+        unready: time until the engine left the Service; None if it did not.
+        in_flight: requests on the engine, as its metrics showed them shortly before the fault.
+        connections: open connections to the engine at the fault: one for each request, and those of scrapes and probes.
+        failed_sent: failed requests by the time when they were sent.
+        longest_first_token: longest time that a user waited for a first token.
+        seen: changes of the service, its engines and its decisions, and all Events, each with its time.
+    """
+
+    fault: str
+    done: str
+    until: str = ""
+    seconds: float = 0.0
+    unready: float | None = None
+    in_flight: int = 0
+    connections: int = 0
+    ok: int = 0
+    failed: int = 0
+    failed_sent: dict[str, int] = field(default_factory=dict)
+    lost: int = 0
+    failures: list[str] = field(default_factory=list)
+    longest_first_token: float = 0.0
+    users: dict[str, Any] = field(default_factory=dict)
+    seen: list[str] = field(default_factory=list)
+    dtype: str = ""
+    state: str = ""
+    error: str = ""
+
+
+class WatchedLoad(Load):
+    """Load that keeps when each failed request was sent."""
+
+    lost: list[tuple[float, str]]
+
+    async def _request(self, prompt: list[int]) -> list[int]:
+        sent = time.monotonic()
+        try:
+            return await super()._request(prompt)
+        except Exception as error:
+            self.lost.append((sent, f"{type(error).__name__}: {error}"[:200]))
+            raise
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine pod and the node agent's folder for it."""
+
+    name: str
+    address: str
+    restarts: int
+    folder: Path
+
+    def processes(self) -> list[int]:
+        """Return the processes of the container, the oldest first."""
+        runs = sorted(self.folder.glob(f"{ENGINE_CONTAINER}/[0-9]*"), key=lambda run: int(run.name))
+        shim = read_record(runs[-1] / "shim.json") if runs else None
+        return _below(shim.pid) if shim is not None else []
+
+    def core(self) -> list[int]:
+        """Return the processes that use CUDA, without the first one, which answers HTTP."""
+        return [pid for pid in self.processes()[1:] if "EngineCore" in _command(pid) or _uses_cuda(pid)]
+
+    def gpu(self) -> str:
+        """Return the index of its GPU."""
+        given: dict[str, list[str]] = json.loads((self.folder / "gpus.json").read_text())
+        return given[ENGINE_CONTAINER][0]
+
+    @property
+    def url(self) -> str:
+        """Return the engine's own address."""
+        return f"http://{self.address}:{ENGINE_PORT}"
+
+
+def send(number: signal.Signals, processes: list[int]) -> None:
+    """Send a signal to processes, the youngest first. Those that have ended meanwhile do not count."""
+    for pid in reversed(processes):
+        if (found := identify(pid)) is not None:
+            found.signal(number)
+
+
+def _below(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, file.read_text().split()):
+                found += [child, *_below(child)]
+    return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def _uses_cuda(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return any("nvidia-uvm" in str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir())
+    return False
+
+
+def manifest(example: Object) -> Object:
+    """Return the demo's service with two replicas, 16 bits, and shorter limits."""
+    spec: dict[str, Any] = example["spec"]
+    spec["kvCache"] = {"mode": "Fixed", "dtype": "auto"}
+    spec["scaling"] = {"minReplicas": REPLICAS, "maxReplicas": REPLICAS}
+    spec["canary"] |= _CANARY
+    spec["drain"] = {"preStopSeconds": 5, "timeoutSeconds": 15}
+    spec["engine"]["podTemplate"] = {"spec": {"containers": [{"name": ENGINE_CONTAINER, "livenessProbe": ALIVE}]}}
+    return example
+
+
+def wrapped(table: Path, folder: Path) -> tuple[Path, Path]:
+    """Write an image table whose engines ignore the requested dtype while a file exists. Return both paths."""
+    programs, flag = folder / "wrapper", folder / "ignore-dtype"
+    programs.mkdir(parents=True)
+    (programs / "kvpilot-serve").write_text(_WRAPPER.format(flag=flag))
+    (programs / "kvpilot-serve").chmod(0o755)
+    images = yaml.safe_load(table.read_text())
+    for image in images["images"]:
+        if image["entrypoint"] == ["kvpilot-serve"]:
+            image["path"] = [str(programs), *image.get("path", ())]
+    (folder / "images.yaml").write_text(yaml.safe_dump(images))
+    return folder / "images.yaml", flag
+
+
+class Bench:
+    """The service under load. A fault fills in `row`.
+
+    Attributes:
+        now: newest observation of the service.
+        flag: file that makes new engines ignore the requested dtype.
+    """
+
+    def __init__(self, world: World, users: Users, flag: Path) -> None:
+        self.world, self.flag = world, flag
+        self.now = Observation()
+        self.row = Row("", "")
+        self._users = users
+        self._struck, self._phase = time.monotonic(), Stats()
+        self._known: dict[str, str] = {}
+        self._events: set[str] = set()
+        self._load: WatchedLoad | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Create the service, wait for its engines, and start the users."""
+        await self.world.apply_example()
+        self._watcher = asyncio.create_task(self._watch())
+        await self.until(lambda o: self.whole() and o.true("Ready"), f"{REPLICAS} engines", 400)
+        u = self._users
+        url = await self.world.url()
+        self._load = WatchedLoad(
+            url, self.world.model, users=u.count, prompt_tokens=u.prompt, output_tokens=u.output, talk=u.talk
+        )
+        self._load.lost = []
+        await self._load.start()
+
+    async def stop(self) -> None:
+        """End the users and the watch."""
+        if self._watcher is not None:
+            await cancelled(self._watcher)
+        if self._load is not None:
+            await self._load.stop(patience_seconds=0)
+
+    async def begin(self, row: Row) -> None:
+        """Wait for a calm service and a few answers, and start the row's counts."""
+        self.row = row
+        await self.until(lambda o: self.whole() and not o.at("canary"), "a calm service", 120)
+        load = self.load
+        phase = load.phase()
+        await self.until(lambda _: phase.ok >= self._users.count, "answers before the fault", 60)
+        load.lost.clear()
+        row.seen.clear()
+        self._phase = load.phase()
+        self._struck = time.monotonic()
+
+    def end(self) -> None:
+        """Complete the row's counts."""
+        row, load, phase = self.row, self.load, self._phase
+        unready = self._struck + (row.unready if row.unready is not None else 0.0)
+        row.ok, row.failed, row.users = phase.ok, phase.failed, phase.percentiles()
+        row.longest_first_token = round(max(phase.first_token, default=0.0), 2)
+        sent = {"before": 0, "until_unready": 0, "later": 0}
+        for at, _ in load.lost:
+            sent["before" if at <= self._struck else "until_unready" if at <= unready else "later"] += 1
+        row.failed_sent = sent
+        row.failures = sorted({text for _, text in load.lost})[:5]
+        row.dtype = str(self.now.at("kvCache", "activeDtype"))
+        ready_ = self.now.condition("Ready")
+        row.state = f"{self.now.summary}; Ready={ready_.get('status')}"
+        if denied := self.now.at("kvCache", "denied"):
+            row.state += f"; denied {', '.join(one['dtype'] for one in denied)}"
+
+    @property
+    def load(self) -> WatchedLoad:
+        """Return the users."""
+        if self._load is None:
+            raise FaultFailed("the users have not started: call start()")
+        return self._load
+
+    def engines(self) -> list[Engine]:
+        """Return the ready engines, the oldest first."""
+        pods = sorted(filter(ready, self.now.pods), key=lambda pod: pod["metadata"]["creationTimestamp"])
+        folder = self.world.folder / "node" / "pods"
+        return [
+            Engine(pod["metadata"]["name"], pod["status"]["podIP"], _restarts(pod), folder / pod["metadata"]["uid"])
+            for pod in pods
+        ]
+
+    def whole(self) -> bool:
+        """Return True if exactly the wanted engines exist, and all are ready."""
+        return len(self.now.pods) == REPLICAS and len(self.engines()) == REPLICAS
+
+    def stayed(self, engine: Engine) -> bool:
+        """Return True if this engine is ready and its process has not been replaced."""
+        return any((one.name, one.restarts) == (engine.name, engine.restarts) for one in self.engines())
+
+    async def busy(self) -> Engine:
+        """Return a ready engine that has requests, and note their number."""
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            for engine in self.engines():
+                self.row.in_flight = await requests_of(engine)
+                if self.row.in_flight > 1:
+                    return engine
+            await asyncio.sleep(POLL_SECONDS)
+        raise FaultFailed("no engine has requests: are the users there?")
+
+    def strike(self, engine: Engine | None = None) -> None:
+        """Note the time of the fault, and the connections to the engine that it will hit."""
+        self.row.connections = connections(engine.address) if engine is not None else 0
+        self._struck = time.monotonic()
+
+    def passed(self) -> float:
+        """Return the time since the fault."""
+        return round(time.monotonic() - self._struck, 1)
+
+    async def left(self, engine: Engine, seconds: float) -> None:
+        """Wait until an engine is not ready, is replaced, or has restarted."""
+        await self.until(lambda _: not self.stayed(engine), f"{engine.name} leaves the Service", seconds)
+        self.row.unready = self.passed()
+
+    async def recovered(self, engine: Engine, seconds: float) -> None:
+        """Wait until both engines are ready again, without the process that was hit."""
+        await self.until(lambda _: self.whole() and not self.stayed(engine), "both engines are ready again", seconds)
+        self.row.until, self.row.seconds = "both engines are ready again", self.passed()
+
+    async def until(self, seen: Callable[[Observation], bool], what: str, seconds: float) -> None:
+        """Wait for an observation.
+
+        Raises:
+            FaultFailed: it did not come in time.
+        """
+        ends = time.monotonic() + seconds
+        while not seen(self.now):
+            if time.monotonic() > ends:
+                raise FaultFailed(f"waited {seconds:.0f} s for: {what}; {self.now.summary}")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _watch(self) -> None:
+        while True:
+            # The next turn reads again what this one could not read.
+            with contextlib.suppress(KvpilotError):
+                service = await self.world.service()
+                self.now = Observation((service or {}).get("status") or {}, await self.world.pods())
+                self._compare(_facts(self.now))
+                for event in await self.world.events():
+                    if event["metadata"]["uid"] not in self._events:
+                        self._events.add(event["metadata"]["uid"])
+                        self.note(f"Event {event['reason']}: {event['message'][:200]}")
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _compare(self, facts: dict[str, str]) -> None:
+        for name, value in facts.items():
+            if self._known.get(name) != value:
+                self.note(f"{name} {value}")
+        for name in self._known.keys() - facts.keys():
+            self.note(f"{name} is gone")
+        self._known = facts
+
+    def note(self, text: str) -> None:
+        """Add a line to what was seen."""
+        self.row.seen.append(f"{self.passed():.1f} s: {text}")
+
+    async def delete(self, engine: Engine) -> None:
+        """Delete an engine's pod."""
+        await self.world.cluster.delete(Ref("v1", "Pod", self.world.namespace, engine.name))
+
+
+async def requests_of(engine: Engine) -> int:
+    """Return the number of an engine's running and waiting requests; 0 if it does not answer."""
+    total = 0.0
+    with contextlib.suppress(httpx.HTTPError):
+        async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+            for line in (await client.get(f"{engine.url}/metrics")).text.splitlines():
+                if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting{")):
+                    total += float(line.rpartition(" ")[2])
+    return int(total)
+
+
+def connections(address: str, port: int = ENGINE_PORT) -> int:
+    """Return the number of established TCP connections to an address of this machine."""
+    far = f"{socket.inet_aton(address)[::-1].hex().upper()}:{port:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(fields[2] == far and fields[3] == _ESTABLISHED for fields in lines)
+
+
+def _restarts(pod: Object) -> int:
+    return sum(one.get("restartCount", 0) for one in pod["status"].get("containerStatuses", ()))
+
+
+def _facts(seen: Observation) -> dict[str, str]:
+    """Return what may change: engines, conditions, the canary, and the newest decision."""
+    found = {}
+    for pod in seen.pods:
+        leaving = ", leaving" if pod["metadata"].get("deletionTimestamp") else ""
+        up = "ready" if ready(pod) else "not ready"
+        found[f"engine {pod['metadata']['name']}"] = f"{up}, {_restarts(pod)} restarts{leaving}"
+    for one in seen.status.get("conditions", ()):
+        found[f"condition {one['type']}"] = f"{one['status']} {one['reason']}"
+    if canary := seen.at("canary"):
+        found["canary"] = f"{canary['dtype']} {canary['stage']}: {canary.get('message', '')[:200]}"
+    if decided := seen.at("decisions"):
+        found["decision"] = f"{decided[0]['action']} {decided[0]['reason']}: {decided[0]['message'][:200]}"
+    return found

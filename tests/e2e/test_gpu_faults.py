@@ -1,0 +1,45 @@
+"""The benchmark of faults on GPUs, with cheap engines and GPUs that do not exist: each fault ends, and is counted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvpilot_demo import gpus
+from kvpilot_demo.load import Talk
+from kvpilot_localcluster.gpus import RESOURCE
+from support import story_engine
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.operator import gpu_faults
+from benchmarks.operator.gpu_service import Users, manifest
+
+pytestmark = pytest.mark.timeout(1800)
+IMAGE = "kvpilot/story-engine:dev"
+USERS = Users(8, 200, 100, Talk(asked=20, turns=2, thought=0.1))
+
+
+async def test_faults_end_and_are_counted(tmp_path):
+    table = tmp_path / "table.yaml"
+    table.write_text(yaml.safe_dump({"images": [story_engine.image(tmp_path / "engine", IMAGE)]}))
+    example = manifest(gpus.manifest(imagined=True))
+    example["spec"]["engine"] |= {"image": IMAGE, "env": [], "extraArgs": []}
+    example["spec"]["model"]["maxModelLen"] = story_engine.faulty.CONTEXT
+    # These engines answer so evenly that no interval of a percentile can be told.
+    example["spec"]["canary"]["steps"] = []
+    rows = []
+    room = {RESOURCE: str(gpus.NEEDED + 1), "cpu": "32"}
+    await gpu_faults.run(["kill", "dtype"], tmp_path, example, USERS, rows.append, table=table, resources=room)
+    killed, odd = rows
+    print(gpu_faults.table(rows))
+    assert killed.failed == killed.failed_sent["before"] <= killed.connections
+    assert (odd.failed, odd.lost, killed.lost) == (0, 0, 0)
+    assert "DtypeMismatch" in odd.until
+    assert odd.dtype == "auto"
+    assert any("1 restarts" in line for line in killed.seen)
+    assert [row.error for row in rows] == ["", ""]
+    assert killed.unready < killed.seconds
