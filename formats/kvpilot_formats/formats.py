@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar, TypeVar
 
 from kvpilot_formats import layouts
@@ -63,13 +62,6 @@ def stored_dim(head_dim: int) -> int | None:
     return wide if head_dim % 8 == 0 and 3 * head_dim > 2 * wide > 0 else None
 
 
-class Origin(Enum):
-    """Project whose code implements a format."""
-
-    KVPILOT = "kvpilot"
-    VLLM = "vllm"
-
-
 @dataclass(frozen=True)
 class Side:
     """Storage of one vector (a key or a value of one token and KV head).
@@ -83,11 +75,6 @@ class Side:
     bits: int
     metadata_bytes: int = 0
     group: int | None = None
-
-    @property
-    def qmax(self) -> int:
-        """Largest code."""
-        return (1 << self.bits) - 1
 
     @property
     def digits(self) -> int:
@@ -108,9 +95,7 @@ class Format:
         name: the value of `--kv-cache-dtype`.
         key, value: storage of a key and a value. In our formats, `group` holds for head dimensions that are multiples
             of 64; `group_size` returns the others.
-        origin: project that implements it.
-        summary: one line for people.
-        colour: colour of its line in plots; grey for dtypes that are only compared.
+        ours: True if kvpilot's own backend serves it, False if vLLM's do.
         window: default size of the recent window in tokens, one of `RECENT_CHOICES`; 0 for none.
         calibrated_only: True if the format is inaccurate, and refused, without calibration factors.
         latent: False. `latent.LatentFormat` describes the formats of multi-head latent attention.
@@ -119,17 +104,10 @@ class Format:
     name: str
     key: Side
     value: Side
-    origin: Origin
-    summary: str
-    colour: str = "#9a9a9a"
+    ours: bool = False
     window: int = 0
     calibrated_only: bool = False
     latent: ClassVar[bool] = False
-
-    @property
-    def ours(self) -> bool:
-        """True if kvpilot's own backend serves it."""
-        return self.origin is Origin.KVPILOT
 
     def row_dim(self, head_dim: int) -> int:
         """Return `stored_dim`, the number of elements of a head's stored row.
@@ -215,17 +193,13 @@ class Format:
         return -(-recent // self.ring_layout(head_dim, block_size).tokens)
 
 
-def own(
-    name: str, key_bits: int, value_bits: int, summary: str, colour: str = "#9a9a9a", *, window: int = 0,
-    calibrated_only: bool = False,
-) -> Format:  # fmt: skip
+def own(name: str, key_bits: int, value_bits: int, *, window: int = 0, calibrated_only: bool = False) -> Format:
     """Return one of our formats: keys and values of 2, 4 or 8 bits, with one scale per group."""
-    key, value = Side(key_bits, 2, 64), Side(value_bits, 2, 64)
-    return Format(name, key, value, Origin.KVPILOT, summary, colour, window, calibrated_only)
+    return Format(name, Side(key_bits, 2, 64), Side(value_bits, 2, 64), True, window, calibrated_only)
 
 
-def _vllm(name: str, key: Side, value: Side | None = None, *, summary: str, colour: str = "#9a9a9a") -> Format:
-    return Format(name, key, value or key, Origin.VLLM, summary, colour)
+def _vllm(name: str, key: Side, value: Side | None = None) -> Format:
+    return Format(name, key, value or key)
 
 
 # Sizes of vLLM's formats are those that its 0.32.0 backends allocate on a GPU. The metadata is:
@@ -236,25 +210,25 @@ def _vllm(name: str, key: Side, value: Side | None = None, *, summary: str, colo
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        _vllm("auto", Side(16), summary="the model's own 16-bit dtype", colour="#333333"),
-        _vllm("bfloat16", Side(16), summary="bfloat16, whatever the model's dtype"),
-        _vllm("float16", Side(16), summary="float16, whatever the model's dtype"),
-        _vllm("fp8", Side(8), summary="8-bit float (e4m3), one scale per tensor", colour="#3b6fb6"),
-        _vllm("fp8_e4m3", Side(8), summary="8-bit float, 4 exponent bits"),
-        _vllm("fp8_e5m2", Side(8), summary="8-bit float, 5 exponent bits"),
-        _vllm("fp8_per_token_head", Side(8, 4), summary="8-bit float, a scale per token and head"),
-        _vllm("int8_per_token_head", Side(8, 4), summary="8-bit integer, a scale per token and head"),
-        _vllm("int4_per_token_head", Side(4, 4), summary="4-bit integer, a scale per token and head"),
-        _vllm("nvfp4", Side(4, 1, 16), summary="4-bit float, an fp8 scale per 16 elements"),
-        _vllm("turboquant_k8v4", Side(8), Side(4, 4), summary="TurboQuant, fp8 keys and 4-bit values"),
-        _vllm("turboquant_4bit_nc", Side(4, 2), Side(4, 4), summary="TurboQuant, 4-bit keys and values"),
-        _vllm("turboquant_k3v4_nc", Side(3, 2), Side(4, 4), summary="TurboQuant, 3-bit keys and 4-bit values"),
-        _vllm("turboquant_3bit_nc", Side(3, 2), Side(3, 4), summary="TurboQuant, 3-bit keys and values"),
-        own("int8", 8, 8, "8-bit keys and values in groups of 64, for GPUs without fp8", "#7a9e3a"),
-        own("k8v4", 8, 4, "8-bit keys, 4-bit values", "#e2a21b", window=64),
-        own("k4v4", 4, 4, "4-bit keys and values: the workhorse", "#d1491f", window=64),
-        own("k4v2", 4, 2, "4-bit keys, 2-bit values: for long contexts", "#8f2d8c", window=128),
-        own("k2v2", 2, 2, "2-bit keys and values", "#c87fb4", window=512, calibrated_only=True),
+        _vllm("auto", Side(16)),  # the model's own 16-bit dtype
+        _vllm("bfloat16", Side(16)),
+        _vllm("float16", Side(16)),
+        _vllm("fp8", Side(8)),  # e4m3, one scale per tensor
+        _vllm("fp8_e4m3", Side(8)),
+        _vllm("fp8_e5m2", Side(8)),
+        _vllm("fp8_per_token_head", Side(8, 4)),
+        _vllm("int8_per_token_head", Side(8, 4)),
+        _vllm("int4_per_token_head", Side(4, 4)),
+        _vllm("nvfp4", Side(4, 1, 16)),
+        _vllm("turboquant_k8v4", Side(8), Side(4, 4)),
+        _vllm("turboquant_4bit_nc", Side(4, 2), Side(4, 4)),
+        _vllm("turboquant_k3v4_nc", Side(3, 2), Side(4, 4)),
+        _vllm("turboquant_3bit_nc", Side(3, 2), Side(3, 4)),
+        own("int8", 8, 8),  # for GPUs without fp8
+        own("k8v4", 8, 4, window=64),
+        own("k4v4", 4, 4, window=64),
+        own("k4v2", 4, 2, window=128),  # for long contexts
+        own("k2v2", 2, 2, window=512, calibrated_only=True),
     )
 }
 """All formats of keys and values by name, vLLM's first. `dtypes.DTYPES` adds those of latents."""

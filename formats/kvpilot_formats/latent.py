@@ -65,14 +65,10 @@ class LatentFormat:
     Attributes:
         name: the value of `--kv-cache-dtype`.
         bits: width of a latent's code.
-        summary: one line for people.
-        colour: colour of its line in plots.
     """
 
     name: str
     bits: int
-    summary: str
-    colour: str
     ours: ClassVar[bool] = True
     latent: ClassVar[bool] = True
     calibrated_only: ClassVar[bool] = False
@@ -115,13 +111,7 @@ class LatentFormat:
 
 
 LATENT_FORMATS: Mapping[str, LatentFormat] = MappingProxyType(
-    {
-        f.name: f
-        for f in (
-            LatentFormat("mla8", 8, "8-bit latent and RoPE key", "#7a9e3a"),
-            LatentFormat("mla4", 4, "4-bit latent, 8-bit RoPE key", "#d1491f"),
-        )
-    }
+    {f.name: f for f in (LatentFormat("mla8", 8), LatentFormat("mla4", 4))}
 )
 """Formats of MLA by name, the widest first."""
 

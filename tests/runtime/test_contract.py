@@ -20,9 +20,8 @@ from vllm.platforms.interface import Platform
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.engine.core import EngineCoreProc
 
-from kvpilot_formats import dtypes
+from kvpilot_formats import dtypes, formats
 from kvpilot_localcluster.engines.real import engine
-from kvpilot_operator.observe.page import VLLM_DTYPES
 from kvpilot_runtime import plugin
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import UnsupportedEngineError
@@ -182,4 +181,4 @@ def test_an_engine_whose_pages_come_back_wrong_is_refused_by_name(engines: dict[
 
 
 def test_the_operator_knows_every_dtype_that_vllm_may_report() -> None:
-    assert set(get_args(cache.CacheDType)) <= {*dtypes.names(), *VLLM_DTYPES}
+    assert set(get_args(cache.CacheDType)) <= {*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT}

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvpilot_formats import dtypes
+from kvpilot_formats import dtypes, formats
 from kvpilot_localcluster.engines import PAGE_LATER
 from kvpilot_operator import budget
 from kvpilot_operator.errors import ScrapeError
-from kvpilot_operator.observe.page import MOST_REQUESTS, VLLM_DTYPES, PageReader
+from kvpilot_operator.observe.page import MOST_REQUESTS, PageReader
 from kvpilot_operator.state.snapshot import ModelFacts
 from support.metrics_pages import parse_page
 
@@ -143,7 +143,7 @@ def test_the_policy_of_a_bounded_cache_is_read_as_the_engine_tells_it(told: str,
     assert not parse_page(PAGE).retention
 
 
-@pytest.mark.parametrize("told", [*dtypes.names(), *VLLM_DTYPES, ""])
+@pytest.mark.parametrize("told", [*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT, ""])
 def test_a_known_dtype_is_read_as_the_engine_tells_it(told: str) -> None:
     assert parse_page(PAGE.replace('cache_dtype="k4v4"', f'cache_dtype="{told}"')).dtype == told
 

@@ -84,13 +84,7 @@ _HASH = re.compile(r"[0-9a-f]{4,64}")
 # Replaces unknown names. Otherwise, new names at each scrape would cause status writes and new time series.
 OTHER = "Other"
 POLICIES = ("All", "SinksAndWindow", "HeavyHitters")
-VLLM_DTYPES = (
-    "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla", "turboquant_k8v4",
-    "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit", "int4_per_token_head",
-    "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
-)  # fmt: skip
-"""vLLM 0.32's dtypes, in addition to `dtypes.names()`."""
-_DTYPES = (*dtypes.names(), *VLLM_DTYPES)
+_DTYPES = (*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT)
 
 
 class PageReader(SeriesReader[PodMetrics]):
