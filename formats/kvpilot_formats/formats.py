@@ -34,20 +34,16 @@ class FormatError(ValueError):
 
 
 class UnknownFormatError(FormatError):
-    """Error for an unknown KV-cache dtype. Attributes: `name` (the request), `known` (the valid names)."""
+    """Error for an unknown KV-cache dtype."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        self.name = name
-        self.known = tuple(known)
-        super().__init__(f"kv-cache dtype {name[:80]!r} is not known; use one of: {', '.join(self.known)}")
+        super().__init__(f"kv-cache dtype {name[:80]!r} is not known; use one of: {', '.join(known)}")
 
 
 class UnsupportedHeadDimError(FormatError):
-    """Error for a head dimension that a format does not store. Attributes: `format`, `head_dim`."""
+    """Error for a head dimension that a format does not store."""
 
     def __init__(self, format_name: str, head_dim: int) -> None:
-        self.format = format_name
-        self.head_dim = head_dim
         super().__init__(f"head_dim {head_dim} is not supported by kv-cache dtype {format_name!r}, which takes "
                          f"{SERVED}; use 'auto' or 'fp8' for this model")  # fmt: skip
 
@@ -64,17 +60,14 @@ def stored_dim(head_dim: int) -> int | None:
 
 @dataclass(frozen=True)
 class Side:
-    """Storage of one vector (a key or a value of one token and KV head).
-
-    Attributes:
-        bits: width of an element's code, in bits.
-        metadata_bytes: bytes of scale and zero point per group.
-        group: elements that share metadata; None means the whole vector.
-    """
+    """Storage of one vector (a key or a value of one token and KV head)."""
 
     bits: int
+    """Width of an element's code."""
     metadata_bytes: int = 0
+    """Bytes of scale and zero point per group."""
     group: int | None = None
+    """Elements that share metadata; None means the whole vector."""
 
     @property
     def digits(self) -> int:
@@ -89,31 +82,26 @@ class Side:
 
 @dataclass(frozen=True)
 class Format:
-    """KV-cache dtype.
-
-    Attributes:
-        name: the value of `--kv-cache-dtype`.
-        key, value: storage of a key and a value. In our formats, `group` holds for head dimensions that are multiples
-            of 64; `group_size` returns the others.
-        ours: True if kvpilot's own backend serves it, False if vLLM's do.
-        window: default size of the recent window in tokens, one of `RECENT_CHOICES`; 0 for none.
-        calibrated_only: True if the format is inaccurate, and refused, without calibration factors.
-        latent: False. `latent.LatentFormat` describes the formats of multi-head latent attention.
-    """
+    """KV-cache dtype of keys and values. `latent.LatentFormat` describes those of multi-head latent attention."""
 
     name: str
+    """The value of `--kv-cache-dtype`."""
     key: Side
     value: Side
+    """Storage of a value. In our formats, `group` holds for head dimensions that are multiples of 64; `group_size`
+    returns the others."""
     ours: bool = False
+    """True if kvpilot's own backend serves it, False if vLLM's do."""
     window: int = 0
+    """Default size of the recent window in tokens, one of `RECENT_CHOICES`; 0 for none."""
     calibrated_only: bool = False
+    """True if the format is inaccurate, and refused, without calibration factors."""
     latent: ClassVar[bool] = False
 
     def row_dim(self, head_dim: int) -> int:
         """Return `stored_dim`, the number of elements of a head's stored row.
 
-        Raises:
-            UnsupportedHeadDimError: the format is not ours, or heads of this dimension are not stored.
+        Raise UnsupportedHeadDimError if the format is not ours, or heads of this dimension are not stored.
         """
         wide = stored_dim(head_dim) if self.ours else None
         if wide is None:
@@ -131,9 +119,7 @@ class Format:
     def row_bytes(self, head_dim: int) -> int:
         """Return the size in bytes of one token's key and value in one KV head, with all metadata.
 
-        Raises:
-            UnsupportedHeadDimError: the format is ours and does not store heads of this dimension.
-            FormatError: head_dim is not positive.
+        Raise FormatError if head_dim is not positive, or if the format is ours and does not store such heads.
         """
         if head_dim <= 0:
             raise FormatError(f"head_dim {head_dim} is not a dimension; give the model's head_dim, such as 128")
@@ -160,12 +146,8 @@ class Format:
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
         """Return the size of the recent window in tokens; 0 if the format has no ring.
 
-        Args:
-            asked: the requested size. None means the default, `window`, cut to a choice within `context`.
-            context: served context in tokens; None if unknown.
-
-        Raises:
-            FormatError: `asked` is not one of `RECENT_CHOICES`.
+        None `asked` means the default, `window`, cut to a choice within the served `context` in tokens, if that is
+        known. Raise FormatError if `asked` is not one of `RECENT_CHOICES`.
         """
         if asked is not None and asked not in RECENT_CHOICES:
             choices = ", ".join(map(str, RECENT_CHOICES))
@@ -254,11 +236,6 @@ def named(table: Mapping[str, _Dtype], name: str) -> _Dtype:
 def parse(name: str) -> Format:
     """Return the format called `name`."""
     return named(FORMATS, name)
-
-
-def names() -> tuple[str, ...]:
-    """Return the name of every format, vLLM's first."""
-    return tuple(FORMATS)
 
 
 def own_names() -> tuple[str, ...]:

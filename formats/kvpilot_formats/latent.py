@@ -60,15 +60,11 @@ class LatentLayout:
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """KV-cache format of MLA. Methods that `formats.Format` also has mean the same.
-
-    Attributes:
-        name: the value of `--kv-cache-dtype`.
-        bits: width of a latent's code.
-    """
+    """KV-cache format of MLA. Fields and methods that `formats.Format` also has mean the same."""
 
     name: str
     bits: int
+    """Width of a latent's code."""
     ours: ClassVar[bool] = True
     latent: ClassVar[bool] = True
     calibrated_only: ClassVar[bool] = False
@@ -92,11 +88,7 @@ class LatentFormat:
         return 0
 
     def page_layout(self, block_size: int) -> LatentLayout:
-        """Return the layout of a page of `block_size` tokens.
-
-        Raises:
-            FormatError: block_size is not a positive multiple of 16.
-        """
+        """Return the layout of a page of `block_size` tokens. Raise FormatError unless it is a multiple of 16."""
         if block_size <= 0 or block_size % 16:
             raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
         row, rope_row = RANK * self.bits // 8, ROPE * ROPE_BITS // 8

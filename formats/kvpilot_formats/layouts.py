@@ -112,20 +112,15 @@ class PageLayout:
 
 @dataclass(frozen=True)
 class RingLayout:
-    """Layout of a ring's page of one KV head; see the second table of this module.
-
-    Attributes:
-        tokens: tokens of a page, C.
-        key_digits, value_digits: rows of digits, m * C; no rows for codes of 8 bits.
-        meta: tags and exponents, [2 * groups, tokens].
-        size: used bytes, at most the size of a page.
-    """
+    """Layout of a ring's page of one KV head; see the second table of this module."""
 
     tokens: int
+    """Tokens of a page, C."""
     key_digits: Region
     value_digits: Region
     meta: Region
     size: int
+    """Used bytes, at most the size of a page."""
 
 
 def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int) -> PageLayout:

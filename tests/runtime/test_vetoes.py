@@ -118,7 +118,7 @@ def _made(candidate: Any, head_dim: int, dtype: str) -> bool:
 
 CAPABILITIES = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0))
 HEADS = (64, 80, 96, 128, 192, 256, 512)
-VLLMS = [name for name in formats.names() if not formats.parse(name).ours]
+VLLMS = [name for name in tuple(formats.FORMATS) if not formats.parse(name).ours]
 NOT_HERE = ("nvfp4", "turboquant")
 """Dtypes that we never exclude on a GPU. Their backends do not load without a GPU."""
 

@@ -144,7 +144,7 @@ def test_the_pages_of_recent_windows_lessen_the_gain_of_short_sequences():
 
 
 @given(
-    st.sampled_from(formats.names()),
+    st.sampled_from(tuple(formats.FORMATS)),
     st.sampled_from(formats.RECENT_CHOICES),
     st.integers(1, 2**17),
     st.integers(0, 2**17),

@@ -24,7 +24,7 @@ from kvpilot_operator.state.status import Saturation
 from support.policy_inputs import A100, H200, denied
 from support.services import NOW, manifest, spec_of
 
-LADDERS = st.lists(st.sampled_from(formats.names()[3:]), min_size=1, max_size=6, unique=True).map(
+LADDERS = st.lists(st.sampled_from(tuple(formats.FORMATS)[3:]), min_size=1, max_size=6, unique=True).map(
     lambda dtypes: _descending(dtypes)
 )
 

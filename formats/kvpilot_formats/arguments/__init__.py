@@ -5,7 +5,6 @@ by scripts/vllm_arguments.py. `drafts` and `rules` list the options and variable
 applies these rules to spec.engine.extraArgs, kvpilot-serve to its command line, and an engine to its configuration.
 """
 
-from kvpilot_formats.arguments.numbers import whole_number
-from kvpilot_formats.arguments.parser import KVPILOT, Arguments, Given, names, read
+from kvpilot_formats.arguments.parser import KVPILOT, Arguments, Given, names, read, whole_number
 
 __all__ = ["KVPILOT", "Arguments", "Given", "names", "read", "whole_number"]

@@ -43,9 +43,7 @@ def speculation(arguments: Arguments) -> dict[str, str]:
 def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str | None:
     """Name the part of a speculative configuration that our dtypes do not support, or return None.
 
-    Args:
-        method: vLLM's name of the method; None without speculation.
-        asked: fields of vLLM's SpeculativeConfig.
+    `method` is vLLM's name (None without speculation), and `asked` has the fields of vLLM's SpeculativeConfig.
     """
     served = DRAFTERS + DRAFT_MODELS
     if method is not None and method not in served:

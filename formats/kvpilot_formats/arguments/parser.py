@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
-
-from kvpilot_formats.arguments.numbers import whole_number
 
 KVPILOT = (
     "--calibration", "--recent-tokens", "--retention", "--retention-sink-tokens", "--retention-window-tokens",
@@ -25,36 +24,29 @@ KVPILOT = (
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 _LEVEL = "--optimization-level"
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Option(NamedTuple):
-    """Option of vLLM.
-
-    Attributes:
-        name: its main name.
-        takes: its number of values, as in argparse: "0", "1", "?" (0 or 1) or "+" (1 or more).
-        off: True for a `--no-...` name.
-    """
+    """Option of vLLM, with its main name."""
 
     name: str
     takes: str
+    """Number of values, as in argparse: "0", "1", "?" (0 or 1) or "+" (1 or more)."""
     off: bool = False
+    """True for a `--no-...` name."""
 
 
 class Given(NamedTuple):
-    """Option that the arguments set.
-
-    Attributes:
-        name: its main name.
-        values: its values; empty for a flag.
-        off: True if it is turned off (`--no-...`).
-        places: indices of the arguments that set it.
-    """
+    """Option that the arguments set, with its main name."""
 
     name: str
     values: tuple[str, ...]
+    """Empty for a flag."""
     off: bool
     places: tuple[int, ...]
+    """Indices of the arguments that set it."""
 
 
 class Fault(NamedTuple):
@@ -71,17 +63,13 @@ class _Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Parsed list of arguments. If an option is given twice, the last one counts.
-
-    Attributes:
-        items: the arguments.
-        given: the options that they set, in the order in which vLLM reads them.
-        faults: arguments that vLLM would refuse. An option that vLLM 0.32 does not have is not a fault.
-    """
+    """Parsed list of arguments. If an option is given twice, the last one counts."""
 
     items: tuple[str, ...]
     given: tuple[Given, ...]
+    """Options that the arguments set, in the order in which vLLM reads them."""
     faults: tuple[Fault, ...]
+    """Arguments that vLLM would refuse. An option that vLLM 0.32 does not have is not a fault."""
 
     def get(self, name: str) -> Given | None:
         """Return the last setting of an option, which is the one that counts; None if it is not set."""
@@ -116,6 +104,20 @@ class Arguments:
         """Return the arguments except those that set one of these options."""
         left_out = {place for one in self.given if one.name in options for place in one.places}
         return [item for place, item in enumerate(self.items) if place not in left_out]
+
+
+def whole_number(text: str) -> int:
+    """Parse a whole number as vLLM does: 8192, 8k (8,000), 8K (8,192), 2.5k. Raise ValueError where vLLM does."""
+    text = text.strip()
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", text)
+    if found is None:
+        return int(text)
+    if found[2] in _DECIMAL:
+        number = float(found[1]) * _DECIMAL[found[2]]
+        if math.isinf(number):
+            raise ValueError(f"{text[:20]}... is beyond any number")
+        return int(number)
+    return int(found[1]) * _BINARY[found[2]]
 
 
 @functools.cache

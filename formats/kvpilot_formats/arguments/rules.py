@@ -27,19 +27,16 @@ CONNECTORS = ("NixlConnector", "LMCacheMPConnector")
 
 
 class Switch(NamedTuple):
-    """Feature that options of vLLM turn on.
-
-    Attributes:
-        what: its name in messages.
-        options: main names of the options that turn it on.
-        off: values of these options that leave it off.
-        setting: its attribute path in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty for none.
-    """
+    """Feature that options of vLLM turn on."""
 
     what: str
+    """Name in messages."""
     options: tuple[str, ...]
+    """Main names of the options that turn it on."""
     off: tuple[str, ...] = ()
+    """Values of these options that leave it off."""
     setting: str = ""
+    """Attribute path in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty for none."""
 
 
 _PIPELINE = Switch(

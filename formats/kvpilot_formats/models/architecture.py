@@ -1,4 +1,4 @@
-"""Properties of a model that decide the size of its KV cache and the formats that can hold it."""
+"""Properties of a model that decide the size of its KV cache, and those that our dtypes do not support."""
 
 from __future__ import annotations
 
@@ -22,70 +22,59 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that keep keys and values of one size.
-
-    Attributes:
-        kind: FULL, WINDOW or CHUNKED.
-        layers: number of layers.
-        kv_heads: KV heads of a layer.
-        head_dim, value_dim: elements of a head's key and of its value, which may be shorter.
-        window: length of the window or chunk in tokens; 0 for FULL.
-    """
+    """Layers that keep keys and values of one size."""
 
     kind: Kind
+    """FULL, WINDOW or CHUNKED."""
     layers: int
     kv_heads: int
     head_dim: int
+    """Elements of a head's key. Its value (`value_dim`) may be shorter."""
     value_dim: int
     window: int = 0
+    """Length of the window or chunk in tokens; 0 for FULL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Model architecture, as far as it affects the KV cache.
-
-    Attributes:
-        model_type, architectures: the names in config.json, of the whole model.
-        groups: layers with their own KV cache, those with full attention first.
-        heads: query heads of a layer.
-        state_layers: layers with a state of fixed size (Mamba, linear attention, convolutions). They may also attend.
-        shared_layers: layers that read the cache of another layer.
-        other_layers: layers with an unknown kind of cache, which is not counted.
-        latent: elements that a layer with multi-head latent attention caches per token; 0 without it.
-        index_bytes: bytes of a token's index in a layer with sparse attention, the same in every dtype; 0 without.
-        softcap: cap on attention logits, or None.
-        alibi: True if attention has biases by distance.
-        encoder_decoder: True if the model has cross attention.
-        bidirectional: True if tokens also attend to later tokens, as in embedding models.
-        image_prefix: True if the tokens of an image attend to each other in both directions.
-        custom_code: True if the repository brings its own model code (`auto_map`).
-        max_positions: longest context in tokens; None if the config does not say.
-        idle_window: True if no context is longer than the sliding window. Its layers then count as full attention.
-        auto: KV-cache dtype that vLLM chooses for `auto`; `auto` itself means the model's own dtype.
-        element_bytes: bytes of a KV element in the model's own dtype.
-        doubt: message for people about uncertain facts; empty if there are none.
-    """
+    """Model architecture, as far as it affects the KV cache."""
 
     model_type: str
     architectures: tuple[str, ...]
     groups: tuple[Group, ...]
+    """Layers with their own KV cache, those with full attention first."""
     heads: int
+    """Query heads of a layer."""
     state_layers: int = 0
+    """Layers with a state of fixed size (Mamba, linear attention, convolutions). They may also attend."""
     shared_layers: int = 0
+    """Layers that read the cache of another layer."""
     other_layers: int = 0
+    """Layers with an unknown kind of cache, which is not counted."""
     latent: int = 0
+    """Elements that a layer with multi-head latent attention caches per token; 0 without it."""
     index_bytes: int = 0
+    """Bytes of a token's index in a layer with sparse attention, the same in every dtype; 0 without."""
     softcap: float | None = None
+    """Cap on attention logits."""
     alibi: bool = False
     encoder_decoder: bool = False
     bidirectional: bool = False
+    """True if tokens also attend to later tokens, as in embedding models."""
     image_prefix: bool = False
+    """True if the tokens of an image attend to each other in both directions."""
     custom_code: bool = False
+    """True if the repository brings its own model code (`auto_map`)."""
     max_positions: int | None = None
+    """Longest context in tokens; None if the config does not say."""
     idle_window: bool = False
+    """True if no context is longer than the sliding window. Its layers then count as full attention."""
     auto: str = "auto"
+    """KV-cache dtype that vLLM chooses for `auto`; `auto` itself means the model's own dtype."""
     element_bytes: int = 2
+    """Bytes of a KV element in the model's own dtype."""
     doubt: str = ""
+    """Message for people about uncertain facts; empty if there are none."""
 
     @property
     def layers(self) -> int:
@@ -123,12 +112,8 @@ class Architecture:
     def token_bytes(self, dtype: str | formats.Format | latent_formats.LatentFormat, kept: int = 0) -> int:
         """Return the bytes that a token adds to the cache of all layers with full attention, over all KV heads.
 
-        Args:
-            dtype: KV-cache dtype. For multi-head latent attention: 16 bits, fp8 or a latent format.
-            kept: number of full layers that stay in the model's own dtype.
-
-        Raises:
-            FormatError: the dtype is unknown, or has no layout for these keys and values.
+        For multi-head latent attention, `dtype` is one of 16 bits, fp8 or a latent format. `kept` full layers stay in
+        the model's own dtype. Raise FormatError if the dtype is unknown, or has no layout for these keys and values.
         """
         if isinstance(dtype, latent_formats.LatentFormat):
             return self.full_layers * dtype.row_bytes
@@ -154,3 +139,44 @@ def _row_bytes(stored: formats.Format, group: Group) -> int:
     if group.value_dim == group.head_dim:
         return stored.row_bytes(group.head_dim)
     return (stored.row_bytes(group.head_dim) + stored.row_bytes(group.value_dim)) // 2
+
+
+def unsupported(model: Architecture) -> str | None:
+    """Name the property of this model that our dtypes do not support, or return None."""
+    ours = [group for group in model.groups if group.kind is not Kind.WINDOW]
+    sizes = {size for group in ours for size in (group.head_dim, group.value_dim)}
+    odd = sorted(size for size in sizes if formats.stored_dim(size) is None)
+    found = (
+        (model.latent, "multi-head latent attention"),
+        (model.encoder_decoder, "encoder-decoder models"),
+        (model.alibi, "ALiBi"),
+        (model.bidirectional, "attention to later tokens (a bidirectional model)"),
+        (not model.layers and not model.other_layers, "a model without attention: there is no KV cache to quantize"),
+        (model.other_layers, "layers whose cache is neither keys and values nor a state"),
+        (model.layers and not ours, "a model whose layers all have a sliding window: they stay in 16 bits"),
+        (odd, f"head_dim {odd[-1] if odd else 0} (it takes {formats.SERVED})"),
+        (len(sizes) > 1 and _unlike_values(model), "keys and values of different sizes"),
+    )
+    return next((what for present, what in found if present), None)
+
+
+def unsupported_latent(model: Architecture) -> str | None:
+    """Name the property of this model that our latent dtypes do not support, or return None."""
+    found = (
+        (not model.latent, "a model without multi-head latent attention"),
+        (model.index_bytes, "sparse attention with an index, as in DeepSeek V3.2"),
+        (
+            model.latent != latent_formats.ENTRY,
+            f"entries of {model.latent} elements (they take {latent_formats.ENTRY}: {latent_formats.RANK} of a latent, "
+            f"{latent_formats.ROPE} with RoPE)",
+        ),
+        (
+            model.state_layers or model.layers != model.full_layers or model.other_layers,
+            "layers with states or windows beside those with latents",
+        ),
+    )
+    return next((what for present, what in found if present), None)
+
+
+def _unlike_values(model: Architecture) -> bool:
+    return any(group.kind is Kind.FULL and group.value_dim != group.head_dim for group in model.groups)

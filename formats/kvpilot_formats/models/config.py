@@ -94,7 +94,7 @@ class Fields:
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
         self.text: Mapping[str, Any] = raw
-        self.model_type = _word(raw.get("model_type")) or _type_of(raw)
+        self.model_type = text_of(raw.get("model_type")) or _type_of(raw)
         for _ in range(3):
             row = defaults().get(self.model_type, {})
             part, kind = row.get("text", (None, ""))
@@ -104,7 +104,7 @@ class Fields:
                 # Older configs of such models have these fields at the top level.
                 self.model_type = kind or self.model_type
                 break
-            self.text, self.model_type = inner, _word(inner.get("model_type")) or kind or self.model_type
+            self.text, self.model_type = inner, text_of(inner.get("model_type")) or kind or self.model_type
         row = defaults().get(self.model_type, {})
         self.built_as = _type_of(raw) or self.model_type
         self.known = bool(row)
@@ -164,8 +164,9 @@ def shown(value: Any) -> str:
 
 def _type_of(raw: Mapping[str, Any]) -> str:
     named = raw.get("architectures")
-    return _TYPES.get(_word(named[0]), "") if isinstance(named, list) and named else ""
+    return _TYPES.get(text_of(named[0]), "") if isinstance(named, list) and named else ""
 
 
-def _word(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a text; empty for any other value."""
     return value if isinstance(value, str) else ""

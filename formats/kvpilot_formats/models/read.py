@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvpilot_formats.models.architecture import Architecture, Group, Kind
-from kvpilot_formats.models.auto import auto_dtype
-from kvpilot_formats.models.config import MOST_LAYERS, ConfigError, Fields, shown
+from kvpilot_formats.models.config import MOST_LAYERS, ConfigError, Fields, shown, text_of
 from kvpilot_formats.models.layers import HYBRID, REPEATED, WORDS, kinds
 
 LATENT = frozenset({
@@ -23,6 +23,8 @@ _IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma
 _INDEX_SCALE_BYTES = 4  # vLLM keeps an index in fp8 with a float32 scale
 _INDEXED = "index_topk"
 _LARGEST_CAP = 1e6  # larger than any logit
+_MODELOPT = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
+_LEGACY_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
@@ -46,9 +48,9 @@ def read(raw: Mapping[str, Any]) -> Architecture:
     other = sorted({word for word in own if word != HYBRID and word not in WORDS})
     latent = _latent(fields)
     return Architecture(
-        model_type=_text(raw.get("model_type")) or fields.model_type,
+        model_type=text_of(raw.get("model_type")) or fields.model_type,
         architectures=_architectures(raw),
-        groups=tuple(_sized(group, count) for group, count in _in_order(counted)),
+        groups=tuple(replace(group, layers=count) for group, count in _in_order(counted)),
         heads=_heads(fields, crossed) if counted else 0,
         state_layers=state,
         shared_layers=shared,
@@ -82,7 +84,9 @@ def _image_prefix(fields: Fields) -> bool:
     said = fields.raw.get("is_mm_prefix_lm")
     if isinstance(said, bool):
         return said
-    return _text(fields.raw.get("model_type")) in _IMAGE_PREFIX or fields.get("use_bidirectional_attention") == "vision"
+    return (
+        text_of(fields.raw.get("model_type")) in _IMAGE_PREFIX or fields.get("use_bidirectional_attention") == "vision"
+    )
 
 
 def _decoder(fields: Fields) -> list[str]:
@@ -194,10 +198,6 @@ def _in_order(counted: Counter[Group]) -> list[tuple[Group, int]]:
     return sorted(counted.items(), key=lambda item: (order.index(item[0].kind), -item[1], -item[0].kv_heads))
 
 
-def _sized(group: Group, layers: int) -> Group:
-    return Group(group.kind, layers, group.kv_heads, group.head_dim, group.value_dim, group.window)
-
-
 def _architectures(raw: Mapping[str, Any]) -> tuple[str, ...]:
     found = raw.get("architectures")
     if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
@@ -205,5 +205,45 @@ def _architectures(raw: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found or ())
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+def auto_dtype(raw: Mapping[str, Any], latent: bool = False) -> str:
+    """Return the dtype that `auto` becomes in vLLM 0.32, or `auto` for the model's own dtype.
+
+    A checkpoint may request a quantized cache. `raw` is a config.json from `load`, with hf_quant_config.json in place
+    of its quantization_config. `latent` attention ignores compressed-tensors schemes.
+    """
+    scheme = _part(raw, "quantization_config")
+    if _by_modelopt(scheme):
+        return _of_modelopt(scheme)
+    scheme = scheme or _part(raw, "compression_config") or _part(_part(raw, "text_config"), "quantization_config")
+    method = str(scheme.get("quant_method")).lower()
+    if (
+        method in ("compressed-tensors", "compressed_tensors")
+        and scheme.get("kv_cache_scheme") is not None
+        and not latent
+    ):
+        return "fp8"
+    return "auto"
+
+
+def _by_modelopt(scheme: Mapping[str, Any]) -> bool:
+    if str(scheme.get("quant_method")).lower().startswith("modelopt"):
+        return True
+    # ModelOpt before 0.31 wrote its settings to a separate file, which does not name a method.
+    inner = _part(scheme, "quantization")
+    written = _part(scheme, "producer").get("name") == "modelopt" or "modelopt_quant_config" in inner
+    return written and str(inner.get("quant_algo")).upper() in _LEGACY_ALGORITHMS
+
+
+def _of_modelopt(scheme: Mapping[str, Any]) -> str:
+    inner = _part(scheme, "quantization") or scheme
+    fields = ("kv_cache_scheme", "kv_cache_quant_algo")
+    found = next((part[field] for field in fields for part in (inner, scheme) if part.get(field)), None)
+    if isinstance(found, Mapping):
+        bits = found.get("num_bits") if found.get("type") == "float" else None
+        found = "fp8" if bits == 8 and found.get("dynamic") is False else "nvfp4" if bits == 4 else None
+    return _MODELOPT.get(found.lower(), "auto") if isinstance(found, str) else "auto"
+
+
+def _part(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    value = raw.get(field)
+    return value if isinstance(value, Mapping) else {}
