@@ -7,7 +7,6 @@ with any dtype.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +22,7 @@ from kvpilot_smallmodels import adapters
 from kvpilot_smallmodels.models import tiny_llama
 from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.forked_serve import engine
-from support.scrape_loop import ignore, scraping
-from support.services import KEY, manifest, spec_of
+from support.services import manifest, spec_of
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -64,10 +62,9 @@ def served(lora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     )  # fmt: skip
     exact = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
     compact = {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # grammars of tool calls have no option against spaces
-    updating = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with (
         engine(
-            tiny_llama(), "k4v4", tmp_path_factory.mktemp("features"), *arguments, env={**exact, **compact, **updating}
+            tiny_llama(), "k4v4", tmp_path_factory.mktemp("features"), *arguments, env={**exact, **compact}
         ) as running,
         httpx.Client(base_url=running.url, timeout=HANGS) as client,
     ):
@@ -162,21 +159,6 @@ def test_every_adapter_of_a_service_is_served_under_its_own_name(served: httpx.C
     answers = [completed(served, model=name, max_tokens=24)["choices"][0] for name in ("m", "adapter", "acme/other")]
     base, *adapted = (answer["token_ids"] for answer in answers)
     assert base not in adapted
-
-
-def test_the_operator_reads_which_adapters_an_engine_has_also_of_those_that_come_and_go_by_its_api(
-    served: httpx.Client, lora: tuple[Path, Path]
-) -> None:
-    async def read() -> tuple[str, ...]:
-        async with scraping() as scraper:
-            return await scraper.adapters(KEY, str(served.base_url).rstrip("/"), ignore)
-
-    assert asyncio.run(read()) == ("adapter", "acme/other")
-    late = {"lora_name": "late", "lora_path": str(lora[0])}
-    served.post("/v1/load_lora_adapter", json=late).raise_for_status()
-    assert asyncio.run(read()) == ("adapter", "acme/other", "late")
-    served.post("/v1/unload_lora_adapter", json={"lora_name": "late"}).raise_for_status()
-    assert asyncio.run(read()) == ("adapter", "acme/other")
 
 
 def test_an_adapter_answers_as_the_model_with_its_weights_added(

@@ -102,7 +102,6 @@ def figures(number: int, *, status: str = "True") -> Status:
     kinds = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD)
     return Status(
         kv_cache=KVCache(capacity_tokens=number, usage_percent=number % 100),
-        adapters=(f"a{number}",),
         conditions=tuple(
             Condition(
                 type=kind, status=status, reason="R", message=said, last_transition_time=NOW, observed_generation=1

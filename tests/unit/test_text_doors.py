@@ -198,17 +198,6 @@ async def test_what_an_engine_sends_over_http() -> None:
         check(str(failed.value))
 
 
-async def test_names_of_adapters() -> None:
-    async def answer(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": NASTY, "parent": "m"}]})
-
-    async with Server.up() as server, scraping() as scraper:
-        server.answer = answer
-        found = await scraper.adapters(KEY, server.url, ignore)
-    assert found
-    check(found)
-
-
 @pytest.mark.parametrize("code", [400, 404, 409, 422, 429, 500])
 async def test_what_an_api_server_answers(code: int) -> None:
     async with Server.up() as server:

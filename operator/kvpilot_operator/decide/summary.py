@@ -13,7 +13,6 @@ from kvpilot_operator.state.decision import Figures, Latency
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.samples import Sample
 
-_MOST_ADAPTERS, _MOST_LETTERS = 16, 128
 # Workloads of these kinds prove that pressure has ended.
 _ENDED = (WorkloadKind.IDLE, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND, WorkloadKind.RELAXED)
 
@@ -43,7 +42,7 @@ def summarise(c: Context) -> Context:
         replicas=_counted(c, names),
         ready_replicas=sum(len(s.ready_pods(name)) for name in names),
         selector=f"{SERVICE_LABEL}={s.key.name}{one}",
-        adapters=_adapters(c, stable.revision, serves.adapters if serves is not None and stable.ever_ready else ()),
+        adapters=serves.adapters if serves is not None and stable.ever_ready else (),
     )
     c = replace(c, figures=_figures(c, sample))
     return c.set_kv(
@@ -52,17 +51,6 @@ def summarise(c: Context) -> Context:
         capacity_tokens=sample.capacity_tokens if sample is not None else kv.capacity_tokens,
         usage_percent=kv.usage_percent if steady else usage,
     )
-
-
-def _adapters(c: Context, revision: str, told: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the adapters that all pods report as loaded; until one reports, the adapters in the engines' arguments."""
-    s = c.snapshot
-    said = [s.adapters[pod.name] for pod in s.ready_pods(revision) if pod.name in s.adapters]
-    if not said:
-        return told
-    everywhere = set(said[0]).intersection(*said[1:])
-    names = [*told, *sorted(everywhere.difference(told))]
-    return tuple(name for name in names if name in everywhere and len(name) <= _MOST_LETTERS)[:_MOST_ADAPTERS]
 
 
 def _figures(c: Context, sample: Sample | None) -> Figures:

@@ -47,9 +47,9 @@ Objects = dict[tuple[str, str], ObjectView]
 
 
 class Observations:
-    """The observer's memory of one service: scrape windows, probe packs and loaded adapters."""
+    """The observer's memory of one service: scrape windows and probe packs."""
 
-    __slots__ = ("adapters", "key", "plan", "throttle", "uid", "windows")
+    __slots__ = ("key", "plan", "throttle", "uid", "windows")
 
     def __init__(self, key: ServiceKey, uid: str) -> None:
         self.key = key
@@ -57,8 +57,6 @@ class Observations:
         self.windows = Windows(key)
         self.throttle = ScrapeThrottle()
         self.plan: PlanRead | None = None
-        self.adapters: dict[str, tuple[str, ...]] = {}
-        """Loaded adapters by pod."""
 
 
 @dataclass(eq=False)
@@ -143,7 +141,6 @@ class Observer:
             probe_result=probe_result,
             unanswered=tuple(failed),
             backed_off=known.throttle.backed_off,
-            adapters=dict(known.adapters),
         )
 
     async def refresh(self, key: ServiceKey) -> None:
@@ -169,8 +166,6 @@ class Observer:
         by_revision: dict[str, list[PodView]] = {}
         for view in answering.values():
             by_revision.setdefault(view.revision, []).append(view)
-        told = {placed.view.revision for placed in self.cache.workloads(key) if placed.view.adapters}
-        known.adapters = {name: names for name, names in known.adapters.items() if name in answering}
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, "kvpilot.pods": sorted(due)}
         with span(self.tracer, "scrape", about, root=True) as whole:
             failed: list[str] = []
@@ -180,8 +175,6 @@ class Observer:
                 pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
                 failed += [view.name for view in asked if view.name not in pages]
                 self._add(known, revision, views, pages)
-                if revision in told:
-                    await asyncio.gather(*(self._ask_adapters(known, view) for view in asked if view.name in pages))
             whole.set_attribute("kvpilot.pods.failed", failed)
 
     def _add(
@@ -204,16 +197,6 @@ class Observer:
         self.on_scrape(True)
         throttle.answered(pod.name)
         return page
-
-    async def _ask_adapters(self, known: Observations, pod: PodView) -> None:
-        url = engine_url(pod.ip, pod.mesh)
-        try:
-            names = await self.scraper.adapters(known.key, url, lambda work: known.throttle.spend(work, self.elapsed()))
-        except ScrapeError as error:
-            log.warning("adapters: %s", error, extra={"service": str(known.key), "pod": pod.name})
-            known.adapters.pop(pod.name, None)
-        else:
-            known.adapters[pod.name] = names
 
     async def _group_refusals(self, key: ServiceKey) -> dict[str, str]:
         views = [placed.view for placed in self.cache.workloads(key)]

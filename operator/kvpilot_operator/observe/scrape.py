@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
 
-from kvpilot_formats.untrusted import OverBudget, read_body, shown
+from kvpilot_formats.untrusted import shown
 from kvpilot_operator import budget
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import NoIdentity, ScrapeError, ScrapeTimeout
@@ -21,15 +20,11 @@ from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.series import SeriesReader
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_probes.answers import read_models
 from kvpilot_probes.engine_http import EngineConnector
-from kvpilot_probes.errors import MalformedAnswer
 
 # Limit of the time for a whole answer, so that a server that sends a byte a second cannot block a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
-# Limit of an answer of /v1/models, in which each model takes about 500 bytes.
-_MAX_MODELS_BYTES = 64 * 1024
 
 T = TypeVar("T")
 
@@ -66,27 +61,26 @@ class Scraper:
         finally:
             spend(page.work)
 
-    async def adapters(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> tuple[str, ...]:
-        """Return the LoRA adapters that one engine has loaded. /v1/models lists them as models with a parent."""
-        address = f"{url}/v1/models"
-        async with self._answer(service, address) as (answer, _):
-            body = await read_body(answer.content.iter_any(), _MAX_MODELS_BYTES, "models")
-            spend(len(body) // budget.METRICS_WORK_BYTES)
-            return tuple(shown(one.id) for one in read_models(address, body) if one.parent is not None)
-
     async def read(self, service: ServiceKey, url: str, page: SeriesReader[T]) -> T:
         """Fetch a page of metrics and feed it to `page`. Every failure is a ScrapeError that names the address."""
-        clock = asyncio.get_running_loop().time
-        async with self._answer(service, f"{url}/metrics") as (answer, limit):
-            if (answer.content_length or 0) > budget.METRICS.read_bytes:
-                raise ScrapeError(f"{answer.content_length} bytes, more than {budget.METRICS.read_bytes}")
-            async for chunk in answer.content.iter_chunked(budget.METRICS_CHUNK_BYTES):
-                # Extend the timeout by this wait, which the engine did not cause.
-                came, until = clock(), limit.when() or 0.0
-                limit.reschedule(None)
-                await self._read(page.steps(chunk))
-                limit.reschedule(until + clock() - came)
-            return page.close()
+        address = f"{url}/metrics"
+        try:
+            async with (
+                self._permits.of(service.namespace),
+                asyncio.timeout(TIMEOUT_SECONDS) as limit,
+                self._http.get(address, allow_redirects=False, ssl=self.tls(address) or True) as answer,
+            ):
+                _refuse(answer)
+                async for chunk in answer.content.iter_chunked(budget.METRICS_CHUNK_BYTES):
+                    await self._feed(page, chunk, limit)
+                return page.close()
+        except (ScrapeError, NoIdentity) as error:
+            raise ScrapeError(f"{address}: {error}") from error
+        except TimeoutError as error:
+            raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # The text may include data from the server.
+            raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
         """Return how many requests wait for room in one pod: 0 without a usable page, 1 if the engine is too slow."""
@@ -102,41 +96,29 @@ class Scraper:
         """Return the TLS context for this address, or None for plain HTTP. Raise NoIdentity without certificates."""
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
-    @contextlib.asynccontextmanager
-    async def _answer(
-        self, service: ServiceKey, address: str
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """Yield an engine's answer and its time limit. Turn failures, even of the caller's block, into ScrapeError."""
-        try:
-            async with (
-                self._permits.of(service.namespace),
-                asyncio.timeout(TIMEOUT_SECONDS) as limit,
-                self._http.get(address, allow_redirects=False, ssl=self.tls(address) or True) as answer,
-            ):
-                if answer.status != 200:
-                    raise ScrapeError(f"HTTP {answer.status}")
-                encoding = answer.headers.get("Content-Encoding", "identity")
-                if encoding != "identity":
-                    raise ScrapeError(
-                        f"the page is encoded ({shown(encoding)[:_EXCERPT]}), though plain text was asked for"
-                    )
-                yield answer, limit
-        except (ScrapeError, NoIdentity, OverBudget, MalformedAnswer) as error:
-            raise ScrapeError(f"{address}: {error}") from error
-        except TimeoutError as error:
-            raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            # The text may include data from the server.
-            raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
-
-    async def _read(self, steps: Iterator[None]) -> None:
-        """Run these steps of a parser, and let other tasks run between them."""
-        more = True
+    async def _feed(self, page: SeriesReader[T], chunk: bytes, limit: asyncio.Timeout) -> None:
+        """Feed a chunk in steps, and let other ready tasks run between them. The engine's time stands still meanwhile,
+        because it did not cause this wait."""
+        clock = asyncio.get_running_loop().time
+        came, until = clock(), limit.when() or 0.0
+        limit.reschedule(None)
+        steps, more = page.steps(chunk), True
         while more:
             async with self._steps:
                 more = next(steps, steps) is None
-                # Other ready tasks run before the next steps.
                 await asyncio.sleep(0)
+        limit.reschedule(until + clock() - came)
+
+
+def _refuse(answer: aiohttp.ClientResponse) -> None:
+    """Raise ScrapeError for an answer that is no page, or too large a page."""
+    if answer.status != 200:
+        raise ScrapeError(f"HTTP {answer.status}")
+    encoding = answer.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise ScrapeError(f"the page is encoded ({shown(encoding)[:_EXCERPT]}), though plain text was asked for")
+    if (answer.content_length or 0) > budget.METRICS.read_bytes:
+        raise ScrapeError(f"{answer.content_length} bytes, more than {budget.METRICS.read_bytes}")
 
 
 def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:

@@ -107,8 +107,6 @@ class Snapshot:
     """Questions whose observation failed. Their fields are empty."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
     """Cause of failed scrapes, by name of the pod. These pods are scraped less often."""
-    adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """LoRA adapters that pods report as loaded, by pod name."""
     gpu_hour_micros: int | None = None
     """Price of one of the service's GPUs for an hour, in millionths of the currency."""
 

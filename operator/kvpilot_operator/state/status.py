@@ -267,7 +267,7 @@ class Status(Record, frozen=True, kw_only=True):
     selector: Annotated[str, Meta(max_length=1024)] | None = None
     """Label selector of the engine pods, as text, for /scale."""
     adapters: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=16)] = ()
-    """LoRA adapters that all pods of the serving revision have loaded, by their own reports."""
+    """LoRA adapters of the serving revision. Its engines load all of them when they start."""
     stable: Stable | None = None
     cache: WeightsCache | None = None
     kv_cache: KVCache = KVCache()
@@ -307,7 +307,7 @@ def without_figures(status: Status) -> Status:
         name: None if getattr(kv, name) is None else 0 for name in ("capacity_tokens", "usage_percent")
     }
     conditions = tuple(replace(one, message="") if one.type in _QUOTING else one for one in status.conditions)
-    return replace(status, kv_cache=replace(kv, **known), adapters=(), conditions=conditions)
+    return replace(status, kv_cache=replace(kv, **known), conditions=conditions)
 
 
 def parse_status(raw: Any) -> Status:
