@@ -14,12 +14,12 @@ from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError, Rejected
 from kvpilot_operator.gpus import prices
-from kvpilot_operator.observe.api_reads import API_SECONDS, AUTOSCALER_SECONDS
+from kvpilot_operator.observe.api_reads import API_SECONDS, AUTOSCALER_SECONDS, FORGET_SECONDS, Autoscalers
 from kvpilot_operator.state.objects import ObjectView
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ServiceKey
 from support.observed import OURS, REAL, World, edited, pod, route
-from support.services import KEY
+from support.services import KEY, manifest, spec_of
 
 
 @pytest.fixture
@@ -82,6 +82,17 @@ async def test_an_autoscaler_of_a_service_that_kvpilot_scales_is_seen_by_rare_li
     assert world.cluster.asked.count(path) == 2
     world.put(edited(scaling={"mode": "External"}))
     assert (await world.snapshot()).autoscaler is None
+
+
+async def test_the_autoscalers_of_a_namespace_are_forgotten_once_no_service_asks_for_them(world: World) -> None:
+    seconds, spec = 0.0, spec_of(manifest())
+    known = Autoscalers(world.cluster, lambda: seconds)  # type: ignore[arg-type]
+    await known.of(ServiceKey("gone", "a"), spec)
+    assert "'gone': (" in repr(known)
+    seconds = FORGET_SECONDS
+    await known.of(ServiceKey("here", "a"), spec)
+    assert "'here': (" in repr(known)
+    assert "'gone': (" not in repr(known)
 
 
 async def test_a_role_without_autoscalers_leaves_everything_else_as_it_is(world: World) -> None:

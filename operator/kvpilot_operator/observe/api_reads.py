@@ -109,10 +109,12 @@ class Autoscalers:
             return None
         read, known = self._read.get(key.namespace, (-math.inf, {}))
         if self.elapsed() - read >= AUTOSCALER_SECONDS:
+            now = self.elapsed()
+            self._read = {one: told for one, told in self._read.items() if now - told[0] < FORGET_SECONDS}
             # Note the time first: services of one namespace are read at the same time.
-            self._read[key.namespace] = (self.elapsed(), known)
+            self._read[key.namespace] = (now, known)
             known = await self._by_service(key.namespace)
-            self._read[key.namespace] = (self.elapsed(), known)
+            self._read[key.namespace] = (now, known)
         return known.get(key.name)
 
     async def _by_service(self, namespace: str) -> dict[str, str]:
