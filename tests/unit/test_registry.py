@@ -24,7 +24,7 @@ from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import KIND
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.control import pilot, workqueue
-from kvpilot_operator.control.pilot import Pilot, Registry, ServiceRecord
+from kvpilot_operator.control.pilot import Pilot, ServiceRecord
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.control.workqueue import WorkQueue
 from kvpilot_operator.decide import decide
@@ -130,10 +130,10 @@ class World:
         return {(name, obj["metadata"]["uid"]) for (kind, name), obj in self.api.objects.items() if kind == KIND}
 
     def remembered(self) -> set[tuple[str, str]]:
-        return {(record.key.name, record.uid) for record in self.pilot.registry}
+        return {(record.key.name, record.uid) for record in self.pilot.records.values()}
 
     def record(self, name: str) -> ServiceRecord:
-        record = self.pilot.registry.get(ServiceKey(KEY.namespace, name))
+        record = self.pilot.records.get(ServiceKey(KEY.namespace, name))
         assert record is not None
         return record
 
@@ -146,7 +146,7 @@ class World:
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-                await self.pilot.registry.close()
+                await self.pilot.close()
 
     async def until(self, enough: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
@@ -158,9 +158,10 @@ class World:
         return decide(snapshot)
 
 
-def reachable(roots: Iterable[object], but: tuple[type, ...]) -> Iterator[object]:
-    """Yield the objects reachable through kvpilot's objects, containers and callbacks, but not through `but`."""
-    seen: dict[int, object] = {}
+def reachable(roots: Iterable[object], but: tuple[type, ...], records: object) -> Iterator[object]:
+    """Yield the objects reachable through kvpilot's objects, containers and callbacks, but not through `but` or the
+    services' records."""
+    seen: dict[int, object] = {id(records): records}
     left: deque[object] = deque(roots)
     while left:
         one = left.popleft()
@@ -226,9 +227,11 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
         assert shown(world.telemetry) == {name for name, _ in world.living()}
         # Only its record and the cache refer to an idle service. An interrupted reconcile of a live service may also
         # have requeued it.
-        roots, but = [world.pilot, world.observer, world.telemetry], (Registry, InformerCache, MemoryApi)
-        assert [one for one in reachable(roots, (*but, WorkQueue)) if isinstance(one, ServiceKey)] == []
-        waiting = {one.name for one in reachable(roots, but) if isinstance(one, ServiceKey)}
+        roots, but = [world.pilot, world.observer, world.telemetry], (InformerCache, MemoryApi)
+        assert [
+            one for one in reachable(roots, (*but, WorkQueue), world.pilot.records) if isinstance(one, ServiceKey)
+        ] == []
+        waiting = {one.name for one in reachable(roots, but, world.pilot.records) if isinstance(one, ServiceKey)}
         assert waiting <= {name for name, _ in world.living()}
 
     asyncio.run(story())

@@ -90,7 +90,7 @@ class World:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-            await self.pilot.registry.close()
+            await self.pilot.close()
             await self.scraper.close()
 
 

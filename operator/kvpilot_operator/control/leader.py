@@ -61,7 +61,7 @@ class Leader:
         make_actor = partial(Actor, cluster.telling(cache.wrote))
         prober = Prober(cluster, self._scraper, telemetry.tracer)
         pilot = Pilot(cache, observer, make_actor, prober, telemetry, options.scrape_seconds)
-        self._registry = pilot.registry
+        self._pilot = pilot
         self._work = asyncio.create_task(pilot.run(self.ready))
         telemetry.leads(True)
         return self
@@ -77,7 +77,7 @@ class Leader:
         drained = await self.fence.drained(seconds)
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)
-        await self._registry.close()
+        await self._pilot.close()
         return drained
 
     async def close(self) -> None:

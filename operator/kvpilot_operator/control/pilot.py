@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -52,44 +52,9 @@ class ServiceRecord:
         self.attempts.stop()
 
 
-class Registry:
-    """The records of the services in the cache. `make` creates a record from a service's key and uid."""
-
-    def __init__(self, make: Callable[[ServiceKey, str], ServiceRecord]) -> None:
-        self._make = make
-        self._records: dict[ServiceKey, ServiceRecord] = {}
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __iter__(self) -> Iterator[ServiceRecord]:
-        return iter(list(self._records.values()))
-
-    def get(self, key: ServiceKey) -> ServiceRecord | None:
-        """Return the record of a service, None if it is gone."""
-        return self._records.get(key)
-
-    def follow(self, key: ServiceKey, uid: str | None) -> ServiceRecord | None:
-        """Return the record of the service with this uid, None without one. Close the record of an earlier service."""
-        known = self._records.get(key)
-        if known is not None and known.uid != uid:
-            del self._records[key]
-            known.close()
-            known = None
-        if known is None and uid is not None:
-            known = self._records[key] = self._make(key, uid)
-        return known
-
-    async def close(self) -> None:
-        """Stop all background tasks, and wait for them."""
-        for record in self:
-            record.close()
-        await asyncio.gather(*(record.probe.ended() for record in self))
-
-
 @dataclass(eq=False)
 class Pilot:
-    """All services of the fleet: their reconciles, and the loop that scrapes them."""
+    """All services of the fleet: their records, their reconciles, and the loop that scrapes them."""
 
     cache: InformerCache
     observer: Observer
@@ -99,10 +64,10 @@ class Pilot:
     scrape_seconds: float
 
     def __post_init__(self) -> None:
-        self.registry = Registry(self._record)
+        self.records: dict[ServiceKey, ServiceRecord] = {}
         self.queue = WorkQueue(self._reconcile, self._attempts)
         self.telemetry.queue(lambda: self.queue.depth)
-        self.telemetry.services(lambda: ((record.key, record.series) for record in self.registry))
+        self.telemetry.services(lambda: ((record.key, record.series) for record in self._all()))
         self.cache.on_change = self._changed
 
     async def run(self, ready: asyncio.Event) -> None:
@@ -114,24 +79,37 @@ class Pilot:
             group.create_task(self.queue.work())
             group.create_task(self._scrape_for_ever(group))
 
+    async def close(self) -> None:
+        """Stop all background tasks of the services, and wait for them."""
+        for record in self._all():
+            record.close()
+        await asyncio.gather(*(record.probe.ended() for record in self._all()))
+
+    def _all(self) -> list[ServiceRecord]:
+        return list(self.records.values())
+
     def _record(self, key: ServiceKey, uid: str) -> ServiceRecord:
         probe = Probe(key, partial(self.prober.probe, uid=uid), self.queue.add)
         return ServiceRecord(key, uid, Observations(key, uid), self.make_actor(), probe)
 
     def _attempts(self, key: ServiceKey) -> Attempts | None:
-        record = self.registry.get(key)
+        record = self.records.get(key)
         return record.attempts if record is not None else None
 
     def _changed(self, key: ServiceKey) -> None:
         """Process a change in the cache: a service may have been created, deleted or replaced."""
-        service = self.cache.services.get(*key)
-        record = self.registry.follow(key, service.uid if service is not None else None)
-        if record is not None and service is not None:
+        service, known = self.cache.services.get(*key), self.records.get(key)
+        if known is not None and (service is None or known.uid != service.uid):
+            self.records.pop(key).close()
+        if service is not None:
+            record = self.records.get(key)
+            if record is None:
+                record = self.records[key] = self._record(key, service.uid)
             record.rolling = record.rolling or _rolls(service.status.canary)
         self.queue.add(key)
 
     async def _reconcile(self, key: ServiceKey) -> float | None:
-        record = self.registry.get(key)
+        record = self.records.get(key)
         if record is None:
             return None
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name}
@@ -166,7 +144,7 @@ class Pilot:
 
     def _rolling_beside(self, key: ServiceKey) -> str | None:
         """Return the name of another service of the namespace whose pods are being replaced, None without one."""
-        others = (one.key for one in self.registry if one.rolling and one.key != key)
+        others = (one.key for one in self._all() if one.rolling and one.key != key)
         return min((one.name for one in others if one.namespace == key.namespace), default=None)
 
     async def _scrape_for_ever(self, group: asyncio.TaskGroup) -> None:
@@ -174,7 +152,7 @@ class Pilot:
         clock = asyncio.get_running_loop().time
         while True:
             began = clock()
-            records = sorted(self.registry, key=lambda record: record.key)
+            records = sorted(self._all(), key=lambda record: record.key)
             seconds = max(self.scrape_seconds, self.observer.engines / PAGES_PER_SECOND)
             for i, record in enumerate(records):
                 if not record.scraping:
