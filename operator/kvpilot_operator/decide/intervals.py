@@ -32,7 +32,7 @@ class Estimate:
 
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
     """Return a function of the level that gives the log ratio of two p95s, or None if a p95 lies above every bucket."""
-    bounds = common(sum(ours, Histogram()), sum(theirs, Histogram()))
+    bounds = common(Histogram.together(ours), Histogram.together(theirs))
     c, s = (_woodruff([_coarsen(h, bounds) for h in batches]) for batches in (ours, theirs))
     if c is None or s is None:
         return lambda _: None
@@ -143,7 +143,7 @@ def _mover(a: float, b: float, rho: float) -> float:
 
 def _woodruff(batches: Sequence[Histogram]) -> _Woodruff | None:
     """Estimate one side's p95 and its variance. Return None if it lies above every bucket."""
-    total = sum(batches, Histogram())
+    total = Histogram.together(batches)
     n, m = total.count, len(batches)
     value = log_quantile(total, QUANTILE) if n > 0 else math.inf
     if not math.isfinite(value):

@@ -39,17 +39,6 @@ class Histogram:
                 return low + (self.bounds[i] - low) * (rank - (reached - self.counts[i])) / self.counts[i]
         return self.bounds[-1] if self.bounds else float("nan")
 
-    def __add__(self, other: "Histogram") -> "Histogram":
-        """Return the sum. Raise ValueError if both histograms have observations, but in different buckets."""
-        if self.bounds == other.bounds:
-            counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
-            return Histogram(self.bounds, counts, self.total + other.total)
-        if self.count == 0:
-            return other
-        if other.count == 0:
-            return self
-        raise ValueError(f"bounds: {other.bounds}; only histograms of the same buckets add up ({self.bounds})")
-
     @classmethod
     def together(cls, histograms: Sequence["Histogram"]) -> "Histogram":
         """Return the sum, without histograms whose buckets differ from the last non-empty one (another version)."""
