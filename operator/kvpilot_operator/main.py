@@ -114,7 +114,8 @@ class Operator:
             timing = Timing(options.lease_seconds)
             candidate = Candidate(self.identity, options.lease_namespace, options.lease_name, timing)
             election = Election(beside, self._fence, candidate, self._ready)
-        self._replica = Replica(self._fence, self._begin, election)
+        leader = Leader(self._cluster, self._fence, self._telemetry, options, self._ready)
+        self._replica = Replica(self._fence, leader.start, election)
 
     async def lead(self) -> kopf.AiohttpSession:
         """Wait until this replica leads, and return kopf's connection."""
@@ -135,9 +136,6 @@ class Operator:
             await asyncio.gather(self._end, return_exceptions=True)
         await self._replica.end()
         await self._closing.aclose()
-
-    async def _begin(self) -> Leader:
-        return await Leader(self._cluster, self._fence, self._telemetry, self._options, self._ready).start()
 
     async def _until_ended(self) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpilot_operator.control.service_metrics import HITS, rows
+from kvpilot_operator.control.service_metrics import rows
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.steps.policy import choose_step
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
@@ -142,7 +142,10 @@ def test_the_journal_has_it_with_its_reason() -> None:
 
 def shown(s: Snapshot) -> dict[str, float]:
     """Return the metric's value for each tier."""
-    return {tier: value for family, (tier, *_), value in (row for row in rows(s, decide(s)) if row[0] is HITS)}
+    return {
+        tier: value
+        for family, (tier, *_), value in (row for row in rows(s, decide(s)) if row[0] == "kvpilot_prefix_hit_ratio")
+    }
 
 
 def test_hits_by_tier_stand_in_the_metrics_of_a_service_with_two() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvpilot_operator.decide.load.engine_args import step_tokens
+from kvpilot_operator.decide.load.workload import step_tokens
 from kvpilot_operator.decide.steps.ladder import hardware_fault
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.observe.nodes import node_facts

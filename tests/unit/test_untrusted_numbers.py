@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_formats.untrusted import whole
-from kvpilot_operator.decide.load.engine_args import step_tokens
+from kvpilot_operator.decide.load.workload import step_tokens
 from kvpilot_operator.decide.steps.capacity import kept_layers
 from kvpilot_operator.observe.nodes import node_facts
 from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts

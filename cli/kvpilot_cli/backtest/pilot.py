@@ -17,9 +17,8 @@ import yaml
 from kvpilot_cli.backtest.costs import BacktestError, Profile
 from kvpilot_operator.api.faults import judge
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.decide.load.engine_args import step_tokens
 from kvpilot_operator.decide.load.saturation import backoff
-from kvpilot_operator.decide.load.workload import Workload, classify
+from kvpilot_operator.decide.load.workload import Workload, classify, step_tokens
 from kvpilot_operator.decide.steps.policy import PolicyDecision, choose_step
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.gpus import by_product

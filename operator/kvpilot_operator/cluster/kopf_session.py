@@ -19,7 +19,7 @@ import msgspec
 
 from kvpilot_formats.untrusted import whole_lines
 from kvpilot_operator.cluster.objects import Object, path_of
-from kvpilot_operator.cluster.transport import REMEDIES, Transport, connector
+from kvpilot_operator.cluster.transport import REMEDIES, Event, Transport, connector
 
 T = TypeVar("T")
 
@@ -36,11 +36,6 @@ Listed = Callable[[str, Sequence[Object], str], None]
 class _Page(msgspec.Struct):
     items: list[Object]
     metadata: Object
-
-
-class _Event(msgspec.Struct):
-    type: str
-    object: Object
 
 
 class KopfSession:
@@ -183,7 +178,7 @@ async def _checked(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """Yield a watch's events, and break the connection before an event that would end kopf."""
     async for line in whole_lines(content.iter_any()):
         try:
-            event = msgspec.json.decode(line, type=_Event)
+            event = msgspec.json.decode(line, type=Event)
         except msgspec.DecodeError as error:
             raise aiohttp.ClientPayloadError(f"not an event: {line[:300]!r}: {error}") from None
         failed = event.type == "ERROR" and event.object.get("code") != 410

@@ -146,7 +146,7 @@ class Transport:
                 if status != 200:
                     raise _typed(request, status, await answer.read(), answer.headers)
                 async for line in whole_lines(answer.content.iter_any()):
-                    event = msgspec.json.decode(line, type=_Event)
+                    event = msgspec.json.decode(line, type=Event)
                     if event.type == "ERROR":
                         status = _code(event.object)
                         raise ClusterError("WATCH", request.path, status, str(event.object.get("message")))
@@ -188,7 +188,9 @@ class Transport:
         return response
 
 
-class _Event(msgspec.Struct):
+class Event(msgspec.Struct):
+    """An event of a watch."""
+
     type: str
     object: Object
 

@@ -36,112 +36,82 @@ class Family:
         return f"{self.name}_total" if self.counts else self.name
 
 
-FAMILIES: list[Family] = []
+FAMILIES = (
+    Family("kvpilot_service_info", "1, with the modes and the model of the spec.", ("mode", "scaling", "model")),
+    Family("kvpilot_condition", "1 for the current status and reason of a condition.", ("type", "status", "reason")),
+    Family("kvpilot_last_reconcile_timestamp_seconds", "Time of the last successful reconcile of the service."),
+    Family("kvpilot_refused_objects", "Objects and pods of the service that the API server refuses.", ("reason",)),
+    Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1."),
+    Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas."),
+    Family(
+        "kvpilot_recent_tokens",
+        "Recent window: last tokens of each sequence that the engines read at 8 bits; 0 for no window.",
+    ),
+    Family(
+        "kvpilot_prefix_hit_ratio",
+        "Share of prompt tokens that a tier held, 0 to 1, for services with kvCache.offload.",
+        ("tier",),
+    ),
+    Family("kvpilot_retention", "1 for the policy by which the engines free pages of a sequence.", ("policy",)),
+    Family("kvpilot_active_dtype", "1 for the serving KV-cache dtype.", ("dtype",)),
+    Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot recommends.", ("dtype",)),
+    Family(
+        "kvpilot_denied_until_timestamp_seconds",
+        "Time until which a denied KV-cache dtype is not tried again.",
+        ("dtype",),
+    ),
+    Family("kvpilot_replicas", "Replicas of all revisions, the canary's included, by their specs."),
+    Family("kvpilot_ready_replicas", "Ready engine pods."),
+    Family("kvpilot_desired_replicas", "Target number of replicas."),
+    Family("kvpilot_recommended_replicas", "Number of replicas that kvpilot recommends."),
+    Family("kvpilot_max_replicas", "Largest number of replicas that the spec allows."),
+    Family("kvpilot_objective_seconds", "A latency objective of the spec.", ("metric", "percentile")),
+    Family(
+        "kvpilot_objective_observed_seconds",
+        "Last observed latency at an objective's percentile; absent for too few samples.",
+        ("metric", "percentile"),
+    ),
+    Family("kvpilot_cost_per_hour", "Cost of the service's GPUs an hour, in the currency of the chart's prices."),
+    Family("kvpilot_cost_per_million_tokens", "Cost of a million generated tokens, at the rate of the last window."),
+    Family("kvpilot_engine_metrics_timestamp_seconds", "Time of the last scrape of the service's engines."),
+    Family("kvpilot_doubted_pods", "Pods with implausible metrics."),
+    Family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape."),
+    Family(
+        "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, because their scrapes failed in a row."
+    ),
+    Family("kvpilot_prefetch_phase", "1 for the phase of the claim of cache.prefetch.", ("phase",)),
+    Family("kvpilot_prefetch_downloaded_bytes", "Bytes of the weights on the claim, until it is filled."),
+    Family("kvpilot_prefetch_size_bytes", "Bytes of all weights, until the claim is filled."),
+    Family("kvpilot_option_replicas", "Replicas after a step of the last decision.", ("action", "dtype", "outcome")),
+    Family(
+        "kvpilot_option_capacity_tokens",
+        "KV cache capacity in tokens after a step of the last decision.",
+        ("action", "dtype", "outcome"),
+    ),
+    Family("kvpilot_canary_stage", "1 for the current stage of a canary.", ("stage", "dtype")),
+    Family("kvpilot_canary_deadline_timestamp_seconds", "Time at which the canary's stage or step is given up."),
+    Family("kvpilot_canary_weight_ratio", "Share of the requests that the canary gets, 0 to 1."),
+    Family(
+        "kvpilot_last_canary_timestamp_seconds",
+        "Time at which the last canary ended, with its result.",
+        ("dtype", "verdict", "reason"),
+    ),
+    Family("kvpilot_probe_excess_kl_nats", "Excess KL divergence of the last probe over its control.", ("dtype",)),
+    Family("kvpilot_probe_top1_agreement_ratio", "Share of tokens of the last probe that agree, 0 to 1.", ("dtype",)),
+    Family("kvpilot_probe_failures", "Periodic probes in a row that failed."),
+    Family("kvpilot_probe_errors", "Periodic probes in a row without a verdict."),
+    Family("kvpilot_decisions", "Entries of the decision journal.", ("action", "reason"), counts=True),
+    Family(
+        "kvpilot_unanswered_questions",
+        "Questions of a reconcile that an unexpected error left unanswered; the others were answered.",
+        ("question",),
+        counts=True,
+    ),
+)
 """All metrics of a service, in the order in which they are shown."""
 
-
-def _family(name: str, help: str, labels: tuple[str, ...] = (), *, counts: bool = False) -> Family:
-    made = Family(name, help, labels, counts)
-    FAMILIES.append(made)
-    return made
-
-
-Row = tuple[Family, tuple[str, ...], float]
-"""(family, label values, value) of one series."""
-
-INFO = _family("kvpilot_service_info", "1, with the modes and the model of the spec.", ("mode", "scaling", "model"))
-CONDITION = _family(
-    "kvpilot_condition", "1 for the current status and reason of a condition.", ("type", "status", "reason")
-)
-LAST_RECONCILE = _family(
-    "kvpilot_last_reconcile_timestamp_seconds", "Time of the last successful reconcile of the service."
-)
-
-REFUSED = _family(
-    "kvpilot_refused_objects", "Objects and pods of the service that the API server refuses.", ("reason",)
-)
-
-USAGE = _family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1.")
-CAPACITY = _family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas.")
-RECENT = _family(
-    "kvpilot_recent_tokens",
-    "Recent window: last tokens of each sequence that the engines read at 8 bits; 0 for no window.",
-)
-HITS = _family(
-    "kvpilot_prefix_hit_ratio",
-    "Share of prompt tokens that a tier held, 0 to 1, for services with kvCache.offload.",
-    ("tier",),
-)
-RETENTION = _family("kvpilot_retention", "1 for the policy by which the engines free pages of a sequence.", ("policy",))
-ACTIVE = _family("kvpilot_active_dtype", "1 for the serving KV-cache dtype.", ("dtype",))
-RECOMMENDED = _family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot recommends.", ("dtype",))
-DENIED = _family(
-    "kvpilot_denied_until_timestamp_seconds", "Time until which a denied KV-cache dtype is not tried again.", ("dtype",)
-)
-
-REPLICAS = _family("kvpilot_replicas", "Replicas of all revisions, the canary's included, by their specs.")
-READY_REPLICAS = _family("kvpilot_ready_replicas", "Ready engine pods.")
-DESIRED_REPLICAS = _family("kvpilot_desired_replicas", "Target number of replicas.")
-RECOMMENDED_REPLICAS = _family("kvpilot_recommended_replicas", "Number of replicas that kvpilot recommends.")
-MAX_REPLICAS = _family("kvpilot_max_replicas", "Largest number of replicas that the spec allows.")
-
-_OBJECTIVE = ("metric", "percentile")
-OBJECTIVE = _family("kvpilot_objective_seconds", "A latency objective of the spec.", _OBJECTIVE)
-OBSERVED = _family(
-    "kvpilot_objective_observed_seconds",
-    "Last observed latency at an objective's percentile; absent for too few samples.",
-    _OBJECTIVE,
-)
-
-COST = _family("kvpilot_cost_per_hour", "Cost of the service's GPUs an hour, in the currency of the chart's prices.")
-COST_TOKENS = _family(
-    "kvpilot_cost_per_million_tokens", "Cost of a million generated tokens, at the rate of the last window."
-)
-
-METRICS_TIME = _family("kvpilot_engine_metrics_timestamp_seconds", "Time of the last scrape of the service's engines.")
-DOUBTED = _family("kvpilot_doubted_pods", "Pods with implausible metrics.")
-UNANSWERED = _family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape.")
-BACKED_OFF = _family(
-    "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, because their scrapes failed in a row."
-)
-
-PREFETCH_PHASE = _family("kvpilot_prefetch_phase", "1 for the phase of the claim of cache.prefetch.", ("phase",))
-PREFETCHED = _family("kvpilot_prefetch_downloaded_bytes", "Bytes of the weights on the claim, until it is filled.")
-PREFETCH_SIZE = _family("kvpilot_prefetch_size_bytes", "Bytes of all weights, until the claim is filled.")
-
-_OPTION = ("action", "dtype", "outcome")
-OPTION_REPLICAS = _family("kvpilot_option_replicas", "Replicas after a step of the last decision.", _OPTION)
-OPTION_CAPACITY = _family(
-    "kvpilot_option_capacity_tokens", "KV cache capacity in tokens after a step of the last decision.", _OPTION
-)
-
-CANARY_STAGE = _family("kvpilot_canary_stage", "1 for the current stage of a canary.", ("stage", "dtype"))
-CANARY_DEADLINE = _family(
-    "kvpilot_canary_deadline_timestamp_seconds", "Time at which the canary's stage or step is given up."
-)
-CANARY_WEIGHT = _family("kvpilot_canary_weight_ratio", "Share of the requests that the canary gets, 0 to 1.")
-LAST_CANARY = _family(
-    "kvpilot_last_canary_timestamp_seconds",
-    "Time at which the last canary ended, with its result.",
-    ("dtype", "verdict", "reason"),
-)
-
-PROBE_KL = _family(
-    "kvpilot_probe_excess_kl_nats", "Excess KL divergence of the last probe over its control.", ("dtype",)
-)
-PROBE_TOP1 = _family(
-    "kvpilot_probe_top1_agreement_ratio", "Share of tokens of the last probe that agree, 0 to 1.", ("dtype",)
-)
-PROBE_FAILURES = _family("kvpilot_probe_failures", "Periodic probes in a row that failed.")
-PROBE_ERRORS = _family("kvpilot_probe_errors", "Periodic probes in a row without a verdict.")
-
-DECISIONS = _family("kvpilot_decisions", "Entries of the decision journal.", ("action", "reason"), counts=True)
-UNANSWERED_QUESTIONS = _family(
-    "kvpilot_unanswered_questions",
-    "Questions of a reconcile that an unexpected error left unanswered; the others were answered.",
-    ("question",),
-    counts=True,
-)
+Row = tuple[str, tuple[str, ...], float]
+"""(name of the family, label values, value) of one series."""
 
 
 def news(s: Snapshot, decision: Decision) -> Iterator[JournalEntry]:
@@ -156,15 +126,15 @@ class ServiceSeries:
 
     def __init__(self) -> None:
         self._rows: tuple[Row, ...] = ()
-        self._counts: Counter[tuple[Family, tuple[str, ...]]] = Counter()
+        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
 
     def show(self, s: Snapshot, decision: Decision) -> None:
         """Replace the gauges by the result of a reconcile, and count its decisions."""
         self._rows = rows(s, decision)
         for entry in news(s, decision):
-            self._counts[DECISIONS, (entry.action, known(entry.reason))] += 1
+            self._counts["kvpilot_decisions", (entry.action, known(entry.reason))] += 1
         for question in {one.question for one in decision.unanswered}:
-            self._counts[UNANSWERED_QUESTIONS, (str(question),)] += 1
+            self._counts["kvpilot_unanswered_questions", (str(question),)] += 1
 
     def collect(self) -> Iterator[Row]:
         """Yield the gauges and the counters."""
@@ -182,7 +152,7 @@ class ServiceMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every family, even one without series, so that /metrics always shows its name and help."""
         metrics = {
-            family: (CounterMetricFamily if family.counts else GaugeMetricFamily)(
+            family.name: (CounterMetricFamily if family.counts else GaugeMetricFamily)(
                 family.name, family.help, labels=("namespace", "name", *family.labels)
             )
             for family in FAMILIES
@@ -208,90 +178,105 @@ def rows(s: Snapshot, decision: Decision) -> tuple[Row, ...]:
     return tuple((family, labels, float(value)) for family, labels, value in found if value is not None)
 
 
-_Rows = Iterator[tuple[Family, tuple[str, ...], float | None]]
+_Rows = Iterator[tuple[str, tuple[str, ...], float | None]]
 
 
 def _plain(s: Snapshot, status: Status) -> _Rows:
     usage = status.kv_cache.usage_percent
-    yield LAST_RECONCILE, (), s.now.timestamp()
-    yield USAGE, (), usage / 100 if usage is not None else None
-    yield CAPACITY, (), status.kv_cache.capacity_tokens
-    yield REPLICAS, (), status.replicas
-    yield READY_REPLICAS, (), status.ready_replicas
-    yield DESIRED_REPLICAS, (), status.scaling.desired_replicas
-    yield RECOMMENDED_REPLICAS, (), status.scaling.recommended_replicas
+    yield "kvpilot_last_reconcile_timestamp_seconds", (), s.now.timestamp()
+    yield "kvpilot_kv_usage_ratio", (), usage / 100 if usage is not None else None
+    yield "kvpilot_kv_capacity_tokens", (), status.kv_cache.capacity_tokens
+    yield "kvpilot_replicas", (), status.replicas
+    yield "kvpilot_ready_replicas", (), status.ready_replicas
+    yield "kvpilot_desired_replicas", (), status.scaling.desired_replicas
+    yield "kvpilot_recommended_replicas", (), status.scaling.recommended_replicas
     newest = [series[-1] for series in s.samples.values() if series]
-    yield METRICS_TIME, (), max((sample.time.timestamp() for sample in newest), default=None)
-    yield DOUBTED, (), sum(len(sample.implausible) for sample in newest)
-    yield UNANSWERED, (), sum(sample.unanswered for sample in newest)
-    yield BACKED_OFF, (), len(s.backed_off)
+    yield (
+        "kvpilot_engine_metrics_timestamp_seconds",
+        (),
+        max((sample.time.timestamp() for sample in newest), default=None),
+    )
+    yield "kvpilot_doubted_pods", (), sum(len(sample.implausible) for sample in newest)
+    yield "kvpilot_unanswered_pods", (), sum(sample.unanswered for sample in newest)
+    yield "kvpilot_scrape_backoff_pods", (), len(s.backed_off)
 
 
 def _figures(figures: Figures) -> _Rows:
-    yield RECENT, (), figures.recent_tokens
+    yield "kvpilot_recent_tokens", (), figures.recent_tokens
     if figures.retention:
-        yield RETENTION, (figures.retention,), 1
+        yield "kvpilot_retention", (figures.retention,), 1
     for tier, share in figures.hits.items():
-        yield HITS, (tier,), share
-    yield COST, (), figures.cost_per_hour
-    yield COST_TOKENS, (), figures.cost_per_million_tokens
+        yield "kvpilot_prefix_hit_ratio", (tier,), share
+    yield "kvpilot_cost_per_hour", (), figures.cost_per_hour
+    yield "kvpilot_cost_per_million_tokens", (), figures.cost_per_million_tokens
     for one in figures.latencies:
         labels = (one.metric, str(one.percentile))
-        yield OBJECTIVE, labels, one.limit_seconds
-        yield OBSERVED, labels, one.observed_seconds
+        yield "kvpilot_objective_seconds", labels, one.limit_seconds
+        yield "kvpilot_objective_observed_seconds", labels, one.observed_seconds
 
 
 def _prefetch(s: Snapshot, status: Status) -> _Rows:
     kept, view = status.cache, s.prefetch
     if kept is None:
         return
-    yield PREFETCH_PHASE, (kept.phase,), 1
+    yield "kvpilot_prefetch_phase", (kept.phase,), 1
     if kept.phase != CachePhase.READY and view is not None:
-        yield PREFETCHED, (), view.downloaded_bytes
-        yield PREFETCH_SIZE, (), view.total_bytes
+        yield "kvpilot_prefetch_downloaded_bytes", (), view.downloaded_bytes
+        yield "kvpilot_prefetch_size_bytes", (), view.total_bytes
 
 
 def _words(s: Snapshot, status: Status) -> _Rows:
     if s.spec is not None:
-        yield INFO, (s.spec.kv_cache.mode, s.spec.scaling.mode, s.spec.model.served_name), 1
-        yield MAX_REPLICAS, (), s.spec.scaling.max_replicas
+        yield "kvpilot_service_info", (s.spec.kv_cache.mode, s.spec.scaling.mode, s.spec.model.served_name), 1
+        yield "kvpilot_max_replicas", (), s.spec.scaling.max_replicas
     for reason, count in Counter(known(one) for one in refused(s)).items():
-        yield REFUSED, (reason,), count
+        yield "kvpilot_refused_objects", (reason,), count
     for one in status.conditions:
-        yield CONDITION, (one.type, one.status, known(one.reason)), 1
+        yield "kvpilot_condition", (one.type, one.status, known(one.reason)), 1
     kv = status.kv_cache
-    for family, dtype in ((ACTIVE, kv.active_dtype), (RECOMMENDED, kv.recommended_dtype)):
+    for family, dtype in (
+        ("kvpilot_active_dtype", kv.active_dtype),
+        ("kvpilot_recommended_dtype", kv.recommended_dtype),
+    ):
         if dtype is not None:
             yield family, (dtype,), 1
     denied: dict[str, float] = {}
     for entry in kv.denied:
         denied[entry.dtype] = max(entry.until.timestamp(), denied.get(entry.dtype, 0.0))
     for dtype, until in denied.items():
-        yield DENIED, (dtype,), until
+        yield "kvpilot_denied_until_timestamp_seconds", (dtype,), until
 
 
 def _options(status: Status) -> _Rows:
     options = next((entry.options for entry in status.decisions if entry.options), ())
     by_labels = {(option.action, option.dtype, option.outcome): option for option in options}
     for labels, option in by_labels.items():
-        yield OPTION_REPLICAS, labels, option.replicas
-        yield OPTION_CAPACITY, labels, option.capacity_tokens
+        yield "kvpilot_option_replicas", labels, option.replicas
+        yield "kvpilot_option_capacity_tokens", labels, option.capacity_tokens
 
 
 def _canary(s: Snapshot, status: Status) -> _Rows:
     canary, last = status.canary, status.last_trial
     if canary is not None:
-        yield CANARY_STAGE, (canary.stage, canary.dtype), 1
-        yield CANARY_WEIGHT, (), (canary.weight_percent or 0) / 100
-        yield CANARY_DEADLINE, (), canary_deadline(s.spec, canary).timestamp() if s.spec is not None else None
+        yield "kvpilot_canary_stage", (canary.stage, canary.dtype), 1
+        yield "kvpilot_canary_weight_ratio", (), (canary.weight_percent or 0) / 100
+        yield (
+            "kvpilot_canary_deadline_timestamp_seconds",
+            (),
+            canary_deadline(s.spec, canary).timestamp() if s.spec is not None else None,
+        )
     if last is not None:
-        yield LAST_CANARY, (last.dtype, last.verdict, known(last.reason)), last.time.timestamp()
+        yield (
+            "kvpilot_last_canary_timestamp_seconds",
+            (last.dtype, last.verdict, known(last.reason)),
+            last.time.timestamp(),
+        )
 
 
 def _probes(accuracy: Accuracy) -> _Rows:
     last = accuracy.last
     if last is not None:
-        yield PROBE_KL, (last.dtype,), last.excess_kl_micronats / 1e6
-        yield PROBE_TOP1, (last.dtype,), last.top1_agreement_permille / 1000
-    yield PROBE_FAILURES, (), accuracy.failures
-    yield PROBE_ERRORS, (), accuracy.errors
+        yield "kvpilot_probe_excess_kl_nats", (last.dtype,), last.excess_kl_micronats / 1e6
+        yield "kvpilot_probe_top1_agreement_ratio", (last.dtype,), last.top1_agreement_permille / 1000
+    yield "kvpilot_probe_failures", (), accuracy.failures
+    yield "kvpilot_probe_errors", (), accuracy.errors

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict
 from kvpilot_operator.decide.context import Context, Draft
-from kvpilot_operator.decide.load.engine_args import step_tokens
-from kvpilot_operator.decide.load.workload import classify
+from kvpilot_operator.decide.load.workload import classify, step_tokens
 from kvpilot_operator.decide.rollout.starting import start_fault
 from kvpilot_operator.decide.steps import scaling
 from kvpilot_operator.decide.steps.policy import choose_step, nothing_weighed

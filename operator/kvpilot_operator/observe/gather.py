@@ -98,7 +98,9 @@ class Observer:
         pods = self.cache.pods.of(key)
         node = await _observed(Question.NODE, self._nodes.facts(pods), self._nodes.known(pods), failed)
         autoscaler = await _observed(Question.REPLICAS, self._autoscalers.of(key, spec), None, failed)
-        refusals = await _observed(Question.GROUPS, self._group_refusals(key), {}, failed)
+        views = [placed.view for placed in self.cache.workloads(key)]
+        told = self._groups.refusals(key, views, self.cache.replicas(key))
+        refusals = await _observed(Question.GROUPS, told, {}, failed)
         service = self.cache.services.get(*key)
         if service is None or service.spec is not spec:
             return await self.snapshot(known, probe_result)
@@ -174,16 +176,11 @@ class Observer:
                 answers = await asyncio.gather(*(self._scrape_pod(key, view, throttle) for view in asked))
                 pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
                 failed += [view.name for view in asked if view.name not in pages]
-                self._add(known, revision, views, pages)
+                if pages:
+                    gpus, unanswered = self._nodes.gpus(views), len(views) - len(pages)
+                    judged = known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
+                    _tell(known, revision, judged)
             whole.set_attribute("kvpilot.pods.failed", failed)
-
-    def _add(
-        self, known: Observations, revision: str, views: Sequence[PodView], pages: Mapping[str, PodMetrics]
-    ) -> None:
-        if pages:
-            gpus, unanswered = self._nodes.gpus(views), len(views) - len(pages)
-            judged = known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
-            _tell(known, revision, judged)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, throttle: ScrapeThrottle) -> PodMetrics | None:
         try:
@@ -197,10 +194,6 @@ class Observer:
         self.on_scrape(True)
         throttle.answered(pod.name)
         return page
-
-    async def _group_refusals(self, key: ServiceKey) -> dict[str, str]:
-        views = [placed.view for placed in self.cache.workloads(key)]
-        return await self._groups.refusals(key, views, self.cache.replicas(key))
 
     async def _pools(self, known: Observations, service: ServiceView, server: ServerFacts) -> Objects:
         """Return the service's InferencePools, including former ones until they are deleted."""

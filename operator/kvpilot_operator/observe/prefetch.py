@@ -103,7 +103,8 @@ def _pods_of(job: Object, pods: Sequence[Object], *, mesh: bool) -> tuple[PodVie
 
 def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: Progress | None) -> PrefetchView:
     """Return the view of a Job with its pods and progress."""
-    ended = {one.get("type"): one for one in (job.get("status") or {}).get("conditions") or () if _holds(one)}
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    ended = {one.get("type"): one for one in conditions if one.get("status") == "True"}
     failed = ended.get("Failed")
     return PrefetchView(
         content=str((job["metadata"].get("annotations") or {}).get(IDENTITY_ANNOTATION, "")),
@@ -115,7 +116,3 @@ def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: Progress | N
         downloaded_bytes=progress.there if progress is not None else None,
         total_bytes=progress.total if progress is not None else None,
     )
-
-
-def _holds(condition: Object) -> bool:
-    return condition.get("status") == "True"

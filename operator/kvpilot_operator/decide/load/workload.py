@@ -2,26 +2,34 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import pairwise
 from operator import attrgetter
 
+from kvpilot_formats.arguments import whole_number
 from kvpilot_operator.api.kv_cache import Pressure
 from kvpilot_operator.api.scaling import Objective
+from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import ObjectiveState, WorkloadKind
 from kvpilot_operator.decide.load import window as windows
 from kvpilot_operator.decide.load.binding import SHARE, STALLED, what_binds
 from kvpilot_operator.decide.load.objectives import ObjectiveResult, judge_objectives
 from kvpilot_operator.decide.load.surge import DRAIN_SECONDS, Surge, find
 from kvpilot_operator.decide.load.window import GAP, SPAN, Sums, plausible
+from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.samples import Sample, names
+from kvpilot_operator.state.snapshot import NodeFacts
 
 # A mean below one request in a thousand scrapes counts as none. Pages may report tiny values such as 5e-324.
 _LEAST_RUNNING = 1e-3
 # Write the usage to the API server only if it changed by at least this many percentage points.
 USAGE_STEP_PERCENT = 5
 _UNREACHED = "in the last minute no scrape reached enough engines"
+# vLLM's default token budget of a step depends on the GPU's memory (EngineArgs.get_batch_defaults).
+_LARGEST_MIB, _LARGE_MIB = 160 * 1024, 70 * 1024
+_MAX_TOKENS = 2**31 - 1
 _TIME = attrgetter("time")
 _BOUND = (WorkloadKind.MEMORY_BOUND, WorkloadKind.PREFILL_BOUND, WorkloadKind.COMPUTE_BOUND)
 
@@ -173,6 +181,19 @@ def classify(
         stalled=window[-1].stalled,
         objectives=measured,
     )
+
+
+def step_tokens(spec: Spec, node: NodeFacts) -> int:
+    """Return max_num_batched_tokens: from spec.engine.extraArgs, else vLLM 0.32's default for a server."""
+    with suppress(ValueError):  # vLLM itself refuses such a value.
+        asked = whole_number(spec.engine.arguments.value("--max-num-batched-tokens") or "")
+        if 0 < asked <= _MAX_TOKENS:
+            return asked
+    gpu = by_product(node.gpu)
+    memory = node.memory_mib or (gpu.memory_mib if gpu is not None else 0)
+    if memory >= _LARGEST_MIB:
+        return 16_384
+    return 8192 if memory >= _LARGE_MIB and "a100" not in node.gpu.lower() else 2048
 
 
 def _ratio(part: float, whole: float) -> float | None:
