@@ -14,10 +14,7 @@ OLDEST_GPU: Capability = (8, 0)
 """Lowest compute capability that our kernels support: the first one with bfloat16."""
 
 BLOCK_STEPS = {"cpu": 16, "cuda": 64}
-"""Block sizes in our formats are multiples of this many tokens, by platform.
-
-On a GPU, a tile of the decode kernel must lie in one page.
-"""
+"""Block sizes in our formats are multiples of these tokens: a tile of a GPU's decode kernel must lie in one page."""
 
 _FP8_EVERYWHERE: Capability = (8, 9)
 """First compute capability at which every backend of vLLM reads fp8 caches."""

@@ -135,18 +135,13 @@ def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str
     if asked.get("method") in DRAFT_MODELS and (found := first_on(arguments, BESIDE_DRAFT_MODELS)) is not None:
         return found[0], f"a model that drafts, beside {found[1]},"
     if arguments.on(TRANSFER):
-        connector = transfer(arguments).get("kv_connector")
+        connector = arguments.mapping(TRANSFER).get("kv_connector")
         if connector not in CONNECTORS:
             return TRANSFER, f"KV transfer other than by {', '.join((OFFLOAD, *CONNECTORS))}"
         if (found := first_on(arguments, BESIDE_CONNECTORS)) is not None:
             return found[0], f"{connector} beside {found[1]}"
     on = (name for name in VARIABLES_BESIDE_OURS if variables.get(name, "0").strip() not in ("", "0"))
     return next(((name, VARIABLES_BESIDE_OURS[name]) for name in on), None)
-
-
-def transfer(arguments: Arguments) -> dict[str, Any]:
-    """Return the fields of vLLM's KVTransferConfig; empty without one, or if it cannot be read."""
-    return arguments.mapping(TRANSFER)
 
 
 class Reserved(NamedTuple):
@@ -187,10 +182,7 @@ RESERVED = (
         "its file may set anything, and kvpilot cannot read it: remove it and list its options one by one",
     ),
 )  # fmt: skip
-"""Options that users must not set.
-
-The CRD's rule on spec.engine.extraArgs refuses the full names; the operator refuses every spelling.
-"""
+"""Options that users must not set. The operator refuses every spelling."""
 
 
 def reserved(arguments: Arguments) -> list[tuple[int, str]]:

@@ -29,10 +29,8 @@ _SPELLINGS = {
 
 
 class ConfigError(ValueError):
-    """Error for a missing or unreadable config.json. The message names the field, its value and the remedy.
-
-    Attributes: `missing`, True if the file does not exist.
-    """
+    """Error for a config.json that is unreadable or, if `missing`, does not exist. The message names field, value and
+    remedy."""
 
     def __init__(self, message: str, missing: bool = False) -> None:
         super().__init__(message)

@@ -16,12 +16,10 @@ WORDS: dict[str, Kind] = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), Kind.STATE),
     **dict.fromkeys(("mlp", "moe"), Kind.NONE),
 }  # fmt: skip
-"""Kind of a layer, by the word for it in transformers and published configs.
-
-The word `hybrid` stands for a layer that attends and also has a state. The cache of an unlisted word is unknown.
-"""
+"""Kind of a layer, by the word for it in transformers and in configs. The cache of an unlisted word is unknown."""
 
 HYBRID = "hybrid"
+"""Word for a layer that attends and also has a state."""
 REPEATED = frozenset({"longcat_flash", "iquestloopcoder"})
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters of Nemotron-H's hybrid_override_pattern
 

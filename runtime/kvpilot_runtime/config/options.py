@@ -34,7 +34,7 @@ def refused(arguments: Sequence[str], environment: Mapping[str, str], device: st
     found = vllm.read(arguments)
     if (what := rules.beside_ours(found, environment)) is not None:
         return what
-    if (moves := rules.transfer(found)) and (unfit := connectors.unsupported(moves, device)) is not None:
+    if (moves := found.mapping(TRANSFER)) and (unfit := connectors.unsupported(moves, device)) is not None:
         return TRANSFER, unfit
     if moves and (apart := connectors.misplaced(str(moves["kv_connector"]), environment.get(connectors.LAYOUT))):
         return connectors.LAYOUT, apart

@@ -26,7 +26,7 @@ def check_options(fmt: Dtype, request: Request) -> None:
         option, what = found
         raise PreflightError("BadArguments", f"{option}: {what} does not work with kv-cache dtype {fmt.name!r}; leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     _check_blocks(fmt, request, machine.platform())
-    connector = connectors.SERVED.get(str(rules.transfer(request.arguments).get("kv_connector")))
+    connector = connectors.SERVED.get(str(request.arguments.mapping(rules.TRANSFER).get("kv_connector")))
     if connector is not None and (lacks := installed.lacks(connector)):
         raise PreflightError("BadArguments", f"{options.TRANSFER}: {connector.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)
