@@ -37,7 +37,7 @@ NODES: dict[str, tuple[dict[str, str], dict[str, str], NodeFacts]] = {
         {"cpu": "191450m", "nvidia.com/gpu": "8"},
         NodeFacts("NVIDIA-H100-80GB-HBM3", (9, 0), 81_559),
     ),
-    "by hand": ({"nvidia.com/gpu.product": "NVIDIA-L4"}, {}, NodeFacts("NVIDIA-L4", (8, 9), 23_034)),
+    "by hand": ({"nvidia.com/gpu.product": "NVIDIA-L4"}, {}, NodeFacts("NVIDIA-L4", (8, 9))),
     "GPU operator, time slicing": (
         {
             "nvidia.com/gpu.product": "NVIDIA-A10G-SHARED",
@@ -91,17 +91,17 @@ NODES: dict[str, tuple[dict[str, str], dict[str, str], NodeFacts]] = {
     "MIG without labels": (
         {},
         {"nvidia.com/mig-1g.10gb.me": "1"},
-        NodeFacts("unlabelled-gpu-MIG-1g.10gb.me", None, 9536),
+        NodeFacts("unlabelled-gpu-MIG-1g.10gb.me"),
     ),
     "GKE": (
         {GKE: "nvidia-h100-80gb", "cloud.google.com/gke-gpu": "true", TYPE: "a3-highgpu-8g"},
         {"nvidia.com/gpu": "8"},
-        NodeFacts("NVIDIA-H100-80GB-HBM3", (9, 0), 81_559),
+        NodeFacts("NVIDIA-H100-80GB-HBM3", (9, 0)),
     ),
     "GKE, MIG": (
         {GKE: "nvidia-tesla-a100", "cloud.google.com/gke-gpu-partition-size": "1g.5gb", TYPE: "a2-highgpu-1g"},
         {"nvidia.com/gpu": "7"},
-        NodeFacts("NVIDIA-A100-SXM4-40GB-MIG-1g.5gb", (8, 0), 4768),
+        NodeFacts("NVIDIA-A100-SXM4-40GB-MIG-1g.5gb", (8, 0)),
     ),
     "GKE, time-sharing": (
         {GKE: "nvidia-l4", "cloud.google.com/gke-gpu-sharing-strategy": "time-sharing", TYPE: "g2-standard-8"},
@@ -122,7 +122,7 @@ NODES: dict[str, tuple[dict[str, str], dict[str, str], NodeFacts]] = {
     "an integrated GPU beside NVIDIA's": (
         {"nvidia.com/gpu.product": "NVIDIA-L40S"},
         {"gpu.intel.com/i915": "1", "nvidia.com/gpu": "2"},
-        NodeFacts("NVIDIA-L40S", (8, 9), 46_068),
+        NodeFacts("NVIDIA-L40S", (8, 9)),
     ),
 }
 
@@ -156,7 +156,7 @@ def test_an_accelerator_of_gke_is_one_of_the_table_of_gpus(accelerator: str, nam
     gpu = by_product(facts.gpu)
     assert gpu is not None
     assert gpu.name == name
-    assert (facts.compute_capability, facts.memory_mib) == (gpu.compute_capability, gpu.memory_mib)
+    assert facts.compute_capability == gpu.compute_capability
 
 
 def test_a_node_keeps_its_gpus_name_when_the_gpu_operator_is_installed() -> None:
@@ -210,11 +210,11 @@ JSON = st.recursive(
 )
 
 
-def test_a_slice_that_alone_names_its_gpu_has_that_ones_capability_and_its_own_memory() -> None:
+def test_a_slice_that_alone_names_its_gpu_has_that_ones_capability() -> None:
     named = node({"nvidia.com/mig-1g.10gb.product": A100}, {"nvidia.com/mig-1g.10gb": "2"})
-    assert node_facts(named) == NodeFacts(A100, (8, 0), 10 * 10**9 // 2**20)
+    assert node_facts(named) == NodeFacts(A100, (8, 0))
     longer = node({"nvidia.com/mig-1g.10gb.product": f"{A100}-MIG-1g.10gb"}, {"nvidia.com/mig-1g.10gb": "2"})
-    assert node_facts(longer) == NodeFacts(f"{A100}-MIG-1g.10gb", (8, 0), 10 * 10**9 // 2**20)
+    assert node_facts(longer) == NodeFacts(f"{A100}-MIG-1g.10gb", (8, 0))
 
 
 @given(st.dictionaries(LABELS | st.text(), TEXTS), st.dictionaries(RESOURCES | st.text(), TEXTS))

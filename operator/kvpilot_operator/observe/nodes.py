@@ -44,9 +44,7 @@ _PRODUCTS = {gpu.name: gpu.products[0] for gpu in GPUS}
 _WITHOUT_CUDA = ("amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe", "google.com/tpu")
 
 _SLICE_RESOURCE = re.compile(r"nvidia\.com/mig-([0-9]+g\.[0-9]+gb[a-z0-9.]*)")
-_SLICE_MEMORY = re.compile(r"[0-9]+g\.([0-9]+)gb")
 _MAX_MIB = 2**30  # a petabyte, far above any GPU's memory
-_MAX_GB = 10**6
 _MAX_NAME = 128  # limit of GPU names in the API, such as status.history[].gpu
 
 
@@ -82,11 +80,9 @@ class NodeCache:
             self._read.pop(name, None)
         else:
             self._read[name] = (now, node_facts(found))
-            self._forget(now)
-
-    def _forget(self, now: datetime) -> None:
-        for name in [name for name, (read, _) in self._read.items() if (now - read).total_seconds() > FORGET_SECONDS]:
-            del self._read[name]
+            old = [one for one, (read, _) in self._read.items() if (now - read).total_seconds() > FORGET_SECONDS]
+            for one in old:
+                del self._read[one]
 
 
 def _nodes_of(pods: Sequence[PodView]) -> list[str]:
@@ -108,12 +104,12 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
     product = labels.get(_PRODUCT) or _product_of_gke(labels) or ("unlabelled-gpu" if whole_gpus or slices else "")
     if not product:
         return None
-    kind, _, profile = product.removesuffix("-SHARED").partition("-MIG-")
+    kind = product.removesuffix("-SHARED").partition("-MIG-")[0]
     # Under the MIG strategy `single`, this label has the memory of a slice.
     memory = whole(labels.get("nvidia.com/gpu.memory"), _MAX_MIB)
     if slices and (whole_gpus or len(slices) > 1):
         # The node does not say which kind of slice a pod has.
-        product, profile, memory = f"{kind}-MIG", "", None
+        product, memory = f"{kind}-MIG", None
     elif slices:
         (profile,) = slices
         product = labels.get(f"nvidia.com/mig-{profile}.product") or f"{kind}-MIG-{profile}"
@@ -122,15 +118,11 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
     elif shared and not product.endswith("-SHARED"):
         product = f"{product}-SHARED"
     of_kind = by_product(kind)
-    if not memory:
-        memory = (
-            of_kind.memory_mib if of_kind is not None and product == kind and not profile else _nominal_mib(profile)
-        )
     major, minor = (whole(labels.get(f"nvidia.com/gpu.compute.{part}"), 99) for part in ("major", "minor"))
     capability = of_kind.compute_capability if of_kind is not None else None
     if major is not None and minor is not None:
         capability = major, minor
-    return NodeFacts(product[:_MAX_NAME], capability, memory)
+    return NodeFacts(product[:_MAX_NAME], capability, memory or None)
 
 
 def _product_of_gke(labels: Mapping[str, str]) -> str:
@@ -148,13 +140,6 @@ def _slices(allocatable: Mapping[str, str]) -> tuple[str, ...]:
     """Return the profiles of MIG slices that pods can request (strategy `mixed`), such as 3g.40gb."""
     found = (_SLICE_RESOURCE.fullmatch(resource) for resource in allocatable if _has(allocatable, resource))
     return tuple(sorted(one[1] for one in found if one is not None))
-
-
-def _nominal_mib(profile: str) -> int | None:
-    """Return the MiB that a MIG profile's name states, which are within some percent of the real size."""
-    found = _SLICE_MEMORY.match(profile)
-    gigabytes = whole(found[1], _MAX_GB) if found is not None else None
-    return gigabytes * 10**9 // 2**20 if gigabytes else None
 
 
 def _has(allocatable: Mapping[str, str], resource: str) -> bool:

@@ -43,7 +43,7 @@ class NodeFacts:
     """The node label nvidia.com/gpu.product; for other vendors the resource, such as amd.com/gpu."""
     compute_capability: tuple[int, int] | None = None
     memory_mib: int | None = None
-    """Memory of one GPU, or of one slice of it (MIG)."""
+    """Memory of one GPU, or of one slice of it (MIG), by the node's labels. None without such a label."""
     cuda: bool = True
 
 
