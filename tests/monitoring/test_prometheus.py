@@ -116,7 +116,7 @@ def passes(telemetry: Telemetry) -> None:
     past = eventful(now)
     kept = {name: getattr(past, name) for name in ("canary", "history", "accuracy", "cache", "decisions")}
     denied = msgspec.structs.replace(plain.kv_cache, denied=past.kv_cache.denied)
-    telemetry.leads(True)
+    telemetry.leader.set(1)
     series = ServiceSeries()
     fetching = PrefetchView("i-1", False, None, (), 4 * 10**9, 16 * 10**9)
     status = msgspec.structs.replace(plain, kv_cache=denied, **kept)

@@ -40,7 +40,7 @@ def page(i: int, **changes: float) -> PodMetrics:
 
 def scraped(count: int, seconds: float, look_back: SampleRetention) -> tuple[Sample, ...]:
     windows = Windows(KEY)
-    windows.keep(look_back)
+    windows.retention = look_back
     for i in range(count):
         windows.add("r1", at(seconds * i), {"a": page(i)})
     return windows.samples()["r1"]
@@ -97,7 +97,7 @@ def test_flows_are_merged_and_never_lost(near: float, times: float, buckets: int
 def test_the_newest_scrape_of_a_bucket_tells_the_dtype(running: float) -> None:
     """This also holds for implausible pages, on which more requests run than there are blocks."""
     windows = Windows(KEY)
-    windows.keep(SampleRetention(bucket=1000.0))
+    windows.retention = SampleRetention(bucket=1000.0)
     windows.add("r", at(0), {"p": page(1)})
     for i in range(1, 6):
         windows.add("r", at(5 * i), {"p": page(1, running=running, dtype="fp8")})  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_the_newest_scrape_of_a_bucket_tells_the_dtype(running: float) -> None:
 
 def test_gauges_of_merged_scrapes_are_averaged() -> None:
     windows = Windows(KEY)
-    windows.keep(SampleRetention(near=600, far=600, bucket=60))
+    windows.retention = SampleRetention(near=600, far=600, bucket=60)
     for i, usage in enumerate((0.2, 0.4, 0.9)):
         windows.add("r1", at(i * 5), {"a": page(i, usage=usage, waiting=3 * i)})
     [sample] = windows.samples()["r1"]
@@ -119,7 +119,7 @@ def test_gauges_of_merged_scrapes_are_averaged() -> None:
 
 def test_a_scrape_in_which_nobody_is_believed_does_not_water_down_the_others() -> None:
     windows = Windows(KEY)
-    windows.keep(SampleRetention(near=600, far=600, bucket=300))
+    windows.retention = SampleRetention(near=600, far=600, bucket=300)
     for i in range(12):
         windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i > 3 else page(i)})
     [sample] = windows.samples()["r1"]
@@ -129,7 +129,7 @@ def test_a_scrape_in_which_nobody_is_believed_does_not_water_down_the_others() -
 
 def test_a_pod_that_is_believed_again_counts_from_then_on() -> None:
     windows = Windows(KEY)
-    windows.keep(SampleRetention(near=600, far=600, bucket=300))
+    windows.retention = SampleRetention(near=600, far=600, bucket=300)
     for i in range(12):
         windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9) if i < 11 else page(i)})
     [sample] = windows.samples()["r1"]
@@ -166,7 +166,7 @@ def test_without_a_canary_only_lengths_of_the_window_of_pressure_are_kept_of_his
 
 def test_a_clock_that_is_set_back_leaves_nothing_that_is_dated_later_than_now(caplog: pytest.LogCaptureFixture) -> None:
     windows = Windows(KEY)
-    windows.keep(SampleRetention(near=100, far=1200, bucket=5))
+    windows.retention = SampleRetention(near=100, far=1200, bucket=5)
     for i in range(60):
         windows.add("r1", at(5 * i), {"a": page(i)})
     for i in range(60, 63):
@@ -195,7 +195,7 @@ def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial:
     bounds = tuple(float(i) for i in range(22))
     tokens, requests = [0] * 23, [0] * 23
     windows = Windows(KEY)
-    windows.keep(retention_of(spec_of(manifest()), trial=trial))
+    windows.retention = retention_of(spec_of(manifest()), trial=trial)
 
     def scrape(i: int) -> None:
         for _ in range(50):  # ten requests a second with 200 tokens each

@@ -67,7 +67,7 @@ def calm(i: int) -> PodMetrics:
 
 def samples(pages: Pages, scrapes: int = SCRAPES) -> tuple[Sample, ...]:
     windows, start = Windows(KEY), NOW - timedelta(seconds=5 * (scrapes - 1))
-    windows.keep(SampleRetention())
+    windows.retention = SampleRetention()
     for i in range(scrapes):
         windows.add("r", start + timedelta(seconds=5 * i), pages(i))
     return windows.samples()["r"]

@@ -278,7 +278,7 @@ def test_the_limit_of_memory_is_that_of_the_container_if_the_pod_tells_it(monkey
 def test_who_leads_is_shown() -> None:
     telemetry = Shown()
     for leads in (False, True, False):
-        telemetry.leads(leads)
+        telemetry.leader.set(leads)
         assert telemetry.registry.get_sample_value("kvpilot_leader") == leads
 
 

@@ -36,7 +36,7 @@ def test_how_a_pass_ended_is_counted(error: Exception | None, result: str) -> No
 
 def test_the_queue_is_as_long_as_it_is_when_it_is_read() -> None:
     telemetry, waiting = Telemetry(), ["a", "b"]
-    telemetry.queue(lambda: len(waiting))
+    telemetry.queue.set_function(lambda: len(waiting))
     for _ in range(3):
         assert telemetry.registry.get_sample_value("kvpilot_queue_depth") == len(waiting)
         waiting.append("c")

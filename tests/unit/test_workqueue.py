@@ -75,7 +75,7 @@ async def test_a_service_that_is_asked_for_many_times_waits_once() -> None:
     queue = queue_of(log)
     for _ in range(100):
         queue.add(key("x"))
-        queue.add_low_priority(key("x"))
+        queue.add(key("x"), changed=False)
     assert queue.depth == 1
     await worked(queue, lambda: bool(log.done))
     assert log.done == ["x"]
@@ -95,7 +95,7 @@ async def test_changes_come_first_and_looks_are_not_starved() -> None:
     log = Log()
     queue = queue_of(log)
     for i in range(40):
-        queue.add_low_priority(key(f"look-{i}"))
+        queue.add(key(f"look-{i}"), changed=False)
     for i in range(40):
         queue.add(key(f"change-{i}"))
     queue.add(key("look-39"))  # it changed meanwhile
@@ -114,7 +114,7 @@ async def test_a_failed_pass_backs_off_and_a_look_does_not_shorten_that() -> Non
     queue = queue_of(log)
     queue.add(key("x"))
     await worked(queue, lambda: bool(log.done))
-    queue.add_low_priority(key("x"))
+    queue.add(key("x"), changed=False)
     assert queue.depth == 0
     log.error = None
     queue.add(key("x"))  # the user's edit may fix the failure

@@ -19,9 +19,6 @@ from kvpilot_operator.api.spec import Spec, parse
 MAX_SPEC_BYTES = 128 * 1024
 """Size limit of a spec as JSON. Real specs have a few KiB, and the operator keeps all specs in memory."""
 
-MAX_FAULTS = 100
-"""Most faults that are listed for one object."""
-
 _PRIVATE = re.compile(
     r"\bengine\.(extraArgs|(?:podTemplate\..*)?(?:env\[\d+\]\.value|command|args|volumeAttributes))\b"
 )
@@ -66,7 +63,7 @@ def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
         found.insert(0, Fault("spec.kvCache.dtype", text))
     host = pod_template.host_access(spec.engine.pod_template, allowed)
     found += (Fault(f"spec.engine.podTemplate{at}", text) for at, text in host)
-    return tuple(found[:MAX_FAULTS]) or spec
+    return tuple(found) or spec
 
 
 def faults(obj: Json, allowed: Collection[str] = ()) -> tuple[Fault, ...]:

@@ -61,7 +61,7 @@ class Cluster:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._transport.close()
+        await self._transport.api.close()
 
     async def get(self, ref: Ref) -> Object:
         """Read one object. Raise NotFound if it does not exist."""

@@ -19,36 +19,21 @@ API_VERSION = "coordination.k8s.io/v1"
 KIND = "Lease"
 
 
-@dataclass(frozen=True)
 class Timing:
-    """Times of an election in seconds, in the proportions that Kubernetes uses."""
+    """Times of an election in seconds, in the proportions that Kubernetes uses, for a Lease of `lease` seconds."""
 
-    lease: int = 15
-
-    @property
-    def renew_deadline(self) -> float:
+    def __init__(self, lease: int) -> None:
+        self.lease = lease
+        self.renew_deadline = lease * 2 / 3
         """Time after a renewal within which a leader may start a write."""
-        return self.lease * 2 / 3
-
-    @property
-    def write_deadline(self) -> float:
+        self.write_deadline = lease * 14 / 15
         """Time after a renewal at which all writes must have ended, 1/15 of `lease` before others may take over."""
-        return self.lease * 14 / 15
-
-    @property
-    def retry(self) -> float:
+        self.retry = lease * 2 / 15
         """Pause between two renewals."""
-        return self.lease * 2 / 15
-
-    @property
-    def look(self) -> float:
+        self.look = lease / 15
         """Pause between two reads by a standby replica."""
-        return self.lease / 15
-
-    @property
-    def request(self) -> float:
+        self.request = lease / 3
         """Longest duration of one attempt. Two attempts fit into the renew deadline."""
-        return self.lease / 3
 
 
 @dataclass(eq=False)

@@ -97,10 +97,6 @@ class Transport:
         self.fence = fence
         self.on_request = on_request
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self.api.close()
-
     async def send(self, request: Request, *, verb: str = "") -> Object:
         """Send a request and return the object in the answer."""
         body = await self.read(request, verb=verb)
@@ -148,7 +144,8 @@ class Transport:
                 async for line in whole_lines(answer.content.iter_any()):
                     event = msgspec.json.decode(line, type=Event)
                     if event.type == "ERROR":
-                        status = _code(event.object)
+                        code = event.object.get("code")
+                        status = code if isinstance(code, int) and code else 500
                         raise ClusterError("WATCH", request.path, status, str(event.object.get("message")))
                     if not isinstance((event.object.get("metadata") or {}).get("resourceVersion"), str):
                         raise ClusterError("WATCH", request.path, status, "an event's object lacks a resourceVersion")
@@ -193,11 +190,6 @@ class Event(msgspec.Struct):
 
     type: str
     object: Object
-
-
-def _code(status: Object) -> int:
-    code = status.get("code")
-    return code if isinstance(code, int) and code else 500
 
 
 def _typed(request: Request, status: int, body: bytes, headers: Mapping[str, str]) -> ClusterError:

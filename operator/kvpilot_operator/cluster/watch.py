@@ -12,7 +12,6 @@ from typing import Any
 from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.cluster.cache import Name, Store
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.cluster.transport import REMEDIES
 from kvpilot_operator.errors import ClusterError, Throttled
 
@@ -62,7 +61,8 @@ class Reflector:
                 began = time.monotonic()
                 events = self.cluster.watch(self.api_version, self.kind, self.namespace, self.selector, self._version)
                 async for event, obj in events:
-                    self._take(event, obj)
+                    self.store.take(event, obj)
+                    self._version = obj["metadata"]["resourceVersion"]
                     failures, pause = 0, _BACKOFF.first
                 if time.monotonic() - began > _SHORT_WATCH_SECONDS:
                     continue
@@ -108,7 +108,3 @@ class Reflector:
         self._version, self.served = "", False
         self.filled.set()
         return True
-
-    def _take(self, event: str, obj: Object) -> None:
-        self.store.take(event, obj)
-        self._version = obj["metadata"]["resourceVersion"]

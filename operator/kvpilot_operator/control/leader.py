@@ -63,7 +63,7 @@ class Leader:
         pilot = Pilot(cache, observer, make_actor, prober, telemetry, options.scrape_seconds)
         self._pilot = pilot
         self._work = asyncio.create_task(pilot.run(self.ready))
-        telemetry.leads(True)
+        telemetry.leader.set(1)
         return self
 
     async def ended(self) -> None:
@@ -73,7 +73,7 @@ class Leader:
     async def quiet(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Stop all work, and wait for the writes in progress. Return True if no write can still reach the server."""
         self.fence.close()
-        self.telemetry.leads(False)
+        self.telemetry.leader.set(0)
         drained = await self.fence.drained(seconds)
         self._work.cancel()
         await asyncio.gather(self._work, return_exceptions=True)

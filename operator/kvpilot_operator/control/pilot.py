@@ -66,7 +66,7 @@ class Pilot:
     def __post_init__(self) -> None:
         self.records: dict[ServiceKey, ServiceRecord] = {}
         self.queue = WorkQueue(self._reconcile, self._attempts)
-        self.telemetry.queue(lambda: self.queue.depth)
+        self.telemetry.queue.set_function(lambda: self.queue.depth)
         self.telemetry.services(lambda: ((record.key, record.series) for record in self._all()))
         self.cache.on_change = self._changed
 
@@ -153,7 +153,7 @@ class Pilot:
         while True:
             began = clock()
             records = sorted(self._all(), key=lambda record: record.key)
-            seconds = max(self.scrape_seconds, self.observer.engines / PAGES_PER_SECOND)
+            seconds = max(self.scrape_seconds, len(self.cache.pods) / PAGES_PER_SECOND)
             for i, record in enumerate(records):
                 if not record.scraping:
                     record.scraping = True
@@ -171,7 +171,7 @@ class Pilot:
             log.exception("scrape failed", extra={"service": str(record.key)})
         finally:
             record.scraping = False
-        self.queue.add_low_priority(record.key)
+        self.queue.add(record.key, changed=False)
 
 
 def _tell(s: Snapshot, decision: Decision) -> None:

@@ -45,14 +45,14 @@ class Telemetry:
         Gauge("kvpilot_memory_limit_bytes", "Memory that the operator's container may use.", registry=registry).set(
             float(os.environ.get("MEMORY_LIMIT_BYTES", "nan"))
         )
-        self._leader = Gauge("kvpilot_leader", "1 on the leader, 0 on a standby.", registry=registry)
+        self.leader = Gauge("kvpilot_leader", "1 on the leader, 0 on a standby.", registry=registry)
         self._reconciles = Counter("kvpilot_reconciles", "Reconciles of services.", ("result",), registry=registry)
         for result in ("ok", "conflict", "error"):
             self._reconciles.labels(result)
         self._reconcile_seconds = Histogram(
             "kvpilot_reconcile_duration_seconds", "Duration of a reconcile.", registry=registry, buckets=_SECONDS
         )
-        self._queue = Gauge("kvpilot_queue_depth", "Services that wait for a reconcile.", registry=registry)
+        self.queue = Gauge("kvpilot_queue_depth", "Services that wait for a reconcile.", registry=registry)
         self._cycle_seconds = Gauge(
             "kvpilot_scrape_cycle_duration_seconds", "Duration of the last scrape of the fleet.", registry=registry
         )
@@ -86,10 +86,6 @@ class Telemetry:
         """Set the function that returns all services' series. It is called whenever the metrics are read."""
         self._services.services = series
 
-    def queue(self, depth: Callable[[], int]) -> None:
-        """Set the function that returns the queue's depth. It is called whenever the metrics are read."""
-        self._queue.set_function(depth)
-
     @contextmanager
     def timed_reconcile(self) -> Iterator[None]:
         """Time one reconcile and count its result. A conflict is not an error, because the reconcile is repeated."""
@@ -121,7 +117,3 @@ class Telemetry:
         self._api_requests.labels(method, kind, str(status) if status else "none").inc()
         if method != "WATCH":  # a watch has no useful duration: it runs until it is cancelled
             self._api_seconds.labels(method).observe(seconds)
-
-    def leads(self, yes: bool) -> None:
-        """Set the metric `kvpilot_leader`."""
-        self._leader.set(yes)

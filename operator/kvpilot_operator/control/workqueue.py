@@ -47,7 +47,7 @@ class Attempts:
 
 
 class WorkQueue:
-    """Two queues of services: changed ones (`add`), and those that are merely due (`add_low_priority`).
+    """Two queues of services: changed ones, and those that are merely due.
 
     Changed services mostly come first. Within a queue, the next service is the oldest one of the namespaces with the
     fewest running reconciles. A change ends a back-off early, unless the API server requested the pause. `attempts`
@@ -72,21 +72,8 @@ class WorkQueue:
         """The number of services that wait for a reconcile."""
         return len(self._changed) + len(self._due)
 
-    def add(self, key: ServiceKey) -> None:
-        """Reconcile a service as soon as a worker is free: something has changed."""
-        self._enqueue(key, changed=True)
-
-    def add_low_priority(self, key: ServiceKey) -> None:
-        """Reconcile a service, mostly after the changed ones."""
-        self._enqueue(key, changed=False)
-
-    async def work(self) -> None:
-        """Run reconciles until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(WORKERS):
-                group.create_task(self._worker())
-
-    def _enqueue(self, key: ServiceKey, *, changed: bool) -> None:
+    def add(self, key: ServiceKey, *, changed: bool = True) -> None:
+        """Reconcile a service as soon as a worker is free or, if nothing has `changed`, mostly after changed ones."""
         known = self._attempts(key)
         if known is None:
             return
@@ -100,6 +87,12 @@ class WorkQueue:
         elif key not in self._changed:
             self._due.setdefault(key)
         self._any.set()
+
+    async def work(self) -> None:
+        """Run reconciles until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(WORKERS):
+                group.create_task(self._worker())
 
     async def _next(self) -> ServiceKey:
         while not self.depth:
@@ -129,7 +122,7 @@ class WorkQueue:
                 known = self._attempts(key)
                 if known is not None and known.again is not None:
                     changed, known.again = known.again, None
-                    self._enqueue(key, changed=changed)
+                    self.add(key, changed=changed)
 
     async def _one(self, key: ServiceKey, known: Attempts) -> None:
         began = time.monotonic()

@@ -116,7 +116,7 @@ class Observer:
         windows.keep_only(revisions.keys())
         faults = service.faults or not_served(spec, self.cache.serves_groups(key.namespace))
         if spec is not None:
-            windows.keep(retention_of(spec, trial=service.status.canary is not None))
+            windows.retention = retention_of(spec, trial=service.status.canary is not None)
         return Snapshot(
             now=self.clock().replace(microsecond=0),
             key=key,
@@ -149,11 +149,6 @@ class Observer:
         """Read a service from the API server, because the cache was out of date."""
         found = await self.cluster.find(Ref(API_VERSION, KIND, key.namespace, key.name))
         self.cache.wrote(KIND, key.namespace, key.name, found)
-
-    @property
-    def engines(self) -> int:
-        """Number of engine pods in the fleet, all of which may need a scrape."""
-        return len(self.cache.pods)
 
     async def scrape(self, known: Observations) -> None:
         """Scrape the answering engines of a service that are due. The sample leaves out pods whose scrape fails."""

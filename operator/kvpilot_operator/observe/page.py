@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -61,9 +61,14 @@ _HISTOGRAMS = {
 # Collect these figures for each engine of a page, too.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# Of these counters, the series with a certain label value are also counted separately (`_add_part`).
-_PARTED = (_WAITING_BY_REASON, _COUNTED["finished"], _HTTP, _SOURCES)
-_COUNTERS = frozenset((*_COUNTED.values(), *_PARTED, _RUNNING, _WAITING, _START))
+# Of these counters, count the series with such labels separately, too.
+_PARTS: Mapping[str, Callable[[Mapping[str, str]], bool]] = {
+    _WAITING_BY_REASON: lambda labels: labels.get("reason") == "capacity",
+    _COUNTED["finished"]: lambda labels: labels.get("finished_reason") == "error",
+    _SOURCES: lambda labels: labels.get("source") == "disk",
+    _HTTP: lambda labels: labels.get("status", "").startswith("5") and labels.get("handler", "").startswith("/v1/"),
+}
+_COUNTERS = frozenset((*_COUNTED.values(), *_PARTS, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
 # Failed requests may lower these sums.
 _SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _HISTOGRAMS.values())])
@@ -97,8 +102,7 @@ class PageReader(SeriesReader[PodMetrics]):
         self._ranks = Ranks()
         self._sums: dict[str, float] = {}
         self._buckets: dict[str, dict[str, float]] = {}
-        self._for_room: float | None = None
-        self._errors = self._server_errors = self._disk_hits = 0.0
+        self._parts: dict[str, float] = {}
         self._capacity = self._blocks = 0.0
         self._dtypes: list[str] = []
         self._model: ModelFacts | None = None
@@ -110,7 +114,7 @@ class PageReader(SeriesReader[PodMetrics]):
         """Return the numbers of the page."""
         if self._usage is None:
             raise ScrapeError(f"{_USAGE} is not on the page: is this a vLLM server?")
-        waiting = self._for_room if self._for_room is not None else self._sums.get(_WAITING, 0.0)
+        waiting = self._parts.get(_WAITING_BY_REASON, self._sums.get(_WAITING, 0.0))
         return PodMetrics(
             usage=self._usage,
             running=_count(_RUNNING, self._sums.get(_RUNNING, 0.0), MOST_REQUESTS),
@@ -134,8 +138,10 @@ class PageReader(SeriesReader[PodMetrics]):
             self._sums[name] = self._sums.get(name, 0.0) + _not_negative(name, value)
             if name in _OF_A_RANK:
                 self._ranks.add(_OF_A_RANK[name], labels_of(labels), value)
-            if name in _PARTED:
-                self._add_part(name, labels_of(labels), value)
+            if name in _PARTS and _PARTS[name](found := labels_of(labels)):
+                self._parts[name] = self._parts.get(name, 0.0) + value
+                if name == _WAITING_BY_REASON:
+                    self._ranks.add(engine.FOR_ROOM, found, value)
         elif name in _BUCKETS:
             self._add_bucket(_BUCKETS[name], labels_of(labels).get("le", ""), _not_negative(name, value))
         elif name in _SUMS:
@@ -147,19 +153,6 @@ class PageReader(SeriesReader[PodMetrics]):
             self._ranks.add(engine.USAGE, labels_of(labels), value)
         else:
             self._add_info(name, labels_of(labels))
-
-    def _add_part(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        if name == _WAITING_BY_REASON and labels.get("reason") == "capacity":
-            self._for_room = (self._for_room or 0.0) + value
-            self._ranks.add(engine.FOR_ROOM, labels, value)
-        elif name == _COUNTED["finished"] and labels.get("finished_reason") == "error":
-            self._errors += value
-        elif name == _SOURCES and labels.get("source") == "disk":
-            self._disk_hits += value
-        elif (
-            name == _HTTP and labels.get("status", "").startswith("5") and labels.get("handler", "").startswith("/v1/")
-        ):
-            self._server_errors += value
 
     def _add_bucket(self, name: str, edge: str, value: float) -> None:
         reached = self._buckets.setdefault(name, {})
@@ -200,9 +193,9 @@ class PageReader(SeriesReader[PodMetrics]):
         counts |= {field: _sum(name, self._sums.get(name, 0.0)) for field, name in _SECONDS.items()}
         counts |= {field: self._histogram(name) for field, name in _HISTOGRAMS.items()}
         return Totals(
-            errors=_count(_COUNTED["finished"], self._errors),
-            server_errors=_count(_HTTP, self._server_errors),
-            disk_hits=_count(_SOURCES, self._disk_hits),
+            errors=_count(_COUNTED["finished"], self._parts.get(_COUNTED["finished"], 0.0)),
+            server_errors=_count(_HTTP, self._parts.get(_HTTP, 0.0)),
+            disk_hits=_count(_SOURCES, self._parts.get(_SOURCES, 0.0)),
             **counts,
         )
 

@@ -23,7 +23,7 @@ from datetime import datetime
 from statistics import median
 from typing import TypeVar
 
-from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, Rank, increments, restarted
+from kvpilot_operator.observe.pod_metrics import LONGEST_GAP_SECONDS, PodMetrics, increments, restarted
 from kvpilot_operator.state.samples import Flows, Sample, Spread
 
 _T = TypeVar("_T", int, str)
@@ -156,17 +156,13 @@ def _contradictions(before: PodMetrics, page: PodMetrics, flows: Flows) -> list[
     found = []
     if page.running == 0 and page.usage > _HELD:
         found.append("held")
-    if page.running > _room(page):
+    # A request needs a block. Add one for rounding.
+    if page.blocks and page.running > page.usage * page.blocks + 1:
         found.append("crowded")
     free = (1 - before.usage) * page.capacity_tokens
     if flows.preemptions > 0 and max(before.usage, page.usage) < _FAR_FROM_FULL and tokens < free / 2:
         found.append("preempted")
     return found
-
-
-def _room(page: PodMetrics) -> float:
-    """Return the largest number of requests that can run in the blocks in use, plus one for rounding."""
-    return page.usage * page.blocks + 1 if page.blocks else page.running
 
 
 def _watch(known: Mapping[str, Streak], before: PodMetrics, page: PodMetrics, since: datetime) -> Mapping[str, Streak]:
@@ -186,16 +182,12 @@ def _stalled(known: Mapping[str, Streak], page: PodMetrics, time: datetime) -> s
     for rank in page.engines:
         streak = known.get(rank.name)
         if streak is not None and streak.lasts(time, STALLED_SECONDS):
-            return _idle(rank, (time - streak.since).total_seconds())
+            who, seconds = f"{rank.name}: " if rank.name else "", (time - streak.since).total_seconds()
+            return (
+                f"{who}{rank.running:.0f} requests run and {rank.waiting:.0f} wait, and for {seconds:.0f} s no token "
+                "was made and none of them ended"
+            )
     return None
-
-
-def _idle(rank: Rank, seconds: float) -> str:
-    who = f"{rank.name}: " if rank.name else ""
-    return (
-        f"{who}{rank.running:.0f} requests run and {rank.waiting:.0f} wait, and for {seconds:.0f} s no token was made "
-        "and none of them ended"
-    )
 
 
 def _implausible(now: Known, flows: Flows, time: datetime) -> str | None:

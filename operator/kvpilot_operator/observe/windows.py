@@ -145,16 +145,12 @@ class _Series:
 class Windows:
     """The samples of one service by revision, as far back as its spec needs. Older samples are merged."""
 
-    __slots__ = ("_key", "_retention", "_series")
+    __slots__ = ("_key", "_series", "retention")
 
     def __init__(self, key: ServiceKey) -> None:
         self._key = key
         self._series: dict[str, _Series] = {}
-        self._retention = SampleRetention()
-
-    def keep(self, retention: SampleRetention) -> None:
-        """Set the retention of samples."""
-        self._retention = retention
+        self.retention = SampleRetention()
 
     def add(
         self,
@@ -174,7 +170,7 @@ class Windows:
         judged = plausible_sample(time, series.known, pages, unanswered=unanswered, gpus=gpus)
         series.known = judged.known
         if (told := judged.sample).pods or told.implausible or told.stalled or told.observed_dtype:
-            series.add(judged.sample, self._retention)
+            series.add(judged.sample, self.retention)
         return judged
 
     def news(self, revision: str, odd: Collection[str]) -> Collection[str]:

@@ -56,7 +56,7 @@ def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[s
         "command": ["kvpilot-prefetch"],
         "args": [*_arguments(spec), f"--port={names.ENGINE_PORT}"],
         "env": [
-            *([] if _names_gpus(engine["env"]) else [_NO_GPU]),
+            *([] if any(one["name"] == _NO_GPU["name"] for one in engine["env"]) else [_NO_GPU]),
             *(one for one in engine["env"] if one["name"] != COMPILED),
         ],
         "ports": [{"name": "http", "containerPort": names.ENGINE_PORT, "protocol": "TCP"}],
@@ -86,10 +86,6 @@ def _arguments(spec: Spec) -> list[str]:
         arguments.append(f"--revision={spec.model.revision}")
     hub = sorted({one.source.removeprefix("hf://") for one in spec.model.adapters if one.source.startswith("hf://")})
     return [*arguments, *(f"--adapter={name}" for name in hub)]
-
-
-def _names_gpus(env: list[dict[str, Any]]) -> bool:
-    return any(one["name"] == _NO_GPU["name"] for one in env)
 
 
 def _engines_alone(volume: Mapping[str, Any]) -> bool:
