@@ -162,11 +162,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         _OWN_PORTS,
     ),
     ".spec.initContainers[]": (
-        Rule(
-            ".name",
-            "self.name != 'engine'",
-            "engine is the name of kvpilot's own container: use another name",
-        ),
+        Rule(".name", "self.name != 'engine'", "engine is the name of kvpilot's own container: use another name"),
         _OWN_PORTS,
     ),
     ".spec.volumes[]": (

@@ -37,10 +37,7 @@ class Store(Generic[K, V]):
     """
 
     def __init__(
-        self,
-        view: Callable[[Object], V | None],
-        service: Callable[[Object], K | None],
-        changed: Callable[[K], None],
+        self, view: Callable[[Object], V | None], service: Callable[[Object], K | None], changed: Callable[[K], None]
     ) -> None:
         self._view = view
         self._service = service
@@ -90,13 +87,9 @@ class Store(Generic[K, V]):
         if event in ("ADDED", "MODIFIED"):
             self.put(obj)
         elif event == "DELETED":
-            self._drop(obj)
-
-    def _drop(self, obj: Object) -> None:
-        known = self._entries.get(_name(obj))
-        version = _version(obj)
-        if known is not None and (not version or version >= known.version):
-            self._remove(_name(obj))
+            known, version = self._entries.get(_name(obj)), _version(obj)
+            if known is not None and (not version or version >= known.version):
+                self._remove(_name(obj))
 
     def forget(self, namespace: str, name: str) -> None:
         """Drop an object that we deleted ourselves, or that the API server does not have."""

@@ -97,11 +97,7 @@ _REFUSED = {401: {"WWW-Authenticate": "Bearer"}}
 
 
 async def serve_http(
-    host: str | None,
-    port: int,
-    registry: CollectorRegistry,
-    ready: asyncio.Event,
-    access: MetricsAccess | None = None,
+    host: str | None, port: int, registry: CollectorRegistry, ready: asyncio.Event, access: MetricsAccess | None = None
 ) -> web.AppRunner:
     """Serve until the returned runner is cleaned up. Without a `host`, listen on all addresses of IPv4 and IPv6.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvpilot_formats.untrusted import shown
 from kvpilot_operator.api.names import IDENTITY_ANNOTATION, PREFETCH_CONTAINER, PREFETCH_LABEL, engine_url, prefetch_job
@@ -34,14 +34,7 @@ _WANTED = frozenset((_THERE.encode(), _TOTAL.encode()))
 _MOST = 2**60
 
 
-class Progress(NamedTuple):
-    """Downloaded bytes, and bytes of the whole model."""
-
-    there: int
-    total: int
-
-
-class ProgressReader(SeriesReader[Progress]):
+class ProgressReader(SeriesReader[tuple[int, int]]):
     """A parser of the metrics page of the Job's pod. It raises ScrapeError if a figure is missing."""
 
     def __init__(self) -> None:
@@ -54,11 +47,11 @@ class ProgressReader(SeriesReader[Progress]):
             raise ScrapeError(f"{name} is {value}: not a number of bytes")
         self._found[name] = int(value)
 
-    def result(self) -> Progress:
-        """Return the progress."""
+    def result(self) -> tuple[int, int]:
+        """Return the downloaded bytes, and the bytes of the whole model."""
         if len(self._found) < len(_WANTED):
             raise ScrapeError(f"{_THERE} or {_TOTAL} is not on the page: is this kvpilot-prefetch?")
-        return Progress(min(self._found[_THERE], self._found[_TOTAL]), self._found[_TOTAL])
+        return min(self._found[_THERE], self._found[_TOTAL]), self._found[_TOTAL]
 
 
 async def read_prefetch(
@@ -101,11 +94,11 @@ def _pods_of(job: Object, pods: Sequence[Object], *, mesh: bool) -> tuple[PodVie
     return tuple(pod_view(pod, mesh, PREFETCH_CONTAINER) for pod in ours)
 
 
-def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: Progress | None) -> PrefetchView:
+def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: tuple[int, int] | None) -> PrefetchView:
     """Return the view of a Job with its pods and progress."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     ended = {one.get("type"): one for one in conditions if one.get("status") == "True"}
-    failed = ended.get("Failed")
+    failed, (there, total) = ended.get("Failed"), progress or (None, None)
     return PrefetchView(
         content=str((job["metadata"].get("annotations") or {}).get(IDENTITY_ANNOTATION, "")),
         done="Complete" in ended,
@@ -113,6 +106,6 @@ def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: Progress | N
         if failed is None
         else shown(str(failed.get("message") or failed.get("reason") or "it failed"))[:1000],
         pods=pods,
-        downloaded_bytes=progress.there if progress is not None else None,
-        total_bytes=progress.total if progress is not None else None,
+        downloaded_bytes=there,
+        total_bytes=total,
     )

@@ -107,11 +107,7 @@ def disruption_budget(
 def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
     """Return the claim for weights."""
     storage_class = {"storageClassName": asked.storage_class_name} if asked.storage_class_name is not None else {}
-    spec = {
-        "accessModes": [asked.access_mode],
-        "resources": {"requests": {"storage": asked.size}},
-        **storage_class,
-    }
+    spec = {"accessModes": [asked.access_mode], "resources": {"requests": {"storage": asked.size}}, **storage_class}
     return owned(key, uid, ("v1", "PersistentVolumeClaim", names.weights_claim(key.name)), spec=spec)
 
 

@@ -260,12 +260,8 @@ def _scale_in(s: PolicyInput, replicas: int) -> Weighed:
     pressure = s.spec.kv_cache.pressure
     left = max(1, min(replicas, s.ready))
     tokens, use = int(s.workload.capacity_per_pod * left), percent(s.workload.peak_load, left)
-    effect = Effect(
-        tokens,
-        use,
-        (pressure.low_percent + pressure.high_percent) // 2,
-        expected_itl_change(s, s.dtype, s.counted / left),
-    )
+    limit, itl = (pressure.low_percent + pressure.high_percent) // 2, expected_itl_change(s, s.dtype, s.counted / left)
+    effect = Effect(tokens, use, limit, itl)
     return weighed(Action.SCALE_IN, s.dtype, replicas, effect, _in_closed(s, replicas, left, effect))
 
 

@@ -19,11 +19,8 @@ def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
     Mode External takes `spec.replicas`, which /scale writes. Mode Operator keeps its last choice until `spec.replicas`
     changes, and then starts from the new number. With minReplicas 0 a user can stop the service; then it stays at 0.
     """
-    edited, owned, last = (
-        before.spec_replicas != spec.replicas,
-        spec.scaling.mode == "Operator",
-        before.desired_replicas,
-    )
+    edited, last = before.spec_replicas != spec.replicas, before.desired_replicas
+    owned = spec.scaling.mode == "Operator"
     start = spec.replicas if edited or last is None else last
     wanted = spec.scaling.clamp(start) if owned else None
     clamped = owned and last is not None and wanted != last
