@@ -5,7 +5,7 @@ elements. kvpilot's own formats are `int8`, `k8v4`, `k4v4`, `k4v2` and `k2v2`, w
 others are vLLM's, and only their sizes are described here.
 
 To add a dtype with keys and values of 2, 4 or 8 bits, add a row to `FORMATS`. Kernels and backends follow from it.
-tests/unit/test_dtype_table.py then names the measurements and plots that lack the new dtype.
+tests/unit/test_dtype_table.py then names the measurements that lack the new dtype.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
-from kvpilot_operator.errors import ClusterError, Rejected
+from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.gpus import prices
 from kvpilot_operator.observe.api_reads import API_SECONDS, AUTOSCALER_SECONDS, FORGET_SECONDS, Autoscalers
 from kvpilot_operator.state.objects import ObjectView
@@ -93,12 +93,6 @@ async def test_the_autoscalers_of_a_namespace_are_forgotten_once_no_service_asks
     await known.of(ServiceKey("here", "a"), spec)
     assert "'here': (" in repr(known)
     assert "'gone': (" not in repr(known)
-
-
-async def test_a_role_without_autoscalers_leaves_everything_else_as_it_is(world: World) -> None:
-    world.cluster.broken["HorizontalPodAutoscaler"] = Rejected("GET", "/x", 403, "forbidden", "Forbidden")
-    found = await world.snapshot()
-    assert (found.autoscaler, found.unanswered) == (None, ())
 
 
 async def test_versions_move_with_what_a_deployment_should_be_and_not_with_its_pods(world: World) -> None:

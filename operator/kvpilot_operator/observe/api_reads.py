@@ -11,7 +11,6 @@ from kvpilot_operator.api.faults import Fault
 from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND, LEADER_WORKER_SET_API, deployment_name
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
-from kvpilot_operator.errors import Rejected
 from kvpilot_operator.observe.views import without_pod_name
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, PodView
@@ -118,11 +117,7 @@ class Autoscalers:
         return known.get(key.name)
 
     async def _by_service(self, namespace: str) -> dict[str, str]:
-        try:
-            found = await self.cluster.first("autoscaling/v1", "HorizontalPodAutoscaler", namespace, limit=500)
-        except Rejected:
-            # Roles of an older chart lack this right. The service works without it.
-            return {}
+        found = await self.cluster.first("autoscaling/v1", "HorizontalPodAutoscaler", namespace, limit=500)
         targets = ((one, (one.get("spec") or {}).get("scaleTargetRef") or {}) for one in found)
         return {str(target.get("name")): _maker(one) for one, target in targets if target.get("kind") == KIND}
 

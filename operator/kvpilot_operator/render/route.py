@@ -80,14 +80,6 @@ def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
     return ({"backendRefs": [{"name": s.key.name, "port": SERVICE_PORT}]},) if "Service" in ours else None
 
 
-def not_accepted(route: RouteView) -> str | None:
-    """Return the reason why no Gateway accepts the route; None if one does, or has not answered yet."""
-    refused = [one for one in route.parents if one.accepted is False]
-    if not refused or len(refused) < len(route.parents):
-        return None
-    return "; ".join(f"{one.name} says {one.message}" for one in refused)
-
-
 def field_of(spec: Spec) -> str:
     """Return the field that asks for the route; both fields if neither is set."""
     if spec.route is not None:
@@ -130,9 +122,9 @@ def route_fault(s: Snapshot, spec: Spec) -> str | None:
     if s.route is None:
         return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or {remove}"
     # Check only our own route: a Gateway may refuse parts of a user's route that kvpilot does not touch.
-    closed = not_accepted(s.route) if spec.route is not None else None
-    if closed is not None:
-        return f": no Gateway accepts HTTPRoute {name}: {closed}; fix the cause, or {remove}"
+    refused_by = s.route.refusals if spec.route is not None else []
+    if refused_by and len(refused_by) == len(s.route.parents):
+        return f": no Gateway accepts HTTPRoute {name}: {'; '.join(refused_by)}; fix the cause, or {remove}"
     own = backend(s)
     ours = [rule for rule in weighted(s.route.rules, own, 0) if _sends(rule, own)]
     if not ours:

@@ -135,3 +135,8 @@ class RouteView:
     resource_version: str
     rules: tuple[Mapping[str, Any], ...]
     parents: tuple[Parent, ...] = ()
+
+    @property
+    def refusals(self) -> list[str]:
+        """The answers of Gateways that refuse the route."""
+        return [f"{one.name} says {one.message}" for one in self.parents if one.accepted is False]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 from kvpilot_operator.api.words import ConditionType, Reason
-from kvpilot_operator.decide.conditions import measured, serving, standing
+from kvpilot_operator.decide.conditions import measured, standing
 from kvpilot_operator.decide.conditions.measured import Line
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.rollout.ending import NOT_OF_THE_DTYPE
@@ -18,7 +18,7 @@ D = TypeVar("D", bound=Draft)
 
 def tell(c: Context) -> Context:
     """Write all conditions of a service with a valid spec. Post an event if a condition has a new cause."""
-    problems, answers, verified = standing.problems(c), serving.serving(c), measured.accuracy(c)
+    problems, answers, verified = standing.problems(c), standing.serving(c), measured.accuracy(c)
     both = standing.lines(c, problems, answers)
     if keeps_probe(c.unanswered):
         verified = _lines(c).get(ConditionType.ACCURACY_VERIFIED, verified)
