@@ -154,7 +154,7 @@ def run(
     texts = read_prompts(prompts)
     tokenizer = AutoTokenizer.from_pretrained(model)
     exact = torch.float32 if device == "cpu" else torch.bfloat16
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact, attn_implementation=fitting.hook()).to(device)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact, attn_implementation=held_out.hook()).to(device)
     pieces, kept_back = split(tokenizer, texts, length, tokens)
     if not pieces:
         raise CalibrateError(f"--prompts {str(prompts)!r} gives no sequence of two tokens; give more text")
@@ -203,11 +203,11 @@ def gain(
     device = model.get_input_embeddings().weight.device
     context = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or LONGEST
     ids = torch.tensor(text_ids(tokenizer, min(LONGEST, context, read)), device=device)
-    own = held_out.self_calibrated(model, fitting.hook(), ids, context)
+    own = held_out.self_calibrated(model, ids, context)
     file = {layer: layers[layer].to(device) for layer in own}
     none = {layer: Factors.identity(facts.kv_heads, facts.head_dim, device) for layer in own}
     pieces = [piece.to(device) for piece in kept_back]
-    found = [held_out.damage(model, fitting.hook(), pieces, dtype, factors, recent) for factors in (file, own, none)]
+    found = [held_out.damage(model, pieces, dtype, factors, recent) for factors in (file, own, none)]
     return (
         f"{dtype} with a recent window of {recent}, on {sum(map(len, pieces)):,} other tokens: {found[0]:.1f} "
         f"millinats with this file, {found[1]:.1f} as an engine calibrates itself, {found[2]:.1f} without calibration"
