@@ -29,7 +29,7 @@ def check(
     def refuse(what: str, remedy: str, reason: Reason = "BadArguments") -> PreflightError:
         return PreflightError(reason, f"--retention {bound}: {what} is not supported beside it; {remedy}")
 
-    if lacks := compat.lacks_for_bounds():
+    if lacks := compat.lacks(compat.NEWEST):
         raise PreflightError("BadArguments", f"--retention {bound} needs {lacks}; leave it out, or use that version")
     if platform == "cuda" and isinstance(bound, HeavyHitters) and not fmt.ours:
         raise refuse(f"kv-cache dtype {fmt.name!r} on a GPU (page weights were not tested there)",
