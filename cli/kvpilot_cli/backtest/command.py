@@ -100,16 +100,14 @@ def _refuse_given(a: argparse.Namespace, option: str, why: str) -> None:
 
 
 def _loads(a: argparse.Namespace) -> tuple[Sequence[Asked], str]:
-    """Return the loads, and a line that describes a recorded load (empty for synthetic ones)."""
+    """Return the loads, and a line that describes recorded requests (empty for other loads)."""
     if a.recorded is not None:
         load = recorded.read(a.recorded).scaled(a.size, a.seed)
         return [load], load.told()
-    if a.history is not None or a.prometheus is not None:
-        if a.history is not None:
-            history = read_file(a.history, a.seed)
-        else:
-            history = read_server(a.prometheus, *_range(a.query_range), a.selector, a.seed)
-        return [history.load], f"the history's own KV use: {report.mean_use(history.usage)}"
+    if a.history is not None:
+        return [read_file(a.history, a.seed)], ""
+    if a.prometheus is not None:
+        return [read_server(a.prometheus, *_range(a.query_range), a.selector, a.seed)], ""
     names = NAMES if a.trace == "all" else tuple(a.trace.split(","))
     return [synthetic(name, a.days, a.seed, a.size) for name in names], ""
 

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from kvpilot_cli.backtest.compare import Row
-from kvpilot_cli.backtest.loads import Array
 from kvpilot_cli.backtest.service import Objective
 from kvpilot_cli.text_tables import render
 
@@ -57,11 +54,3 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
     return [{k: plain(v) for k, v in (asdict(r) | {"good_percent": round(r.good_percent, 3),
              "gpu_hours_per_million_good": round(r.price, 2)}).items()} for r in rows]  # fmt: skip
-
-
-def mean_use(usage: Array) -> str:
-    """Return mean and 95th percentile of a history's KV cache usage in percent, without minutes that lack a scrape."""
-    seen = usage[np.isfinite(usage)]
-    if not len(seen):
-        return "not in the history"
-    return f"{100 * seen.mean():.0f}% on average, {100 * float(np.quantile(seen, 0.95)):.0f}% at the 95th percentile"
