@@ -8,9 +8,9 @@ from kvpilot_formats.models.architecture import Architecture, Group, Kind
 from kvpilot_formats.models.auto import auto_dtype
 from kvpilot_formats.models.config import ConfigError, known, load
 from kvpilot_formats.models.read import read
-from kvpilot_formats.models.verdict import unsupported, unsupported_latent
+from kvpilot_formats.models.verdict import unsupported, unsupported_bounded, unsupported_latent
 
 __all__ = [
     "Architecture", "ConfigError", "Group", "Kind", "auto_dtype", "known", "load", "read", "unsupported",
-    "unsupported_latent",
+    "unsupported_bounded", "unsupported_latent",
 ]  # fmt: skip
