@@ -55,7 +55,7 @@ def main() -> NoReturn:
 
     from kvpilot_runtime.vllm_api import compat
 
-    if compat.lacks_for_bounds():
+    if compat.lacks(compat.NEWEST):
         compat.NEWEST = compat.vllm_version()  # allow a version before it is supported: it must first run here
     llm = LLM(**job.engine)
     say("started")

@@ -195,7 +195,7 @@ def main() -> None:
         "block_size": int(config["block_size"]),
         "steps_before": measured,
         "steps_after": again,
-        "costs": {name: getattr(costs, name) for name in Costs.__slots__},
+        "costs": {name: getattr(costs, name) for name in Costs.__struct_fields__},
         "fit_error": errors(both, costs),
         "real": runs,
         "simulated": simulated,

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 
-from kvpilot_cli.backtest.costs import Costs, Profile, dump_profile
+from kvpilot_cli.backtest.costs import Costs, Profile, Shape
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 PACKAGE = Path(__file__).parents[2] / "cli" / "kvpilot_cli" / "backtest" / "h200-llama3-8b.json"
-MODEL = {"head_dim": 128, "kv_heads": 8, "layers": 32, "window_layers": 0}
+MODEL = Shape(head_dim=128, kv_heads=8, layers=32, window_layers=0)
 
 
 def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
@@ -70,7 +71,7 @@ def main() -> None:
         costs[run["dtype"]], errors = fit(run)
         print(run["dtype"], costs[run["dtype"]], f"largest error {max(map(abs, errors.values()))}%", errors)
     profile = Profile("llama3-8b", "NVIDIA-H200", MODEL, 1, costs)
-    PACKAGE.write_text(json.dumps(dump_profile(profile), indent=1) + "\n")
+    PACKAGE.write_text(json.dumps(to_builtins(profile), indent=1) + "\n")
 
 
 if __name__ == "__main__":

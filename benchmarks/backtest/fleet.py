@@ -19,15 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.backtest.crew import Crew
+from benchmarks.backtest.hpa import Hpa
 from benchmarks.backtest.interval import SUBSTEP, Fleet, Minute
 from benchmarks.backtest.moments import Array, measure
+from benchmarks.backtest.rivals import HPA_TARGET
 from kvpilot_cli.backtest.buckets import FINE
 from kvpilot_cli.backtest.compare import START_SECONDS, TIMEOUT
 from kvpilot_cli.backtest.costs import Profile, load_profile
-from kvpilot_cli.backtest.hpa import Hpa
 from kvpilot_cli.backtest.loads import NAMES, STEP, Load, synthetic
 from kvpilot_cli.backtest.pilot import Pilot, load_spec, model_of, node_of
-from kvpilot_cli.backtest.policies import HPA_TARGET, PROBE_SECONDS
+from kvpilot_cli.backtest.policies import PROBE_SECONDS
 from kvpilot_cli.backtest.service import Objective
 from kvpilot_cli.text_tables import render
 from kvpilot_operator.api.spec import Spec

@@ -55,7 +55,9 @@ class Fleet:
     ) -> None:  # fmt: skip
         self.dtypes = tuple(dtypes)
         table = [profile.of(d) for d in dtypes]
-        self._costs = {name: np.array([getattr(c, name) for c in table], dtype=float) for name in Costs.__slots__}
+        self._costs = {
+            name: np.array([getattr(c, name) for c in table], dtype=float) for name in Costs.__struct_fields__
+        }
         self._max_seqs, self._timeout = profile.max_num_seqs, timeout
         self._budget = profile.max_num_batched_tokens
         size = len(moments)

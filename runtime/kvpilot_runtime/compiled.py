@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvpilot_formats.arguments import read
+from kvpilot_runtime.errors import tell
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.vllm_api import compat
 
@@ -263,8 +264,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         keep(Path(folder), Path(archive), kept, pause, lambda: os.getppid() == int(engine))
     except OSError as error:
-        message = f"{archive}: {error.strerror}: code that this engine compiled is lost with its pod"
-        print(json.dumps({"kvpilot": "warning", "reason": REASON, "message": message}), file=sys.stderr, flush=True)
+        tell("warning", REASON, f"{archive}: {error.strerror}: code that this engine compiled is lost with its pod")
     return 0
 
 

@@ -8,6 +8,8 @@ EngineRefusedError
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Literal
 
 from kvpilot_formats.untrusted import shown
@@ -40,3 +42,8 @@ class PreflightError(EngineRefusedError):
         self.reason: Reason = reason
         self.message = shown(message)
         super().__init__(self.message)
+
+
+def tell(kind: Literal["refused", "warning"], reason: str, message: str) -> None:
+    """Print a refusal or a warning as a JSON line on stderr, without credentials and unprintable characters."""
+    print(json.dumps({"kvpilot": kind, "reason": reason, "message": shown(message)}), file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from kvpilot_formats import formats, latent
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.config import options, retention
 from kvpilot_runtime.metrics import model_info
-from kvpilot_runtime.recent import info as recent_info
+from kvpilot_runtime.metrics.worker_info import RECENT_WINDOW
 from kvpilot_runtime.transfer import host
 from kvpilot_runtime.vllm_api import compat, contract, hooks
 
@@ -103,11 +103,11 @@ def serve_dtype(dtype: str) -> None:
         hooks.share_pages(tuple(paths))
         hooks.around_kv_cache(settle, serve)
         hooks.around_connectors(terms.connector_class)
-        if not compat.lacks_for_pinned():
+        if not compat.lacks(compat.PINNED):
             hooks.around_layout(terms.layout)
         _offload_on_cpu()
     calibration_info.INFO.publish()
-    recent_info.INFO.publish()
+    RECENT_WINDOW.publish()
     os.environ[DTYPE] = dtype
 
 

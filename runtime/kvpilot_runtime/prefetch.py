@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from kvpilot_formats.installed import add_version, lacks
 from kvpilot_formats.untrusted import lines
 from kvpilot_runtime import listening
-from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.errors import PreflightError, tell
 from kvpilot_runtime.preflight import hub
 
 # A shell reports 128 + the signal's number (SIGTERM is 15).
@@ -228,8 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(wanted, Path(HF_HUB_CACHE), asked.port)
     except PreflightError as error:
-        record = {"kvpilot": "refused", "reason": error.reason, "message": error.message}
-        print(json.dumps(record), file=sys.stderr, flush=True)
+        tell("refused", error.reason, error.message)
         return _AGAIN if error.reason == "HubUnreachable" else _REFUSED
     return 0
 

@@ -22,10 +22,9 @@ from typing import NoReturn
 from kvpilot_formats import arguments as vllm
 from kvpilot_formats import formats
 from kvpilot_formats.installed import add_version
-from kvpilot_formats.untrusted import shown
 from kvpilot_runtime import compiled, listening
 from kvpilot_runtime.config import offload, options, retention
-from kvpilot_runtime.errors import PreflightError
+from kvpilot_runtime.errors import PreflightError, tell
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.preflight import machine, memory
 from kvpilot_runtime.preflight.check import check
@@ -180,10 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         request, arguments = parse(given)
         findings = check(request)
     except PreflightError as error:
-        _say("refused", error.reason, error.message)
+        tell("refused", error.reason, error.message)
         return REFUSED
     for reason, message in findings.warnings:
-        _say("warning", reason, message)
+        tell("warning", reason, message)
     if request.dtype == "auto" and findings.config is not None and findings.config.auto != "auto":
         # Name the dtype: vLLM 0.32 stores fp8 for some checkpoints, but reports `auto`.
         arguments.append(f"--kv-cache-dtype={findings.config.auto}")
@@ -204,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
     if model_folder(request.model) is not None and not asks_a_hub(request):
         environment.setdefault("HF_HUB_OFFLINE", "1")  # the model's folder is complete, so a start never needs the hub
-    variables, beside = compiled.prepare(arguments, environment, partial(_say, "warning"))
+    variables, beside = compiled.prepare(arguments, environment, partial(tell, "warning"))
     if beside is not None:
         subprocess.Popen(beside, stdin=subprocess.DEVNULL)
     return _become_vllm(arguments, environment | variables)
@@ -214,10 +213,6 @@ def _become_vllm(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     # -P keeps files in the working directory from shadowing Python's modules.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
     os.execve(sys.executable, [*command, *arguments], environment)  # noqa: S606
-
-
-def _say(kind: str, reason: str, message: str) -> None:
-    print(json.dumps({"kvpilot": kind, "reason": reason, "message": shown(message)}), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

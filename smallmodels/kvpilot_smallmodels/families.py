@@ -128,6 +128,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma3TextConfig",
         {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256,
          "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        # Gemma scales embeddings up and normalizes queries and keys. With plain random weights it only repeats itself.
         {"post_attention_layernorm.weight": 8.0, "q_norm.weight": 1.5, "k_norm.weight": 1.5}, ("sliding_window",),
     ),
     "lfm2": Family(  # most layers are convolutions

@@ -15,8 +15,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvpilot_localcluster.cache import cache_folder
+from kvpilot_smallmodels import families
 
 Progress = Callable[[str, float], None]
 """Callback that receives a description of the current step, and its progress from 0 to 1."""
@@ -52,17 +54,18 @@ def gemma3_270m(progress: Progress | None = None) -> Path:
 
 def tiny_llama(progress: Progress | None = None) -> Path:
     """Return a Llama of 2 layers with seeded random weights and SmolLM2's tokenizer. It starts fast."""
-    return _once("tiny-llama", _make_tiny_llama, progress)
+    return _once("tiny-llama", _tiny("plain", pad_token_id=None), progress)
 
 
 def tiny_qwen3(progress: Progress | None = None) -> Path:
     """Return a tiny Qwen3: head_dim 128, three query heads per KV head, normalized queries and keys."""
-    return _once("tiny-qwen3", _make_tiny_qwen3, progress)
+    return _once("tiny-qwen3", _tiny("qwen3", pad_token_id=None), progress)
 
 
 def tiny_gemma3(progress: Progress | None = None) -> Path:
     """Return a tiny Gemma 3: head_dim 256, five layers with a window of 64 tokens, and one full layer."""
-    return _once("tiny-gemma3", _make_tiny_gemma3, progress)
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    return _once("tiny-gemma3", _tiny("gemma3", num_hidden_layers=6, layer_types=kinds), progress)
 
 
 MODELS: dict[str, Callable[[Progress | None], Path]] = {
@@ -184,59 +187,17 @@ def _mend_tokenizer(folder: Path) -> None:
     path.write_text(json.dumps(tokenizer, ensure_ascii=False))
 
 
-_TINY = {
-    "vocab_size": 49152, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096,
-    "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
-}  # fmt: skip
+def _tiny(family: str, **fields: Any) -> Callable[[Path, Progress], None]:
+    """Return a function that writes a model of a family, with these fields of its config and SmolLM2's tokenizer."""
 
+    def make(folder: Path, report: Progress) -> None:
+        tokenizer_from = smollm2_135m(lambda what, fraction: report(what, fraction * 0.8))
+        families.make(family, folder, fields={"vocab_size": 49152, **fields})
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (tokenizer_from / name).exists():
+                shutil.copy(tokenizer_from / name, folder / name)
 
-def _make_tiny_llama(folder: Path, report: Progress) -> None:
-    from transformers import LlamaConfig
-
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    _save_tiny(LlamaConfig(**_TINY, **shape), folder, report)
-
-
-def _make_tiny_qwen3(folder: Path, report: Progress) -> None:
-    from transformers import Qwen3Config
-
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128}
-    _save_tiny(Qwen3Config(**_TINY, **shape), folder, report)
-
-
-def _make_tiny_gemma3(folder: Path, report: Progress) -> None:
-    from transformers import Gemma3TextConfig
-
-    shape = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256}
-    kinds = ["sliding_attention"] * 5 + ["full_attention"]
-    config = Gemma3TextConfig(**_TINY, **shape, sliding_window=64, layer_types=kinds)
-    # Gemma scales embeddings up and normalizes queries and keys. With plain random weights it only repeats itself.
-    _save_tiny(
-        config, folder, report, {"post_attention_layernorm.weight": 8.0, "q_norm.weight": 1.5, "k_norm.weight": 1.5}
-    )
-
-
-def _save_tiny(  # type: ignore[no-untyped-def]  # transformers has no type hints here either
-    config, folder: Path, report: Progress, filled: dict[str, float] | None = None
-) -> None:
-    """Write a model with seeded random weights and SmolLM2's tokenizer.
-
-    `filled` has constants for weights, by suffix of the name.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    tokenizer_from = smollm2_135m(lambda what, fraction: report(what, fraction * 0.8))
-    torch.manual_seed(20260101)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, weight in model.named_parameters():
-        for ending, value in (filled or {}).items():
-            if name.endswith(ending):
-                weight.data.fill_(value)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (tokenizer_from / name).exists():
-            shutil.copy(tokenizer_from / name, folder / name)
+    return make
 
 
 def main() -> int:

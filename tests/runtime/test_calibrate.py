@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Lfm2
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import command as calibrate
-from kvpilot_runtime.calibration import factors_file, fitting, held_out
+from kvpilot_runtime.calibration import factors_file, held_out
 from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
 
 FACTS = factors_file.ModelFacts(layers=3, kv_heads=4, head_dim=64, rope="{}", config_sha256="abc")
@@ -182,10 +182,10 @@ def test_a_real_model_is_calibrated_on_one_text_does_better_on_another_and_says_
     assert calibrate.main(arguments) == 0
     said = capsys.readouterr().err.splitlines()[-1]
     layers = factors_file.load(output, factors_file.ModelFacts.read(folder)).layers
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=fitting.hook())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=held_out.hook())
     tokens = AutoTokenizer.from_pretrained(folder)(HELD_OUT, return_tensors="pt").input_ids[0]
     ones = (dict(enumerate(layers)), {i: Factors.identity(3, 64) for i in range(30)})
-    with_file, without = (held_out.damage(model, fitting.hook(), [tokens], "k4v4", one, 8) for one in ones)
+    with_file, without = (held_out.damage(model, [tokens], "k4v4", one, 8) for one in ones)
     assert with_file < 0.7 * without
     found = re.fullmatch(
         r"k4v4 with a recent window of 8, on ([\d,]+) other tokens: ([\d.]+) millinats with this file, ([\d.]+) as an "

@@ -124,7 +124,7 @@ def test_vllms_simple_offloading_is_refused_beside_a_disk(tmp_path: Path, monkey
 
 def test_another_vllm_is_refused_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpilot_runtime.vllm_api.compat.version_text", lambda: "0.33.1")
-    assert compat.lacks_for_pinned() == "vLLM 0.32 (here is 0.33.1)"
+    assert compat.lacks(compat.PINNED) == "vLLM 0.32 (here is 0.33.1)"
     error = refusal(arguments(tmp_path, HOST))
     assert error.reason == "BadArguments"
     assert all(word in error.message for word in ("vLLM 0.32", "0.33.1", "leave it out"))

@@ -99,7 +99,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def requests(model: Path, dtype: str, recent: int, calibrated: bool, roomy: bool = False) -> Asked:
-    """Return 24 random requests in two rounds. Most share a prefix, and the pool is too small for all.
+    """Return 16 random requests in two rounds. Most share a prefix, and the pool is too small for all.
 
     With `roomy` the pool is large, prefixes are not cached, and each prompt is one chunk. Then the window holds the
     same tokens with and without drafts.
@@ -111,7 +111,7 @@ def requests(model: Path, dtype: str, recent: int, calibrated: bool, roomy: bool
         prefix = [] if rng.random() < 0.3 else shared
         return prefix + [rng.randrange(3, families.VOCABULARY) for _ in range(rng.randint(4, 50))]
 
-    rounds = [[prompt() for _ in range(12)] for _ in range(2)]
+    rounds = [[prompt() for _ in range(8)] for _ in range(2)]
     tokens = [[rng.randint(24, 48) for _ in prompts] for prompts in rounds]
     options: dict[str, Any] = {
         "block_size": 16, "num_gpu_blocks_override": 44 if recent else 30, "kv_cache_memory_bytes": 64 << 20,

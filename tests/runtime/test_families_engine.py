@@ -22,7 +22,8 @@ pytestmark = pytest.mark.timeout(1800)
 
 CHUNK = 48
 LONGEST = 128
-COUNT = 10
+COUNT = 6
+"""Requests of a round."""
 EXACT = (
     "shared-kv-head", "gemma2", "gpt-oss", "gemma3n", "gemma4", "gemma4-26b", "llama-4", "granite-4", "qwen2",
     "qwen3-moe", "phi3", "stablelm", "heads-of-192",
@@ -34,13 +35,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in EXACT},
     # Full layers have pages of 256 tokens here, and only prefixes that fill a page are found.
     "gemma4": ("gemma4", {"longest": 360}),
-    PREEMPTED: ("llama-4", {"longest": 112, "answers": (30, 48)}),  # no other test preempts chunked attention
+    # No other test preempts chunked attention.
+    PREEMPTED: ("llama-4", {"longest": 112, "answers": (30, 48), "count": 10}),
 }
 """Family and requests of each case."""
 
 
 def turn(
-    model: Path, name: str, blocks: int, longest: int = LONGEST, answers: tuple[int, int] = (4, 12)
+    model: Path, name: str, blocks: int, longest: int = LONGEST, answers: tuple[int, int] = (4, 12), count: int = COUNT
 ) -> Turn:  # fmt: skip
     """Return two rounds of random requests. Half of them begin like a request of the first round."""
     rng = random.Random(20261122)
@@ -50,8 +52,8 @@ def turn(
         prefix = [] if rng.random() < 0.5 else shared
         return prefix + [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, longest - len(prefix)))]
 
-    rounds = [[prompt() for _ in range(COUNT)] for _ in range(2)]
-    tokens = [[rng.randint(*answers) for _ in range(COUNT)] for _ in range(2)]
+    rounds = [[prompt() for _ in range(count)] for _ in range(2)]
+    tokens = [[rng.randint(*answers) for _ in range(count)] for _ in range(2)]
     options: dict[str, Any] = {
         "dtype": "float32", "block_size": 16, "num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": 64 << 20,
         "max_model_len": max(LONGEST, longest) + 32, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8,

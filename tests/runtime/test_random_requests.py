@@ -82,7 +82,7 @@ def served_in_turn(model: Path, count: int, longest: int, blocks: int, seed: int
 @pytest.mark.parametrize(
     ("model", "count", "longest", "blocks"),
     [
-        pytest.param(tiny_llama, 160, 128, 20, id="llama"),
+        pytest.param(tiny_llama, 80, 128, 20, id="llama"),
         pytest.param(tiny_qwen3, 200, 128, 20, id="qwen3", marks=pytest.mark.long),
         pytest.param(tiny_gemma3, 200, 448, 44, id="gemma3"),
     ],

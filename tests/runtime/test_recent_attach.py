@@ -228,7 +228,7 @@ def test_a_default_window_longer_than_the_context_is_cut_and_log_and_metric_say_
     config: Any, context: int, tokens: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(ring_layers.recent_info, "report", told.append)
+    monkeypatch.setattr(ring_layers, "RECENT_WINDOW", SimpleNamespace(report=told.append))
     monkeypatch.setattr(ring_layers.log, "propagate", True)
     config.cache_config.cache_dtype = "k2v2"
     config.model_config.max_model_len = context
@@ -237,7 +237,7 @@ def test_a_default_window_longer_than_the_context_is_cut_and_log_and_metric_say_
     assert [layer.impl.recent for layer in layers] == [tokens] * 2
     assert [ring.recent for ring in rings(config)] == ([tokens] * 2 if tokens else [])
     ring_layers.report(config, dict(zip(NAMES, layers, strict=True)))
-    assert told == [ring_layers.recent_info.Window("k2v2", tokens, "" if tokens == 512 else "ShortContext")]
+    assert told == [{"dtype": "k2v2", "tokens": str(tokens), "reason": "" if tokens == 512 else "ShortContext"}]
     if tokens < 512:
         assert f"'k2v2', 512 tokens, is cut to {tokens}: the context is {context} tokens" in caplog.text
     else:
@@ -249,7 +249,7 @@ def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
     config: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(ring_layers.recent_info, "report", told.append)
+    monkeypatch.setattr(ring_layers, "RECENT_WINDOW", SimpleNamespace(report=told.append))
     monkeypatch.setattr(ring_layers.log, "propagate", True)
     if reason == "HybridManagerOff":
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
@@ -262,12 +262,12 @@ def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
     assert [layer.impl.recent for layer in layers] == [0, 0]
     assert f"No recent window ({reason})" in caplog.text
     ring_layers.report(config, dict(zip(NAMES, layers, strict=True)))
-    assert told == [ring_layers.recent_info.Window("k4v4", 0, reason)]
+    assert told == [{"dtype": "k4v4", "tokens": "0", "reason": reason}]
 
 
 def test_a_loader_that_tells_layers_nothing_is_named(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(ring_layers.recent_info, "report", told.append)
+    monkeypatch.setattr(ring_layers, "RECENT_WINDOW", SimpleNamespace(report=told.append))
     layer = SimpleNamespace(impl=SimpleNamespace(recent=None))
     ring_layers.report(config, {NAMES[0]: layer})
-    assert told == [ring_layers.recent_info.Window("k4v4", 0, "NotAttached")]
+    assert told == [{"dtype": "k4v4", "tokens": "0", "reason": "NotAttached"}]

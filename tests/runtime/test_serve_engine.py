@@ -49,7 +49,7 @@ class Life:
 
 
 # The answer takes seconds, and polls are milliseconds apart.
-ANSWER_TOKENS = 2000
+ANSWER_TOKENS = 1000
 SAME = ("--kv-cache-memory-bytes=64M",)
 
 

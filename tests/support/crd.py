@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from kvpilot_cli.validate.rules import rule_faults, schema_faults
 from kvpilot_cli.validate.schema import apply_defaults as apply_defaults
 from kvpilot_operator.state.status import Status
 
@@ -38,3 +39,8 @@ def status_faults(status: Json) -> tuple[str, ...]:
     except msgspec.ValidationError as error:
         return (str(error),)
     return ()
+
+
+def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
+    """Return (field, message) of every error. CEL rules run only on values that the schema accepts."""
+    return schema_faults(obj) or rule_faults(obj)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.utils.quantity import parse_quantity
 
-from kvpilot_cli.validate.rules import broken_rules, refused
+from kvpilot_cli.validate.rules import broken_rules
 from kvpilot_formats import dtypes, formats
 from support.bad_manifests import BAD, GOOD, GOOD_GPU_LIMITS, Bad, with_gpus
-from support.crd import apply_defaults, load_crd, root_schema
+from support.crd import apply_defaults, load_crd, refused, root_schema
 
 VERSION = load_crd()["spec"]["versions"][0]
 SPEC = root_schema()["properties"]["spec"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 
 from kvpilot_cli.backtest.batch import Blocks, Limits, Request
 from kvpilot_cli.backtest.costs import BacktestError, Costs, load_profile, parse_profile
@@ -177,16 +179,22 @@ def test_a_dtype_that_was_not_measured_takes_capacity_by_bits() -> None:
     assert profile.of("int8").kv_tokens == pytest.approx(profile.of("auto").kv_tokens * 16 / 8.25, rel=0.02)
 
 
+COSTS = asdict(costs(100))
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"costs": {"auto": {}}}, "costs of auto"),
+        ({"costs": {"auto": {}}}, r"profile: .*base.*costs"),
+        ({"costs": {"auto": COSTS | {"per_kv_token": -1}}}, r">= 0.*per_kv_token"),
+        ({"costs": {"auto": COSTS | {"block_size": 0}}}, r">= 1.*block_size"),
+        ({"costs": {"auto": COSTS | {"other": 1}}}, "unknown field `other`"),
         ({"model": {}}, "head_dim"),
-        ({"costs": None}, "profile"),
+        ({"costs": None}, r"`\$\.costs`; give name, gpu"),
     ],
 )
 def test_a_broken_profile_is_refused_by_field(change: dict[str, object], told: str) -> None:
     raw = {"name": "x", "gpu": "NVIDIA-H200", "gpus_per_replica": 1, "costs": {},
            "model": {"head_dim": 128, "kv_heads": 8, "layers": 32, "window_layers": 0}}  # fmt: skip
     with pytest.raises(BacktestError, match=told):
-        parse_profile(raw | change)
+        parse_profile(json.dumps(raw | change).encode())

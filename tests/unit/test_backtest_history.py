@@ -39,32 +39,25 @@ def counters(minutes: int = 30, rate: float = 2.0) -> list[tuple[str, list[float
 
 
 def test_rates_and_mean_lengths_are_the_counters_increments() -> None:
-    history = parse([answer(*counters())], "x")
-    assert history.load.rate == pytest.approx(np.full(30, 2.0))
-    turns = [s.turns[0] for s in history.load.sessions()]
+    load = parse([answer(*counters())], "x")
+    assert load.rate == pytest.approx(np.full(30, 2.0))
+    turns = [s.turns[0] for s in load.sessions()]
     assert np.mean([t[0] for t in turns]) == pytest.approx(500, rel=0.05)
     assert np.mean([t[1] for t in turns]) == pytest.approx(100, rel=0.05)
-    assert np.isnan(history.usage).all()
 
 
 def test_two_pods_add_up_and_a_restart_counts_from_zero() -> None:
     series = counters()
     reset = [(name, values[:16] + [v - values[15] for v in values[16:]]) for name, values in series]
-    history = parse([answer(*series), answer(*reset)], "x")
-    assert history.load.rate == pytest.approx(np.full(30, 4.0))
-
-
-def test_the_use_is_averaged_over_pods() -> None:
-    name = "vllm:kv_cache_usage_perc"
-    history = parse([answer(*counters(), (name, [0.2] * 31), (name, [0.6] * 31))], "x")
-    assert history.usage == pytest.approx(np.full(30, 0.4))
+    load = parse([answer(*series), answer(*reset)], "x")
+    assert load.rate == pytest.approx(np.full(30, 4.0))
 
 
 def test_a_file_may_hold_one_answer_or_a_list(tmp_path: Path) -> None:
     one, many = tmp_path / "one.json", tmp_path / "many.json"
     one.write_text(json.dumps(answer(*counters())))
     many.write_text(json.dumps([answer(c) for c in counters()]))
-    assert read_file(one).load.rate == pytest.approx(read_file(many).load.rate)
+    assert read_file(one).rate == pytest.approx(read_file(many).rate)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +93,8 @@ def test_a_server_is_asked_for_the_range_and_the_service() -> None:
 
     with HTTPServer(("127.0.0.1", 0), Prometheus) as server:
         Thread(target=server.handle_request, daemon=True).start()
-        history = read_server(f"http://127.0.0.1:{server.server_port}/", START, START + 1800, 'namespace="chat"')
-    assert history.load.rate == pytest.approx(np.full(30, 2.0))
+        load = read_server(f"http://127.0.0.1:{server.server_port}/", START, START + 1800, 'namespace="chat"')
+    assert load.rate == pytest.approx(np.full(30, 2.0))
     (query,) = asked
     assert query["path"] == ["/api/v1/query_range"]
     assert (query["start"], query["end"], query["step"]) == ([f"{START}"], [f"{START + 1800}"], ["60"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from kvpilot_cli.backtest.hpa import Hpa, recommend
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.backtest.hpa import Hpa, recommend
 
 
 def one(use: float, replicas: int, target: float, ready: int | None = None) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_cli.backtest.wva import Wva, recommend
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.backtest.wva import Wva, recommend
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,6 @@ async def test_an_engine_that_cannot_be_reached_or_is_none_is_no_verdict(capsys:
         (("--probe-set", "builtin/all"), "--probe-set: 'builtin/all' is unknown; use builtin/general"),
         (("--probe-set", "configmap/mine"), "give the pack's file with --prompts"),
         (("--prompts", "/nowhere.yaml"), "--prompts '/nowhere.yaml' cannot be read"),
-        (("--plot", "plot.pdf"), "--plot 'plot.pdf': the suffix must be .svg or .png"),
-        (("--plot", "/nowhere/plot.svg"), "its folder does not exist; make it first"),
         (("--tokens", "4"), "--tokens: '4': give a whole number from 8 to 128"),
         (("--min-top1-agreement-percent", "101"), "give a whole number from 0 to 100"),
         (("--max-excess-kl-millinats", "-1"), "--max-excess-kl-millinats: "),

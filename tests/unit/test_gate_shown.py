@@ -1,4 +1,4 @@
-"""Output of `kvpilot probe` for people: progress on a terminal, bars and a plot of damage by position."""
+"""Output of `kvpilot probe` for people: progress on a terminal, and bars of damage by position."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pty
 import re
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -98,27 +97,3 @@ async def test_nothing_but_a_terminal_shows_progress(capsys: pytest.CaptureFixtu
     async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
         assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 0
     assert capsys.readouterr().err == ""
-
-
-async def test_a_plot_shows_both_sides_by_position_and_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
-    async with engine(serving(counting, "sixteen")) as one, engine(serving(waning, "four")) as other:
-        for file in (first, second):
-            await probe("--baseline", one, "--candidate", other, "--plot", str(file))
-    assert first.read_bytes() == second.read_bytes()
-    drawn = first.read_text()
-    # matplotlib draws letters as paths, and names each letter in an SVG comment.
-    for text in ("mean KL, millinats", "tokens before", "128-256", "256-512", "baseline (sixteen)", "candidate (four)"):
-        assert f"<!-- {text} -->" in drawn
-
-
-async def test_a_plot_that_cannot_be_written_leaves_the_verdict(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "plot.svg").mkdir()
-    async with engine(serving(counting, "m")) as one, engine(serving(GARBAGE, "m")) as other:
-        plot = ("--plot", str(tmp_path / "plot.svg"))
-        assert await probe("--baseline", one, "--candidate", other, *GENERAL, *plot) == 1
-    said = capsys.readouterr()
-    assert "cannot be written" in said.err
-    assert "Failed: AccuracyRegressed" in said.out

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_cli.validate.rules import refused
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.objects import version_of
@@ -20,7 +19,7 @@ from kvpilot_operator.render.route import POOLS, SERVICES, Backend, weighted
 from kvpilot_operator.state.objects import ObjectView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import ServerFacts
-from support.crd import apply_defaults
+from support.crd import apply_defaults, refused
 from support.services import KEY, manifest, revision_of, running, spec_of
 from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from kvpilot_cli.validate.rules import refused
 from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.decide import decide
 from kvpilot_operator.observe.views import route_view
@@ -16,7 +15,7 @@ from kvpilot_operator.render.route import own_rules
 from kvpilot_operator.state.objects import ObjectView, Parent, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import ServerFacts
-from support.crd import apply_defaults
+from support.crd import apply_defaults, refused
 from support.services import KEY, manifest, revision_of, running, spec_of
 from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
 

@@ -161,8 +161,11 @@ def test_a_model_is_known_by_its_name_without_publisher_in_any_case(capsys):
             ["Llama-3.1-8B", *BOUND, "--retention-budget-tokens", "4100"],
             "--retention-budget-tokens 4100 is not above sinks",
         ),
-        (["gemma-3-4b-it", *BOUND], "no engine bounds the cache of a model with layers with a window of their own"),
-        (["DeepSeek-V3", "--gpu", "H200", "--gpus", "8", *BOUND], "a model with multi-head latent attention"),
+        (["gemma-3-4b-it", *BOUND], "a model with 29 sliding-window layers is not supported with a bounded cache"),
+        (
+            ["DeepSeek-V3", "--gpu", "H200", "--gpus", "8", *BOUND],
+            "multi-head latent attention is not supported with a bounded cache",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_and_ends_with_2(capsys, argv, said):

@@ -13,13 +13,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pod_templates import TEMPLATES
 
-from kvpilot_cli.validate.rules import refused
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.render.engine import pod_template, revision, strategic_merge
 from support.bad_manifests import BAD
-from support.crd import apply_defaults, root_schema
+from support.crd import apply_defaults, refused, root_schema
 from support.kinds import unknown
 from support.services import KEY, manifest, spec_of
 

@@ -1,7 +1,6 @@
-"""`kvpilot backtest`: replay a load under the pilot, under plain autoscaling and with fixed dtypes.
+"""`kvpilot backtest`: replay a load under the pilot, and with a fixed number of replicas.
 
-`engine` simulates one vLLM engine request by request. `policies` control it by the operator's own `decide` code or by a
-baseline. `report` compares the results.
+`engine` simulates one vLLM engine request by request. `policies` control it by the operator's own `decide` code.
 """
 
 from kvpilot_cli.backtest.command import main

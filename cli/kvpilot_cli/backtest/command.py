@@ -1,4 +1,4 @@
-"""`kvpilot backtest`: run loads through the pilot and its baselines, and report as text, Markdown and JSON."""
+"""`kvpilot backtest`: run loads through the pilot, and report as text and JSON."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvpilot_cli.backtest import recorded, report
-from kvpilot_cli.backtest.compare import POLICIES
+from kvpilot_cli.backtest.compare import POLICIES, Row, Starter
 from kvpilot_cli.backtest.costs import BacktestError, load_profile
 from kvpilot_cli.backtest.history import read_file, read_server
 from kvpilot_cli.backtest.loads import NAMES, Asked, synthetic
 from kvpilot_cli.backtest.pilot import load_spec
-from kvpilot_cli.backtest.policies import REQUESTS_TARGET
 from kvpilot_cli.backtest.runs import run_all
 from kvpilot_cli.backtest.service import Objective
 from kvpilot_cli.plan.facts import PlanError
@@ -26,28 +25,32 @@ _ASKED = ("query-range", "selector")
 _SOURCES = ("history", "recorded", "prometheus")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 2 for unusable input."""
-    arguments = _parser().parse_args(argv)
+def main(
+    argv: Sequence[str] | None = None,
+    policies: Mapping[str, Starter] = POLICIES,
+    tell: Callable[[Sequence[Row], Objective], str] = report.terminal,
+) -> int:
+    """Run the command and return its exit status: 2 for unusable input. `tell` returns the text to print."""
+    arguments = _parser(policies).parse_args(argv)
     try:
-        return _backtest(arguments)
+        return _backtest(arguments, policies, tell)
     except (BacktestError, PlanError) as error:
         print(f"kvpilot backtest: {error}", file=sys.stderr)
         return 2
 
 
-def _backtest(a: argparse.Namespace) -> int:
+def _backtest(
+    a: argparse.Namespace, policies: Mapping[str, Starter], tell: Callable[[Sequence[Row], Objective], str]
+) -> int:
     _check(a)
     _check_use(a)
     spec, profile = load_spec(a.service), load_profile(a.profile)
     objective = Objective(a.ttft, a.itl / 1000)
     loads, note = _loads(a)
     began = time.monotonic()
-    jobs = [
-        (load, name, spec, profile, objective, a.requests_target) for load in loads for name in a.policies or POLICIES
-    ]
+    jobs = [(load, name, policies[name], spec, profile, objective) for load in loads for name in a.policies]
     rows = run_all(jobs)
-    print(report.terminal(rows, objective))
+    print(tell(rows, objective))
     print(f"{len(rows)} runs in {time.monotonic() - began:.0f} s")
     for row in rows if a.journal else ():
         print("\n".join(row.journal))
@@ -55,8 +58,6 @@ def _backtest(a: argparse.Namespace) -> int:
         print(note)
     if a.json:
         a.json.write_text(json.dumps(report.as_json(rows), indent=1) + "\n", encoding="utf-8")
-    if a.report:
-        a.report.write_text(report.markdown(rows, objective), encoding="utf-8")
     return 0
 
 
@@ -66,16 +67,14 @@ def _check(a: argparse.Namespace) -> None:
     Raises:
         BacktestError: an option has an unusable value.
     """
-    for name, such in (("requests-target", 16), ("size", 1), ("ttft", 5), ("itl", 60)):
-        value = getattr(a, name.replace("-", "_"))
+    for name, such in (("size", 1), ("ttft", 5), ("itl", 60)):
+        value = getattr(a, name)
         if not 0 < value < math.inf:
             raise BacktestError(f"{name}: {value}; give a number above 0, such as {such}")
     if a.seed < 0:
         raise BacktestError(f"seed: {a.seed}; give a whole number from 0 on")
-    for name in ("json", "report"):
-        file = getattr(a, name)
-        if file is not None and not file.absolute().parent.is_dir():
-            raise BacktestError(f"{name}: {file}: its folder does not exist; make it first")
+    if a.json is not None and not a.json.absolute().parent.is_dir():
+        raise BacktestError(f"json: {a.json}: its folder does not exist; make it first")
 
 
 def _check_use(a: argparse.Namespace) -> None:
@@ -88,32 +87,27 @@ def _check_use(a: argparse.Namespace) -> None:
     if mode != "prometheus":
         for name in _ASKED:
             _refuse_given(a, name, "without --prometheus; give both or none")
-    policies = a.policies or POLICIES
-    if not any(name.endswith("requests") for name in policies):
-        _refuse_given(a, "requests-target", "without a policy that scales on requests; add bf16-requests to --policies")
-    if not {"pilot", "objectives"} & set(policies):
+    if not {"pilot", "objectives"} & set(a.policies):
         _refuse_given(a, "journal", "without a policy that keeps one; add pilot to --policies")
 
 
 def _refuse_given(a: argparse.Namespace, option: str, why: str) -> None:
     name = option.replace("-", "_")
     value = getattr(a, name)
-    if value != _parser().get_default(name):
+    if value != _parser(POLICIES).get_default(name):
         shown = str(value) if isinstance(value, Path) else value
         raise BacktestError(f"{option}: {shown!r} has no effect {why}")
 
 
 def _loads(a: argparse.Namespace) -> tuple[Sequence[Asked], str]:
-    """Return the loads, and a line that describes a recorded load (empty for synthetic ones)."""
+    """Return the loads, and a line that describes recorded requests (empty for other loads)."""
     if a.recorded is not None:
         load = recorded.read(a.recorded).scaled(a.size, a.seed)
         return [load], load.told()
-    if a.history is not None or a.prometheus is not None:
-        if a.history is not None:
-            history = read_file(a.history, a.seed)
-        else:
-            history = read_server(a.prometheus, *_range(a.query_range), a.selector, a.seed)
-        return [history.load], f"the history's own KV use: {report.mean_use(history.usage)}"
+    if a.history is not None:
+        return [read_file(a.history, a.seed)], ""
+    if a.prometheus is not None:
+        return [read_server(a.prometheus, *_range(a.query_range), a.selector, a.seed)], ""
     names = NAMES if a.trace == "all" else tuple(a.trace.split(","))
     return [synthetic(name, a.days, a.seed, a.size) for name in names], ""
 
@@ -128,17 +122,15 @@ def _range(text: str | None) -> tuple[float, float]:
     return start, end
 
 
-def _policies(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown: use one or more of {', '.join(POLICIES)}")
-    return names
+def _parser(policies: Mapping[str, Starter]) -> argparse.ArgumentParser:
+    def names(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in policies:
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown: use one or more of {', '.join(policies)}")
+        return text.split(",")
 
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvpilot backtest", description="Replay a load through the pilot and its baselines."
+        prog="kvpilot backtest", description="Replay a load through the pilot and with a fixed number of replicas."
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -156,7 +148,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--service", type=Path, help="manifest of the QuantizedLLMService to simulate")
     parser.add_argument("--profile", type=Path, help="costs of your model and GPU (default: Llama-3-8B on an H200)")
     parser.add_argument(
-        "--policies", type=_policies, help=f"policies to run, separated by commas: {', '.join(POLICIES)}"
+        "--policies",
+        type=names,
+        default=[*policies],
+        help=f"policies to run, separated by commas (default {','.join(policies)})",
     )
     parser.add_argument("--days", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -165,14 +160,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ttft", type=float, default=5.0, help="objective: seconds to the first token")
     parser.add_argument("--itl", type=float, default=60.0, help="objective: mean milliseconds between two tokens")
-    parser.add_argument(
-        "--requests-target",
-        type=float,
-        default=REQUESTS_TARGET,
-        metavar="N",
-        help="target of the HPA on requests: requests a replica",
-    )
     parser.add_argument("--journal", action="store_true", help="print every step of the pilot with its reason")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--report", type=Path, help="write the table as Markdown to this file")
     return parser

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 from msgspec.structs import replace
 
 from kvpilot_cli.backtest.costs import Profile
-from kvpilot_cli.backtest.hpa import Hpa
 from kvpilot_cli.backtest.loads import Asked
 from kvpilot_cli.backtest.pilot import Pilot, model_of, node_of
-from kvpilot_cli.backtest.policies import HPA_TARGET, REQUESTS_TARGET, SCRAPE, Fixed, Piloted, Policy, by_hpa, by_wva
+from kvpilot_cli.backtest.policies import SCRAPE, Fixed, Piloted, Policy
 from kvpilot_cli.backtest.service import Objective, Service
-from kvpilot_cli.backtest.wva import Wva
 from kvpilot_operator.api.scaling import Objective as LatencyObjective
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.samples import Sample
 
 START_SECONDS = 240.0
 """Seconds from the request for a replica to its first answer. Weights, compilation and CUDA graphs usually take 2 to 7
@@ -30,7 +26,6 @@ WARM_UP = 3600.0
 """Seconds at the beginning that do not count in loads of more than four hours, because every policy begins with the
 same replicas.
 """
-POLICIES = ("pilot", "objectives", "bf16-hpa", "bf16-requests", "fp8-hpa", "fp8-requests", "wva", "fp8-wva", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +59,28 @@ class Row:
         return self.gpu_hours * 1e6 / self.good if self.good else math.inf
 
 
-def policy(
-    name: str, spec: Spec, profile: Profile, objective: Objective, requests_target: float = REQUESTS_TARGET
-) -> tuple[Policy, str, int]:
-    """Return the policy with this name, its initial dtype, and its initial replicas."""
-    replicas = spec.scaling.clamp(spec.replicas)
-    lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
-    baseline = spec.kv_cache.baseline
-    if name == "objectives":
-        spec = with_objectives(spec, objective)
-    if name in ("pilot", "objectives"):
-        pilot = Pilot(spec, node_of(profile), model_of(profile), baseline)
-        return Piloted(pilot, replicas), baseline, replicas
-    if name == "max":
-        return Fixed(baseline), baseline, highest
-    dtype = "fp8" if name.startswith("fp8") else baseline
-    if name.endswith("wva"):
-        wva = Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
-        return Fixed(dtype, by_wva(wva, dtype)), dtype, replicas
-    target, figure = (requests_target, in_hand) if name.endswith("requests") else (HPA_TARGET, use)
-    hpa = Hpa(np.array([replicas]), target=target, minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
-    return Fixed(dtype, by_hpa(hpa, dtype, figure)), dtype, replicas
+Start = tuple[Policy, str, int]
+"""Policy of a run, with its initial dtype and its initial replicas."""
+Starter = Callable[[Spec, Profile, Objective], Start]
 
 
-def use(sample: Sample) -> float:
-    """Return the mean KV cache usage over replicas, from 0 to 1."""
-    return sample.usage
+def by_pilot(spec: Spec, profile: Profile, _objective: Objective) -> Start:
+    """Start with the pilot's rules and the spec's replicas."""
+    replicas, baseline = spec.scaling.clamp(spec.replicas), spec.kv_cache.baseline
+    return Piloted(Pilot(spec, node_of(profile), model_of(profile), baseline), replicas), baseline, replicas
 
 
-def in_hand(sample: Sample) -> float:
-    """Return the running and waiting requests per replica."""
-    return (sample.running + sample.waiting) / sample.pods
+def by_objectives(spec: Spec, profile: Profile, objective: Objective) -> Start:
+    """Start as `by_pilot`, and give the pilot the limits of a good request as its objectives."""
+    return by_pilot(with_objectives(spec, objective), profile, objective)
+
+
+def by_most_replicas(spec: Spec, _profile: Profile, _objective: Objective) -> Start:
+    """Start with maxReplicas and the model's own dtype, and keep both."""
+    return Fixed(), spec.kv_cache.baseline, spec.scaling.max_replicas
+
+
+POLICIES: Mapping[str, Starter] = {"pilot": by_pilot, "objectives": by_objectives, "max": by_most_replicas}
 
 
 def with_objectives(spec: Spec, objective: Objective) -> Spec:
@@ -107,11 +93,11 @@ def with_objectives(spec: Spec, objective: Objective) -> Spec:
 
 
 def run(
-    load: Asked, name: str, spec: Spec, profile: Profile, objective: Objective,
-    progress: Callable[[float], None] = lambda _share: None, requests_target: float = REQUESTS_TARGET,
+    load: Asked, name: str, start: Starter, spec: Spec, profile: Profile, objective: Objective,
+    progress: Callable[[float], None] = lambda _share: None,
 ) -> Row:  # fmt: skip
-    """Simulate the load on a service under the policy `name`."""
-    who, dtype, replicas = policy(name, spec, profile, objective, requests_target)
+    """Simulate the load on a service under the policy `name`, which `start` returns."""
+    who, dtype, replicas = start(spec, profile, objective)
     service = Service(profile, load, dtype, replicas, objective=objective, start_seconds=START_SECONDS, timeout=TIMEOUT)
     warm = load.seconds <= 4 * WARM_UP
     while service.now < load.seconds:

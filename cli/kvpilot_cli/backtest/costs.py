@@ -11,12 +11,13 @@ each token before it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from kvpilot_operator.decide.steps.capacity import gain
 
@@ -25,18 +26,21 @@ class BacktestError(ValueError):
     """Error for unusable input. The message names the field, the value and the remedy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Costs of one dtype on one GPU with one model, in seconds. The module's docstring has the formula."""
+Seconds = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
 
-    base: float
-    per_sequence: float
-    per_kv_token: float
-    per_prefill_token: float
-    per_prefill_pair: float
-    kv_tokens: int
+
+class Costs(Struct, frozen=True, forbid_unknown_fields=True):
+    """Costs of one dtype on one GPU with one model. The module's docstring has the formula."""
+
+    base: Seconds
+    per_sequence: Seconds
+    per_kv_token: Seconds
+    per_prefill_token: Seconds
+    per_prefill_pair: Seconds
+    kv_tokens: Count
     """Number of tokens that fit in the KV cache of one replica."""
-    block_size: int
+    block_size: Count
 
     def decode_step(self, sequences: int, kv_tokens: float) -> float:
         """Return the seconds of a step that only decodes."""
@@ -47,17 +51,24 @@ class Costs:
         return self.per_prefill_token * tokens + self.per_prefill_pair * tokens * (context + tokens / 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Shape(Struct, frozen=True):
+    """The engine's facts about the model."""
+
+    head_dim: int
+    kv_heads: int
+    layers: int
+    window_layers: int
+
+
+class Profile(Struct, frozen=True):
     """Costs of every dtype of one model on one GPU, and the number of GPUs in a replica."""
 
     name: str
     gpu: str
     """GPU, as the node label nvidia.com/gpu.product names it."""
-    model: Mapping[str, int]
-    """The engine's head_dim, kv_heads, layers and window_layers."""
+    model: Shape
     gpus_per_replica: int
-    costs: Mapping[str, Costs]
+    costs: dict[str, Costs]
     max_num_seqs: int = 1024
     """vLLM's default for a server on an H100 or H200."""
     max_num_batched_tokens: int = 8192
@@ -91,40 +102,14 @@ def load_profile(path: Path | None = None) -> Profile:
     """Read the built-in profile (Llama-3-8B on one H200), or a JSON file of the same form."""
     source = path if path is not None else files(__package__).joinpath("h200-llama3-8b.json")
     try:
-        raw = json.loads(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return parse_profile(source.read_bytes())
+    except OSError as error:
         raise BacktestError(f"profile: {source} cannot be read ({error}); give a file like the built-in one") from error
-    return parse_profile(raw)
 
 
-def parse_profile(raw: Any) -> Profile:
-    """Return a profile from its JSON object."""
-    wanted = {f.name for f in fields(Costs)}
+def parse_profile(text: bytes) -> Profile:
+    """Return a profile from its JSON text."""
     try:
-        costs = {}
-        for dtype, values in raw["costs"].items():
-            if set(values) != wanted:
-                missing = sorted(wanted ^ set(values))
-                raise BacktestError(f"profile: costs of {dtype}: {missing} missing or unknown; give {sorted(wanted)}")
-            for name, value in values.items():
-                if (
-                    not isinstance(value, int | float)
-                    or value < 0
-                    or (name in ("kv_tokens", "block_size") and value < 1)
-                ):
-                    raise BacktestError(
-                        f"profile: costs.{dtype}.{name} is {value!r}; give a number that is not negative"
-                    )
-            costs[dtype] = Costs(**values)
-        model = {name: int(raw["model"][name]) for name in ("head_dim", "kv_heads", "layers", "window_layers")}
-        return Profile(
-            raw["name"], raw["gpu"], model, int(raw["gpus_per_replica"]), costs,
-            int(raw.get("max_num_seqs", 1024)), int(raw.get("max_num_batched_tokens", 8192)),
-        )  # fmt: skip
-    except (KeyError, TypeError, AttributeError) as error:
-        raise BacktestError(f"profile: {error!r}; give name, gpu, model, gpus_per_replica, costs") from error
-
-
-def dump_profile(profile: Profile) -> dict[str, Any]:
-    """Return the JSON object that `parse_profile` reads."""
-    return asdict(profile)
+        return msgspec.json.decode(text, type=Profile)
+    except msgspec.DecodeError as error:
+        raise BacktestError(f"profile: {error}; give name, gpu, model, gpus_per_replica and costs") from error

@@ -5,7 +5,6 @@ values between scrapes are interpolated. These metrics are used:
 
 - vllm:request_success_total gives the request rate.
 - vllm:prompt_tokens_total and vllm:generation_tokens_total give the mean lengths.
-- vllm:kv_cache_usage_perc is shown beside the simulated usage.
 """
 
 from __future__ import annotations
@@ -24,22 +23,13 @@ from kvpilot_cli.backtest.costs import BacktestError
 from kvpilot_cli.backtest.loads import STEP, Array, Load, Shape
 
 REQUESTS, PROMPTS, GENERATED = "vllm:request_success_total", "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
-USAGE = "vllm:kv_cache_usage_perc"
-METRICS = (REQUESTS, PROMPTS, GENERATED, USAGE)
+METRICS = (REQUESTS, PROMPTS, GENERATED)
 SIGMA = 0.6
 """Sigma of the lognormal lengths around each minute's mean. It is assumed, because counters do not show it."""
 _LEAST_POINTS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """Load, and the recorded KV cache usage of the engines by minute (NaN for a minute without a scrape)."""
-
-    load: Load
-    usage: Array
-
-
-def read_file(path: Path, seed: int = 0) -> History:
+def read_file(path: Path, seed: int = 0) -> Load:
     """Read exported JSON: an answer of query_range, or a list of them."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -50,7 +40,7 @@ def read_file(path: Path, seed: int = 0) -> History:
     return parse(raw if isinstance(raw, list) else [raw], path.stem, seed)
 
 
-def read_server(url: str, start: float, end: float, selector: str = "", seed: int = 0) -> History:
+def read_server(url: str, start: float, end: float, selector: str = "", seed: int = 0) -> Load:
     """Query a Prometheus for all metrics from `start` to `end` (Unix seconds). `selector` adds label matchers."""
     if not end > start:
         raise BacktestError(f"query range: end {end} is not after start {start}; give START,END in Unix seconds")
@@ -66,11 +56,11 @@ def read_server(url: str, start: float, end: float, selector: str = "", seed: in
     return parse([raw], "history", seed)
 
 
-def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
+def parse(answers: Sequence[Any], name: str, seed: int = 0) -> Load:
     """Turn answers of query_range into a load on a grid of minutes."""
     series = [s for answer in answers for s in _series(answer)]
     found = sorted({s.name for s in series})
-    for metric in (REQUESTS, PROMPTS, GENERATED):
+    for metric in METRICS:
         if metric not in found:
             raise BacktestError(
                 f"history: no series of {metric}; export it too (found: {', '.join(found) or 'nothing'})"
@@ -80,9 +70,7 @@ def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
     if steps < _LEAST_POINTS:
         raise BacktestError(f"history: it spans {last - first:.0f} s; give at least {_LEAST_POINTS} minutes")
     edges = first + STEP * np.arange(steps + 1)
-    counts = {
-        m: sum((_increase(s, edges) for s in series if s.name == m), np.zeros(steps)) for m in found if m != USAGE
-    }
+    counts = {m: sum((_increase(s, edges) for s in series if s.name == m), np.zeros(steps)) for m in METRICS}
     requests = counts[REQUESTS]
     total = requests.sum()
     if total <= 0:
@@ -100,8 +88,7 @@ def parse(answers: Sequence[Any], name: str, seed: int = 0) -> History:
         m: np.where(requests > 0, np.clip(counts[m] / busy / mean, 0.05, 20.0), 1.0)
         for m, mean in ((PROMPTS, prompt), (GENERATED, output))
     }
-    load = Load(name, shape, requests / STEP, scale[PROMPTS], scale[GENERATED], seed)
-    return History(load, _usage(series, edges))
+    return Load(name, shape, requests / STEP, scale[PROMPTS], scale[GENERATED], seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +131,3 @@ def _increase(series: _Series, edges: Array) -> Array:
     steps = np.diff(series.values)
     grown = np.concatenate([[0.0], np.cumsum(np.where(steps >= 0, steps, series.values[1:]))])
     return np.asarray(np.diff(np.interp(edges, series.times, grown)))
-
-
-def _usage(series: Sequence[_Series], edges: Array) -> Array:
-    """Return the mean usage over the engines at the end of each minute."""
-    rows = [np.interp(edges[1:], s.times, s.values, left=np.nan, right=np.nan) for s in series if s.name == USAGE]
-    if not rows:
-        return np.full(len(edges) - 1, np.nan)
-    table = np.array(rows)
-    seen = np.isfinite(table)
-    return np.asarray(np.where(seen.any(axis=0), np.nansum(table, axis=0) / np.maximum(seen.sum(axis=0), 1), np.nan))

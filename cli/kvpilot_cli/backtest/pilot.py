@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec.structs import asdict
 
 from kvpilot_cli.backtest.costs import BacktestError, Profile
 from kvpilot_operator.api.faults import judge
@@ -65,7 +66,7 @@ def node_of(profile: Profile) -> NodeFacts:
 
 def model_of(profile: Profile) -> ModelFacts:
     """Return the facts that the profile's engines report about their model."""
-    return ModelFacts(**profile.model, mla=False)
+    return ModelFacts(**asdict(profile.model), mla=False)
 
 
 @dataclass(slots=True)

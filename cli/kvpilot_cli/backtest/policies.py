@@ -1,20 +1,15 @@
-"""Policies that control a simulated service: the pilot and its baselines. Each acts after every scrape."""
+"""Policies that control a simulated service: the pilot, and fixed replicas. Each acts after every scrape."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
-import numpy as np
-
 from kvpilot_cli.backtest.engine import EPOCH
-from kvpilot_cli.backtest.hpa import Hpa
 from kvpilot_cli.backtest.pilot import Pilot
 from kvpilot_cli.backtest.service import Service
-from kvpilot_cli.backtest.wva import Wva
 from kvpilot_operator.decide.traffic_plan import Counts, rolling_step
 from kvpilot_operator.state.samples import Sample
 
@@ -23,14 +18,6 @@ SCRAPE = 15.0
 PROBE_SECONDS = 300.0
 """Duration of a canary's accuracy probes in seconds. The canary gets no traffic meanwhile."""
 _KEEP = timedelta(hours=1)
-HPA_TARGET = 0.5
-"""Target of the mean KV cache usage. The usual 0.8 would be an unfair baseline, because far fewer requests meet the
-objective.
-"""
-
-
-REQUESTS_TARGET = 16.0
-"""Target of running plus waiting requests per replica."""
 
 
 class Policy(Protocol):
@@ -40,38 +27,11 @@ class Policy(Protocol):
         """Change the service if needed. `sample` is its last scrape, or None if no replica answered."""
 
 
-Wanted = Callable[[Service, Sample | None], int]
-"""Function that returns the number of replicas for a service and its last sample (None if no replica answered)."""
-
-
-@dataclass
 class Fixed:
-    """Policy with a fixed dtype. `wanted` sets the number of replicas; without it they stay constant."""
-
-    dtype: str
-    wanted: Wanted | None = None
+    """Policy that never changes the service."""
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Scale to the number of replicas that `wanted` returns."""
-        if self.wanted is not None and (wanted := self.wanted(service, sample)) != len(service.of(self.dtype)):
-            service.scale(self.dtype, wanted)
-            service.outcome.scalings += 1
-
-
-def by_hpa(hpa: Hpa, dtype: str, figure: Callable[[Sample], float]) -> Wanted:
-    """Return the replicas by a HorizontalPodAutoscaler, on the mean of `figure` over answering pods."""
-
-    def wanted(service: Service, sample: Sample | None) -> int:
-        have, ready = len(service.of(dtype)), len(service.ready(dtype))
-        use = np.array([figure(sample) if sample is not None else 0.0])
-        return int(hpa.judge(use, np.array([ready]), np.array([have]))[0])
-
-    return wanted
-
-
-def by_wva(wva: Wva, dtype: str) -> Wanted:
-    """Return the replicas by the rules of llm-d's Workload Variant Autoscaler."""
-    return lambda service, _: wva.judge(service.gauges(dtype), len(service.of(dtype)))
+        """Do nothing."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from kvpilot_cli.backtest.compare import Row, run
+from kvpilot_cli.backtest.compare import Row, Starter, run
 from kvpilot_cli.backtest.costs import Profile
 from kvpilot_cli.backtest.loads import Asked
 from kvpilot_cli.backtest.service import Objective
@@ -18,7 +18,7 @@ PROCESSES = 2
 QUIET_SECONDS, PERIOD_SECONDS = 5.0, 10.0
 _POLL_SECONDS = 0.5
 
-Job = tuple[Asked, str, Spec, Profile, Objective, float]
+Job = tuple[Asked, str, Starter, Spec, Profile, Objective]
 
 _shares: Any = None
 """Shares of the runs that are done, in shared memory; set in each worker process."""
@@ -49,7 +49,7 @@ def run_all(jobs: Sequence[Job]) -> list[Row]:
     """Return a row for each job, in their order."""
     progress = Progress(len(jobs), sys.stderr)
     if len(jobs) == 1:
-        return [run(*jobs[0][:5], progress=lambda share: progress.tell([share]), requests_target=jobs[0][5])]
+        return [run(*jobs[0], progress=lambda share: progress.tell([share]))]
     context = multiprocessing.get_context("spawn")
     shares = context.Array("d", len(jobs), lock=False)
     with context.Pool(PROCESSES, initializer=_share, initargs=(shares,)) as pool:
@@ -70,7 +70,7 @@ def _run(index: int, job: Job) -> Row:
     def progress(share: float) -> None:
         _shares[index] = min(share, 1.0)
 
-    row = run(*job[:5], progress=progress, requests_target=job[5])
+    row = run(*job, progress=progress)
     progress(1.0)
     return row
 

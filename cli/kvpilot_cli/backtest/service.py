@@ -143,11 +143,6 @@ class Service:
             spread=Spread.of([(f"replica {i}", p.usage, p.waiting) for i, p in enumerate(pages)]),
         )  # fmt: skip
 
-    def gauges(self, dtype: str) -> list[tuple[float, float]]:
-        """Return KV cache usage and waiting requests of each answering replica, the oldest first."""
-        engines = [r.engine for r in self.ready(dtype)]
-        return [(one.blocks.used / one.blocks.total, float(len(one.waiting))) for one in engines]
-
     def _start(self, dtype: str, ready_at: float) -> None:
         engine = Engine(self.profile.of(dtype), self.limits, dtype)
         engine.now = self.now

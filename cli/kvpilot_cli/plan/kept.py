@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvpilot_cli.plan.capacity import Cache
 from kvpilot_cli.plan.facts import Model, PlanError
+from kvpilot_formats.models import unsupported_bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,10 @@ class Bound:
 
 def check_bound(model: Model) -> None:
     """Raise PlanError for a model whose cache engines cannot bound (docs/retention.md)."""
-    ways = {
-        "layers with a window of their own": model.sliding_layers,
-        "multi-head latent attention": model.latent_dim,
-        "layers that keep a state": model.state_layers,
-        "layers that share a cache": model.shared_layers,
-        "layers of an unknown kind": model.other_layers,
-        "ALiBi": model.alibi,
-    }
-    found = [way for way, there in ways.items() if there]
-    if found:
-        raise PlanError(f"--retention: no engine bounds the cache of a model with {' and '.join(found)}; leave the options of --retention out")  # fmt: skip  # noqa: E501
+    if (what := unsupported_bounded(model.architecture)) is not None:
+        raise PlanError(
+            f"--retention: {what} is not supported with a bounded cache; leave the options of --retention out"
+        )
 
 
 def host_tokens(model: Model, layout: Cache, gpus: int, host_bytes: int) -> int | None:

@@ -57,7 +57,7 @@ def _known() -> dict[str, tuple[str, Callable[[], Model]]]:
     """Return each model's proper name and facts, by full and by short name. models.yaml takes precedence."""
     named: list[tuple[str, Callable[[], Model]]] = [
         *((name, functools.partial(_of_config, name)) for name in published()),
-        *((name, functools.partial(_itself, model)) for model in table() for name in (*model.also, model.name)),
+        *((name, functools.partial(replace, model)) for model in table() for name in (*model.also, model.name)),
     ]
     # A name without a publisher is a short name, so take the full name from its facts.
     full = {_key(name): (name if "/" in name else facts().name, facts) for name, facts in named}
@@ -67,10 +67,6 @@ def _known() -> dict[str, tuple[str, Callable[[], Model]]]:
 def _of_config(name: str) -> Model:
     entry = published()[name]
     return replace(from_config(entry["config"], name), source=entry["source"])
-
-
-def _itself(model: Model) -> Model:
-    return model
 
 
 def _read(file: str) -> str:

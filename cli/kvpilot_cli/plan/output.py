@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpilot_cli.plan.load import FILL, Cost
+from kvpilot_cli.plan.load import FILL, Cost, Load
 from kvpilot_cli.plan.make import Fit, Plan, Request, Row
 from kvpilot_cli.text_tables import render
 
@@ -21,7 +22,7 @@ def text(plan: Plan) -> str:
     if any(row.host_tokens is not None for row in plan.rows):
         parts.append(_hosted(plan))
     if plan.request.load is not None:
-        parts.append(_costs(plan))
+        parts.append(_costs(plan, plan.request.load))
     if notes := _notes(plan):
         parts.append("\n".join(notes))
     return "\n\n".join(parts)
@@ -44,63 +45,54 @@ def _head(plan: Plan) -> str:
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
 
 
+def _table(plan: Plan, head: Sequence[str], cells: Callable[[Row], Sequence[str]]) -> str:
+    """Return a table with a line for each dtype, and dashes for a dtype that cannot serve the model."""
+    nothing = ["-"] * (len(head) - 1)
+    return render(head, [[row.dtype, *(nothing if row.infeasible is not None else cells(row))] for row in plan.rows])
+
+
+def _ratio(tokens: int, whole: int) -> str:
+    return f"{tokens / whole:.2f}" if whole else "-"
+
+
 def _capacities(plan: Plan) -> str:
     base = next((row.fits[-1].tokens for row in plan.rows if row.dtype == "auto" and row.fits), 0)
-    head = [
-        "dtype",
-        "bits",
-        "bytes a token",
-        "MB a window",
-        "KV tokens",
-        "x auto",
-        *(f"at {c:,}" for c in plan.contexts),
-    ]
-    rows = []
-    for row in plan.rows:
-        if row.infeasible is not None:
-            rows.append([row.dtype, *["-"] * (len(head) - 1)])
-            continue
+    at = [f"at {c:,}" for c in plan.contexts]
+
+    def cells(row: Row) -> list[str]:
         tokens = row.fits[-1].tokens
-        ratio = f"{tokens / base:.2f}" if base else "-"
         window = f"{row.recent_bytes / 1e6:,.1f}" if row.recent_bytes else "-"
-        rows.append([row.dtype, f"{row.bits:g}", f"{row.token_bytes:,}", window, f"{tokens:,}", ratio, *(f"{fit.sequences:,}" for fit in row.fits)])  # fmt: skip  # noqa: E501
-    return "Sequences that fit at once, by their tokens\n" + render(head, rows)
+        sizes = [f"{row.bits:g}", f"{row.token_bytes:,}", window, f"{tokens:,}", _ratio(tokens, base)]
+        return [*sizes, *(f"{fit.sequences:,}" for fit in row.fits)]
+
+    head = ["dtype", "bits", "bytes a token", "MB a window", "KV tokens", "x auto", *at]
+    return f"Sequences that fit at once, by their tokens\n{_table(plan, head, cells)}"
 
 
 def _bounded(plan: Plan) -> str:
-    bound = plan.request.bound
-    if bound is None:
-        raise LookupError("only a plan with a bound has this table")
+    def cells(row: Row) -> list[str]:
+        tokens = row.bounded[-1].tokens
+        sizes = [f"{row.bounded_bytes / 1e6:,.1f}", f"{tokens:,}", _ratio(tokens, row.fits[-1].tokens)]
+        return [*sizes, *(f"{fit.sequences:,}" for fit in row.bounded)]
+
     head = ["dtype", "MB a sequence", "KV tokens", "x All", *(f"at {c:,}" for c in plan.contexts)]
-    rows = []
-    for row in plan.rows:
-        if row.infeasible is not None:
-            rows.append([row.dtype, *["-"] * (len(head) - 1)])
-            continue
-        whole, tokens = row.fits[-1].tokens, row.bounded[-1].tokens
-        ratio = f"{tokens / whole:.2f}" if whole else "-"
-        rows.append([row.dtype, f"{row.bounded_bytes / 1e6:,.1f}", f"{tokens:,}", ratio, *(f"{f.sequences:,}" for f in row.bounded)])  # fmt: skip  # noqa: E501
-    return f"The same with {bound}\n{render(head, rows)}"
+    return f"The same with {plan.request.bound}\n{_table(plan, head, cells)}"
 
 
 def _hosted(plan: Plan) -> str:
     longest, kv = plan.contexts[-1], plan.kv_bytes * plan.request.all_gpus
-    head = ["dtype", "tokens", "x the GPU's" if plan.request.gpus == 1 else "x the GPUs'", f"prefixes of {longest:,}"]
-    rows = []
-    for row in plan.rows:
+
+    def cells(row: Row) -> list[str]:
         tokens = row.host_tokens
         if tokens is None:
-            rows.append([row.dtype, "-", "-", "-"])
-            continue
-        own = kv // row.token_bytes
-        rows.append([row.dtype, f"{tokens:,}", f"{tokens / own:.2f}" if own else "-", f"{tokens // longest:,}"])
-    return f"Host memory of each replica, {plan.request.host / 2**30:g} GiB\n{render(head, rows)}"
+            return ["-", "-", "-"]
+        return [f"{tokens:,}", _ratio(tokens, kv // row.token_bytes), f"{tokens // longest:,}"]
+
+    head = ["dtype", "tokens", "x the GPU's" if plan.request.gpus == 1 else "x the GPUs'", f"prefixes of {longest:,}"]
+    return f"Host memory of each replica, {plan.request.host / 2**30:g} GiB\n{_table(plan, head, cells)}"
 
 
-def _costs(plan: Plan) -> str:
-    load = plan.request.load
-    if load is None:
-        raise LookupError("only a plan with a load has costs")
+def _costs(plan: Plan, load: Load) -> str:
     title = (
         f"Cost of {load.requests_per_second:g} requests/s, {load.prompt_tokens:,} prompt and {load.generated_tokens:,} "
         f"generated tokens, at most {load.token_seconds * 1000:g} ms a token, KV at most {FILL:.0%} full"

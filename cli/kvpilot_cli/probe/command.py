@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvpilot_cli import plots
 from kvpilot_cli.probe import report
 from kvpilot_cli.probe.compare import Endpoint, compare
 from kvpilot_formats.untrusted import KvpilotError, whole
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare the two endpoints, print the result, and return the exit code. The module's docstring has the codes."""
     try:
         return _judged(_parser().parse_args(argv))
-    except (GateError, ProbeError, plots.PlotError) as error:
+    except (GateError, ProbeError) as error:
         print(f"kvpilot probe: {_in_options(str(error))}", file=sys.stderr)
     except BrokenPipeError:
         raise  # The reader has closed the pipe, which `kvpilot` handles for every command.
@@ -61,8 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _judged(options: argparse.Namespace) -> int:
-    if options.plot is not None:
-        plots.check(options.plot)
     baseline, candidate = (_endpoint(options, side) for side in ("baseline", "candidate"))
     prompts = _prompts(options)
     limits = msgspec.structs.replace(
@@ -80,12 +77,6 @@ def _judged(options: argparse.Namespace) -> int:
             print("\r", end="\033[K", file=sys.stderr, flush=True)
     urls = baseline.url, candidate.url
     print(json.dumps(report.document(found, limits, urls), indent=2) if options.json else report.text(found, urls))
-    if options.plot is not None:
-        try:
-            report.plot(found, options.plot)
-        except plots.PlotError as error:
-            # Do not fail: the verdict took minutes and is valid without the plot.
-            print(f"kvpilot probe: {error}", file=sys.stderr)
     return _CODES[found.judgement.verdict]
 
 
@@ -129,7 +120,6 @@ def _parser() -> _Parser:
         add(f"--{option}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
     passes = "time limit of each of the three passes (default: by the number of tokens)"
     add("--deadline-seconds", type=_WHOLE, metavar="N", help=passes)
-    add("--plot", type=Path, metavar="FILE", help="also plot KL by position into this .svg or .png file")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 

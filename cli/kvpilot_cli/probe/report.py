@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from kvpilot_cli import plots
 from kvpilot_cli.probe.compare import Comparison
 from kvpilot_cli.text_tables import render
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_probes.stats import Measurement
 
 _BAR = 24
-_NOISE, _DAMAGE, _WIDTH = "#9a9a9a", "#d1491f", 0.4
 
 
 def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict[str, Any]:
@@ -98,22 +95,3 @@ def _milli(micronats: int) -> str:
 
 def _percent(found: Measurement) -> str:
     return f"{found.top1_agreement_permille / 10:.1f}%"
-
-
-def plot(found: Comparison, file: Path) -> None:
-    """Plot damage and noise by context position. Call `plots.check` first."""
-    sides = (("baseline", found.control, _NOISE), ("candidate", found.measured, _DAMAGE))
-    places = sorted({(b.from_position, b.to_position) for _, side, _ in sides for b in side.buckets})
-    with plots.drawing(file, 7.5, 4) as axes:
-        for i, (name, side, colour) in enumerate(sides):
-            at = [places.index((b.from_position, b.to_position)) + (i - 0.5) * _WIDTH for b in side.buckets]
-            heights = [b.mean_kl_micronats / 1000 for b in side.buckets]
-            axes.bar(at, heights, _WIDTH, color=colour, label=f"{name} ({found.models[i]})")
-        axes.set_xticks(range(len(places)), [f"{low:,}-{high:,}" for low, high in places])
-        axes.set(
-            xlabel="tokens before",
-            ylabel="mean KL, millinats",
-            title=f"{found.judgement.verdict}: {found.judgement.reason}",
-        )
-        axes.grid(axis="y", alpha=0.25)
-        axes.legend(frameon=False)

@@ -20,11 +20,6 @@ from kvpilot_cli.validate.schema import apply_defaults, root_schema
 Json = Any
 
 
-def refused(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
-    """Return (field, message) of every error. CEL rules run only on values that the schema accepts."""
-    return schema_faults(obj) or rule_faults(obj)
-
-
 def schema_faults(obj: Mapping[str, Json]) -> list[tuple[str, str]]:
     """Return (field, message) of each value of a wrong type, beyond a limit, missing or repeated."""
     value = _judged(obj)

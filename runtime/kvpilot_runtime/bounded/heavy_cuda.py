@@ -19,7 +19,8 @@ from kvpilot_kernels.gpu.weigh import stretch
 from kvpilot_kernels.places import stored_slots
 from kvpilot_runtime.backends.cuda import CudaImpl
 from kvpilot_runtime.backends.cuda_steps import CudaBuilder, Metadata
-from kvpilot_runtime.bounded.heavy_mass import Singles, Weighing, masses, scores, softcap_of
+from kvpilot_runtime.bounded.heavy_mass import Singles, Weighing, masses, scores
+from kvpilot_runtime.calibration.attention import softcap_of
 from kvpilot_runtime.config import retention
 from kvpilot_runtime.errors import UnsupportedModelError
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvpilot_runtime.bounded.heavy_spec import Masses
+from kvpilot_runtime.calibration.attention import softcap_of
 from kvpilot_runtime.config import retention
 from kvpilot_runtime.errors import UnsupportedModelError
 
@@ -139,11 +140,6 @@ def page_mass(
     `query` is [rows, heads, head_dim], and `keys` are [kv_heads, head_dim, tokens].
     """
     return masses(scores(query[None], keys[None], scale), page, softcap, sinks)[0]
-
-
-def softcap_of(impl: Any) -> float:
-    """Return the cap on a layer's scores, 0 for none. Backends use one of two attribute names."""
-    return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
 
 
 def on_cpu(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles | None], None]:

@@ -23,7 +23,7 @@ class Chunk:
     """
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
-        self.scale, self.softcap, self.sinks = float(impl.scale), float(_softcap(impl)), getattr(impl, "sinks", None)
+        self.scale, self.softcap, self.sinks = float(impl.scale), softcap_of(impl), getattr(impl, "sinks", None)
         self.window, self.seen, self.lengths = sliding_window, seen, lengths
 
     def forward(
@@ -49,10 +49,9 @@ class Chunk:
         return output
 
 
-def _softcap(impl: Any) -> float:
+def softcap_of(impl: Any) -> float:
     """Return a backend's cap on scores, 0 for none. Backends use different attribute names for it."""
-    found = (getattr(impl, name, None) for name in ("softcap", "logits_soft_cap"))
-    return next((x for x in found if x), 0.0)
+    return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
 
 
 def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:

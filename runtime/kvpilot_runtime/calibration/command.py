@@ -23,9 +23,6 @@ from kvpilot_runtime.calibration.factors_file import ModelFacts
 from kvpilot_runtime.calibration.fitting import CalibrateError
 from kvpilot_runtime.calibration.text import LONGEST, beginnings, lone, text_ids
 
-DTYPE = "k4v4"
-"""Default KV-cache dtype. Factors are fitted for its recent window."""
-
 
 def read_prompts(file: Path) -> list[str]:
     """Return the texts of a prompts file: lines ``{"text": "..."}`` of a .jsonl file, or a text file as one text."""
@@ -87,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=16384, help="at most this many in all (default %(default)s)")
     parser.add_argument(
-        "--dtype", choices=formats.own_names(), default=DTYPE, help="KV-cache dtype to serve (default %(default)s)"
+        "--dtype", choices=formats.own_names(), default="k4v4", help="KV-cache dtype to serve (default %(default)s)"
     )
     parser.add_argument(
         "--recent",
@@ -101,16 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        output = run(
-            options.model,
-            options.prompts,
-            options.output,
-            options.length,
-            options.tokens,
-            options.device,
-            options.dtype,
-            options.recent,
-        )
+        output = run(options)
     except CalibrateError as error:
         print(f"kvpilot calibrate: {error}", file=sys.stderr)
         return 2
@@ -118,22 +106,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run(
-    model: Path, prompts: Path, output: Path | None, length: int, tokens: int, device: str, dtype: str = DTYPE,
-    recent: int | None = None,
-) -> Path:  # fmt: skip
+def run(options: argparse.Namespace) -> Path:
     """Calibrate the model in a folder, write the file, print the gain, and return the file's path.
-
-    Args:
-        output: path of the file; None for the model's folder.
-        length: tokens of a sequence.
-        tokens: largest number of tokens of all sequences.
-        dtype: KV-cache dtype that will be served.
-        recent: tokens of its recent window; None for the dtype's default.
 
     Raises:
         CalibrateError: the model, the prompts or an option cannot be used.
     """
+    model, prompts, length, tokens = options.model, options.prompts, options.length, options.tokens
+    dtype, device, recent = options.dtype, options.device, options.recent
     if length < 2 or tokens < length:
         raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")
     if recent is None:
@@ -148,13 +128,13 @@ def run(
         ) from error
     if formats.stored_dim(facts.head_dim) is None:
         raise CalibrateError(f"head_dim {facts.head_dim} has no kvpilot format; formats take {formats.SERVED}")
-    output = output or model / "kvpilot-calibration.safetensors"
+    output: Path = options.output or model / "kvpilot-calibration.safetensors"
     if not output.parent.is_dir():
         raise CalibrateError(f"--output {str(output)!r}: there is no folder {str(output.parent)!r}; make it first")
     texts = read_prompts(prompts)
     tokenizer = AutoTokenizer.from_pretrained(model)
     exact = torch.float32 if device == "cpu" else torch.bfloat16
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact, attn_implementation=fitting.hook()).to(device)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact, attn_implementation=held_out.hook()).to(device)
     pieces, kept_back = split(tokenizer, texts, length, tokens)
     if not pieces:
         raise CalibrateError(f"--prompts {str(prompts)!r} gives no sequence of two tokens; give more text")
@@ -203,11 +183,11 @@ def gain(
     device = model.get_input_embeddings().weight.device
     context = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or LONGEST
     ids = torch.tensor(text_ids(tokenizer, min(LONGEST, context, read)), device=device)
-    own = held_out.self_calibrated(model, fitting.hook(), ids, context)
+    own = held_out.self_calibrated(model, ids, context)
     file = {layer: layers[layer].to(device) for layer in own}
     none = {layer: Factors.identity(facts.kv_heads, facts.head_dim, device) for layer in own}
     pieces = [piece.to(device) for piece in kept_back]
-    found = [held_out.damage(model, fitting.hook(), pieces, dtype, factors, recent) for factors in (file, own, none)]
+    found = [held_out.damage(model, pieces, dtype, factors, recent) for factors in (file, own, none)]
     return (
         f"{dtype} with a recent window of {recent}, on {sum(map(len, pieces)):,} other tokens: {found[0]:.1f} "
         f"millinats with this file, {found[1]:.1f} as an engine calibrates itself, {found[2]:.1f} without calibration"

@@ -8,7 +8,7 @@ contributes no gradient for keys and values inside its window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +19,6 @@ from kvpilot_kernels.fit import Moments, fit
 from kvpilot_kernels.reference.windowed import windowed
 from kvpilot_runtime.calibration import held_out
 from kvpilot_runtime.calibration.factors_file import ModelFacts
-
-_HOOK = "kvpilot_calibrate"
-_CHUNK = 256  # tokens whose logits are in memory at once
 
 Progress = Callable[[int, int], None]
 """Callback that receives the number of finished tokens and the total."""
@@ -40,7 +37,7 @@ def fit_model(
     Layers that are not calibrated get factors that change nothing.
 
     Args:
-        model: loaded with `attn_implementation=hook()`.
+        model: loaded with `attn_implementation=held_out.hook()`.
         pieces: token ids, int64 [tokens] each.
         first: possible first tokens of prompts, int64 [n].
         recent: tokens of the recent window that will be served.
@@ -49,7 +46,7 @@ def fit_model(
         parameter.requires_grad_(False)
     model.eval()
     recorder = _Recorder(facts, recent)
-    AttentionInterface.register(_HOOK, recorder.attend)
+    AttentionInterface.register(held_out.HOOK, recorder.attend)
     draw = torch.Generator("cpu").manual_seed(0)
     done, total = 0, sum(piece.numel() for piece in pieces)
     for piece in pieces:
@@ -61,17 +58,11 @@ def fit_model(
     if not recorder.keys:
         raise CalibrateError(f"no layer of {type(model).__name__} keeps keys and values; there is nothing to calibrate")
     found = [Factors.identity(facts.kv_heads, facts.head_dim) for _ in range(facts.layers)]
-    at_zero = held_out.first_keys(model, _HOOK, first.to(model.get_input_embeddings().weight.device))
+    at_zero = held_out.first_keys(model, first.to(model.get_input_embeddings().weight.device))
     for layer in recorder.keys:
         mean = at_zero[layer].float().mean(0)
         found[layer] = Factors(*fit(recorder.keys[layer]), *fit(recorder.values[layer]), mean).to("cpu")
     return found
-
-
-def hook() -> str:
-    """Register our attention with transformers, and return the name to load a model with."""
-    AttentionInterface.register(_HOOK, held_out.exact)
-    return _HOOK
 
 
 def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
@@ -80,17 +71,12 @@ def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
     inputs = table(piece[None].to(table.weight.device)).detach().requires_grad_()
     states = model.get_decoder()(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
     top = states.detach().requires_grad_()
-    for part in _chunks(top):
-        logs = model.get_output_embeddings()(part).float().log_softmax(-1)
+    for start in range(0, len(top), held_out.CHUNK):
+        logs = model.get_output_embeddings()(top[start : start + held_out.CHUNK]).float().log_softmax(-1)
         with torch.no_grad():
             drawn = torch.multinomial(logs.exp().cpu(), 1, generator=draw).to(logs.device)
         logs.gather(1, drawn).sum().backward()
     states.backward(top.grad)
-
-
-def _chunks(states: torch.Tensor) -> Iterator[torch.Tensor]:
-    for start in range(0, states.shape[0], _CHUNK):
-        yield states[start : start + _CHUNK]
 
 
 class _Recorder:

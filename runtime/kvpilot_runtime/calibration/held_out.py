@@ -16,7 +16,10 @@ from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_kernels.reference.windowed import windowed
 from kvpilot_runtime.calibration.text import passes
 
-_CHUNK = 256  # tokens whose logits are in memory at once
+HOOK = "kvpilot_calibrate"
+"""Name under which transformers knows our attention. Each function here registers its own."""
+CHUNK = 256
+"""Number of tokens whose logits are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,13 @@ def exact(
     return out.transpose(1, 2).contiguous(), None
 
 
-def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
+def hook() -> str:
+    """Register our attention with transformers, and return the name to load a model with."""
+    AttentionInterface.register(HOOK, exact)
+    return HOOK
+
+
+def first_keys(model: Any, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return the keys of `tokens`, int64 [n], by layer: [n, kv_heads, D]. Each token is alone at position 0."""
     seen: dict[int, torch.Tensor] = {}
 
@@ -55,13 +64,13 @@ def first_keys(model: Any, hook: str, tokens: torch.Tensor) -> dict[int, torch.T
         seen[module.layer_idx] = key[:, :, 0]
         return exact(module, query, key, value, mask, **options)
 
-    AttentionInterface.register(hook, attend)
+    AttentionInterface.register(HOOK, attend)
     with torch.inference_mode():
         model.get_decoder()(tokens[:, None], use_cache=False)
     return seen
 
 
-def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
+def self_calibrated(model: Any, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
     """Return, by layer, the factors that an engine finds at start for a context of `context` tokens.
 
     `tokens` are token ids of the built-in text, int64 [tokens].
@@ -78,7 +87,7 @@ def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -
             layer.add(q, k, v, how.scale, how.softcap)
         return exact(module, query, key, value, mask, **options)
 
-    AttentionInterface.register(hook, attend)
+    AttentionInterface.register(HOOK, attend)
     at = 0
     with torch.inference_mode():
         for length, first in passes(tokens.numel(), context):
@@ -86,15 +95,13 @@ def self_calibrated(model: Any, hook: str, tokens: torch.Tensor, context: int) -
             model.get_decoder()(tokens[None, at : at + length], position_ids=positions, use_cache=False)
             at += length
     with torch.inference_mode():
-        for layer, keys in first_keys(model, hook, tokens[at:]).items():
+        for layer, keys in first_keys(model, tokens[at:]).items():
             if layer in seen:
                 seen[layer].add_first(keys)
     return {layer: found.factors() for layer, found in seen.items()}
 
 
-def damage(
-    model: Any, hook: str, pieces: Sequence[torch.Tensor], dtype: str, factors: dict[int, Factors], recent: int
-) -> float:
+def damage(model: Any, pieces: Sequence[torch.Tensor], dtype: str, factors: dict[int, Factors], recent: int) -> float:
     """Return the mean KL divergence per token (nats x 1000) of a quantized cache from the unquantized model.
 
     Every token counts as a decode step.
@@ -125,14 +132,12 @@ def damage(
     for piece in pieces:
         states = []
         for function in (exact, attend):
-            AttentionInterface.register(hook, function)
+            AttentionInterface.register(HOOK, function)
             with torch.inference_mode():
                 states.append(model.get_decoder()(piece[None], use_cache=False).last_hidden_state[0])
-        for start in range(0, piece.numel(), _CHUNK):
+        for start in range(0, piece.numel(), CHUNK):
             with torch.inference_mode():
-                p, q = (
-                    model.get_output_embeddings()(x[start : start + _CHUNK]).float().log_softmax(-1) for x in states
-                )
+                p, q = (model.get_output_embeddings()(x[start : start + CHUNK]).float().log_softmax(-1) for x in states)
                 total += float((p.exp() * (p - q)).sum())
         tokens += piece.numel()
     return 1000 * total / tokens

@@ -100,7 +100,7 @@ def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
 def beside(config: Any) -> str | None:
     """Name the part of vLLM's configuration that does not work with its connector, or return None."""
     connector = SERVED[config.kv_transfer_config.kv_connector]
-    if compat.lacks_for_pinned():
+    if compat.lacks(compat.PINNED):
         return f"{connector.name} of vllm {compat.version_text()}"
     if other := other_release(connector):
         return f"{connector.name} of {connector.package} {other}"

@@ -94,3 +94,13 @@ class Reported:
         family = GaugeMetricFamily(self.info.name, self.info.help, labels=self.info.labels)
         family.add_metric(values, 1)
         yield family
+
+
+RECENT_WINDOW = WorkerInfo(
+    "kvpilot_recent_window_info", "Tokens of the recent window, which are read with more bits than the KV-cache dtype "
+    "has.", ("dtype", "tokens", "reason"), "KVPILOT_RECENT_REPORT",
+)  # fmt: skip
+"""Gauge of the served recent window in tokens, 0 for none.
+
+`reason` is set if the window is neither the requested one nor the default.
+"""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from kvpilot_formats import formats, models
 from kvpilot_formats.arguments import read, rules
 from kvpilot_formats.latent import LatentFormat
-from kvpilot_formats.models import Kind
 from kvpilot_runtime.config import options
 from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.errors import PreflightError, Reason
@@ -29,7 +28,7 @@ def check(
     def refuse(what: str, remedy: str, reason: Reason = "BadArguments") -> PreflightError:
         return PreflightError(reason, f"--retention {bound}: {what} is not supported beside it; {remedy}")
 
-    if lacks := compat.lacks_for_bounds():
+    if lacks := compat.lacks(compat.NEWEST):
         raise PreflightError("BadArguments", f"--retention {bound} needs {lacks}; leave it out, or use that version")
     if platform == "cuda" and isinstance(bound, HeavyHitters) and not fmt.ours:
         raise refuse(f"kv-cache dtype {fmt.name!r} on a GPU (page weights were not tested there)",
@@ -48,7 +47,7 @@ def check(
         _heavy(fmt, bound, request, BLOCK_TOKENS[platform], refuse)
     if config is None:
         return []
-    if (what := _unsupported(config)) is not None:
+    if (what := models.unsupported_bounded(config)) is not None:
         raise refuse(what, "leave it out", "ModelUnsupported")
     length = request.max_model_len or config.max_positions
     if length and length <= bound.reach:
@@ -77,18 +76,3 @@ def _heavy(
             f"take {bound.least(page)} tokens in pages of {page}; make --retention-budget-tokens at least that, or the "
             "window or --block-size smaller",
         )
-
-
-def _unsupported(model: models.Architecture) -> str | None:
-    """Name the property of a model that bounded caches do not support, or return None."""
-    found = (
-        (model.latent, "multi-head latent attention"),
-        (model.encoder_decoder, "an encoder-decoder model"),
-        (model.alibi, "a model with ALiBi"),
-        (model.bidirectional or model.image_prefix, "attention to later tokens"),
-        (any(group.kind is Kind.CHUNKED for group in model.groups), "a model with chunked attention"),
-        (model.window_layers, f"a model with {model.window_layers} sliding-window layers"),
-        (model.state_layers or model.other_layers, "a model with layers of another kind than attention"),
-        (model.shared_layers, f"a model with {model.shared_layers} layers that use another layer's KV cache"),
-    )
-    return next((what for present, what in found if present), None)

@@ -181,7 +181,7 @@ def _disk(request: Request) -> None:
         raise PreflightError("BadArguments", f"{given} needs {lacks}: give both, or leave it out")
     if not request.arguments.on(options.OFFLOAD):
         raise PreflightError("BadArguments", f"{options.DISK_PATH} holds pages that do not fit in host memory: give {options.OFFLOAD}, too, or leave it out")  # fmt: skip  # noqa: E501
-    if lacks := compat.lacks_for_pinned():
+    if lacks := compat.lacks(compat.PINNED):
         raise PreflightError("BadArguments", f"{options.DISK_PATH} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     if request.arguments.on(options.TRANSFER):
         raise PreflightError("BadArguments", f"{options.TRANSFER}: {options.DISK_PATH} sets it; leave one of the two out")  # fmt: skip  # noqa: E501

@@ -63,7 +63,7 @@ def known_model_types() -> frozenset[str]:
 
 def lacks(connector: Connector) -> str:
     """Name the version or package that a connector needs and this machine lacks; empty if none, or without vLLM."""
-    if lacks := compat.lacks_for_pinned():
+    if lacks := compat.lacks(compat.PINNED):
         return lacks
     if importlib.util.find_spec("vllm") is None:
         return ""

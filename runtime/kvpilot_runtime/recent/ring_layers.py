@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from kvpilot_formats import formats
 from kvpilot_runtime.config import retention
 from kvpilot_runtime.errors import UnsupportedModelError
-from kvpilot_runtime.recent import info as recent_info
+from kvpilot_runtime.metrics.worker_info import RECENT_WINDOW
 from kvpilot_runtime.speculation import drafts, spares
 
 VARIABLE = "KVPILOT_RECENT_TOKENS"
@@ -142,7 +142,8 @@ def report(config: Any, layers: dict[str, Any]) -> None:
         log.warning("No recent window: this model loader does not call its layers after loading")
     elif found < wanted:
         reason = _cannot(config, layers) or "ShortContext"
-    recent_info.report(recent_info.Window(dtype, found or 0, reason))
+    log.info("Recent window: kv-cache dtype %s, %d tokens %s", dtype, found or 0, reason)
+    RECENT_WINDOW.report({"dtype": dtype, "tokens": str(found or 0), "reason": reason})
 
 
 def _cannot(config: Any, layers: dict[str, Any]) -> str:

@@ -11,13 +11,12 @@ import errno
 import fcntl
 import mmap
 import os
-import uuid
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from kvpilot_runtime.errors import PreflightError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_UNNAMED = getattr(os, "O_TMPFILE", 0)
 
 
 class DiskFile:
@@ -36,7 +35,8 @@ class DiskFile:
 
     def __init__(self, folder: str, place: int) -> None:
         self._place = place
-        self.fd = _open_unnamed(folder)
+        self._file = TemporaryFile(dir=folder, prefix=".kvpilot-", buffering=0)  # noqa: SIM115 - `close` closes it
+        self.fd = self._file.fileno()
         try:
             with contextlib.suppress(OSError):
                 _set_direct(self.fd, on=True)
@@ -49,7 +49,7 @@ class DiskFile:
                     _set_direct(self.fd, on=False)  # this file system accepts the flag, but no direct writes
                     _write(self.fd, page, 0)
         except OSError:
-            os.close(self.fd)
+            self.close()
             raise
 
     def write(self, at: int, data: memoryview) -> None:
@@ -72,7 +72,7 @@ class DiskFile:
 
     def close(self) -> None:
         """Close the file, which frees its space."""
-        os.close(self.fd)
+        self._file.close()
 
 
 def refused(option: str, folder: str, size: int) -> PreflightError | None:
@@ -89,21 +89,6 @@ def refused(option: str, folder: str, size: int) -> PreflightError | None:
     if size > (free := found.f_bavail * found.f_frsize):
         return PreflightError("VolumeFull", f"{option} {folder!r}: {size / 2**30:,.1f} GiB are to be kept there and {free / 2**30:,.1f} GiB are free; ask for less, make room, or mount a larger volume")  # fmt: skip  # noqa: E501
     return None
-
-
-def _open_unnamed(folder: str) -> int:
-    flags = os.O_RDWR | os.O_CLOEXEC
-    if _UNNAMED:
-        with contextlib.suppress(OSError):  # network file systems often lack this call
-            return os.open(folder, flags | _UNNAMED, 0o600)
-    path = Path(folder, f".kvpilot-{uuid.uuid4().hex}")
-    opened = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        path.unlink()
-    except OSError:
-        os.close(opened)
-        raise
-    return opened
 
 
 def _set_direct(opened: int, *, on: bool) -> None:

@@ -26,7 +26,7 @@ class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy s
     _worker: Any
 
     def __init__(self, config: Any) -> None:
-        if lacks := compat.lacks_for_pinned():
+        if lacks := compat.lacks(compat.PINNED):
             raise UnsupportedEngineError(f"a disk below offloaded pages needs {lacks}; use it, or leave the disk out")
         super().__init__(config)
 

@@ -64,29 +64,17 @@ def unsupported_on(platform: str) -> str:
     )
 
 
-def lacks_for_bounds() -> str:
-    """Return a text with the versions that support bounded caches; empty if the installed one does."""
-    return _lacks(NEWEST)
+def lacks(newest: tuple[int, int] | None = None) -> str:
+    """Return a text with the versions `OLDEST` to `newest`; empty if the installed vLLM is one of them, or absent.
 
-
-def lacks_for_pinned() -> str:
-    """Return a text with the version that supports disks and connectors; empty if it is the installed one."""
-    return _lacks(PINNED)
-
-
-def too_old() -> str:
-    """Return a text with the supported versions if the installed one is older; else empty."""
-    return _lacks(_BUILD)
-
-
-def _lacks(newest: tuple[int, int]) -> str:
-    """Return a text with the versions `OLDEST` to `newest`; empty if the installed vLLM is one of them, or absent."""
+    Without `newest`, every later version is one of them.
+    """
     try:
-        if OLDEST <= vllm_version() <= newest:
+        if OLDEST <= vllm_version() <= (newest or _BUILD):
             return ""
     except UnsupportedEngineError:
         return ""
-    until = "" if newest == OLDEST else " or newer" if newest == _BUILD else f" to {shown(newest)}"
+    until = "" if newest == OLDEST else " or newer" if newest is None else f" to {shown(newest)}"
     return f"vLLM {shown(OLDEST)}{until} (here is {version_text()})"
 
 

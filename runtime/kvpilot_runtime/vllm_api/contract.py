@@ -30,7 +30,7 @@ def tell(platform: str) -> None:
 
 def refuse(dtype: str) -> None:
     """Raise UnsupportedEngineError if this vLLM is too old for a dtype of ours."""
-    if lacks := compat.too_old():
+    if lacks := compat.lacks():
         raise UnsupportedEngineError(
             f"kv-cache dtype {dtype!r} needs {lacks}; use --kv-cache-dtype auto, or a runtime image with vllm "
             f"{compat.ADVISED}"
@@ -39,7 +39,7 @@ def refuse(dtype: str) -> None:
 
 def refuse_bound(bound: str) -> None:
     """Raise UnsupportedEngineError if bounded caches are not tested with this vLLM."""
-    if lacks := compat.lacks_for_bounds():
+    if lacks := compat.lacks(compat.NEWEST):
         raise UnsupportedEngineError(
             f"--retention {bound} needs {lacks}; leave it out, or use a runtime image with vllm {compat.ADVISED}"
         )

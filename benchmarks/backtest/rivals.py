@@ -1,0 +1,111 @@
+"""Autoscalers beside the pilot: `python -m benchmarks.backtest.rivals` takes the options of `kvpilot backtest`.
+
+It prints a Markdown table and verdicts. The rivals are Kubernetes' HorizontalPodAutoscaler and llm-d's autoscaler, each
+with a fixed dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from benchmarks.backtest.hpa import Hpa
+from benchmarks.backtest.verdicts import markdown
+from benchmarks.backtest.wva import Wva
+from kvpilot_cli.backtest.command import main
+from kvpilot_cli.backtest.compare import POLICIES, Start, Starter
+from kvpilot_cli.backtest.costs import Profile
+from kvpilot_cli.backtest.policies import SCRAPE
+from kvpilot_cli.backtest.service import Objective, Service
+from kvpilot_operator.api.spec import Spec
+from kvpilot_operator.state.samples import Sample
+
+HPA_TARGET = 0.5
+"""Target of the mean KV cache usage. The usual 0.8 would be an unfair baseline, because far fewer requests meet the
+objective.
+"""
+REQUESTS_TARGET = 16.0
+"""Target of running plus waiting requests per replica."""
+
+Wanted = Callable[[Service, Sample | None], int]
+"""Function that returns the number of replicas for a service and its last sample (None if no replica answered)."""
+
+
+@dataclass
+class Scaled:
+    """Policy with a fixed dtype, whose number of replicas `wanted` sets."""
+
+    dtype: str
+    wanted: Wanted
+
+    def judge(self, service: Service, sample: Sample | None) -> None:
+        """Scale to the number of replicas that `wanted` returns."""
+        if (wanted := self.wanted(service, sample)) != len(service.of(self.dtype)):
+            service.scale(self.dtype, wanted)
+            service.outcome.scalings += 1
+
+
+def use(sample: Sample) -> float:
+    """Return the mean KV cache usage over replicas, from 0 to 1."""
+    return sample.usage
+
+
+def in_hand(sample: Sample) -> float:
+    """Return the running and waiting requests per replica."""
+    return (sample.running + sample.waiting) / sample.pods
+
+
+def gauges(service: Service, dtype: str) -> list[tuple[float, float]]:
+    """Return KV cache usage and waiting requests of each answering replica, the oldest first."""
+    engines = [replica.engine for replica in service.ready(dtype)]
+    return [(one.blocks.used / one.blocks.total, float(len(one.waiting))) for one in engines]
+
+
+def by_hpa(
+    spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str, figure: Callable[[Sample], float],
+    target: float,
+) -> Start:  # fmt: skip
+    """Start with a HorizontalPodAutoscaler on the mean of `figure` over answering pods."""
+    replicas = spec.scaling.clamp(spec.replicas)
+    lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
+    hpa = Hpa(np.array([replicas]), target=target, minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
+
+    def wanted(service: Service, sample: Sample | None) -> int:
+        have, ready = len(service.of(dtype)), len(service.ready(dtype))
+        use = np.array([figure(sample) if sample is not None else 0.0])
+        return int(hpa.judge(use, np.array([ready]), np.array([have]))[0])
+
+    return Scaled(dtype, wanted), dtype, replicas
+
+
+def by_wva(spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str) -> Start:
+    """Start with the rules of llm-d's Workload Variant Autoscaler."""
+    lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
+    wva = Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
+
+    def wanted(service: Service, _sample: Sample | None) -> int:
+        return wva.judge(gauges(service, dtype), len(service.of(dtype)))
+
+    return Scaled(dtype, wanted), dtype, spec.scaling.clamp(spec.replicas)
+
+
+def _rivals(name: str, dtype: str) -> dict[str, Starter]:
+    found: dict[str, Starter] = {
+        f"{name}-hpa": partial(by_hpa, dtype=dtype, figure=use, target=HPA_TARGET),
+        f"{name}-requests": partial(by_hpa, dtype=dtype, figure=in_hand, target=REQUESTS_TARGET),
+        f"{name}-wva": partial(by_wva, dtype=dtype),
+    }
+    for target in (8, 32):
+        found[f"{name}-requests-{target}"] = partial(by_hpa, dtype=dtype, figure=in_hand, target=target)
+    return found
+
+
+RIVALS: Mapping[str, Starter] = {**_rivals("bf16", "auto"), **_rivals("fp8", "fp8")}
+"""Policies by name: dtype, and the autoscaler. A number at the end is another target in requests a replica."""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(policies={**POLICIES, **RIVALS}, tell=markdown))

@@ -1,0 +1,73 @@
+"""Verdict on a comparison: is the pilot ahead of the other policies, on each load and over all loads?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvpilot_cli.backtest.compare import Row
+from kvpilot_cli.backtest.report import HEADER, cells, explained
+from kvpilot_cli.backtest.service import Objective
+
+EVEN_PERCENT = 2.0
+"""Largest difference of two prices, in percent, at which they count as equal."""
+MORE_PERCENT = 1.0
+_WORDS = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
+SERVED_PERCENT = 99.0
+"""Smallest percentage of good requests at which a policy counts as able to serve the load."""
+
+
+def judge(pilot: Row, other: Row) -> str:
+    """Return whether the first policy is `ahead`, `equal` or `behind`.
+
+    If only one policy has SERVED_PERCENT of good requests, it is ahead. If both have less, the one with more good
+    requests is ahead if they differ by more than MORE_PERCENT of all requests. Otherwise the policy with fewer
+    GPU-hours per good request is ahead.
+    """
+    served = pilot.good_percent >= SERVED_PERCENT, other.good_percent >= SERVED_PERCENT
+    if served[0] != served[1]:
+        return "ahead" if served[0] else "behind"
+    more = pilot.good_percent - other.good_percent
+    if not served[0] and abs(more) > MORE_PERCENT:
+        return "ahead" if more > 0 else "behind"
+    if math.isinf(pilot.price) and math.isinf(other.price):
+        return "equal"
+    if abs(pilot.price - other.price) <= EVEN_PERCENT / 100 * min(pilot.price, other.price):
+        return "equal"
+    return "ahead" if pilot.price < other.price else "behind"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return the result of comparing the pilot with each other policy, on one load."""
+    pilot = next((r for r in rows if r.policy == "pilot"), None)
+    if pilot is None or len(rows) == 1:
+        return ""
+    served = "served" if pilot.good_percent >= SERVED_PERCENT else "not served"
+    found = {word: [r.policy for r in rows if r is not pilot and judge(pilot, r) == word] for word in _WORDS}
+    told = [f"{_WORDS[word]} {', '.join(names)}" for word, names in found.items() if names]
+    return f"{pilot.load}: {served} by the pilot ({pilot.good_percent:.2f}% good), {'; '.join(told)}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return the verdict over all loads; empty without a pilot to compare."""
+    pilots = [r for r in rows if r.policy == "pilot"]
+    pairs = [judge(pilot, r) for pilot in pilots for r in rows if r.load == pilot.load and r is not pilot]
+    if not pairs:
+        return ""
+    served = sum(r.good_percent >= SERVED_PERCENT for r in pilots)
+    counts = ", ".join(f"{pairs.count(word)} {word}" for word in _WORDS)
+    return f"Verdict: the pilot serves {served} of {len(pilots)} loads; of {len(pairs)} comparisons: {counts}"
+
+
+def markdown(rows: Sequence[Row], objective: Objective) -> str:
+    """Return the table, the rule of the verdict, and the verdicts."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    lines += ["| " + " | ".join(cells(r)) + " |" for r in rows]
+    rule = (
+        f"A load is served from {SERVED_PERCENT:g}% good requests on; among policies that serve it, fewer GPU-hours "
+        "for a million good requests are ahead."
+    )
+    loads = dict.fromkeys(r.load for r in rows)
+    told = [verdict([r for r in rows if r.load == load]) for load in loads]
+    lines += ["", f"{explained(objective)} {rule}", "", *(f"- {one}" for one in (*told, summary(rows)) if one)]
+    return "\n".join(lines)

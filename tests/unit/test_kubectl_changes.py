@@ -1,0 +1,196 @@
+"""`kubectl kvpilot` changes a service: pause, resume, undeny, and requests for the canary; export changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubectl_runs import Run, denied, on_trial, refused, runner, serving_chat, tried
+from loopback_api import LoopbackApi
+
+from kvpilot_operator.api.faults import faults
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[LoopbackApi]:
+    with serving_chat(tmp_path) as api:
+        yield api
+
+
+@pytest.fixture
+def run(api: LoopbackApi, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(api, capsys)
+
+
+def test_pause_and_resume_write_one_field_and_only_where_it_differs(run: Run, api: LoopbackApi) -> None:
+    spec = copy.deepcopy(api.services["chat"]["spec"])
+    for command, paused, already in (
+        ("pause", True, False),
+        ("pause", True, True),
+        ("resume", False, False),
+        ("resume", False, True),
+    ):
+        code, out, _ = run(command, "chat")
+        assert code == 0
+        assert ("already" in out) is already
+        assert api.services["chat"]["spec"]["rollout"]["paused"] is paused
+    assert [method for method, _ in api.asked if method == "PATCH"] == ["PATCH", "PATCH"]
+    assert api.services["chat"]["spec"] == spec
+    assert json.loads(run("pause", "chat", "-o", "json")[1]) == {
+        "namespace": "models",
+        "name": "chat",
+        "paused": True,
+        "changed": True,
+    }
+
+
+SERVED = {
+    "kvCache": {"activeDtype": "k4v4"},
+    "accuracy": {"last": {"dtype": "k4v4", "verdict": "Passed", "probeTime": "2026-11-02T10:00:00Z", "revision": "a",
+                          "excessKlMicronats": 3200, "top1AgreementPermille": 991}},
+    "history": [{"dtype": "k4v4", "verdict": "Passed", "time": "2026-11-01T10:00:00Z", "image": "r:1",
+                 "gpu": "NVIDIA-H200"}],
+}  # fmt: skip
+
+
+def test_export_writes_the_earned_dtype_with_its_evidence_into_a_manifest_without_status(
+    run: Run, api: LoopbackApi
+) -> None:
+    service = api.services["chat"]
+    service |= {"status": SERVED}
+    service["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "team": "a"}
+    before = copy.deepcopy(service)
+    code, out, err = run("export", "chat")
+    made = yaml.safe_load(out)
+    assert code == 0
+    assert set(made) == {"apiVersion", "kind", "metadata", "spec"}
+    assert made["spec"]["kvCache"]["startDtype"] == "k4v4"
+    evidence = made["metadata"]["annotations"].pop("kvpilot.io/start-dtype-evidence")
+    for words in ("2026-11-01T10:00:00Z", "NVIDIA-H200", "r:1", "2026-11-02T10:00:00Z", "3.2 millinats", "99.1%"):
+        assert words in evidence
+        assert words in err
+    assert made["metadata"]["annotations"] == {"team": "a"}
+    assert faults(made) == ()
+    assert json.loads(run("export", "chat", "-o", "json")[1])["spec"] == made["spec"]
+    assert api.services["chat"] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"status": {"kvCache": {"activeDtype": "k4v4"}}}, "no probe that it passed is known"),
+        ({"status": {"kvCache": {"activeDtype": "auto"}}}, "no step of kvCache.ladder"),
+        ({"status": SERVED, "kvCache": {"mode": "Fixed", "dtype": "k4v4"}}, "mode Fixed"),
+        ({}, "no dtype serves"),
+    ],
+)
+def test_export_of_a_dtype_that_is_not_proven_writes_none_and_says_why(
+    run: Run, api: LoopbackApi, change: dict[str, Any], why: str
+) -> None:
+    service = api.services["chat"]
+    service["status"] = change.get("status", {})
+    service["spec"]["kvCache"] = change.get("kvCache", {**service["spec"]["kvCache"], "startDtype": "fp8"})
+    code, out, err = run("export", "chat")
+    assert code == 0
+    assert why in err
+    assert "startDtype" not in yaml.safe_load(out)["spec"]["kvCache"]
+
+
+def test_undeny_lifts_the_denial_and_says_how_to_set_it_back(run: Run, api: LoopbackApi) -> None:
+    api.services["chat"]["status"] = denied("k4v4")
+    api.services["chat"]["spec"]["rollout"]["denySeconds"] = 3600
+    code, out, _ = run("undeny", "chat", "k4v4")
+    assert code == 0
+    assert api.services["chat"]["spec"]["rollout"]["denySeconds"] == 0
+    assert "k4v4 (AccuracyRegressed, until 2999-01-01T00:00:00Z)" in out
+    assert """kubectl -n models patch qllm chat --type merge -p '{"spec":{"rollout":{"denySeconds":3600}}}'""" in out
+    assert "is already 0" in run("undeny", "chat")[1]
+
+
+def test_undeny_of_one_dtype_is_refused_where_others_would_be_lifted_too(run: Run, api: LoopbackApi) -> None:
+    api.services["chat"]["status"] = denied("k4v4", "k4v2")
+    assert "k4v2 is denied, too" in refused(run, "undeny", "chat", "k4v4")
+    assert all(method == "GET" for method, _ in api.asked)
+    document = json.loads(run("undeny", "chat", "-o", "json")[1])
+    assert (document["lifted"], document["denySecondsBefore"], document["changed"]) == (["k4v2", "k4v4"], 604800, True)
+
+
+def test_undeny_of_what_is_not_denied_changes_nothing(run: Run, api: LoopbackApi) -> None:
+    api.services["chat"]["status"] = denied("k4v4")
+    assert "k8v4 is not denied; denied: k4v4" in refused(run, "undeny", "chat", "k8v4")
+    api.services["chat"]["status"] = {}
+    assert run("undeny", "chat")[:2] == (0, "models/chat: no dtype is denied\n")
+    assert all(method == "GET" for method, _ in api.asked)
+
+
+def test_undeny_of_a_paused_service_says_that_nothing_starts_yet(run: Run, api: LoopbackApi) -> None:
+    api.services["chat"]["status"] = denied("k4v4")
+    api.services["chat"]["spec"]["rollout"]["paused"] = True
+    assert "kubectl kvpilot resume" in run("undeny", "chat")[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "request_", "said"),
+    [
+        (["abort"], on_trial("Probing"), "abort@3740aaaa/2026-11-27T12:00:00Z", "nothing is denied"),
+        (["abort", "--deny"], on_trial("Shifting"), "deny@3740aaaa/2026-11-27T12:00:00Z", "k4v4 is denied"),
+        (["promote"], on_trial("Probing"), "promote@3740aaaa/2026-11-27T12:00:00Z", "once its probes have passed"),
+        (["promote"], on_trial("Shifting"), "promote@3740aaaa/2026-11-27T12:00:00Z", "hold times"),
+        (["retry"], tried("Failed"), "retry@3740aaaa/2026-11-27T12:09:00Z", "tried again at once"),
+        (
+            ["retry"],
+            {**tried("Passed"), **denied("k4v4")},
+            "retry@3740aaaa/2026-11-27T12:09:00Z",
+            "tried again at once",
+        ),
+    ],
+)
+def test_a_request_names_the_trial_so_that_the_operator_acts_on_it_once(
+    run: Run, api: LoopbackApi, argv: list[str], status: dict[str, Any], request_: str, said: str
+) -> None:
+    api.services["chat"]["status"] = status
+    before = copy.deepcopy(api.services["chat"]["spec"])
+    code, out, _ = run(argv[0], "chat", *argv[1:])
+    assert code == 0
+    assert said in out
+    assert api.services["chat"]["metadata"]["annotations"] == {"kvpilot.io/canary": request_}
+    assert api.services["chat"]["spec"] == before
+    assert json.loads(run(argv[0], "chat", *argv[1:], "-o", "json")[1])["request"] == request_
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        ("abort", {}, "has no canary"),
+        ("promote", tried("Failed"), "has no canary"),
+        ("abort", on_trial("RollingBack"), "is being rolled back already"),
+        ("promote", on_trial("Promoting"), "is Promoting already"),
+        ("retry", on_trial("Probing"), "is in flight: wait for its end, or abort it first"),
+    ],
+)
+def test_a_request_that_would_do_nothing_is_refused_before_anything_is_written(
+    run: Run, api: LoopbackApi, argv: str, status: dict[str, Any], said: str
+) -> None:
+    api.services["chat"]["status"] = status
+    assert said in refused(run, argv, "chat")
+    assert all(method == "GET" for method, _ in api.asked)
+
+
+def test_promote_of_a_paused_service_names_the_remedy(run: Run, api: LoopbackApi) -> None:
+    api.services["chat"]["status"] = on_trial("Shifting")
+    api.services["chat"]["spec"]["rollout"]["paused"] = True
+    assert "run `kubectl kvpilot resume chat` first" in refused(run, "promote", "chat")
+
+
+@pytest.mark.parametrize("status", [{}, tried("Passed"), tried("Error", "Superseded")])
+def test_retry_with_nothing_to_lift_changes_nothing(run: Run, api: LoopbackApi, status: dict[str, Any]) -> None:
+    api.services["chat"]["status"] = status
+    assert "nothing to lift" in run("retry", "chat")[1]
+    api.services["chat"]["status"] = {**status, **denied("k8v4")}
+    assert "`kubectl kvpilot undeny` lifts denials (k8v4)" in run("retry", "chat")[1]
+    assert all(method == "GET" for method, _ in api.asked)

@@ -1,0 +1,169 @@
+"""Requests of a probe to an engine: one at a time, by priority, from host memory, and up to a full context."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from probing_bench import NAME, Bench, captured, opened, respond_empty
+
+from kvpilot_operator.control import prober as module
+from kvpilot_operator.control.prober import schedules_by_priority
+from kvpilot_operator.state.decision import Measure, ProbeFailed
+from kvpilot_probes import codec
+from kvpilot_probes.stats import Measurement
+from support.probe_engine import Body, Handler, Writer, counting, engine, event, respond, stream
+from support.services import manifest, spec_of
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with opened() as one:
+        yield one
+
+
+async def test_a_serving_engine_is_measured_one_request_at_a_time(bench: Bench) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    flying = most = looks = 0
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        nonlocal flying, most, looks
+        if path == "/metrics":
+            looks += 1
+            respond(writer, b"")
+            return
+        flying += 1
+        most = max(most, flying)
+        await asyncio.sleep(0.005)
+        flying -= 1
+        await counting(path, body, writer)
+
+    async with engine(handler) as url:
+        beside_users = await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True))
+        assert (most, looks) == (1, 8)
+        alone = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME))
+        assert (most, looks) == (2, 8)
+    for found in (beside_users, alone):
+        assert isinstance(found.outcome, Measurement)
+        assert found.outcome.top1_agreement_permille == 1000
+
+
+async def test_a_busy_engine_ends_a_check_under_its_own_name(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GIVE_WAY_SECONDS", 0.0)
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+
+    async def handler(_path: str, _body: Body, writer: Writer) -> None:
+        respond(writer, b"vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_waiting 3\n")
+
+    async with engine(handler) as url:
+        found = await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True))
+    assert isinstance(found.outcome, ProbeFailed)
+    assert found.outcome.reason == "EngineBusy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], False),
+        (["--scheduling-policy=priority"], True),
+        (["--scheduling-policy", "priority"], True),
+        (["--scheduling_policy", "priority"], True),
+        (["--scheduling-policy=fcfs"], False),
+        (["--scheduling-policy=priority", "--scheduling-policy=fcfs"], False),
+        (["--scheduling-policy"], False),
+        (["--other", "priority"], False),
+    ],
+)
+def test_low_priority_is_asked_for_only_where_the_engine_schedules_by_it(arguments: list[str], expected: bool) -> None:
+    engine = spec_of(manifest(engine={"extraArgs": arguments})).engine
+    assert schedules_by_priority(engine) is expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "sent"),
+    [
+        ({"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 1}}}, {"kvpilot_from_host": True}),
+        ({"engine": {"extraArgs": ["--kv-offloading-size=1"]}}, {"kvpilot_from_host": True}),
+        ({}, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("serving", [True, False])
+async def test_what_an_engine_that_offloads_is_judged_by_comes_back_from_host_memory(
+    bench: Bench, spec: dict[str, Any], sent: object, serving: bool
+) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    seen: list[object] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/completions":
+            seen.append(body.get("kv_transfer_params"))
+        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+
+    async with engine(handler) as url:
+        await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=serving), spec_of(manifest(**spec)))
+    assert seen
+    assert all(one == sent for one in seen)
+
+
+async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(bench: Bench) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    seen: set[object] = set()
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/completions":
+            seen.add(body.get("priority"))
+        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+
+    spec = spec_of(manifest(engine={"extraArgs": ["--scheduling-policy=priority"]}))
+    async with engine(handler) as url:
+        await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True), spec)
+    assert seen == {module.LOW_PRIORITY}
+
+
+def context_of(seen: list[int], fails: Callable[[Writer], None] | None = None) -> Handler:
+    """Return a sound engine that records lengths of prompts, and `fails` at one that fills its context of 2,048."""
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/completions":
+            seen.append(len(body["prompt"]))
+            if fails is not None and seen[-1] > 2000:
+                fails(writer)
+                return
+        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+
+    return handler
+
+
+@pytest.mark.parametrize("serving", [False, True])
+async def test_a_canary_that_passes_fills_its_context_once_before_any_user_does(bench: Bench, serving: bool) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    seen: list[int] = []
+    async with engine(context_of(seen)) as url:
+        found = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME, serving=serving))
+    assert isinstance(found.outcome, Measurement)
+    # A serving replica is not asked: its users would wait.
+    assert [length for length in seen if length > 2000] == ([] if serving else [2040])
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [
+        (lambda writer: writer.transport.abort(), "is the engine running"),
+        (lambda writer: respond(writer, b"CUDA out of memory", "500 Internal Server Error"), "CUDA out of memory"),
+        (lambda writer: stream(writer, *[event("token_id:1", {"token_id:1": float("nan")})] * 8), "not numbers"),
+    ],
+    ids=["it dies", "it answers with an error", "its logprobs are NaN"],
+)
+async def test_a_canary_that_fails_at_a_full_context_alone_is_told_by_its_length(
+    bench: Bench, fails: Callable[[Writer], None], words: str
+) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    async with engine(context_of([], fails)) as url:
+        found = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME))
+    assert isinstance(found.outcome, ProbeFailed)
+    assert found.outcome.reason == "EngineCrashed"
+    for word in ("a prompt of 2040 tokens in its context of 2048", "spec.model.maxModelLen", words):
+        assert word in found.outcome.message
