@@ -83,6 +83,8 @@ def deployments(c: Context) -> Context:
         if name in rendered:
             # Only a canary starts with a gate. Keep the gate as it is on other workloads, or their pods would restart.
             gate = there[name].has_gate if name in there else name != c.stable.revision
+            # A group loses its gate by a restart, which costs no request before the canary gets any (decision 80).
+            gate = gate and not (nodes > 1 and traffic.has_passed(c, name))
             engines[name] = render.workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=gate)
     return replace(c, engines=engines)
 
