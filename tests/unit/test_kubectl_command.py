@@ -273,7 +273,7 @@ def test_a_change_that_is_refused_is_said_with_the_servers_words(run: Run, api: 
 SERVED = {
     "kvCache": {"activeDtype": "k4v4"},
     "accuracy": {"last": {"dtype": "k4v4", "verdict": "Passed", "probeTime": "2026-11-02T10:00:00Z", "revision": "a",
-                          "excessKlMicronats": 3200, "top1AgreementPermille": 991}},
+                          "excessKLMicronats": 3200, "top1AgreementPermille": 991}},
     "history": [{"dtype": "k4v4", "verdict": "Passed", "time": "2026-11-01T10:00:00Z", "image": "r:1",
                  "gpu": "NVIDIA-H200"}],
 }  # fmt: skip
@@ -299,6 +299,60 @@ def test_export_writes_the_earned_dtype_with_its_evidence_into_a_manifest_withou
     assert faults(made) == ()
     assert json.loads(run("export", "chat", "-o", "json")[1])["spec"] == made["spec"]
     assert api.services["chat"] == before
+
+
+WORKLOADS = {
+    "Deployment": "/apis/apps/v1/namespaces/models/deployments",
+    "LeaderWorkerSet": "/apis/leaderworkerset.x-k8s.io/v1/namespaces/models/leaderworkersets",
+}
+GONE = (404, b'{"message": "not found", "details": {"name": "chat-r1"}}')
+
+
+def noted(generation: int, spec: dict[str, Any]) -> tuple[int, bytes]:
+    """Return an answer with a workload that was rendered from this spec."""
+    note = json.dumps({"generation": generation, "spec": spec})
+    return 200, json.dumps({"metadata": {"annotations": {"kvpilot.io/spec": note}}}).encode()
+
+
+@pytest.mark.parametrize("kind", WORKLOADS)
+def test_export_writes_the_spec_that_serves_if_the_newest_is_refused(run: Run, api: LoopbackApi, kind: str) -> None:
+    service = api.services["chat"]
+    good = copy.deepcopy(service["spec"])
+    service["metadata"]["generation"] = 8
+    service["spec"] = {**good, "engine": {**good["engine"], "extraArgs": ["--port=1"]}}
+    stalled = {"type": "Stalled", "status": "True", "reason": "SpecInvalid", "message": "--port is reserved"}
+    service["status"] = {**SERVED, "stable": {"revision": "r1"}, "conditions": [stalled]}
+    api.answers |= {f"{path}/chat-r1": noted(7, good) if one == kind else GONE for one, path in WORKLOADS.items()}
+    code, out, err = run("export", "chat")
+    assert code == 0
+    made = yaml.safe_load(out)
+    assert made["spec"] == {**good, "kvCache": {**good["kvCache"], "startDtype": "k4v4"}}
+    assert "the spec is that of generation 7, which serves; generation 8 does not (--port is reserved); " in err
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (noted(8, {"model": "as the object has it"}), ""),
+        ((200, b"{}"), ""),
+        ((200, b'{"metadata": {"annotations": {"kvpilot.io/spec": "{"}}}'), "the spec that serves is unknown"),
+        ((403, b'{"message": "user x cannot"}'), "you may not get deployments"),
+        (GONE, "the spec that serves is unknown"),
+    ],
+    ids=str,
+)
+def test_export_writes_the_newest_spec_if_it_serves_or_nothing_else_is_known(
+    run: Run, api: LoopbackApi, answer: tuple[int, bytes], words: str
+) -> None:
+    service = api.services["chat"]
+    service["metadata"]["generation"] = 8
+    service["status"] = {"stable": {"revision": "r1"}}
+    api.answers |= {f"{path}/chat-r1": answer for path in WORKLOADS.values()}
+    code, out, err = run("export", "chat")
+    assert code == 0
+    assert yaml.safe_load(out)["spec"] == service["spec"]
+    assert words in err
+    assert ("generation" in err) is False
 
 
 @pytest.mark.parametrize(
