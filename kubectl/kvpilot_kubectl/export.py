@@ -10,7 +10,7 @@ from typing import Any
 from kvpilot_kubectl.api import Cluster
 from kvpilot_kubectl.errors import ToolError
 from kvpilot_kubectl.fields import Json, at, items, text, whole, words
-from kvpilot_operator.api.names import SPEC_ANNOTATION, deployment_name
+from kvpilot_operator.api.names import CANARY_ANNOTATION, SPEC_ANNOTATION, deployment_name
 
 EVIDENCE = "kvpilot.io/start-dtype-evidence"
 _APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -22,8 +22,8 @@ def export(cluster: Cluster, name: str) -> tuple[dict[str, Any], str]:
     obj, serves = _as_serving(cluster, cluster.service(name))
     given, labels = at(obj, "metadata", "annotations"), at(obj, "metadata", "labels")
     annotations = {**(given if isinstance(given, Mapping) else {})}
-    annotations.pop(_APPLIED, None)
-    annotations.pop(EVIDENCE, None)
+    for left_out in (_APPLIED, EVIDENCE, CANARY_ANNOTATION):
+        annotations.pop(left_out, None)
     spec = copy.deepcopy(dict(obj["spec"]))
     kv_cache = spec.setdefault("kvCache", {})
     kv_cache.pop("startDtype", None)
@@ -48,7 +48,7 @@ def _as_serving(cluster: Cluster, obj: Json) -> tuple[Json, str]:
     try:
         made = cluster.workload(deployment_name(name, revision))
         noted = json.loads(str(at(made, "metadata", "annotations", SPEC_ANNOTATION) or "{}"))
-    except (ToolError, ValueError) as error:
+    except (ToolError, ValueError, RecursionError) as error:
         return obj, f"the spec is the newest one, and the spec that serves is unknown ({error}); "
     served, newest, spec = whole(noted, "generation"), whole(obj, "metadata", "generation"), at(noted, "spec")
     if served is None or served == newest or not isinstance(spec, Mapping):

@@ -284,7 +284,11 @@ def test_export_writes_the_earned_dtype_with_its_evidence_into_a_manifest_withou
 ) -> None:
     service = api.services["chat"]
     service |= {"status": SERVED}
-    service["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "team": "a"}
+    service["metadata"]["annotations"] = {
+        "kubectl.kubernetes.io/last-applied-configuration": "{}",
+        "kvpilot.io/canary": "abort@3740aaaa/2026-11-27T12:00:00Z",
+        "team": "a",
+    }
     before = copy.deepcopy(service)
     code, out, err = run("export", "chat")
     made = yaml.safe_load(out)
@@ -310,7 +314,10 @@ GONE = (404, b'{"message": "not found", "details": {"name": "chat-r1"}}')
 
 def noted(generation: int, spec: dict[str, Any]) -> tuple[int, bytes]:
     """Return an answer with a workload that was rendered from this spec."""
-    note = json.dumps({"generation": generation, "spec": spec})
+    return noted_as(json.dumps({"generation": generation, "spec": spec}))
+
+
+def noted_as(note: str) -> tuple[int, bytes]:
     return 200, json.dumps({"metadata": {"annotations": {"kvpilot.io/spec": note}}}).encode()
 
 
@@ -335,11 +342,13 @@ def test_export_writes_the_spec_that_serves_if_the_newest_is_refused(run: Run, a
     [
         (noted(8, {"model": "as the object has it"}), ""),
         ((200, b"{}"), ""),
-        ((200, b'{"metadata": {"annotations": {"kvpilot.io/spec": "{"}}}'), "the spec that serves is unknown"),
+        (noted_as("{"), "the spec that serves is unknown"),
         ((403, b'{"message": "user x cannot"}'), "you may not get deployments"),
         (GONE, "the spec that serves is unknown"),
+        (noted_as("[" * 100_000), "the spec that serves is unknown"),
+        (noted_as('{"generation": 7, "spec": 3}'), ""),
     ],
-    ids=str,
+    ids=range(7),
 )
 def test_export_writes_the_newest_spec_if_it_serves_or_nothing_else_is_known(
     run: Run, api: LoopbackApi, answer: tuple[int, bytes], words: str

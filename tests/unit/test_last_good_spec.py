@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpilot_kubectl.export import export
-from kvpilot_operator.api.faults import faults
+from kvpilot_operator.api.faults import MAX_SPEC_BYTES, faults
 from kvpilot_operator.api.names import KIND, REVISION_LABEL, SPEC_ANNOTATION
 from kvpilot_operator.api.spec import parse
 from support.crd import apply_defaults
@@ -78,6 +78,22 @@ def test_another_cluster_gets_the_spec_that_serves(change: Any) -> None:
         assert parse(manifest) == served
         assert "is that of generation 1, which serves; generation 2 does not (" in about
         assert "--port" in about
+
+
+def test_the_largest_spec_leaves_room_for_the_annotations_of_others() -> None:
+    long = "\x1b\u202e" * 2048
+    env = [{"name": f"A{i}", "value": long} for i in range(100)]
+    obj = service(OLD, 1)
+    spec = {**obj["spec"], "engine": {**obj["spec"]["engine"], "env": []}}
+    while not faults(more := apply_defaults({**obj, "spec": spec})):
+        obj = more
+        spec["engine"] = {**spec["engine"], "env": env[: len(spec["engine"]["env"]) + 1]}
+    assert len(json.dumps(obj["spec"])) > MAX_SPEC_BYTES / 2
+    cluster = ModelCluster(obj)
+    cluster.settle()
+    [made] = cluster.api.of_kind("Deployment")
+    # Kubernetes allows 256 KiB of annotations on an object.
+    assert len(made["metadata"]["annotations"][SPEC_ANNOTATION].encode()) <= MAX_SPEC_BYTES + 1024
 
 
 def test_a_valid_spec_is_noted_on_each_workload_and_a_refused_one_on_none() -> None:
