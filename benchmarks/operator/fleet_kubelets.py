@@ -48,6 +48,18 @@ def numbered(number: int, kind: int = 0, half: int = 0) -> str:
     return f"127.{100 + kind}.{half + number // 250}.{number % 250 + 1}"
 
 
+def status_of_paused(deployment: Object) -> Object | None:
+    """Return the status of a paused Deployment, unless it is up to date. Others need none.
+
+    The operator pauses a promoted Deployment, and resumes it once its controller has seen the new template.
+    """
+    spec, seen = deployment["spec"], deployment["metadata"]["generation"]
+    if not spec.get("paused") or (deployment.get("status") or {}).get("observedGeneration") == seen:
+        return None
+    pods = ("replicas", "updatedReplicas", "readyReplicas")
+    return {"observedGeneration": seen, **dict.fromkeys(pods, spec.get("replicas", 1))}
+
+
 class Kubelets:
     """Pods for every Deployment. Each pod has a number that is unique within its kind."""
 
@@ -87,6 +99,13 @@ class Kubelets:
             self._numbers[kind] += 1
             group.create_task(self._start(deployment, i, self._numbers[kind]))
         self._made[key] = max(have, wanted)
+        if (status := status_of_paused(deployment)) is not None:
+            group.create_task(self._tell(about["namespace"], about["name"], status))
+
+    async def _tell(self, namespace: str, name: str, status: Object) -> None:
+        with contextlib.suppress(ClusterError):
+            ref = Ref("apps/v1", "Deployment", namespace, name)
+            await self._cluster.merge(ref, {"status": status}, subresource="status")
 
     async def _start(self, deployment: Object, i: int, number: int) -> None:
         about, template = deployment["metadata"], deployment["spec"]["template"]

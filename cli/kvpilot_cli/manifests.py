@@ -14,6 +14,7 @@ from kvpilot_operator.api.names import KIND
 
 Json = Any
 STDIN = "-"
+MAX_CHARACTERS = 16 * 1024 * 1024
 
 
 class Found(NamedTuple):
@@ -44,8 +45,15 @@ def read(file: str) -> Iterator[Found]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
-        # Through JSON: YAML's dates become text, as the API server reads them, and cycles are refused.
-        documents = json.loads(json.dumps([one for one in yaml.load_all(text, loader) if one is not None], default=str))
+        given = [one for one in yaml.load_all(text, loader) if one is not None]
+        # Through JSON: YAML's dates become text, as the API server reads them, and cycles and NaN are refused. Aliases
+        # of aliases are short in YAML and endless in JSON.
+        parts, room = [], MAX_CHARACTERS
+        for part in json.JSONEncoder(default=str, allow_nan=False).iterencode(given):
+            parts.append(part)
+            if (room := room - len(part)) < 0:
+                break
+        documents = json.loads("".join(parts)) if room >= 0 else None
     except IsADirectoryError:
         raise ManifestError(f"{file} is a folder: name its files, such as {file.rstrip('/')}/*.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -55,6 +63,10 @@ def read(file: str) -> Iterator[Found]:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark is not None else type(error).__name__
         raise ManifestError(f"{file} is neither YAML nor JSON ({where}): correct it") from None
+    if documents is None:
+        raise ManifestError(
+            f"{file} has over {MAX_CHARACTERS} characters of JSON: split it, or write fewer YAML aliases"
+        )
     for document in documents:
         yield from _objects(file, document)
 

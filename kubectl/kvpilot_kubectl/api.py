@@ -12,11 +12,11 @@ from typing import Any
 
 import urllib3.exceptions
 from kubernetes import config
-from kubernetes.client import ApiClient, ApiException, Configuration, CoreV1Api, CustomObjectsApi
+from kubernetes.client import ApiClient, ApiException, AppsV1Api, Configuration, CoreV1Api, CustomObjectsApi
 
 from kvpilot_kubectl.errors import Forbidden, Missing, ToolError
 from kvpilot_kubectl.fields import Json, items, text
-from kvpilot_operator.api.names import GROUP, KIND, PLURAL, SERVICE_LABEL, VERSION
+from kvpilot_operator.api.names import GROUP, KIND, LEADER_WORKER_SET_API, PLURAL, SERVICE_LABEL, VERSION
 
 _PAGE = 500
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
@@ -54,7 +54,7 @@ class Cluster:
         # The client reads certificates and a proxy address, which may be wrong.
         api = _configured(lambda: ApiClient(settings))
         api.user_agent = _MANAGER
-        self._custom, self._core = CustomObjectsApi(api), CoreV1Api(api)
+        self._custom, self._core, self._apps = CustomObjectsApi(api), CoreV1Api(api), AppsV1Api(api)
         # Keep urllib3 from reporting a failure that `_ask` reports.
         logging.getLogger("urllib3").addHandler(logging.NullHandler())
 
@@ -90,6 +90,16 @@ class Cluster:
         about = {"namespace": self.namespace, "label_selector": f"{SERVICE_LABEL}={name}"}
         for page in self._pages("list", "pods", self._core.list_namespaced_pod, **about):
             yield from items(page, "items")
+
+    def workload(self, name: str) -> Json:
+        """Return the Deployment or LeaderWorkerSet of this name. Raise Missing if there is none."""
+        try:
+            about = {"namespace": self.namespace, "name": name}
+            return self._ask("get", "deployments", self._apps.read_namespaced_deployment, **about)
+        except Missing:
+            group, version = LEADER_WORKER_SET_API.split("/")
+            kind = {"group": group, "version": version, "plural": "leaderworkersets"}
+            return self._ask("get", "leaderworkersets", self._custom.get_namespaced_custom_object, **kind, **about)
 
     def node(self, name: str) -> Json:
         """Return one node."""

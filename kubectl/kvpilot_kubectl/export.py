@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from kvpilot_kubectl.api import Cluster
+from kvpilot_kubectl.errors import ToolError
 from kvpilot_kubectl.fields import Json, at, items, text, whole, words
+from kvpilot_operator.api.names import CANARY_ANNOTATION, SPEC_ANNOTATION, deployment_name
 
 EVIDENCE = "kvpilot.io/start-dtype-evidence"
 _APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -16,11 +19,11 @@ _LADDER = ("fp8", "k8v4", "k4v4")
 
 def export(cluster: Cluster, name: str) -> tuple[dict[str, Any], str]:
     """Return the service's manifest, and a sentence about its kvCache.startDtype."""
-    obj = cluster.service(name)
+    obj, serves = _as_serving(cluster, cluster.service(name))
     given, labels = at(obj, "metadata", "annotations"), at(obj, "metadata", "labels")
     annotations = {**(given if isinstance(given, Mapping) else {})}
-    annotations.pop(_APPLIED, None)
-    annotations.pop(EVIDENCE, None)
+    for left_out in (_APPLIED, EVIDENCE, CANARY_ANNOTATION):
+        annotations.pop(left_out, None)
     spec = copy.deepcopy(dict(obj["spec"]))
     kv_cache = spec.setdefault("kvCache", {})
     kv_cache.pop("startDtype", None)
@@ -34,7 +37,29 @@ def export(cluster: Cluster, name: str) -> tuple[dict[str, Any], str]:
         "kind": obj["kind"],
         "metadata": {key: value for key, value in metadata.items() if value},
         "spec": spec,
-    }, f"kvCache.startDtype is {dtype}: {why}" if dtype else f"no kvCache.startDtype: {why}"
+    }, serves + (f"kvCache.startDtype is {dtype}: {why}" if dtype else f"no kvCache.startDtype: {why}")
+
+
+def _as_serving(cluster: Cluster, obj: Json) -> tuple[Json, str]:
+    """Return the service with the spec that serves, and a sentence if that is not its newest one."""
+    name, revision = text(obj, "metadata", "name"), text(obj, "status", "stable", "revision")
+    if not revision:
+        return obj, ""
+    try:
+        made = cluster.workload(deployment_name(name, revision))
+        noted = json.loads(str(at(made, "metadata", "annotations", SPEC_ANNOTATION) or "{}"))
+    except (ToolError, ValueError, RecursionError) as error:
+        return obj, f"the spec is the newest one, and the spec that serves is unknown ({error}); "
+    served, newest, spec = whole(noted, "generation"), whole(obj, "metadata", "generation"), at(noted, "spec")
+    if served is None or served == newest or not isinstance(spec, Mapping):
+        return obj, ""
+    why = next((text(one, "message") for one in items(obj, "status", "conditions") if _says_why(one)), "")
+    told = f"the spec is that of generation {served}, which serves; generation {newest} does not"
+    return {**obj, "spec": spec}, f"{told}{f' ({why})' if why else ''}; "
+
+
+def _says_why(condition: Json) -> bool:
+    return (text(condition, "type"), text(condition, "status")) in (("Stalled", "True"), ("Reconciling", "True"))
 
 
 def _earned(obj: Json) -> tuple[str, str]:
@@ -53,7 +78,7 @@ def _earned(obj: Json) -> tuple[str, str]:
         f"{dtype} passed its trial at {text(passed, 'time')} on {text(passed, 'gpu')} with {text(passed, 'image')}"
     ]  # fmt: skip
     if measured:
-        kl, same = (whole(last, name) or 0 for name in ("excessKlMicronats", "top1AgreementPermille"))
+        kl, same = (whole(last, name) or 0 for name in ("excessKLMicronats", "top1AgreementPermille"))
         told.append(
             f"the probe at {text(last, 'probeTime')} found an excess KL of {kl / 1000:.1f} millinats and a top-1 "
             f"agreement of {same / 10:.1f}%"

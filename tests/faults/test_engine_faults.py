@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from kvpilot_localcluster.engines.faulty import BLOCK_TOKENS, BLOCKS
+from kvpilot_localcluster.engines.faulty import BLOCK_TOKENS, BLOCKS, CONTEXT
+from kvpilot_probes.run import FILL_ANSWER_TOKENS
 from support.faulty_record import record
-from support.faulty_world import IMAGE, until
+from support.faulty_world import HUNGRY_IMAGE, IMAGE, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -101,6 +102,35 @@ async def test_a_canary_whose_probe_hangs_is_given_up_while_everybody_is_served(
         answered=load.stats.ok,
     )
     await world.delete("trial")
+
+
+async def test_a_canary_without_memory_for_a_full_context_is_rolled_back_before_any_request(world, tmp_path):
+    said = tmp_path / "last-words"
+    env = {"HUNGRY_LIMIT_MIB": "200", "HUNGRY_LAST_WORDS": str(said)}
+    engine = {"image": HUNGRY_IMAGE, "env": [{"name": name, "value": value} for name, value in env.items()]}
+    await world.serving("hungry", 1, engine=engine, accuracy={"probeSets": ["builtin/structured"]})
+    [stable] = await world.pods("hungry")
+    async with world.load("hungry") as load:
+        await world.patch("hungry", {"kvCache": {"dtype": "k4v4"}})
+
+        async def ended() -> bool:
+            status = await world.status("hungry")
+            return "canary" not in status and bool(status.get("history"))
+
+        await until(ended, "the canary is rolled back", seconds=600)
+    status = await world.status("hungry")
+    tokens = CONTEXT - FILL_ANSWER_TOKENS
+    # The probes before it, and all users, asked for less.
+    assert said.read_text() == f"no memory for {tokens} tokens"
+    last = status["history"][0]
+    assert (last["dtype"], last["reason"], last["verdict"]) == ("k4v4", "EngineCrashed", "Error")
+    assert f"the engine failed at a prompt of {tokens} tokens in its context of {CONTEXT}" in last["message"]
+    assert status["kvCache"]["activeDtype"] == "auto"
+    assert load.stats.ok
+    assert load.stats.failed == 0, load.stats.failures
+    [left] = [pod for pod in await world.pods("hungry") if pod["metadata"]["uid"] == stable["metadata"]["uid"]]
+    assert not any(one["restartCount"] for one in left["status"]["containerStatuses"])
+    await world.delete("hungry")
 
 
 @pytest.mark.parametrize(

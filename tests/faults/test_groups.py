@@ -5,18 +5,12 @@ Only their leaders take requests, a canary adds one group, and a group with an e
 
 from __future__ import annotations
 
-import asyncio
-import os
-import re
 import signal
-import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
@@ -26,13 +20,13 @@ from support.faulty_world import IMAGE, NAMESPACE, until
 from support.gateway import ROUTE_CRD
 from support.inference_kinds import POOL_CRD
 from support.leader_workers import LEADER_WORKER_SET_CRD, LeaderWorkerSets
+from support.ready_pods import holds
 from support.routed import a_users_route, by_route, our_route
 from support.unprobed import DRAIN, promoted_and_rolled_back
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3600)]
 
 ENGINE = {"image": IMAGE, "nodes": 2}
-RUNBOOK = Path(__file__).parents[2] / "docs" / "runbooks" / "KvpilotOperatorDown.md"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -86,7 +80,8 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
     [left] = await sets_of(world, name)
     assert left["metadata"]["labels"][REVISION_LABEL] == second
     assert any("leaderworkersets" in written for written in killer.killed)
-    await a_leader_is_admitted_by_hand(world, name)
+    await groups_need_no_operator(world, name)
+    await a_canary_of_groups_waits_for_an_operator(world, name)
     record(
         f"operator killed {len(killer.killed)} times while a canary of groups is promoted and another rolled back",
         taken,
@@ -96,31 +91,49 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
     await world.delete(name)
 
 
-async def a_leader_is_admitted_by_hand(world, name):
-    """Replace a group of a promoted revision while no operator runs, and admit its leader as the runbook says."""
+async def groups_need_no_operator(world, name):
+    """Replace each group of a promoted revision while no operator runs."""
     await world.stop_operator()
-    gone = (await world.pods(name))[0]["metadata"]
-    await world.cluster.delete(Ref("v1", "Pod", NAMESPACE, gone["name"]))
+    for count in (1, 2):
+        gone = {pod["metadata"]["uid"] for pod in (await world.pods(name))[:1]}
+        [leader] = [pod["metadata"]["name"] for pod in await world.pods(name) if pod["metadata"]["uid"] in gone]
+        await world.cluster.delete(Ref("v1", "Pod", NAMESPACE, leader))
 
-    async def replaced(kind):
-        pods = [pod for pod in await world.pods(name) if pod["metadata"]["uid"] != gone["uid"]]
-        return len(pods) == 2 and all(
-            any((one["type"], one["status"]) == (kind, "True") for one in pod["status"].get("conditions", ()))
-            for pod in pods
-        )
+        async def replaced(gone=gone):
+            pods = [pod for pod in await world.pods(name) if pod["metadata"]["uid"] not in gone]
+            return len(pods) == 2 and all(holds(pod, "Ready") for pod in pods)
 
-    await until(lambda: replaced("ContainersReady"), "the engine of the new group answers")
-    assert not await replaced("Ready")
-    [script] = [
-        found for found in re.findall(r"```sh\n(.*?)```", RUNBOOK.read_text(), re.DOTALL) if "ADMITTED" in found
-    ]
-    path = f"{kubectl().parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "KUBECONFIG": str(world.local.kubeconfig), "NAMESPACE": NAMESPACE, "NAME": name}
-    done = await asyncio.to_thread(
-        subprocess.run, ["bash", "-euc", script], env=env, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    await until(lambda: replaced("Ready"), "the leader that was admitted by hand is Ready")
+        await until(replaced, f"group {count} is replaced and Ready")
+    await world.start_operator()
+    await world.until_ready(name, 2)
+
+
+async def a_canary_of_groups_waits_for_an_operator(world, name):
+    """Kill the operator while a canary starts. Its group answers and stays unready, also after a replacement."""
+    await world.patch(name, {"kvCache": {"dtype": "fp8"}})
+
+    async def begun():
+        canary = (await world.status(name)).get("canary", {})
+        return canary.get("stage") == "Starting" and bool(await leaders_of(canary["revision"]))
+
+    async def leaders_of(revision):
+        return [pod for pod in await world.pods(name) if pod["metadata"]["labels"][REVISION_LABEL] == revision]
+
+    await until(begun, "the canary has a group", pause=0.02)
+    world.kill_operator()
+    revision = (await world.status(name))["canary"]["revision"]
+    gone = ""
+    for _ in range(2):
+
+        async def answers(gone=gone):
+            found = await leaders_of(revision)
+            return [pod["metadata"]["uid"] == gone for pod in found] == [False] and holds(found[0], "ContainersReady")
+
+        await until(answers, "the engine of the canary's group answers")
+        [leader] = await leaders_of(revision)
+        assert not holds(leader, "Ready")
+        gone = leader["metadata"]["uid"]
+        await world.cluster.delete(Ref("v1", "Pod", NAMESPACE, leader["metadata"]["name"]))
     await world.start_operator()
 
 

@@ -16,14 +16,10 @@ from support.faulty_record import record
 from support.faulty_world import NAMESPACE, FaultyWorld, until
 from support.inference_gateway import ServiceWay, picked
 from support.inference_kinds import POOL_CRD, pool
-from support.ready_pods import ReadyPods
+from support.ready_pods import ReadyPods, holds
 from support.unprobed import ACCURACY, DRAIN, InTurns, Requests, ends, requests
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(3600)]
-
-
-def holds(pod: Object, kind: str) -> bool:
-    return any((one["type"], one["status"]) == (kind, "True") for one in pod["status"].get("conditions", ()))
 
 
 async def pods_of(world: FaultyWorld, name: str, revision: str) -> list[Object]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,7 +36,8 @@ from support.faulty_record import record_machine
 
 CRD = Path(__file__).parents[2] / "crds" / "kvpilot.io_quantizedllmservices.yaml"
 PROGRAM = Path(faulty.__file__)
-IMAGE = "kvpilot/faulty-engine:dev"
+HUNGRY = Path(__file__).with_name("hungry_engine.py")
+IMAGE, HUNGRY_IMAGE = "kvpilot/faulty-engine:dev", "kvpilot/hungry-engine:dev"
 NAMESPACE = "default"
 SCRAPE_SECONDS = 1.0
 
@@ -59,7 +61,8 @@ class FaultyWorld:
     async def up(cls, folder: Path) -> AsyncIterator[FaultyWorld]:
         """Start everything, and stop it at the end."""
         table = folder / "images.yaml"
-        table.write_text(yaml.safe_dump({"images": [cheap_image(folder, IMAGE)]}))
+        images = [cheap_image(folder, IMAGE), cheap_image(folder / "hungry", HUNGRY_IMAGE, HUNGRY, PROGRAM)]
+        table.write_text(yaml.safe_dump({"images": images}))
         local = LocalCluster(folder / "cluster", table=table, backoff=1.0)
         await asyncio.to_thread(local.start)
         try:
@@ -313,12 +316,15 @@ async def insist(write: Callable[[], Awaitable[object]]) -> None:
     await until(taken, "the API server takes a change")
 
 
-def cheap_image(folder: Path, name: str) -> dict[str, Any]:
-    """Write the cheap engine to `folder` under the real program's name, and return its entry for the image table."""
+def cheap_image(folder: Path, name: str, *program: Path) -> dict[str, Any]:
+    """Write an engine to `folder` under the real program's name, and return its entry for the image table.
+
+    program: file and first arguments of the engine; the cheap engine unless given.
+    """
     programs = folder / "bin"
     programs.mkdir(parents=True)
     serve = programs / "kvpilot-serve"
-    serve.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {PROGRAM} "$@"\n')
+    serve.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {shlex.join(map(str, program or [PROGRAM]))} "$@"\n')
     serve.chmod(0o755)
     return {
         "match": [name],

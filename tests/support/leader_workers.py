@@ -24,6 +24,7 @@ Json = dict[str, Any]
 
 GROUP = "leaderworkerset.x-k8s.io"
 LABEL = "leaderworkerset.sigs.k8s.io"
+REVISION = f"{LABEL}/template-revision-hash"
 _TEMPLATE = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 _SPEC = {
     "type": "object",
@@ -105,6 +106,7 @@ class LeaderWorkerSets:
                 self._rest.delete(f"{self._pods}/{leader['metadata']['name']}")
             elif not _going(leader):
                 self._group(one, leader, by_name)
+        self._roll(one, leaders)
         for index in range(asked):
             if f"{name}-{index}" not in by_name:
                 self._pod(one, whole, index, 0)
@@ -112,6 +114,18 @@ class LeaderWorkerSets:
         status = {"replicas": len(leaders), "readyReplicas": ready, "hpaPodSelector": f"{LABEL}/worker-index=0"}
         if one.get("status") != status:
             self._rest.merge(f"{self._sets}/{name}/status", {"status": status})
+
+    def _roll(self, one: Json, leaders: list[Json]) -> None:
+        """Delete the last group of an earlier template once all groups of the present one are ready."""
+        earlier = [pod for pod in leaders if pod["metadata"]["labels"][REVISION] != _revision(one)]
+        later = [pod for pod in leaders if pod not in earlier]
+        if earlier and all(_ready(pod) for pod in later) and not any(map(_going, leaders)):
+            last = max(earlier, key=lambda pod: int(pod["metadata"]["labels"][f"{LABEL}/group-index"]))
+            self._delete_group(last["metadata"]["name"])
+
+    def _delete_group(self, leader: str) -> None:
+        foreground = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
+        self._rest.call("DELETE", f"{self._pods}/{leader}", foreground)
 
     def _group(self, one: Json, leader: Json, by_name: dict[str, Json]) -> None:
         """Reconcile the workers of a leader. Delete the whole group if one of its pods has ended."""
@@ -123,8 +137,7 @@ class LeaderWorkerSets:
         again = template["restartPolicy"] == "RecreateGroupOnPodRestart"
         if again and (_restarted(leader) or any(_restarted(pod) or _going(pod) for pod in mine)):
             self.made_anew.append(name)
-            foreground = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
-            self._rest.call("DELETE", f"{self._pods}/{name}", foreground)
+            self._delete_group(name)
             return
         group = int(leader["metadata"]["labels"][f"{LABEL}/group-index"])
         for worker, each in enumerate(names, 1):
@@ -141,6 +154,7 @@ class LeaderWorkerSets:
             f"{LABEL}/name": name,
             f"{LABEL}/group-index": str(group),
             f"{LABEL}/worker-index": str(worker),
+            REVISION: _revision(one),
             f"{LABEL}/group-key": hashlib.sha1(leader.encode()).hexdigest(),  # noqa: S324
         }
         annotations = {f"{LABEL}/size": str(parts["size"])}
@@ -187,6 +201,11 @@ class LeaderWorkerSets:
             asked[one["metadata"]["labels"][SERVICE_LABEL]] += one["spec"]["replicas"]
         for service, groups in asked.items():
             self.most[service] = max(self.most.get(service, 0), groups)
+
+
+def _revision(one: Json) -> str:
+    """Return the hash of the templates, which a pod has as a label."""
+    return hashlib.sha1(json.dumps(one["spec"]["leaderWorkerTemplate"], sort_keys=True).encode()).hexdigest()  # noqa: S324
 
 
 def _reference(owner: Json, api_version: str, kind: str) -> Json:

@@ -338,6 +338,9 @@ class ModelCluster:
             if "observedGeneration" not in obj.get("status", {}) or obj["spec"].get("paused"):
                 self.api.objects[what] = {**obj, "status": {"observedGeneration": obj["metadata"]["generation"]}}
         views = self.api.workloads()
+        for name, view in views.items():
+            if view.nodes > 1 and not view.has_gate:
+                self.engines.roll(name)
         self.engines.reconcile(
             {name: view.replicas for name, view in views.items()}, {name: view.has_gate for name, view in views.items()}
         )

@@ -110,10 +110,16 @@ class ModelEngines:
             self.pods = (*self.pods, *fresh)
         self._place()
 
-    def evict(self, revision: str) -> None:
+    def roll(self, revision: str) -> None:
+        """Replace one gated pod by a pod without a gate, as LeaderWorkerSet does after a change of the template."""
+        mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
+        if all(p.gated or p.ready for p in mine):
+            self.evict(revision, gated=True)
+
+    def evict(self, revision: str, *, gated: bool = False) -> None:
         """Evict the revision's first pod that is not terminating. Its controller will replace it."""
         mine = [p for p in self.pods if p.revision == revision and p.leaves_in is None]
-        for one in mine[:1]:
+        for one in [p for p in mine if p.gated or not gated][:1]:
             self.evicted |= {(one.revision, one.index)}
             gone = (replace(one, leaves_in=self.drain_ticks),) if one.placed and self.drain_ticks else ()
             self.pods = (*(p for p in self.pods if p is not one), *gone)

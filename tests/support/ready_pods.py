@@ -23,6 +23,11 @@ def selected_by(backend: Object) -> dict[str, str]:
     return labels
 
 
+def holds(pod: Object, condition: str) -> bool:
+    """Return True if this condition of the pod is True."""
+    return any((one["type"], one["status"]) == (condition, "True") for one in pod["status"].get("conditions", ()))
+
+
 class ReadyPods:
     """Endpoints of one InferencePool or Service, from a watch of that object and of its namespace's pods."""
 

@@ -117,7 +117,9 @@ async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Oper
         await operator.reconcile()
         operator.api.run_engines()
     await operator.reconcile()
-    operator.api.refuses = refusing("Deployment")
+    # A quota refuses only new objects.
+    new, quota = f"chat-{revision_of(NEWER, 'auto')}", refusing("Deployment")
+    operator.api.refuses = lambda one: quota(one) if one.get("metadata", {}).get("name") == new else None
     operator.edit(NEWER)
     for _ in range(3):
         await operator.reconcile()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -57,9 +58,9 @@ def engine_of(made):
     return next(one for one in made["spec"]["containers"] if one["name"] == "engine")
 
 
-def grouped(replicas=2, *, cluster=None):
+def grouped(replicas=2, *, cluster=None, steps=()):
     """Return a trial of a service whose replicas are groups of two pods."""
-    made = ModelCluster(over(2, service(OLD, replicas, steps=[])), **{"start_ticks": 2, **(cluster or {})})
+    made = ModelCluster(over(2, service(OLD, replicas, steps=list(steps))), **{"start_ticks": 2, **(cluster or {})})
     made.settle()
     edit(made, kvCache={"mode": "Fixed", "dtype": NEW})
     return made
@@ -168,6 +169,53 @@ def test_the_same_trial_runs_by_groups_wherever_the_operator_is_killed(bad, end)
         assert kinds(cluster) == {"LeaderWorkerSet"}
 
     killed_after_each_write(lambda: grouped(cluster={"bad": bad}), lambda: always, end)
+
+
+@pytest.mark.parametrize("steps", [[], STEPS])
+def test_a_canarys_group_starts_again_without_a_gate_before_it_gets_requests(steps):
+    cluster = grouped(3, cluster={"requests": BUSY, "demand": 1}, steps=steps)
+    gates, asked = [], []
+
+    def watch(cluster):
+        at_every_moment(cluster)
+        canary = cluster.parsed().canary
+        view = cluster.api.workloads().get(canary.revision) if canary is not None else None
+        if view is not None:
+            gates.append((view.has_gate, canary.stage in ("Shifting", "Promoting")))
+            pods = [one for one in cluster.engines.pods if one.revision == canary.revision]
+            asked.extend(one.gated for one in pods if one.name in {p.name for p in cluster.snapshot().pods if p.ready})
+
+    cluster.watch = watch
+    cluster.until(ended)
+    serves = cluster.settle().stable.revision
+    assert serves == cluster.status["history"][0]["revision"]
+    # The template changes once, after the status says that the probes have passed.
+    assert [one for one, before in pairwise(gates) if one[0] != before[0]] == [(True, True)]
+    assert asked
+    assert not any(asked)
+    view = cluster.api.workloads()[serves]
+    assert not view.has_gate
+    # No operator runs from here on.
+    for _ in range(view.replicas):
+        cluster.engines.evict(serves)
+        cluster.engines.reconcile({serves: view.replicas}, {serves: view.has_gate})
+        for _ in range(5):
+            cluster.engines.tick()
+        assert cluster.engines.ready(serves) == view.replicas
+
+
+def test_a_refused_spec_opens_no_gate_of_a_group_that_is_to_start_again():
+    cluster = grouped(2)
+    canary = cluster.until(stage("Probing")).canary
+    view = cluster.api.workloads()[canary.revision]
+    assert view.has_gate
+    passed = msgspec.structs.replace(canary, stage="Promoting")
+    waits = pod(canary.revision, ready=False, containers_ready=True, admitted=False)
+    s = cluster.snapshot()
+    status = msgspec.structs.replace(s.status, canary=passed)
+    for spec in (s.spec, None):
+        told = decide(replace(s, status=status, spec=spec, pods=(*s.pods_of(s.traffic), waits)))
+        assert waits.name not in told.gates
 
 
 def test_a_route_of_ours_over_pools_gives_a_canary_of_groups_its_share():

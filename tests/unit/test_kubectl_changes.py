@@ -52,7 +52,7 @@ def test_pause_and_resume_write_one_field_and_only_where_it_differs(run: Run, ap
 SERVED = {
     "kvCache": {"activeDtype": "k4v4"},
     "accuracy": {"last": {"dtype": "k4v4", "verdict": "Passed", "probeTime": "2026-11-02T10:00:00Z", "revision": "a",
-                          "excessKlMicronats": 3200, "top1AgreementPermille": 991}},
+                          "excessKLMicronats": 3200, "top1AgreementPermille": 991}},
     "history": [{"dtype": "k4v4", "verdict": "Passed", "time": "2026-11-01T10:00:00Z", "image": "r:1",
                  "gpu": "NVIDIA-H200"}],
 }  # fmt: skip
@@ -63,7 +63,11 @@ def test_export_writes_the_earned_dtype_with_its_evidence_into_a_manifest_withou
 ) -> None:
     service = api.services["chat"]
     service |= {"status": SERVED}
-    service["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "team": "a"}
+    service["metadata"]["annotations"] = {
+        "kubectl.kubernetes.io/last-applied-configuration": "{}",
+        "kvpilot.io/canary": "abort@3740aaaa/2026-11-27T12:00:00Z",
+        "team": "a",
+    }
     before = copy.deepcopy(service)
     code, out, err = run("export", "chat")
     made = yaml.safe_load(out)
@@ -78,6 +82,65 @@ def test_export_writes_the_earned_dtype_with_its_evidence_into_a_manifest_withou
     assert faults(made) == ()
     assert json.loads(run("export", "chat", "-o", "json")[1])["spec"] == made["spec"]
     assert api.services["chat"] == before
+
+
+WORKLOADS = {
+    "Deployment": "/apis/apps/v1/namespaces/models/deployments",
+    "LeaderWorkerSet": "/apis/leaderworkerset.x-k8s.io/v1/namespaces/models/leaderworkersets",
+}
+GONE = (404, b'{"message": "not found", "details": {"name": "chat-r1"}}')
+
+
+def noted(generation: int, spec: dict[str, Any]) -> tuple[int, bytes]:
+    """Return an answer with a workload that was rendered from this spec."""
+    return noted_as(json.dumps({"generation": generation, "spec": spec}))
+
+
+def noted_as(note: str) -> tuple[int, bytes]:
+    return 200, json.dumps({"metadata": {"annotations": {"kvpilot.io/spec": note}}}).encode()
+
+
+@pytest.mark.parametrize("kind", WORKLOADS)
+def test_export_writes_the_spec_that_serves_if_the_newest_is_refused(run: Run, api: LoopbackApi, kind: str) -> None:
+    service = api.services["chat"]
+    good = copy.deepcopy(service["spec"])
+    service["metadata"]["generation"] = 8
+    service["spec"] = {**good, "engine": {**good["engine"], "extraArgs": ["--port=1"]}}
+    stalled = {"type": "Stalled", "status": "True", "reason": "SpecInvalid", "message": "--port is reserved"}
+    service["status"] = {**SERVED, "stable": {"revision": "r1"}, "conditions": [stalled]}
+    api.answers |= {f"{path}/chat-r1": noted(7, good) if one == kind else GONE for one, path in WORKLOADS.items()}
+    code, out, err = run("export", "chat")
+    assert code == 0
+    made = yaml.safe_load(out)
+    assert made["spec"] == {**good, "kvCache": {**good["kvCache"], "startDtype": "k4v4"}}
+    assert "the spec is that of generation 7, which serves; generation 8 does not (--port is reserved); " in err
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (noted(8, {"model": "as the object has it"}), ""),
+        ((200, b"{}"), ""),
+        (noted_as("{"), "the spec that serves is unknown"),
+        ((403, b'{"message": "user x cannot"}'), "you may not get deployments"),
+        (GONE, "the spec that serves is unknown"),
+        (noted_as("[" * 100_000), "the spec that serves is unknown"),
+        (noted_as('{"generation": 7, "spec": 3}'), ""),
+    ],
+    ids=range(7),
+)
+def test_export_writes_the_newest_spec_if_it_serves_or_nothing_else_is_known(
+    run: Run, api: LoopbackApi, answer: tuple[int, bytes], words: str
+) -> None:
+    service = api.services["chat"]
+    service["metadata"]["generation"] = 8
+    service["status"] = {"stable": {"revision": "r1"}}
+    api.answers |= {f"{path}/chat-r1": answer for path in WORKLOADS.values()}
+    code, out, err = run("export", "chat")
+    assert code == 0
+    assert yaml.safe_load(out)["spec"] == service["spec"]
+    assert words in err
+    assert ("generation" in err) is False
 
 
 @pytest.mark.parametrize(

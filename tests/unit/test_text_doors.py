@@ -180,7 +180,8 @@ def test_whatever_is_observed_status_and_events_are_readable(text: str, starting
         for one in s.pods
     )
     rejections = (Rejection("Service", "chat", "Invalid", text, (("spec.ports", text),)),)
-    decision = decide(replace(s, pods=views, rejections=rejections, backed_off={s.pods[0].name: text}))
+    written = {"canary_annotation": text, "autoscaler": text}
+    decision = decide(replace(s, pods=views, rejections=rejections, backed_off={s.pods[0].name: text}, **written))
     check(decision.status.as_written(), decision.events)
 
 

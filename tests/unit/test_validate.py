@@ -84,6 +84,11 @@ def test_a_field_that_kubectl_would_refuse_is_named_with_its_neighbour() -> None
     [
         ("a: [", "is neither YAML nor JSON (line "),
         ("&a [*a]", "is neither YAML nor JSON"),
+        ("a: .nan", "is neither YAML nor JSON"),
+        (
+            "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 99))]),
+            "fewer YAML aliases",
+        ),
         ("- 1", "holds a list instead of an object"),
         ("", "no QuantizedLLMService to judge (found: nothing)"),
         ("kind: Secret", "no QuantizedLLMService to judge (found: Secret)"),
@@ -107,6 +112,13 @@ def test_a_folder_or_no_file_is_named_with_the_remedy(tmp_path: Path, capsys: py
     assert (code, f"{tmp_path}/*.yaml" in err) == (2, True)
     code, _, err = validate(capsys)
     assert (code, "-f/--file" in err) == (2, True)
+
+
+def test_a_name_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, {**GOOD, "metadata": {"name": "ch\x1b[2Jat\u202e"}})
+    code, out, _ = validate(capsys, "-f", file)
+    assert code == 1
+    assert all(character.isprintable() or character == "\n" for character in out)
 
 
 def test_another_version_of_the_api_is_refused() -> None:

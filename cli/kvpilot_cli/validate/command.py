@@ -89,7 +89,7 @@ def text(judged: Sequence[tuple[Found, tuple[Fault, ...]]], others: Sequence[Fou
     """Return the verdicts for people."""
     shown = []
     for one, wrong in judged:
-        shown.append(f"{'refused' if wrong else 'accepted'}  {one.name} ({one.file})")
+        shown.append(lines(f"{'refused' if wrong else 'accepted'}  {one.name} ({one.file})"))
         shown += [f"  {fault.field}: {lines(fault.message)}" for fault in wrong]
     bad = sum(1 for _, wrong in judged if wrong)
     beside = f"; left out, of other kinds: {len(others)}" if others else ""

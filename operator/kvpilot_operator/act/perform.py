@@ -25,7 +25,7 @@ from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, Ref, version_of
 from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
 from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_do_not_evict
-from kvpilot_operator.render.workloads import DEPLOYMENT, KINDS
+from kvpilot_operator.render.workloads import DEPLOYMENT, KINDS, LEADER_WORKER_SET
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.snapshot import Snapshot
@@ -221,10 +221,8 @@ class Actor:
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
             return
         uid = await self._uid(s, manifest)
-        if kind == "InferencePool" and seen is not None and seen.picker and "endpointPickerRef" not in manifest["spec"]:
-            # Remove the picker by a patch: an apply would leave it, because another field manager co-owns it.
-            none = {"metadata": {"uid": uid}, "spec": {"endpointPickerRef": None}}
-            await self._cluster.merge(Ref.to(manifest), none)
+        if (without := _removed(s, manifest)) is not None:
+            await self._cluster.merge(Ref.to(manifest), {"metadata": {"uid": uid}, "spec": without})
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
         answer = await self._cluster.apply(pinned)
         # Spread the next writes. Otherwise, objects applied together at startup would all be due at the same time.
@@ -278,6 +276,19 @@ async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str
 
 def _hash(manifest: Manifest) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(manifest, order="sorted"), digest_size=16).digest()
+
+
+def _removed(s: Snapshot, manifest: Manifest) -> Manifest | None:
+    """Return a patch of `spec` without a field that an apply would leave, because another field manager co-owns it."""
+    seen = s.objects.get((manifest["kind"], manifest["metadata"]["name"]))
+    if manifest["kind"] == "InferencePool" and seen is not None and seen.picker:
+        return {"endpointPickerRef": None} if "endpointPickerRef" not in manifest["spec"] else None
+    there = s.deployments.get(manifest["metadata"]["labels"].get(REVISION_LABEL, ""))
+    if manifest["kind"] != LEADER_WORKER_SET.name or there is None or not there.has_gate:
+        return None
+    # The claim has set the gate.
+    gated = "readinessGates" in LEADER_WORKER_SET.pod_template(manifest)["spec"]
+    return None if gated else {"leaderWorkerTemplate": {"leaderTemplate": {"spec": {"readinessGates": None}}}}
 
 
 def _workload(s: Snapshot, revision: str) -> tuple[str, str]:

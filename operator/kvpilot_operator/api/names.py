@@ -23,6 +23,8 @@ PREFETCH_LABEL = "kvpilot.io/prefetch"
 """Label on the pod of the Job that fills a claim. Its value is the service's name."""
 CANARY_ANNOTATION = "kvpilot.io/canary"
 """Annotation on a service with a request about one trial, VERB@REVISION/TIME (decide/rollout/requested.py)."""
+SPEC_ANNOTATION = "kvpilot.io/spec"
+"""Annotation on a workload: the spec that it was last rendered from, as JSON with the service's `generation`."""
 IDENTITY_ANNOTATION = "kvpilot.io/identity"
 """Annotation on the Job that fills a claim: hashes of the content that the claim needs, and of the Job itself."""
 

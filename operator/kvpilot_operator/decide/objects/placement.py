@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 
-from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, canary_service
+import msgspec
+
+from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, SPEC_ANNOTATION, canary_service
 from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Placed, in_flight
@@ -79,11 +81,17 @@ def deployments(c: Context) -> Context:
     dtypes = {c.target.dtype, c.stable.dtype, *((c.canary.dtype,) if c.canary is not None else ())}
     rendered = dict([*(c.render(dtype) for dtype in sorted(dtypes)), c.sixteen_bits])
     engines, seconds, nodes = {}, engine.startup_timeout_seconds, engine.nodes
+    note = msgspec.json.encode({"generation": s.generation, "spec": c.spec.as_written()}).decode()
     for name, count in c.wanted.items():
         if name in rendered:
             # Only a canary starts with a gate. Keep the gate as it is on other workloads, or their pods would restart.
             gate = there[name].has_gate if name in there else name != c.stable.revision
-            engines[name] = render.workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=gate)
+            # A group loses its gate by a restart, which costs no request before the canary gets any (decision 80).
+            gate = gate and not (nodes > 1 and traffic.has_passed(c, name))
+            made = render.workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=gate)
+            # `kubectl kvpilot export` reads it. A refused spec renders nothing, so the last good one stays.
+            made["metadata"]["annotations"] = {SPEC_ANNOTATION: note}
+            engines[name] = made
     return replace(c, engines=engines)
 
 

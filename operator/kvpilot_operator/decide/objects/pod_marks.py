@@ -13,10 +13,9 @@ from kvpilot_operator.render.workloads import DEPLOYMENT
 from kvpilot_operator.state.decision import Find, Ungating
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.questions import keeps_probe
+from kvpilot_operator.state.status import Canary
 
 D = TypeVar("D", bound=Draft)
-
-_SENT_REQUESTS = (Stage.SHIFTING, Stage.PROMOTING)
 
 
 def admit(c: Context) -> Context:
@@ -31,7 +30,7 @@ def admit(c: Context) -> Context:
 def admit_serving(draft: D) -> D:
     """Open the gates of revisions that already get requests, and close no gate. Used while the spec is invalid."""
     s, stable, canary = draft.snapshot, draft.stable, draft.canary
-    sent = canary is not None and canary.stage in _SENT_REQUESTS
+    sent = canary is not None and _opens(draft, canary)
     serving = {s.traffic, *(one.revision for one in (stable, canary if sent else None) if one is not None)}
     pods = (pod for pod in s.pods if pod.admitted is False and not pod.terminating)
     return replace(draft, gates={pod.name: True for pod in pods if pod.revision in serving}, ungating=_ungating(draft))
@@ -43,7 +42,6 @@ def _ungating(draft: Draft) -> Ungating | None:
     A Deployment replaces its pods if its template differs from its ReplicaSet's. So it is paused while both change, and
     goes on once its controller has seen that they agree.
     """
-    # A LeaderWorkerSet keeps its gate: each change of its template restarts its groups.
     view = None if draft.stable is None else draft.snapshot.deployments.get(draft.stable.revision)
     if view is None or view.kind != DEPLOYMENT.name or not (view.has_gate or view.paused):
         return None
@@ -60,7 +58,13 @@ def _gate(c: Context, pod: PodView) -> bool | None:
     if canary.stage == Stage.ROLLING_BACK and traffic.selected(c) == traffic.EVERY_REVISION:
         # Its pods serve until stable pods have taken over, so leave their gates unchanged and admit no more.
         return None
-    return canary.stage in _SENT_REQUESTS
+    return _opens(c, canary)
+
+
+def _opens(draft: Draft, canary: Canary) -> bool:
+    """Return True if the canary's gates open. A group's stays closed: the group starts again without one."""
+    view = draft.snapshot.deployments.get(canary.revision)
+    return traffic.has_passed(draft, canary.revision) and (view is None or view.kind == DEPLOYMENT.name)
 
 
 _JUDGED = (Stage.STARTING, Stage.PROBING, Stage.SHIFTING)

@@ -49,6 +49,12 @@ def settles(c: Context) -> bool:
     return canary is not None and canary.stage == Stage.PROMOTING and abs(c.now - canary.stage_time) < time
 
 
+def has_passed(draft: Draft, revision: str) -> bool:
+    """Return True for a canary that has passed its probes, so that it may get requests."""
+    canary = draft.canary
+    return canary is not None and canary.revision == revision and canary.stage in (Stage.SHIFTING, Stage.PROMOTING)
+
+
 def orphans(c: Context) -> tuple[str, ...]:
     """Return Deployments and pods of revisions other than stable and canary. They must not get requests."""
     pods = [p.name for p in c.snapshot.pods if not p.terminating and p.revision not in c.sides]
