@@ -7,10 +7,13 @@ from typing import Any
 
 from kvpilot_formats import formats
 from kvpilot_formats import latent as latent_formats
-from kvpilot_kernels.gpu import latent_tuning, plan, ring, tuning
-from kvpilot_kernels.gpu.codec import side_layouts
-from kvpilot_kernels.gpu.latent_pages import part_layouts
-from kvpilot_kernels.gpu.rotation import slots
+from kvpilot_kernels.gpu.decode import schedule as plan
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.layout.hadamard import slots
+from kvpilot_kernels.gpu.layout.page import side_layouts
+from kvpilot_kernels.gpu.mla import tuning as latent_tuning
+from kvpilot_kernels.gpu.mla.pages import part_layouts
+from kvpilot_kernels.gpu.store import ring_slots as ring
 
 BLOCK = 64
 

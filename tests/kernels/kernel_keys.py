@@ -26,7 +26,8 @@ CHANGED = {
 def functions() -> dict[str, JITCallable]:
     """Return every function of the package that Triton compiles or runs during compilation, by module and name."""
     gpu = importlib.import_module("kvpilot_kernels.gpu")
-    modules = [importlib.import_module(f"{gpu.__name__}.{one.name}") for one in pkgutil.iter_modules(gpu.__path__)]
+    found = pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}.")
+    modules = [importlib.import_module(one.name) for one in found]
     return {
         f"{module.__name__.removeprefix('kvpilot_kernels.gpu.')}.{name}": value
         for module in modules

@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvpilot_kernels.gpu import columns, decode, operands, pages, recent, tile, wide
+from kvpilot_kernels.gpu.decode import head512 as wide
+from kvpilot_kernels.gpu.decode import kernel as decode
+from kvpilot_kernels.gpu.decode import ring as recent
+from kvpilot_kernels.gpu.decode import softmax as tile
+from kvpilot_kernels.gpu.launch import pages
+from kvpilot_kernels.gpu.layout import mma as columns
+from kvpilot_kernels.gpu.layout import unpack as operands
 from support.gluon_eager import Copies, EagerKernel, Pointer, Shared, block, inline_asm_elementwise, load, mma_v2, store
 from support.gpu_batch import Batch
 
-OWN_IMPORT = re.compile(r"^from kvpilot_kernels\.gpu\.(?!codec )\w+ import (\([^)]*\)|.*)", re.MULTILINE)
+OWN_IMPORT = re.compile(r"^from kvpilot_kernels\.gpu\.(?!layout\.page )[\w.]+ import (\([^)]*\)|.*)", re.MULTILINE)
 WORDS = torch.arange(32, dtype=torch.int32).view(4, 8)
 
 

@@ -8,8 +8,10 @@ from latent_batch import CPU, LatentBatch, generator, poisoned, rotated, some_en
 
 from kvpilot_formats.latent import ENTRY, RANK, names, parse
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.gpu import latent_decode, latent_pages, latent_tuning
-from kvpilot_kernels.gpu.latent_pages import LOG2_E, GpuLatentPages, LatentPlan, LatentShape
+from kvpilot_kernels.gpu.mla import decode as latent_decode
+from kvpilot_kernels.gpu.mla import pages as latent_pages
+from kvpilot_kernels.gpu.mla import tuning as latent_tuning
+from kvpilot_kernels.gpu.mla.pages import LOG2_E, GpuLatentPages, LatentPlan, LatentShape
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.reference import decode_reference

@@ -11,8 +11,9 @@ from rounding import assert_within_rounding
 from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.cpu import PackedPages
-from kvpilot_kernels.gpu import decode, pages
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.decode import kernel as decode
+from kvpilot_kernels.gpu.launch import pages
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.reference.hadamard import rotation
 from support.gluon_eager import EagerKernel
 from support.gpu_batch import (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.operands import key_planes
-from kvpilot_kernels.gpu.pages import LOG2_E, GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.launch.pages import LOG2_E, GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.layout.unpack import key_planes
 from kvpilot_kernels.reference.hadamard import rotation
 from kvpilot_kernels.reference.quantize import encode, pack
 from support.gpu_batch import CPU, DIMS, generator, ordinals, poisoned, some_factors

@@ -5,7 +5,7 @@ key or value of one KV head. Kernels hold a row in slots, 64 for each group. Con
 
 - HEAD: the model's head dimension.
 - D: the number of elements of a stored row, the smallest of `formats.HEAD_DIMS` that is at least HEAD.
-- WIDE: the number of slots of a row. Only D = 96 and 192, with groups of 48 elements, have empty slots (`rotation`).
+- WIDE: the number of slots of a row. Only D = 96 and 192, with groups of 48 elements, have empty slots (`hadamard`).
 - Offsets of regions in a page, from `Format.page_layout` and `Format.ring_layout`.
 """
 
@@ -115,7 +115,7 @@ def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: t
 
 @triton.jit
 def query_planes(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return how decode multiplies the slots of a query (`operands.key_planes`): a factor and a flag for each.
+    """Return how decode multiplies the slots of a query (`unpack.key_planes`): a factor and a flag for each.
 
     The query's element is divided by the factor, float32, 1 or 4. The flag is True if the codes that the element
     multiplies end at a byte's sign bit.

@@ -14,7 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kvpilot_kernels.gpu.columns import (
+from kvpilot_kernels.gpu.decode.ring import place_of_digit, places
+from kvpilot_kernels.gpu.decode.softmax import HEADROOM
+from kvpilot_kernels.gpu.layout.mma import (
     by_columns,
     by_queries,
     join_bytes,
@@ -24,7 +26,7 @@ from kvpilot_kernels.gpu.columns import (
     place_of,
     to_right,
 )
-from kvpilot_kernels.gpu.operands import (
+from kvpilot_kernels.gpu.layout.unpack import (
     COLS,
     KEYS,
     MMA,
@@ -47,8 +49,6 @@ from kvpilot_kernels.gpu.operands import (
     zero_codes,
     zero_unit,
 )  # fmt: skip
-from kvpilot_kernels.gpu.recent import place_of_digit, places
-from kvpilot_kernels.gpu.tile import HEADROOM
 
 # Triton 3.6 and 3.9 name this function differently.
 fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -118,7 +118,7 @@ def dot_wide(codes, shared, g: gl.constexpr, first: gl.constexpr, BITS: gl.const
              Q: gl.constexpr):  # fmt: skip
     """Multiply group g's codes, from bit `first` of `codes` on, by the queries: float32 [TILE, Q].
 
-    The result is exact before the last rounding, as in `tile.dot`.
+    The result is exact before the last rounding, as in `softmax.dot`.
     """
     sums = gl.full([TILE, 2 * Q], 0, gl.int32, MMA)
     if first + BITS == 8:
@@ -132,7 +132,7 @@ def dot_wide(codes, shared, g: gl.constexpr, first: gl.constexpr, BITS: gl.const
 def score_wide(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
                TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
                RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Compute scores like `tile.score`, with `fine` from `pack_fine`."""
+    """Compute scores like `softmax.score`, with `fine` from `pack_fine`."""
     CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
     shared, unit, apart, level = query
@@ -172,7 +172,7 @@ def score_wide(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D:
 def accumulate_wide(score, unit, limits, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr,
                     D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
                     RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Add a tile to the running softmax like `tile.accumulate`, but with zeros [2 * groups, columns].
+    """Add a tile to the running softmax like `softmax.accumulate`, but with zeros [2 * groups, columns].
 
     The last rows of zeros are the values' groups. The first rows come from the keys' zero codes and mean nothing.
     """
@@ -253,7 +253,7 @@ def pack_fine(recent, right, D: gl.constexpr, GROUP: gl.constexpr):
 def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
     """Return 2^(e + BITS - 8), built from its float32 bits, or 0 if the ring holds another token's residual.
 
-    It is the same number as that of `recent.fine_scale`.
+    It is the same number as that of `ring.fine_scale`.
     """
     exponent = ((fine[0] >> 2 * g) & 3) + (127 + BITS - 8)
     return ((exponent << 23) & fine[1]).to(gl.float32, bitcast=True)
@@ -262,7 +262,7 @@ def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
 @gluon.jit
 def write_wide(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr,
                GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Write the results of `accumulate_wide`, as `decode.epilogue` does."""
+    """Write the results of `accumulate_wide`, as `kernel.epilogue` does."""
     GROUPS: gl.constexpr = D // GROUP
     CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
     SUBS: gl.constexpr = 8 // VALUE.bits

@@ -7,9 +7,9 @@ So the whole context never exists in 16 bits.
 import triton
 import triton.language as tl
 
-from kvpilot_kernels.gpu.codec import read_codes, scale_and_zero
-from kvpilot_kernels.gpu.latent_store import ENTRY, RANK, ROPE
-from kvpilot_kernels.gpu.rotation import rotate
+from kvpilot_kernels.gpu.layout.hadamard import rotate
+from kvpilot_kernels.gpu.layout.page import read_codes, scale_and_zero
+from kvpilot_kernels.gpu.mla.store import ENTRY, RANK, ROPE
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, me
     starts: int32 [sequences], `start` of each sequence.
     rows: int32 [sequences + 1], each sequence's first row of the output. Their differences are the lengths.
     out: [rows, 576], any float dtype.
-    The rest is as in `latent_store`.
+    The rest is as in `mla.store`.
     """
     sequence = tl.program_id(2)
     row = tl.load(rows_ptr + sequence)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels.gpu.latent_store import RANK
-from kvpilot_kernels.gpu.rotation import rotate
+from kvpilot_kernels.gpu.layout.hadamard import rotate
+from kvpilot_kernels.gpu.mla.store import RANK
 
 
 @triton.jit

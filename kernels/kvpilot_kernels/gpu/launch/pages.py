@@ -15,15 +15,15 @@ import triton
 from kvpilot_formats.formats import Format
 from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.codec import NARROW, side_layouts
-from kvpilot_kernels.gpu.decode import decode_kernel
-from kvpilot_kernels.gpu.gather import gather_kernel
-from kvpilot_kernels.gpu.launch import Variant
-from kvpilot_kernels.gpu.plan import beyond, fill_splits, most_results, most_splits
-from kvpilot_kernels.gpu.reduce import reduce_kernel
-from kvpilot_kernels.gpu.rotation import packing_signs, plain_signs, slots
-from kvpilot_kernels.gpu.store import store_kernel
+from kvpilot_kernels.gpu.decode.kernel import decode_kernel
+from kvpilot_kernels.gpu.decode.merge import reduce_kernel
+from kvpilot_kernels.gpu.decode.schedule import beyond, fill_splits, most_results, most_splits
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.variant import Variant
+from kvpilot_kernels.gpu.layout.hadamard import packing_signs, plain_signs, slots
+from kvpilot_kernels.gpu.layout.page import NARROW, side_layouts
+from kvpilot_kernels.gpu.prefill.gather import gather_kernel
+from kvpilot_kernels.gpu.store.kernel import store_kernel
 
 LOG2_E = 1.4426950408889634
 
@@ -67,7 +67,7 @@ class Shape:
 
     Attributes:
         row_dim: number of elements of a stored row and of a rotated query.
-        wide: True if `row_dim` is more than `codec.NARROW`. Some kernels treat such rows differently.
+        wide: True if `row_dim` is more than `page.NARROW`. Some kernels treat such rows differently.
 
     Args:
         fmt: one of kvpilot's own formats.
@@ -158,9 +158,9 @@ class Plan:
         rows: largest number of rows of all sequences; None for sequences * tokens.
 
     Attributes:
-        splits: int32 [count, 4], see `plan`.
-        spans: int32 [sequences, 2], see `plan`.
-        bases: int32 [sequences], see `plan`.
+        splits: int32 [count, 4], see `schedule`.
+        spans: int32 [sequences, 2], see `schedule`.
+        bases: int32 [sequences], see `schedule`.
         partial: float32 [results, kv_heads, ratio, row_dim], outputs of the splits.
         lse: float32 [results, kv_heads, ratio], log2 of their softmax sums.
         rotated: int8 [rows, kv_heads * ratio, 2, row_dim], rotated queries as integers, by upper and lower bytes.

@@ -8,11 +8,11 @@ probability p_t of token t,
 so the matrix products run on codes alone. Decode is fast on NVIDIA GPUs from compute capability 8.0 on, because:
 
 - Keys: one AND turns four bytes of packed codes into an operand of 8-bit integers (m16n8k32). A query is a 16-bit
-  integer in two columns (`columns`), so sums are exact.
+  integer in two columns (`mma`), so sums are exact.
 - Values: one AND turns a code into a float16. The bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24,
   which tensor cores multiply exactly (m16n8k16). Only the upper byte of a word is shifted.
 - Copies: codes go from memory to shared memory (cp.async), and by ldmatrix straight into the registers of an MMA
-  operand, transposed for the values. The planes of a row (`operands`) are separate MMAs on permuted elements.
+  operand, transposed for the values. The planes of a row (`unpack`) are separate MMAs on permuted elements.
 - Operands: keys and values are on the left, with tokens or elements along M. Queries of one KV head are on the right.
 - Programs: each is one warp, so there are no barriers and no exchange between warps. Eight or more programs on a
   multiprocessor hide each other's latency.
@@ -33,12 +33,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvpilot_kernels.gpu.columns import (
+from kvpilot_kernels.gpu.decode.head512 import (
+    accumulate_wide,
+    fetch_queries,
+    load_wide_query,
+    pack_fine,
+    places_of_queries,
+    score_wide,
+    write_wide,
+)
+from kvpilot_kernels.gpu.decode.ring import (
+    fetch_ring,
+    is_refined,
+    load_recent,
+    over_lanes,
+    places,
+)
+from kvpilot_kernels.gpu.decode.softmax import accumulate, hide, score
+from kvpilot_kernels.gpu.layout.mma import (
     by_queries,
     load_query,
     place_of,
 )
-from kvpilot_kernels.gpu.operands import (
+from kvpilot_kernels.gpu.layout.unpack import (
     COLS,
     MMA,
     ROWS,
@@ -54,23 +71,6 @@ from kvpilot_kernels.gpu.operands import (
     value_planes,
     zero_unit,
 )  # fmt: skip
-from kvpilot_kernels.gpu.recent import (
-    fetch_ring,
-    is_refined,
-    load_recent,
-    over_lanes,
-    places,
-)
-from kvpilot_kernels.gpu.tile import accumulate, hide, score
-from kvpilot_kernels.gpu.wide import (
-    accumulate_wide,
-    fetch_queries,
-    load_wide_query,
-    pack_fine,
-    places_of_queries,
-    score_wide,
-    write_wide,
-)
 
 
 @gluon.jit
@@ -194,11 +194,11 @@ def decode_kernel(
     ring_table: int32 [sequences, RING_BLOCKS], negative for no block; not read if RECENT is 0.
     starts: int32 [sequences + 1], the first row of each sequence, read only with SEVERAL. The last row attends to all
         tokens of the sequence, and each earlier row to one token less. Without SEVERAL each sequence is one row.
-    spans, bases: as written by `plan`, read only with SEVERAL.
+    spans, bases: as written by `schedule`, read only with SEVERAL.
     out: float32 [results, kv_heads, RATIO, D], normalised, still rotated. A split has a result for each row of its
         sequence.
     lse: float32 [results, kv_heads, RATIO], in log2.
-    KEY, VALUE: a `codec.SideLayout`.
+    KEY, VALUE: a `page.SideLayout`.
     """
     Q: gl.constexpr = 4 if TAKE <= 4 else 8 if TAKE <= 8 else 16
     KEY_CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels.gpu.rotation import load_signs, plain_slots, rotate
+from kvpilot_kernels.gpu.layout.hadamard import load_signs, plain_slots, rotate
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -28,10 +28,10 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
 
     partial: float32 [results, KV_HEADS, RATIO, D].
     lse: float32 [results, KV_HEADS, RATIO].
-    spans: int32 [sequences, 2], as in `plan`.
-    starts, bases: as in `plan`, read only with SEVERAL. Without it each sequence is one row.
+    spans: int32 [sequences, 2], as in `schedule`.
+    starts, bases: as in `schedule`, read only with SEVERAL. Without it each sequence is one row.
     owners: int32 [rows], the sequence of each row; read only with SEVERAL. Negative means padding, which gets zeros.
-    signs: [16, 16] or None (`rotation.plain_signs`).
+    signs: [16, 16] or None (`hadamard.plain_signs`).
     value_mean, value_scale: float32 [KV_HEADS, HEAD].
     sinks: [KV_HEADS * RATIO], natural logits of any float dtype, read only with SINKS.
     level: float32 [rows, KV_HEADS * RATIO], in log2, to be added to every score; read only with SINKS and LEVEL.

@@ -13,14 +13,15 @@ import triton
 from kvpilot_formats.latent import ENTRY, RANK, ROPE_BITS, LatentFormat
 from kvpilot_formats.layouts import SHRINK
 from kvpilot_kernels import check as common
-from kvpilot_kernels.gpu import latent_tuning, tuning
-from kvpilot_kernels.gpu.codec import SideLayout
-from kvpilot_kernels.gpu.latent_decode import latent_decode_kernel
-from kvpilot_kernels.gpu.latent_gather import latent_gather_kernel
-from kvpilot_kernels.gpu.latent_reduce import latent_reduce_kernel
-from kvpilot_kernels.gpu.latent_store import latent_prepare_kernel, latent_store_kernel
-from kvpilot_kernels.gpu.pages import LOG2_E
-from kvpilot_kernels.gpu.plan import fill_splits, most_splits
+from kvpilot_kernels.gpu.decode.schedule import fill_splits, most_splits
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.pages import LOG2_E
+from kvpilot_kernels.gpu.layout.page import SideLayout
+from kvpilot_kernels.gpu.mla import tuning as latent_tuning
+from kvpilot_kernels.gpu.mla.decode import latent_decode_kernel
+from kvpilot_kernels.gpu.mla.gather import latent_gather_kernel
+from kvpilot_kernels.gpu.mla.merge import latent_reduce_kernel
+from kvpilot_kernels.gpu.mla.store import latent_prepare_kernel, latent_store_kernel
 from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 
@@ -71,8 +72,8 @@ class LatentPlan:
     """Work of one decode step for up to `sequences` rows. Its buffers keep their addresses, for CUDA graphs.
 
     Attributes:
-        splits: int32 [count, 4], see `plan`.
-        spans: int32 [sequences, 2], see `plan`.
+        splits: int32 [count, 4], see `schedule`.
+        spans: int32 [sequences, 2], see `schedule`.
         partial: float32 [count, heads, 512].
         lse: float32 [count, heads].
         rotated: float16 [sequences, heads, 576], prepared queries.

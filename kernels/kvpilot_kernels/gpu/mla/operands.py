@@ -1,13 +1,13 @@
 """Latents as MMA operands: the layout of 16-bit words over a program's warps, and copies to shared memory.
 
-`operands` does the same for keys and values. `latent_decode` has the products.
+`unpack` does the same for keys and values. `mla.decode` has the products.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvpilot_formats import latent as formats
-from kvpilot_kernels.gpu.operands import UNIT, copy_to_shared, zero_unit
+from kvpilot_kernels.gpu.layout.unpack import UNIT, copy_to_shared, zero_unit
 
 RANK = gl.constexpr(formats.RANK)
 ENTRY = gl.constexpr(formats.ENTRY)

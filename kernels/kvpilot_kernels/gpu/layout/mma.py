@@ -19,7 +19,7 @@ memory, the queries of other KV heads lie between the queries of two tokens.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvpilot_kernels.gpu.operands import (
+from kvpilot_kernels.gpu.layout.unpack import (
     COLS,
     MMA,
     QUERIES,

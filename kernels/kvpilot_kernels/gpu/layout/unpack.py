@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kvpilot_kernels.gpu.codec import CUT_BITS, NARROW, ZERO_BITS, ZERO_STEPS
+from kvpilot_kernels.gpu.layout.page import CUT_BITS, NARROW, ZERO_BITS, ZERO_STEPS
 
 # Triton 3.6 and 3.9 name this function differently.
 copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -107,7 +107,7 @@ def chunks(bits, dim, group):
 
 @gluon.constexpr_function
 def is_wide(dim):
-    """Return True if a row is too long to keep its queries in registers. The module `wide` handles such rows."""
+    """Return True if a row is too long to keep its queries in registers. The module `head512` handles such rows."""
     return dim > NARROW.value
 
 

@@ -1,13 +1,13 @@
 """Decode of the recent window: the ring's digits, and the check that they belong to a tile's tokens.
 
-`layouts` has the ring's layout. Digits are processed like codes (`operands`). Tags tell whose residual the ring holds.
+`layouts` has the ring's layout. Digits are processed like codes (`unpack`). Tags tell whose residual the ring holds.
 If a token's tags differ from those in the ring, its residual gets the scale 0.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvpilot_kernels.gpu.operands import ROWS, chunk_words, chunks, copy_to_shared, is_wide, row_of_copies
+from kvpilot_kernels.gpu.layout.unpack import ROWS, chunk_words, chunks, copy_to_shared, is_wide, row_of_copies
 
 
 @gluon.constexpr_function

@@ -88,7 +88,7 @@ MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
     256: ((0.5, (1, 64, 8)), (inf, (1, 4, 1))),
     512: ((0.5, (1, 32, 16)), (inf, (1, 8, 2))),
 }  # fmt: skip
-"""Launch parameters of `reduce`, by elements of a row: pairs of an upper limit and a choice.
+"""Launch parameters of `merge`, by elements of a row: pairs of an upper limit and a choice.
 
 The limit is on the query heads of all sequences per multiprocessor. A choice is the largest number of query heads of a
 program, the splits in flight, and the warps. Few sequences have many splits each, so every query head gets its own
@@ -196,7 +196,7 @@ def fitting(taken: Taken, shared: int) -> int:
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
-    """Return the query heads, splits in flight, and warps of a program of `reduce`.
+    """Return the query heads, splits in flight, and warps of a program of `merge`.
 
     `groups` is the number of KV heads of all sequences together.
     """

@@ -15,7 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from kvpilot_formats import layouts
-from kvpilot_kernels.gpu.codec import (
+from kvpilot_kernels.gpu.layout.hadamard import load_signs, packing_slots, plain_slots, rotate
+from kvpilot_kernels.gpu.layout.page import (
     LARGEST,
     NAN,
     ZERO_BITS,
@@ -33,7 +34,6 @@ from kvpilot_kernels.gpu.codec import (
     write_codes,
     zero_of,
 )
-from kvpilot_kernels.gpu.rotation import load_signs, packing_slots, plain_slots, rotate
 
 REACH = tl.constexpr(layouts.RING_REACH)
 GAIN_BITS = tl.constexpr(layouts.GAIN_BITS)
@@ -269,7 +269,7 @@ def store_kernel(
     apart: float32 [decodes, KV_HEADS * RATIO], written: offset of the score of a sequence's first token.
     level: float32 [decodes, KV_HEADS * RATIO], the part of every score from the keys' mean. It is written only with
         LEVEL, because a softmax ignores a common offset unless scores have a cap or there is a sink.
-    signs: [16, 16] or None (`rotation`).
+    signs: [16, 16] or None (`hadamard`).
     means and scales: float32 [KV_HEADS, HEAD].
     KEY, VALUE: a `SideLayout`.
     WAIT: True if launched as a dependent: the preceding kernel's writes are visible after `gdc_wait`.

@@ -7,8 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kvpilot_kernels.gpu.columns import by_columns, join_bytes, over_own_rows, to_right
-from kvpilot_kernels.gpu.operands import (
+from kvpilot_kernels.gpu.decode.ring import fine_scale, place_of_digit, places
+from kvpilot_kernels.gpu.layout.mma import by_columns, join_bytes, over_own_rows, to_right
+from kvpilot_kernels.gpu.layout.unpack import (
     LARGEST_HALF,
     MMA,
     NAN_HALF,
@@ -31,7 +32,6 @@ from kvpilot_kernels.gpu.operands import (
     zero_codes,
     zero_unit,
 )  # fmt: skip
-from kvpilot_kernels.gpu.recent import fine_scale, place_of_digit, places
 
 HEADROOM = gl.constexpr(5.0)
 """Exponent of the factor on probabilities, 2^5.
@@ -70,8 +70,8 @@ def score(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.c
 
     Args:
         t: first token of the tile.
-        query: from `columns.load_query`.
-        fine: as in `recent.fine_scale`. With RECENT it adds the ring's digits.
+        query: from `mma.load_query`.
+        fine: as in `ring.fine_scale`. With RECENT it adds the ring's digits.
     """
     COUNT: gl.constexpr = chunks(KEY.bits, D, GROUP)
     DIGITS: gl.constexpr = KEY.digits if RECENT else 0
@@ -168,7 +168,7 @@ def accumulate(score, unit, limits, values, meta, stage, m, total, zeros, acc, f
         total: [8, Q], sums of probabilities times 2^HEADROOM, over the rows of a thread.
         zeros: [8, Q] for each group, the same sums weighted by scale and zero code, in units of UNIT.
         acc: [words, columns] for each plane, the same sums weighted by scale and code, in units of
-            UNIT * 2^(bits * sub-plane). The module `columns` defines the columns.
+            UNIT * 2^(bits * sub-plane). The module `mma` defines the columns.
     """
     PLANES: gl.constexpr = value_planes(VALUE.bits, D, GROUP)
     COUNT: gl.constexpr = chunks(VALUE.bits, D, GROUP)

@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 
 from kvpilot_kernels import check
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.codec import query_planes, read_slots, scale_and_zero
-from kvpilot_kernels.gpu.plan import beyond, most_splits
-from kvpilot_kernels.gpu.reduce import LOG2_E
-from kvpilot_kernels.gpu.rotation import packing_slots
+from kvpilot_kernels.gpu.decode.merge import LOG2_E
+from kvpilot_kernels.gpu.decode.schedule import beyond, most_splits
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.layout.hadamard import packing_slots
+from kvpilot_kernels.gpu.layout.page import query_planes, read_slots, scale_and_zero
 
 if TYPE_CHECKING:
-    from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+    from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 
 SPLITS = tl.constexpr(16)
 """Number of a sequence's splits whose log-sums are read at once."""
@@ -72,7 +72,7 @@ def weigh_kernel(
     lse: float32 [splits, KV_HEADS, RATIO]. Each sequence has one query token.
     TOKENS: divides PAGE and the splits' starts.
     ROWS: RATIO padded to a power of two, at least 16.
-    The rest is as in `decode` and, with SINKS, as in `reduce`.
+    The rest is as in `decode` and, with SINKS, as in `merge`.
     """
     head = tl.program_id(0)
     split = tl.program_id(1)

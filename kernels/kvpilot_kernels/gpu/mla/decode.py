@@ -21,7 +21,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvpilot_kernels.gpu.latent_operands import (
+from kvpilot_kernels.gpu.layout.unpack import (
+    LARGEST_HALF,
+    UNIT,
+    scales,
+    scales_up_to,
+    store_pairs,
+    to_half,
+    upper_bytes,
+    word_plane,
+    zero_codes,
+    zero_unit,
+)
+from kvpilot_kernels.gpu.mla.operands import (
     ENTRY,
     RANK,
     ROPE_WORDS,
@@ -37,18 +49,6 @@ from kvpilot_kernels.gpu.latent_operands import (
     right,
     stage_queries,
 )  # fmt: skip
-from kvpilot_kernels.gpu.operands import (
-    LARGEST_HALF,
-    UNIT,
-    scales,
-    scales_up_to,
-    store_pairs,
-    to_half,
-    upper_bytes,
-    word_plane,
-    zero_codes,
-    zero_unit,
-)
 
 HEADROOM = gl.constexpr(15.0)
 """Exponent of the largest weight, 2^15, within float16's range."""
@@ -156,14 +156,14 @@ def latent_decode_kernel(
 ):  # fmt: skip
     """Attend in one split of the plan, for TAKE heads padded to Q, with WARPS warps. Grid (cdiv(HEADS, TAKE), splits).
 
-    query: float16 [sequences, HEADS, 576], from `latent_store`.
-    sums: float32 [sequences, 3, HEADS], from `latent_store`.
+    query: float16 [sequences, HEADS, 576], from `mla.store`.
+    sums: float32 [sequences, 3, HEADS], from `mla.store`.
     cache: latent pages.
     table: int32 [sequences, blocks].
     splits: int32 [splits, 4] as (sequence, start, end, ...). The sequence is -1 for no work.
     out: float32 [splits, HEADS, 512], normalised, still rotated.
     lse: float32 [splits, HEADS], in log2.
-    LATENT, POSITION: a `codec.SideLayout`.
+    LATENT, POSITION: a `page.SideLayout`.
     OVERLAP: True if launched as a dependent of `latent_prepare`. That kernel starts this one when all tokens are
         stored, so this one can copy pages before `gdc_wait`.
     """

@@ -7,8 +7,8 @@ them, and one call of FlashAttention attends to them. Longer contexts are read c
 import triton
 import triton.language as tl
 
-from kvpilot_kernels.gpu.codec import read_codes, scale_and_zero
-from kvpilot_kernels.gpu.rotation import load_signs, plain_slots, rotate
+from kvpilot_kernels.gpu.layout.hadamard import load_signs, plain_slots, rotate
+from kvpilot_kernels.gpu.layout.page import read_codes, scale_and_zero
 
 
 @triton.jit

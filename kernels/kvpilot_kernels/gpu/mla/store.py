@@ -13,9 +13,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpilot_formats import latent as formats
-from kvpilot_kernels.gpu.codec import pack_codes, write_codes
-from kvpilot_kernels.gpu.rotation import rotate
-from kvpilot_kernels.gpu.store import encode
+from kvpilot_kernels.gpu.layout.hadamard import rotate
+from kvpilot_kernels.gpu.layout.page import pack_codes, write_codes
+from kvpilot_kernels.gpu.store.kernel import encode
 
 RANK = tl.constexpr(formats.RANK)
 ROPE = tl.constexpr(formats.ROPE)
@@ -69,7 +69,7 @@ def latent_store_kernel(
     slots: int64 [tokens], negative for padding.
     cache: uint8 pages, stride in bytes.
     mean, factor: float32 [576].
-    LATENT, POSITION: a `codec.SideLayout`.
+    LATENT, POSITION: a `page.SideLayout`.
     OVERLAP: True if earlier writes are visible only after `gdc_wait`.
     """
     if OVERLAP:
@@ -91,7 +91,7 @@ def latent_prepare_kernel(
     query_ptr, query_rope_ptr, rotated_ptr, sums_ptr, factor_ptr, rows, query_stride, query_head,
     query_rope_stride, query_rope_head, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Prepare the queries that `latent_decode` reads. A row is a query of one head. Grid (cdiv(rows, ROWS),).
+    """Prepare the queries that `mla.decode` reads. A row is a query of one head. Grid (cdiv(rows, ROWS),).
 
     query: [tokens, HEADS, 512], any float dtype, strides per token and per head in elements.
     query_rope: [tokens, HEADS, 64], likewise.

@@ -23,7 +23,7 @@ GATHER_TOKENS, GATHER_WARPS = 8, 4
 
 @dataclass(frozen=True)
 class Merge:
-    """Launch parameters of `reduce` per program: `heads`, `splits` in flight (a power of two), and `warps`."""
+    """Launch parameters of `merge` per program: `heads`, `splits` in flight (a power of two), and `warps`."""
 
     heads: int
     splits: int
@@ -31,7 +31,7 @@ class Merge:
 
 
 def merging(splits: int) -> Merge:
-    """Return the launch parameters of `reduce` for sequences of at most this many splits.
+    """Return the launch parameters of `merge` for sequences of at most this many splits.
 
     With few sequences, each has many splits and few programs merge them. Such a program reads many splits at once, so
     that it waits for memory less often. Measured with 264, 33 and 8 splits per sequence.
