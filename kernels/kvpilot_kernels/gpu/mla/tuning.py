@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from kvpilot_formats.latent import ENTRY, LatentFormat
+from kvpilot_kernels.gpu.launch.tuning import gpu
 
 MOST_HEADS = 24
 """Largest number of heads of a program. Registers limit it: each head needs accumulators of 512 elements."""
@@ -39,13 +40,6 @@ def merging(splits: int) -> Merge:
     if splits > 64:
         return Merge(1, 32, 16)
     return Merge(1, 32, 8) if splits > 16 else Merge(1, 4, 1)
-
-
-def shared_kib(capability: tuple[int, int]) -> int:
-    """Return a multiprocessor's shared memory in KiB. Each program costs 1 KiB more than it uses."""
-    if capability in ((8, 6), (8, 9)) or capability[0] == 12:
-        return 100
-    return 164 if capability[0] == 8 else 228
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ def choose(fmt: LatentFormat, heads: int, block_size: int, capability: tuple[int
     wide = -(-program_heads(heads) // 8) * 8
     for most in (64, 32):
         choice = LatentChoice(wide, gcd(most, block_size), 2, 4, 2)
-        fit = shared_kib(capability) * 1024 // (choice.shared_bytes(fmt) + 2048)
+        fit = gpu(capability).shared_kib * 1024 // (choice.shared_bytes(fmt) + 2048)  # a program costs 1 KiB more
         if fit:
             break
     return replace(choice, programs=min(2, fit))
