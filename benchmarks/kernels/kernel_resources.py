@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -106,9 +106,9 @@ def known(variant: Variant, taken: Resources) -> bool:
         most = 512 if "window" in variant.shape else 112
     elif variant.kernel == "decode_kernel" and "window" in variant.shape:
         narrow = 64 if variant.registers == 168 else 40 if variant.dtype == "k8v4" else 0
-        most = 480 if "8 queries" in variant.shape else 128 if variant.constants["D"] > 128 else narrow
+        most = 480 if "8 queries" in variant.shape else 128 if variant.constants["C"].dim > 128 else narrow
     elif variant.kernel == "decode_kernel":
-        most = 48 if variant.constants["D"] > 128 else 0
+        most = 48 if variant.constants["C"].dim > 128 else 0
     return 0 < taken.stack <= most
 
 
@@ -116,11 +116,13 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     """Compile a program to machine code, and return its resources. Errors of Triton are not caught."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
+    config = constants.get("C")
+    if hasattr(config, "overlap"):
+        constants["C"] = replace(config, overlap=capability >= 90)
     if "OVERLAP" in kernel.arg_names:
         constants["OVERLAP"] = capability >= 90
-    if "WAIT" in kernel.arg_names:
-        constants["WAIT"] = capability >= 90
-    if constants.get("D") == constants.get("WIDE"):  # rows of a power of two are rotated without signs
+    row = getattr(config, "key_side", config)
+    if getattr(row, "dim", 0) == getattr(row, "slots", 0):  # rows of a power of two are rotated without signs
         constants |= {name: None for name in kernel.arg_names if name.endswith("signs_ptr")}
     for name in kernel.arg_names:
         if name in constants:

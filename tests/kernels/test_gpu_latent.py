@@ -168,10 +168,10 @@ def test_a_decode_that_starts_while_queries_are_prepared_reads_them_afterwards(
     monkeypatch.setattr(
         latent_pages, "latent_decode_kernel", EagerKernel(latent_decode, "latent_decode_kernel", hold_back, arrive)
     )
-    batch.shape.chained = {"OVERLAP": True, "launch_pdl": True}
+    batch.shape.overlap = True
     batch.pages.attend(batch.table, len(batch.lengths), plan)
     assert waits == [1] * len(plan.splits), "a program that does not wait lets what comes after start too soon"
-    batch.shape.chained = {"OVERLAP": False}
+    batch.shape.overlap = False
     out = torch.full_like(whole, torch.nan)
     batch.pages.merge(len(batch.lengths), plan, out)
     assert torch.equal(out, whole)

@@ -1,5 +1,7 @@
 """Recent window in the GPU kernels: the ring's bytes equal those of the CPU code, and decode reads them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decided import decided
@@ -168,7 +170,7 @@ def test_no_byte_of_a_ring_is_read_before_the_step_is_stored(monkeypatch: pytest
 
     class Overlapping:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
-            return lambda *a, **k: eager[grid](*a, **{**k, "OVERLAP": True})
+            return lambda *a, **k: eager[grid](*a, **{**k, "C": replace(k["C"], overlap=True)})
 
     monkeypatch.setattr(pages, "decode_kernel", Overlapping())
     assert torch.equal(attend(s, at, query), wanted)

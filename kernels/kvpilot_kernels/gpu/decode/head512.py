@@ -14,31 +14,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kvpilot_kernels.gpu.decode.ring import place_of_digit, places
-from kvpilot_kernels.gpu.decode.softmax import HEADROOM
+from kvpilot_kernels.gpu.decode.queries import Query, at_program, load_sums, load_units, place_of
+from kvpilot_kernels.gpu.decode.ring import digit_buffer
+from kvpilot_kernels.gpu.decode.smem import copy_to_shared
+from kvpilot_kernels.gpu.decode.softmax import HEADROOM, State, capped, first_scores
 from kvpilot_kernels.gpu.layout.mma import (
-    by_columns,
-    by_queries,
-    join_bytes,
-    load_sums,
-    load_units,
-    over_own_rows,
-    place_of,
-    to_right,
-)
-from kvpilot_kernels.gpu.layout.unpack import (
     COLS,
     KEYS,
     MMA,
     QUERIES,
     ROWS,
     SCORES,
-    UNIT,
     VALUES,
+    by_columns,
+    by_queries,
+    chunks,
+    join_bytes,
+    over_own_rows,
+    to_right,
+)
+from kvpilot_kernels.gpu.layout.unpack import (
+    UNIT,
     ZEROS,
     byte_plane,
-    chunks,
-    copy_to_shared,
     middle,
     scales,
     scales_up_to,
@@ -48,7 +46,7 @@ from kvpilot_kernels.gpu.layout.unpack import (
     word_plane,
     zero_codes,
     zero_unit,
-)  # fmt: skip
+)
 
 # Triton 3.6 and 3.9 name this function differently.
 fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -70,154 +68,143 @@ def keep_row(row):
 
 
 @gluon.jit
-def places_of_queries(Q: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr):
-    """Allocate shared memory for queries, int8 [2 Q, 64] for each 64 bytes of a row.
+def allocate_queries(C: gl.constexpr):
+    """Allocate shared memory for queries, int8 [2 queries, 64] for each 64 bytes of a row.
 
-    For each group there is also memory for the queries' sums, int32 [2 Q] and float32 [Q].
+    For each group there is also memory for the queries' sums, int32 [2 queries] and float32 [queries].
     """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return (
-        gl.allocate_shared_memory(gl.int8, [D // 64, 2 * Q, 64], gl.SwizzledSharedLayout(16, 2, 4, [1, 0])),
-        gl.allocate_shared_memory(gl.int32, [D // GROUP * 2 * Q], flat),
-        gl.allocate_shared_memory(gl.float32, [D // GROUP * Q], flat),
-    )
+        gl.allocate_shared_memory(
+            gl.int8, [C.dim // 64, 2 * C.queries, 64], gl.SwizzledSharedLayout(16, 2, 4, [1, 0])
+        ),
+        gl.allocate_shared_memory(gl.int32, [C.groups * 2 * C.queries], flat),
+        gl.allocate_shared_memory(gl.float32, [C.groups * C.queries], flat),
+    )  # fmt: skip
 
 
 @gluon.jit
-def fetch_queries(shared, rotated_ptr, first, count, stride, D: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr,
-                  SEVERAL: gl.constexpr):  # fmt: skip
-    """Start copying `count` queries, as `store`'s integers, to shared memory. Past the end repeat the last query."""
+def fetch_queries(shared, source, C: gl.constexpr):
+    """Start copying queries, as `store`'s integers, to shared memory. Past the end repeat the last query."""
+    DIM: gl.constexpr = C.dim
+    source = at_program(source, C)
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0])
-    column = gl.arange(0, 2 * Q, gl.SliceLayout(1, layout))
+    column = gl.arange(0, 2 * C.queries, gl.SliceLayout(1, layout))
     byte = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    n = gl.minimum(column // 2, count - 1)
-    row = (place_of(n, first, stride, RATIO, SEVERAL) * 2 + column % 2)[:, None] * D
-    for i in gl.static_range(D // 64):
-        copy_to_shared(shared[0].index(i), rotated_ptr + i * 64 + (row + byte))
+    n = gl.minimum(column // 2, source.count - 1)
+    row = (place_of(n, source, C) * 2 + column % 2)[:, None] * DIM
+    for i in gl.static_range(DIM // 64):
+        copy_to_shared(shared[0].index(i), source.rotated + i * 64 + (row + byte))
 
 
 @gluon.jit
-def load_wide_query(shared, sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, BITS: gl.constexpr,
-                    D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
-                    SEVERAL: gl.constexpr):  # fmt: skip
-    """Load the data for products with `count` queries. The queries' sums go to shared memory.
-
-    Returns:
-        The tensors in shared memory, then the results of `load_units`.
-    """
-    for g in gl.static_range(D // GROUP):
-        start, zero = load_sums(sums_ptr, first, count, stride, g, BITS, D, GROUP, RATIO, Q, SEVERAL)
-        shared[1].slice(g * 2 * Q, 2 * Q).store(start)
-        shared[2].slice(g * Q, Q).store(zero)
-    unit, apart, level = load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO, Q, LEVEL, SEVERAL)
-    return shared, unit, apart, level
+def load_wide_query(shared, source, C: gl.constexpr):
+    """Load a program's `Query`, whose sums go to shared memory."""
+    GROUPS: gl.constexpr = C.groups
+    source = at_program(source, C)
+    for g in gl.static_range(GROUPS):
+        start, zero = load_sums(source, g, C)
+        shared[1].slice(g * 2 * C.queries, 2 * C.queries).store(start)
+        shared[2].slice(g * C.queries, C.queries).store(zero)
+    unit, apart, level = load_units(source, C)
+    return Query(operands=shared[0], starts=shared[1], zeros=shared[2], unit=unit, apart=apart, level=level)
 
 
 @gluon.jit
-def dot_wide(codes, shared, g: gl.constexpr, first: gl.constexpr, BITS: gl.constexpr, TILE: gl.constexpr,
-             Q: gl.constexpr):  # fmt: skip
-    """Multiply group g's codes, from bit `first` of `codes` on, by the queries: float32 [TILE, Q].
+def dot_wide(codes, query, g: gl.constexpr, first: gl.constexpr, C: gl.constexpr):
+    """Multiply group g's codes, from bit `first` of `codes` on, by the queries: float32 [tile, queries].
 
     The result is exact before the last rounding, as in `softmax.dot`.
     """
-    sums = gl.full([TILE, 2 * Q], 0, gl.int32, MMA)
-    if first + BITS == 8:
-        sums += shared[1].slice(g * 2 * Q, 2 * Q).load(gl.SliceLayout(0, MMA))[None, :]
-    query = shared[0].index(g).permute([1, 0]).load(QUERIES)
-    sums = mma_v2(byte_plane(codes, BITS, first), query, sums)
-    return join_bytes(sums, TILE, Q) * (0.5**first)
+    sums = gl.full([C.tile, 2 * C.queries], 0, gl.int32, MMA)
+    if first + C.key_side.bits == 8:
+        sums += query.starts.slice(g * 2 * C.queries, 2 * C.queries).load(gl.SliceLayout(0, MMA))[None, :]
+    operand = query.operands.index(g).permute([1, 0]).load(QUERIES)
+    sums = mma_v2(byte_plane(codes, C.key_side.bits, first), operand, sums)
+    return join_bytes(sums, C.tile, C.queries) * (0.5**first)
 
 
 @gluon.jit
-def score_wide(keys, meta, stage, t, query, fine, softcap, KEY: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr,
-               TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
-               RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Compute scores like `softmax.score`, with `fine` from `pack_fine`."""
-    CHUNKS: gl.constexpr = chunks(KEY.bits, D, GROUP)
-    DIGITS: gl.constexpr = KEY.digits if RECENT else 0
-    shared, unit, apart, level = query
-    token = gl.arange(0, TILE, ROWS)
-    score = gl.where(
-        (token == 0)[:, None], gl.where(t == 0, apart, 0.0)[None, :], gl.full([TILE, Q], 0.0, gl.float32, SCORES)
-    )
+def score_wide(smem, stage, t, query, fine, softcap, C: gl.constexpr):
+    """Compute scores like `softmax.score`, with packed exponents."""
+    KEY: gl.constexpr = C.key_side
+    CHUNKS: gl.constexpr = chunks(KEY)
+    DIGITS: gl.constexpr = KEY.digits if len(fine) > 0 else 0
+    meta = smem.meta.index(stage)
+    score = first_scores(t, query, C)
     for c in gl.static_range(CHUNKS):
         for sub in gl.static_range(8 // KEY.bits):
-            codes = keys.index(stage * CHUNKS + c).load(KEYS)
-            word = meta.slice((sub * CHUNKS + c) * TILE, TILE).load(ROWS)
-            taken = shared[2].slice((sub * CHUNKS + c) * Q, Q).load(COLS)[None, :]
-            product = dot_wide(codes, shared, sub * CHUNKS + c, KEY.bits * sub, KEY.bits, TILE, Q)
+            codes = smem.key.index(stage * CHUNKS + c).load(KEYS)
+            word = meta.slice((sub * CHUNKS + c) * C.tile, C.tile).load(ROWS)
+            taken = query.zeros.slice((sub * CHUNKS + c) * C.queries, C.queries).load(COLS)[None, :]
+            product = dot_wide(codes, query, sub * CHUNKS + c, KEY.bits * sub, C)
             product = product - zero_codes(word)[:, None] * taken
             if DIGITS > 0:
-                finer = gl.full([TILE, Q], 0.0, gl.float32, SCORES)
+                finer = gl.full([C.tile, C.queries], 0.0, gl.float32, SCORES)
                 for j in gl.static_range(DIGITS):
-                    place = place_of_digit(stage, j, places(KEY, STAGES, RECENT))
-                    digit = keys.index(place * CHUNKS + c).load(KEYS)
-                    digit = dot_wide(digit, shared, sub * CHUNKS + c, KEY.bits * sub, KEY.bits, TILE, Q)
+                    digit = smem.key.index(digit_buffer(stage, j, KEY, C) * CHUNKS + c).load(KEYS)
+                    digit = dot_wide(digit, query, sub * CHUNKS + c, KEY.bits * sub, C)
                     finer = finer * (1 << KEY.bits) + digit
                 finer = finer - taken * (middle(KEY.bits) / zero_unit(KEY.bits) * UNIT)
-                if SEVERAL:
-                    finer = gl.where(fine[2], finer, 0.0)
+                if C.several:
+                    finer = gl.where(fine.seen, finer, 0.0)
                 product += fine_factor(fine, sub * CHUNKS + c, KEY.bits)[:, None] * finer
             score += scales(word)[:, None] * product
             if ends_part(sub, KEY.bits, DIGITS):
                 fence()
-    if SOFTCAP:
-        score += level[None, :]
-        power = gl.exp2(score * unit[None, :] * (2.0 / softcap))
-        score = (1.0 - 2.0 / (power + 1.0)) * (softcap * 1.4426950408889634)
+    if C.softcap:
+        score = capped(score, query, softcap)
     return score
 
 
 @gluon.jit
-def accumulate_wide(score, unit, limits, values, meta, stage, m, total, zeros, acc, fine, VALUE: gl.constexpr,
-                    D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr, STAGES: gl.constexpr,
-                    RECENT: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
+def accumulate_wide(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
     """Add a tile to the running softmax like `softmax.accumulate`, but with zeros [2 * groups, columns].
 
     The last rows of zeros are the values' groups. The first rows come from the keys' zero codes and mean nothing.
     """
-    CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
-    GROUPS: gl.constexpr = D // GROUP
+    VALUE: gl.constexpr = C.value_side
+    CHUNKS: gl.constexpr = chunks(VALUE)
     SUBS: gl.constexpr = 8 // VALUE.bits
-    DIGITS: gl.constexpr = VALUE.digits if RECENT else 0
-    m_new = gl.maximum(m, gl.max(score, 0) * unit - HEADROOM)
-    alpha = gl.exp2(m - m_new)
-    p = gl.exp2(score * unit[None, :] - m_new[None, :])
-    total = total * alpha[None, :] + over_own_rows(p, TILE, Q)
-    alpha = by_columns(alpha, Q)[None, :]
-    zeros = zeros * alpha
-    rows = meta.reshape([2 * GROUPS, TILE]).load(VALUES)
+    DIGITS: gl.constexpr = VALUE.digits if len(fine) > 0 else 0
+    meta = smem.meta.index(stage)
+    m = gl.maximum(state.m, gl.max(score, 0) * unit - HEADROOM)
+    alpha = gl.exp2(state.m - m)
+    p = gl.exp2(score * unit[None, :] - m[None, :])
+    total = state.total * alpha[None, :] + over_own_rows(p, C.tile, C.queries)
+    alpha = by_columns(alpha, C.queries)[None, :]
+    zeros = state.zeros * alpha
+    rows = meta.reshape([2 * C.groups, C.tile]).load(VALUES)
     rows = gl.inline_asm_elementwise(ZEROS, "=r,r", [rows], dtype=gl.float16, is_pure=True, pack=2)
-    new = ()
+    acc = ()
     for c in gl.static_range(CHUNKS):
         for sub in gl.static_range(SUBS):
-            scale = scales_up_to(meta.slice((GROUPS + sub * CHUNKS + c) * TILE, TILE).load(ROWS), limits)
-            weights = to_right(to_half(p * scale[:, None]), TILE, Q)
-            zeros = mma_v2(only_row(rows, GROUPS + sub * CHUNKS + c), weights, zeros)
+            scale = scales_up_to(meta.slice((C.groups + sub * CHUNKS + c) * C.tile, C.tile).load(ROWS), limits)
+            weights = to_right(to_half(p * scale[:, None]), C.tile, C.queries)
+            zeros = mma_v2(only_row(rows, C.groups + sub * CHUNKS + c), weights, zeros)
             w = weights
             if DIGITS > 0:
-                w = p * (scale * fine_factor(fine, GROUPS + sub * CHUNKS + c, VALUE.bits))[:, None]
-                if SEVERAL:
-                    w = gl.where(fine[2], w, 0.0)
-                w = to_right(to_half(w), TILE, Q)
+                w = p * (scale * fine_factor(fine, C.groups + sub * CHUNKS + c, VALUE.bits))[:, None]
+                if C.several:
+                    w = gl.where(fine.seen, w, 0.0)
+                w = to_right(to_half(w), C.tile, C.queries)
                 half = gl.full(
-                    [2 * GROUPS, TILE], middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT, gl.float16, VALUES
-                )  # fmt: skip
-                zeros = mma_v2(only_row(half, GROUPS + sub * CHUNKS + c), w, zeros)
-            words = values.index(stage * CHUNKS + c).permute([1, 0]).load(VALUES)
-            even = mma_v2(word_plane(words, VALUE.bits, sub), weights, acc[(c * SUBS + sub) * 2] * alpha)
+                    [2 * C.groups, C.tile], middle(VALUE.bits) / zero_unit(VALUE.bits) * UNIT, gl.float16, VALUES
+                )
+                zeros = mma_v2(only_row(half, C.groups + sub * CHUNKS + c), w, zeros)
+            words = smem.value.index(stage * CHUNKS + c).permute([1, 0]).load(VALUES)
+            even = mma_v2(word_plane(words, VALUE.bits, sub), weights, state.acc[(c * SUBS + sub) * 2] * alpha)
             words = upper_bytes(words)
-            odd = mma_v2(word_plane(words, VALUE.bits, sub), weights, acc[(c * SUBS + sub) * 2 + 1] * alpha)
+            odd = mma_v2(word_plane(words, VALUE.bits, sub), weights, state.acc[(c * SUBS + sub) * 2 + 1] * alpha)
             for j in gl.static_range(DIGITS):
-                place = place_of_digit(stage, j, places(VALUE, STAGES, RECENT))
-                words = values.index(place * CHUNKS + c).permute([1, 0]).load(VALUES)
+                words = smem.value.index(digit_buffer(stage, j, VALUE, C) * CHUNKS + c).permute([1, 0]).load(VALUES)
                 finer = (w * (1 << VALUE.bits * (DIGITS - 1 - j))).to(gl.float16)
                 even = mma_v2(word_plane(words, VALUE.bits, sub), finer, even)
                 odd = mma_v2(word_plane(upper_bytes(words), VALUE.bits, sub), finer, odd)
-            new = new + (even, odd)
+            acc = acc + (even, odd)
             if ends_part(sub, VALUE.bits, DIGITS):
                 fence()
-    return m_new, total, zeros, new
+    return State(m=m, total=total, zeros=zeros, acc=acc)
 
 
 @gluon.jit
@@ -237,14 +224,15 @@ def only_row(x, row: gl.constexpr):
 
 
 @gluon.jit
-def pack_fine(recent, right, D: gl.constexpr, GROUP: gl.constexpr):
-    """Pack the exponents of the ring's residuals, two bits a group, keys' groups first: uint32 [TILE].
+def pack_exponents(tags, right, C: gl.constexpr):
+    """Pack the exponents of the ring's residuals, two bits a group, keys' groups first: uint32 [tile].
 
-    Also return a mask, uint32 [TILE], with all bits set for tokens that are `right`, and none for others.
+    Also return a mask, uint32 [tile], with all bits set for tokens that are `right`, and none for others.
     """
-    packed = recent[0][0].to(gl.uint32) & 3
-    for g in gl.static_range(1, 2 * (D // GROUP)):
-        packed = packed | ((recent[0][g].to(gl.uint32) & 3) << 2 * g)
+    GROUPS: gl.constexpr = C.groups
+    packed = tags.meta[0].to(gl.uint32) & 3
+    for g in gl.static_range(1, 2 * GROUPS):
+        packed = packed | ((tags.meta[g].to(gl.uint32) & 3) << 2 * g)
     mask = gl.where(right, -1, 0).to(gl.uint32)
     return gl.convert_layout(packed, ROWS), gl.convert_layout(mask, ROWS)
 
@@ -255,32 +243,32 @@ def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
 
     It is the same number as that of `ring.fine_scale`.
     """
-    exponent = ((fine[0] >> 2 * g) & 3) + (127 + BITS - 8)
-    return ((exponent << 23) & fine[1]).to(gl.float32, bitcast=True)
+    exponent = ((fine.exponents >> 2 * g) & 3) + (127 + BITS - 8)
+    return ((exponent << 23) & fine.right).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def write_wide(out_ptr, lse_ptr, first, count, stride, m, total, zeros, acc, VALUE: gl.constexpr, D: gl.constexpr,
-               GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Write the results of `accumulate_wide`, as `kernel.epilogue` does."""
-    GROUPS: gl.constexpr = D // GROUP
-    CHUNKS: gl.constexpr = chunks(VALUE.bits, D, GROUP)
+def write_wide(out_ptr, lse_ptr, source, state, C: gl.constexpr):
+    """Write the results of `accumulate_wide`, as `softmax.write` does."""
+    VALUE: gl.constexpr = C.value_side
+    CHUNKS: gl.constexpr = chunks(VALUE)
     SUBS: gl.constexpr = 8 // VALUE.bits
-    norm = gl.sum(total, 0)
-    if SEVERAL:
+    norm = gl.sum(state.total, 0)
+    if C.several:
         norm = gl.where(norm == 0, 1.0, norm)
-    word = gl.arange(0, GROUP // 2, ROWS)[:, None]
-    n = gl.arange(0, Q, COLS)
-    place = place_of(n, first, stride, RATIO, SEVERAL)
-    rows = by_queries(zeros, 2 * GROUPS, Q)
-    row = gl.arange(0, 2 * GROUPS, ROWS)[:, None]
+    word = gl.arange(0, VALUE.group // 2, ROWS)[:, None]
+    n = gl.arange(0, C.queries, COLS)
+    place = place_of(n, source, C)
+    rows = by_queries(state.zeros, 2 * C.groups, C.queries)
+    row = gl.arange(0, 2 * C.groups, ROWS)[:, None]
     for c in gl.static_range(CHUNKS):
         for sub in gl.static_range(SUBS):
-            shift = gl.sum(gl.where(row == GROUPS + sub * CHUNKS + c, rows, 0.0), 0) * (zero_unit(VALUE.bits) / UNIT)
-            even = by_queries(acc[(c * SUBS + sub) * 2], GROUP // 2, Q) * (0.5 ** (VALUE.bits * sub) / UNIT)
-            odd = by_queries(acc[(c * SUBS + sub) * 2 + 1], GROUP // 2, Q) * (0.5 ** (VALUE.bits * sub) / UNIT)
-            even = (even - shift[None, :]) / norm[None, :]
-            odd = (odd - shift[None, :]) / norm[None, :]
-            to = out_ptr + place[None, :] * D + (sub * VALUE.row + c * GROUP + 2 * word)
-            store_pairs(to, even, odd, (n[None, :] < count) & (word >= 0))
-    gl.store(lse_ptr + place, gl.log2(norm) + m, mask=n < count)
+            shift = gl.sum(gl.where(row == C.groups + sub * CHUNKS + c, rows, 0.0), 0)
+            shift = shift * (zero_unit(VALUE.bits) / UNIT)
+            even = by_queries(state.acc[(c * SUBS + sub) * 2], VALUE.group // 2, C.queries)
+            odd = by_queries(state.acc[(c * SUBS + sub) * 2 + 1], VALUE.group // 2, C.queries)
+            even = (even * (0.5 ** (VALUE.bits * sub) / UNIT) - shift[None, :]) / norm[None, :]
+            odd = (odd * (0.5 ** (VALUE.bits * sub) / UNIT) - shift[None, :]) / norm[None, :]
+            to = out_ptr + place[None, :] * C.dim + (sub * VALUE.row + c * VALUE.group + 2 * word)
+            store_pairs(to, even, odd, (n[None, :] < source.count) & (word >= 0))
+    gl.store(lse_ptr + place, gl.log2(norm) + state.m, mask=n < source.count)

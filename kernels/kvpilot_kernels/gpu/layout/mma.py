@@ -1,4 +1,8 @@
-"""Order of queries in the columns of decode's two matrix products.
+"""Operands of decode's two matrix products: their MMA layouts, planes of codes, and the order of queries in columns.
+
+Keys are signed bytes for m16n8k32. Values are 16-bit words for m16n8k16 in float16. A row of packed codes is cut into
+chunks, each the operand of one product. A plane is the set of codes that one AND extracts from all bytes, or words, of
+a chunk. Its sub-plane is the place of these codes in a byte, counted from the low bits.
 
 Tensor cores take 8 columns at once, but models often have 4 query heads per KV head. So in the first product query i
 has two columns: 2 i with the upper bytes of its 16-bit integers, and 2 i + 1 with the lower bytes. A thread holds the
@@ -11,108 +15,87 @@ transposes blocks of 8 x 8 numbers, and the two halves of a register become adja
 - With 16 queries, the second 8 columns are the second 8 queries in the same order.
 - With 4 queries, a register holds two tokens that are 8 apart. Of 16 tokens, a query's even column has the first 8 and
   its odd column the last 8. The other half of each column is zero. A query's two columns are added at the end.
-
-In a step with several query tokens of a sequence (SEVERAL), a KV head's queries are in the order of the tokens. In
-memory, the queries of other KV heads lie between the queries of two tokens.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvpilot_kernels.gpu.layout.unpack import (
-    COLS,
-    MMA,
-    QUERIES,
-    ROWS,
-    SCORES,
-    UNIT,
-    WEIGHTS,
-    chunk_words,
-    key_planes,
-    key_shift,
-    padded,
-    zero_unit,
-)
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+KEYS = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 4))
+QUERIES = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 4))
+VALUES = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+SCORES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0]))
+"""Layout of a product after adjacent columns were summed. Thread t of four threads has columns t, t + 4, ..."""
+ROWS = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+COLS = gl.constexpr(gl.SliceLayout(0, SCORES.value))
 
 
-@gluon.jit
-def place_of(n, first, stride, RATIO: gl.constexpr, SEVERAL: gl.constexpr):
-    """Return the offset in memory of query `first` + n of a KV head.
+@gluon.constexpr_function
+def value_planes(side):
+    """Return the planes of a row as (chunk, sub-plane, odd, group). All words of a chunk and plane are in one group.
 
-    It counts queries from query `first`, or with SEVERAL from query 0 of the sequence. `stride` is the number of
-    queries from one token of the sequence to the next.
+    Word w of chunk c holds element sub * row + 2 * (c * chunk_words + w) + odd.
     """
-    return (first + n) // RATIO * stride + (first + n) % RATIO if SEVERAL else n
+    words = chunk_words(side)
+    return tuple(
+        (c, sub, odd, (sub * side.row + 2 * c * words) // side.group)
+        for c in range(chunks(side))
+        for sub in range(8 // side.bits)
+        for odd in range(2)
+    )
 
 
-@gluon.jit
-def load_query(rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, first, count, stride, KEY: gl.constexpr,
-               D: gl.constexpr, GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, LEVEL: gl.constexpr,
-               SEVERAL: gl.constexpr):  # fmt: skip
-    """Load `count` queries of a KV head into registers, as the integers that `store` wrote.
+@gluon.constexpr_function
+def key_planes(side):
+    """Return the planes of a row as (chunk, sub-plane, group, first bit, shifted, factor).
 
-    Returns:
-        The queries, int8 [bytes, 2 Q] for each plane.
-        The initial sums and the effect of zero points, for each group, from `load_sums`.
-        The unit and the offsets of scores, from `load_units`.
+    Byte b of chunk c holds element sub * row + 2 * c * chunk_words + b. Its code begins at the first bit of
+    the byte, or of the byte's upper half if `shifted`. So the code is read too large, by `factor` * 2^`key_shift`. The
+    factor, 1 or 4, differs between planes of a group, so queries are divided by it.
     """
-    PLANES: gl.constexpr = key_planes(KEY.bits, D, GROUP)
-    WORDS: gl.constexpr = chunk_words(KEY.bits, D, GROUP)
-    byte = gl.arange(0, 2 * padded(WORDS), gl.SliceLayout(1, QUERIES))[:, None]
-    n = gl.arange(0, 2 * Q, gl.SliceLayout(0, QUERIES))[None, :]
-    row = (place_of(n // 2, first, stride, RATIO, SEVERAL) * 2 + n % 2) * D
-    operands = ()
-    for i in gl.static_range(len(PLANES)):
-        at = PLANES[i][1] * KEY.row + 2 * PLANES[i][0] * WORDS + byte
-        operands = operands + (
-            gl.load(rotated_ptr + (row + at), mask=(n // 2 < count) & (byte < 2 * WORDS), other=0),
-        )  # fmt: skip
-    starts = ()
-    zeros = ()
-    for g in gl.static_range(D // GROUP):
-        start, zero = load_sums(sums_ptr, first, count, stride, g, KEY.bits, D, GROUP, RATIO, Q, SEVERAL)
-        starts = starts + (start,)
-        zeros = zeros + (zero * 2 ** key_shift(KEY.bits, D, GROUP, g),)
-    unit, apart, level = load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO, Q, LEVEL, SEVERAL)
-    return operands, starts, zeros, unit, apart, level
+    planes = ()
+    for c in range(chunks(side)):
+        for sub in range(8 // side.bits):
+            g = (sub * side.row + 2 * c * chunk_words(side)) // side.group
+            shift = key_shift(side, g)
+            shifted = side.bits * sub - shift >= 4
+            first = side.bits * sub - 4 * shifted
+            planes += ((c, sub, g, first, shifted, 1 << first - shift),)
+    return planes
 
 
-@gluon.jit
-def load_sums(sums_ptr, first, count, stride, g: gl.constexpr, BITS: gl.constexpr, D: gl.constexpr,
-              GROUP: gl.constexpr, RATIO: gl.constexpr, Q: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Load a group's initial sums, int32 [2 Q], and the effect of its zero points, float32 [Q].
+@gluon.constexpr_function
+def key_shift(side, g):
+    """Return the bit at which the first element of group g begins in its byte."""
+    return side.bits * (g * side.group // side.row)
 
-    The initial sums, in the columns of the first product, correct for codes that are read 128 too low. The effect is
-    the number that a zero code of 1 subtracts from a product, in units of UNIT.
+
+@gluon.constexpr_function
+def is_signed(side, g):
+    """Return True if some codes of group g end at a byte's sign bit, so that they are read 128 too low."""
+    return any(first + side.bits == 8 for _, _, at, first, _, _ in key_planes(side) if at == g)
+
+
+@gluon.constexpr_function
+def chunk_words(side):
+    """Return the number of words of a chunk."""
+    return min(side.row // 2, side.group // 2)
+
+
+@gluon.constexpr_function
+def padded(words):
+    """Return how many words a tile loads for a chunk: a power of two, at least 16 (an MMA's depth).
+
+    The words past the chunk are unused.
     """
-    sums_ptr += 3 * g
-    column = gl.arange(0, 2 * Q, gl.SliceLayout(0, MMA))
-    place = place_of(column // 2, first, stride, RATIO, SEVERAL) * (3 * (D // GROUP)) + column % 2
-    start = gl.load(sums_ptr + place, mask=column // 2 < count, other=0) * 128
-    i = gl.arange(0, Q, COLS)
-    place = place_of(i, first, stride, RATIO, SEVERAL) * (3 * (D // GROUP)) + 2
-    total = gl.load(sums_ptr + place, mask=i < count, other=0)
-    return start, total.to(gl.float32) * (zero_unit(BITS) / UNIT)
+    return 16 if words <= 16 else 32
 
 
-@gluon.jit
-def load_units(units_ptr, apart_ptr, level_ptr, first, count, stride, RATIO: gl.constexpr, Q: gl.constexpr,
-               LEVEL: gl.constexpr, SEVERAL: gl.constexpr):  # fmt: skip
-    """Load the units of `count` queries and the offsets of their scores, float32 [Q] each.
-
-    Returns:
-        The unit: the value of a query's integer 1. It is NaN if the query has a NaN.
-        The offset of the score of the sequence's first token, in this unit.
-        The offset of all scores, in this unit; 0 without LEVEL.
-    """
-    i = gl.arange(0, Q, COLS)
-    place = place_of(i, first, stride, RATIO, SEVERAL)
-    unit = gl.load(units_ptr + place, mask=i < count, other=1.0)
-    apart = gl.load(apart_ptr + place, mask=i < count, other=0.0)
-    level = gl.full([Q], 0.0, gl.float32, COLS)
-    if LEVEL:
-        level = gl.load(level_ptr + place, mask=i < count, other=0.0)
-    return unit, apart / unit, level / unit
+@gluon.constexpr_function
+def chunks(side):
+    """Return the number of chunks of a row."""
+    return side.row // 2 // chunk_words(side)
 
 
 @gluon.jit

@@ -10,6 +10,9 @@ so that decode can use scores as exponents of 2. The same program writes the rin
 (`reference.residual`).
 """
 
+from collections import namedtuple
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
@@ -22,6 +25,7 @@ from kvpilot_kernels.gpu.layout.page import (
     ZERO_BITS,
     ZERO_MASK,
     ZERO_STEPS,
+    SideLayout,
     byte_of,
     nearest_scale_bits,
     pack_codes,
@@ -40,6 +44,40 @@ GAIN_BITS = tl.constexpr(layouts.GAIN_BITS)
 GAIN_LIMIT = tl.constexpr(layouts.GAIN_LIMIT)
 
 
+@dataclass(frozen=True)
+class StoreConfig:
+    """Constants of a launch.
+
+    Attributes:
+        key_side, value_side: layouts of keys and values.
+        kv_heads, ratio: KV heads, and query heads of each.
+        head: elements of a head of the model.
+        tokens: tokens of a program.
+        level: True if `level` is written.
+        overlap: True if launched as a dependent: the preceding kernel's writes are visible after `gdc_wait`.
+    """
+
+    key_side: SideLayout
+    value_side: SideLayout
+    kv_heads: int
+    ratio: int
+    head: int
+    tokens: int
+    level: bool
+    overlap: bool
+
+
+Rows = namedtuple("Rows", "x stride first mean scale signs")
+"""Keys or values of all tokens: pointers to them and to their factors, and the stride of a token.
+
+`first` is the mean for tokens with ordinal 1.
+"""
+
+
+Target = namedtuple("Target", "slots base page_stride head_stride")
+"""Pointers to the slots of all tokens and to pages, and the strides of a page and of a KV head."""
+
+
 @triton.jit
 def nearest(x):
     """Round float32 to the nearest integer, ties to even: the added constant moves the fraction out of the mantissa."""
@@ -47,29 +85,29 @@ def nearest(x):
 
 
 @triton.jit
-def real_slots(BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return True for slots that hold an element, [WIDE / 64, 64]."""
-    _, real = byte_of(tl.arange(0, WIDE), BITS, D, WIDE)
-    return tl.reshape(real, [WIDE // 64, 64])
+def real_slots(SIDE: tl.constexpr):
+    """Return True for slots that hold an element, [slots / 64, 64]."""
+    _, real = byte_of(tl.arange(0, SIDE.slots), SIDE)
+    return tl.reshape(real, [SIDE.slots // 64, 64])
 
 
 @triton.jit
-def quantize(y, lo, hi, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+def quantize(y, lo, hi, SIDE: tl.constexpr):
     """Quantize y [T, G, 64], T tokens of G groups, in the ranges [lo, hi], [T, G] each.
 
     Return codes [T, G, 64], scale metadata [T, G] and squared errors [T, G].
     """
-    QMAX: tl.constexpr = (1 << BITS) - 1
+    QMAX: tl.constexpr = (1 << SIDE.bits) - 1
     # Round the scale up, so that both ends of the range have a code.
     bits = scale_bits((hi - lo) / QMAX)
     scale = scale_of(bits)
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     zero_code = tl.minimum(tl.maximum(nearest(lo * inverse * (-ZERO_STEPS / QMAX)), 0.0), ZERO_STEPS)
-    zero = zero_of(zero_code, BITS)
+    zero = zero_of(zero_code, SIDE.bits)
     codes = tl.minimum(tl.maximum(nearest(y * inverse[:, :, None] + zero[:, :, None]), 0.0), QMAX)
     off = (codes - zero[:, :, None]) * scale[:, :, None] - y
-    if D != WIDE:  # the error of empty slots must not count
-        off = tl.where(real_slots(BITS, D, WIDE)[None, :, :], off, 0.0)
+    if SIDE.dim != SIDE.slots:  # the error of empty slots must not count
+        off = tl.where(real_slots(SIDE)[None, :, :], off, 0.0)
     return codes, pack_meta(bits, zero_code), tl.sum(off * off, 2)
 
 
@@ -89,21 +127,21 @@ def stretched(y, codes, meta, BITS: tl.constexpr):
 
 
 @triton.jit
-def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+def encode(y, SIDE: tl.constexpr):
     """Quantize y [T, G, 64] in the best of the tried ranges: codes, int32 [T, G, 64], and scale metadata [T, G]."""
     lo = tl.minimum(tl.min(y, 2), 0.0)
     hi = tl.maximum(tl.max(y, 2), 0.0)
     # Compute the codes again at the end, because registers cannot hold the codes of two ranges.
     if len(SIDE.shrink) > 1:
-        least = quantize(y, lo, hi, SIDE.bits, D, WIDE)[2]
+        least = quantize(y, lo, hi, SIDE)[2]
         best = tl.full(lo.shape, SIDE.shrink[0], tl.float32)
         for i in tl.static_range(1, len(SIDE.shrink)):
-            error = quantize(y, lo * SIDE.shrink[i], hi * SIDE.shrink[i], SIDE.bits, D, WIDE)[2]
+            error = quantize(y, lo * SIDE.shrink[i], hi * SIDE.shrink[i], SIDE)[2]
             best = tl.where(error < least, SIDE.shrink[i], best)
             least = tl.minimum(error, least)
         lo *= best
         hi *= best
-    codes, meta, _ = quantize(y, lo, hi, SIDE.bits, D, WIDE)
+    codes, meta, _ = quantize(y, lo, hi, SIDE)
     if SIDE.bits <= GAIN_BITS:
         meta = stretched(y, codes, meta, SIDE.bits)
     # Propagate NaN to the whole group: comparisons and `min()` can drop it, `sum()` cannot.
@@ -112,19 +150,19 @@ def encode(y, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def residual(y, codes, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+def residual(y, codes, meta, SIDE: tl.constexpr):
     """Return the residuals that refine codes to 8 bits: r, int32 [T, G, 64], and exponents, int32 [T, G].
 
     y [T, G, 64] is the rotated row before quantization. `codes` and `meta` are its quantized form.
     """
-    COUNT: tl.constexpr = 1 << (8 - BITS)
+    COUNT: tl.constexpr = 1 << (8 - SIDE.bits)
     HALF: tl.constexpr = (COUNT - 1) / 2
-    scale, zero = scale_and_zero(meta, BITS)
+    scale, zero = scale_and_zero(meta, SIDE.bits)
     inverse = tl.where(scale > 0, 1.0 / scale, 0.0)
     off = y * inverse[:, :, None] + zero[:, :, None] - codes.to(tl.float32)
     off = tl.where((scale > 0)[:, :, None], off, 0.0)
-    if D != WIDE:
-        off = tl.where(real_slots(BITS, D, WIDE)[None, :, :], off, 0.0)
+    if SIDE.dim != SIDE.slots:
+        off = tl.where(real_slots(SIDE)[None, :, :], off, 0.0)
     largest = tl.max(tl.abs(off), 2)
     exponent = (largest > REACH).to(tl.int32) + (largest > 2 * REACH).to(tl.int32)
     finer = tl.where(exponent == 0, COUNT * 1.0, tl.where(exponent == 1, COUNT * 0.5, COUNT * 0.25))
@@ -133,106 +171,99 @@ def residual(y, codes, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.const
 
 
 @triton.jit
-def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-               TOKENS: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+def store_ring(y, codes, meta, packed, ring_ptr, place, live, SIDE: tl.constexpr):
     """Write the residuals and tags of keys or values (SIDE) into ring pages, for tokens that are `live`.
 
-    ring: pointers to the pages, [TOKENS].
-    place: each token's place in its page, [TOKENS].
+    ring: pointers to the pages, [tokens].
+    place: each token's place in its page, [tokens].
     """
-    BITS: tl.constexpr = SIDE.bits
     DIGITS: tl.constexpr = SIDE.digits
     exponent = tl.zeros_like(meta)
     if DIGITS > 0:
-        r, exponent = residual(y, codes, meta, BITS, D, WIDE)
-        r = tl.reshape(r, [TOKENS, WIDE])
+        r, exponent = residual(y, codes, meta, SIDE)
+        r = tl.reshape(r, [place.shape[0], SIDE.slots])
         for i in tl.static_range(DIGITS):
-            digit = (r >> (BITS * (DIGITS - 1 - i))) & ((1 << BITS) - 1)
-            row = ring_ptr + (SIDE.digit_codes + (i * RING + place) * SIDE.row)
-            write_codes(row, pack_codes(digit, BITS, WIDE, TOKENS), live, BITS, D, WIDE)
-    group = tl.arange(0, WIDE // 64)
-    own = (tags(packed, meta, BITS, D, WIDE, TOKENS) << 2) | exponent
-    to = (ring_ptr + SIDE.ring_meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * RING + place[:, None])
+            digit = (r >> (SIDE.bits * (DIGITS - 1 - i))) & ((1 << SIDE.bits) - 1)
+            row = ring_ptr + (SIDE.digit_codes + (i * SIDE.ring + place) * SIDE.row)
+            write_codes(row, pack_codes(digit, SIDE), live, SIDE)
+    group = tl.arange(0, SIDE.slots // 64)
+    own = (tags(packed, meta, SIDE) << 2) | exponent
+    to = (ring_ptr + SIDE.ring_meta).to(tl.pointer_type(tl.int16))[:, None]
+    to += group[None, :] * SIDE.ring + place[:, None]
     tl.store(to, own.to(tl.int16), mask=live[:, None])
 
 
 @triton.jit
-def store_side(x_ptr, stride, first_ptr, mean_ptr, scale_ptr, signs_ptr, slots_ptr, ordinals_ptr, cache_ptr,
-               ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
-               ring_head_stride, SIDE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-               TOKENS: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, WAIT: tl.constexpr):  # fmt: skip
+def store_side(rows, pages, ring, tokens, ordinals_ptr, numbered, head, SIDE: tl.constexpr, C: tl.constexpr):
     """Quantize the keys or values (SIDE) of `head` for a block of tokens. Write them into the tokens' pages and rings.
 
-    first: mean for tokens with ordinal 1.
-    numbered: number of tokens that have an ordinal; the tokens after them are not first.
+    Args:
+        rows: the `Rows` of all tokens.
+        pages, ring: the `Target` of the tokens, and those of the recent window.
+        numbered: number of tokens that have an ordinal; the tokens after them are not first.
     """
-    GROUPS: tl.constexpr = WIDE // 64
-    element, real = plain_slots(D, WIDE)
-    real = real & (element < HEAD)
-    signs = load_signs(signs_ptr, False)
-    factor = tl.load(scale_ptr + head * HEAD + element, mask=real, other=0.0)
-    apart = tl.load(first_ptr + head * HEAD + element, mask=real, other=0.0) * factor
-    mean = tl.load(mean_ptr + head * HEAD + element, mask=real, other=0.0) * factor
-    if WAIT:
+    element, real = plain_slots(SIDE.dim, SIDE.slots)
+    real = real & (element < C.head)
+    signs = load_signs(rows.signs, False)
+    factor = tl.load(rows.scale + head * C.head + element, mask=real, other=0.0)
+    apart = tl.load(rows.first + head * C.head + element, mask=real, other=0.0) * factor
+    mean = tl.load(rows.mean + head * C.head + element, mask=real, other=0.0) * factor
+    if C.overlap:
         gdc_wait()
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = tl.program_id(0) * C.tokens + tl.arange(0, C.tokens)
     x = tl.load(
-        x_ptr + token[:, None].to(tl.int64) * stride + (head * HEAD + element)[None, :],
+        rows.x + token[:, None].to(tl.int64) * rows.stride + (head * C.head + element)[None, :],
         mask=(token < tokens)[:, None] & real[None, :], other=0.0,
     )  # fmt: skip
-    at = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
+    at = tl.load(pages.slots + token, mask=token < tokens, other=-1)
     live = at >= 0
     ring_at = at
-    if RING > 0:
-        ring_at = tl.load(ring_slots_ptr + token, mask=token < tokens, other=-1)
+    if SIDE.ring > 0:
+        ring_at = tl.load(ring.slots + token, mask=token < tokens, other=-1)
     at = tl.where(live, at, 0)
-    page = cache_ptr + at // PAGE * page_stride + head.to(tl.int64) * head_stride
-    place = (at % PAGE).to(tl.int32)
+    page = pages.base + at // SIDE.page * pages.page_stride + head.to(tl.int64) * pages.head_stride
+    place = (at % SIDE.page).to(tl.int32)
     first = tl.load(ordinals_ptr + token, mask=token < numbered, other=0) == 1
     off = x.to(tl.float32) * factor[None, :] - tl.where(first[:, None], apart[None, :], mean[None, :])
-    y = tl.reshape(rotate(off, signs, D), [TOKENS, GROUPS, 64])
-    codes, meta = encode(y, SIDE, D, WIDE)
-    packed = pack_codes(tl.reshape(codes, [TOKENS, WIDE]), SIDE.bits, WIDE, TOKENS)
-    write_codes(page + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, D, WIDE)
-    group = tl.arange(0, GROUPS)
-    to = (page + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * PAGE + place[:, None])
+    y = tl.reshape(rotate(off, signs, SIDE.dim), [C.tokens, SIDE.slots // 64, 64])
+    codes, meta = encode(y, SIDE)
+    packed = pack_codes(tl.reshape(codes, [C.tokens, SIDE.slots]), SIDE)
+    write_codes(page + (SIDE.codes + place * SIDE.row), packed, live, SIDE)
+    group = tl.arange(0, SIDE.slots // 64)
+    to = (page + SIDE.meta).to(tl.pointer_type(tl.int16))[:, None] + (group[None, :] * SIDE.page + place[:, None])
     tl.store(to, meta.to(tl.int16), mask=live[:, None])
-    if RING > 0:
+    if SIDE.ring > 0:
         recent = live & (ring_at >= 0)
         if tl.max(recent.to(tl.int32), 0) > 0:  # of a prompt, only the last tokens have ring slots
             ring_at = tl.where(recent, ring_at, 0)
-            ring = ring_ptr + ring_at // RING * ring_page_stride + head.to(tl.int64) * ring_head_stride
-            ring_place = (ring_at % RING).to(tl.int32)
-            store_ring(y, codes, meta, packed, ring, ring_place, recent, SIDE, D, WIDE, TOKENS, RING)
+            page = ring.base + ring_at // SIDE.ring * ring.page_stride + head.to(tl.int64) * ring.head_stride
+            store_ring(y, codes, meta, packed, page, (ring_at % SIDE.ring).to(tl.int32), recent, SIDE)
 
 
 @triton.jit
-def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, BITS: tl.constexpr, D: tl.constexpr,
-                   WIDE: tl.constexpr):  # fmt: skip
-    """Write rotated queries y [ROWS, WIDE], in the slots of keys of BITS bits, as the integers that decode multiplies.
+def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, KEY: tl.constexpr):
+    """Write rotated queries y [ROWS, slots], in the slots of keys, as the integers that decode multiplies.
 
     An element becomes round(y / factor / unit), with the factor of `query_planes`. The unit makes the query's largest
     integer LARGEST. The error is at most half a unit, or two units if the factor is 4. That is 2^-16 or 2^-14 of the
     query's largest element.
 
-    rotated: int8 [2, D], written: the upper and the lower bytes.
-    sums: int32 [groups, 3], written. The first two sum upper and lower bytes, of elements whose codes end at a sign
-        bit. The third sums all integers times their factors.
-    units: float32, written: the unit, or NaN if an element is NaN.
+    The first two of a group's three `sums` are of upper and lower bytes, of elements whose codes end at a sign bit. The
+    third sums all integers times their factors. The unit is NaN if an element is NaN.
     """
-    GROUPS: tl.constexpr = WIDE // 64
+    GROUPS: tl.constexpr = KEY.slots // 64
     ROWS: tl.constexpr = y.shape[0]
-    slot = tl.arange(0, WIDE)
-    element, real = packing_slots(slot, BITS, D, WIDE)
-    factor, signed = query_planes(slot, BITS, D, WIDE)
+    slot = tl.arange(0, KEY.slots)
+    element, real = packing_slots(slot, KEY.bits, KEY.dim, KEY.slots)
+    factor, signed = query_planes(slot, KEY)
     y = y * (1.0 / factor)[None, :]
     largest = tl.maximum(tl.max(tl.abs(y), 1), 1e-30)
     whole = nearest(y * (1.0 / largest * LARGEST)[:, None]).to(tl.int32)
     upper = (whole + 128) >> 8
     lower = whole - upper * 256
-    to = rotated_ptr + at[:, None] * (2 * D) + element[None, :]
+    to = rotated_ptr + at[:, None] * (2 * KEY.dim) + element[None, :]
     tl.store(to, upper.to(tl.int8), mask=live[:, None] & real[None, :])
-    tl.store(to + D, lower.to(tl.int8), mask=live[:, None] & real[None, :])
+    tl.store(to + KEY.dim, lower.to(tl.int8), mask=live[:, None] & real[None, :])
     to = sums_ptr + at[:, None] * (3 * GROUPS) + 3 * tl.arange(0, GROUPS)[None, :]
     upper = tl.where(signed[None, :], upper, 0)
     lower = tl.where(signed[None, :], lower, 0)
@@ -249,69 +280,66 @@ def store_kernel(
     sums_ptr, units_ptr, apart_ptr, level_ptr, key_signs_ptr, value_signs_ptr,
     key_first_ptr, key_mean_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr,
     tokens, numbered, decodes, query_stride, key_stride, value_stride, page_stride,
-    head_stride, ring_page_stride, ring_head_stride, scale, KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    PAGE: tl.constexpr, RING: tl.constexpr, TOKENS: tl.constexpr, LEVEL: tl.constexpr, WAIT: tl.constexpr,
+    head_stride, ring_page_stride, ring_head_stride, scale, C: tl.constexpr,
 ):  # fmt: skip
     """Store keys, values, then queries of the first `decodes` tokens.
 
-    Grid (cdiv(tokens, TOKENS), KV_HEADS * (2 + RATIO)).
+    Grid (cdiv(tokens, C.tokens), kv_heads * (2 + ratio)).
 
-    query: [tokens, KV_HEADS * RATIO, HEAD], any float dtype, stride per token in elements.
-    key, value: [tokens, KV_HEADS, HEAD], likewise.
+    query: [tokens, kv_heads * ratio, head], any float dtype, stride per token in elements.
+    key, value: [tokens, kv_heads, head], likewise.
     slots: int64 [tokens], negative for padding.
     ordinals: int [numbered], 1 for a sequence's first token.
     cache: uint8 pages, strides in bytes.
-    ring_slots, ring: the same for the ring, with RING tokens a page; not read if RING is 0.
-    rotated: int8 [decodes, KV_HEADS * RATIO, 2, D], written as in `store_integers`.
-    sums: int32 [decodes, KV_HEADS * RATIO, groups, 3], written as in `store_integers`.
-    units: float32 [decodes, KV_HEADS * RATIO], written as in `store_integers`.
-    apart: float32 [decodes, KV_HEADS * RATIO], written: offset of the score of a sequence's first token.
-    level: float32 [decodes, KV_HEADS * RATIO], the part of every score from the keys' mean. It is written only with
-        LEVEL, because a softmax ignores a common offset unless scores have a cap or there is a sink.
+    ring_slots, ring: the same for the ring; not read without one.
+    rotated, sums, units, apart, level: written as in `launch.pages.Plan`. The last is written only with C.level,
+        because a softmax ignores a common offset unless scores have a cap or there is a sink.
     signs: [16, 16] or None (`hadamard`).
-    means and scales: float32 [KV_HEADS, HEAD].
-    KEY, VALUE: a `SideLayout`.
-    WAIT: True if launched as a dependent: the preceding kernel's writes are visible after `gdc_wait`.
+    means and scales: float32 [kv_heads, head].
+    C: a `StoreConfig`.
     """
+    KEY: tl.constexpr = C.key_side
+    VALUE: tl.constexpr = C.value_side
     head = tl.program_id(1)
-    if head < KV_HEADS:
-        store_side(
-            key_ptr, key_stride, key_first_ptr, key_mean_ptr, key_scale_ptr, key_signs_ptr, slots_ptr, ordinals_ptr,
-            cache_ptr, ring_slots_ptr, ring_ptr, head, tokens, numbered, page_stride, head_stride, ring_page_stride,
-            ring_head_stride, KEY, HEAD, D, WIDE, TOKENS, PAGE, RING, WAIT,
+    pages = Target(slots=slots_ptr, base=cache_ptr, page_stride=page_stride, head_stride=head_stride)
+    ring = Target(slots=ring_slots_ptr, base=ring_ptr, page_stride=ring_page_stride, head_stride=ring_head_stride)
+    if head < C.kv_heads:
+        rows = Rows(
+            x=key_ptr, stride=key_stride, first=key_first_ptr, mean=key_mean_ptr, scale=key_scale_ptr,
+            signs=key_signs_ptr,
         )  # fmt: skip
-    elif head < 2 * KV_HEADS:
-        store_side(
-            value_ptr, value_stride, value_mean_ptr, value_mean_ptr, value_scale_ptr, value_signs_ptr, slots_ptr,
-            ordinals_ptr, cache_ptr, ring_slots_ptr, ring_ptr, head - KV_HEADS, tokens, 0, page_stride, head_stride,
-            ring_page_stride, ring_head_stride, VALUE, HEAD, D, WIDE, TOKENS, PAGE, RING, WAIT,
+        store_side(rows, pages, ring, tokens, ordinals_ptr, numbered, head, KEY, C)
+    elif head < 2 * C.kv_heads:
+        rows = Rows(
+            x=value_ptr, stride=value_stride, first=value_mean_ptr, mean=value_mean_ptr, scale=value_scale_ptr,
+            signs=value_signs_ptr,
         )  # fmt: skip
+        store_side(rows, pages, ring, tokens, ordinals_ptr, 0, head - C.kv_heads, VALUE, C)
     else:
-        # A row is a query head of a token, and each KV head has RATIO of them. So TOKENS rows cover fewer tokens.
-        kv = head % KV_HEADS
-        first = (tl.program_id(0) * RATIO + head // KV_HEADS - 2) * TOKENS
-        if first < decodes * RATIO:
-            row = first + tl.arange(0, TOKENS)
-            d, real = plain_slots(D, WIDE)
-            has = real & (d < HEAD)
-            live = row < decodes * RATIO
-            inverse = 1.0 / tl.load(key_scale_ptr + kv * HEAD + d, mask=has, other=1.0)
-            apart = tl.load(key_first_ptr + kv * HEAD + d, mask=has, other=0.0)
-            mean = tl.load(key_mean_ptr + kv * HEAD + d, mask=has, other=0.0)
+        # A row is a query head of a token, and each KV head has `ratio` of them. So the rows cover fewer tokens.
+        kv = head % C.kv_heads
+        first = (tl.program_id(0) * C.ratio + head // C.kv_heads - 2) * C.tokens
+        if first < decodes * C.ratio:
+            row = first + tl.arange(0, C.tokens)
+            d, real = plain_slots(KEY.dim, KEY.slots)
+            has = real & (d < C.head)
+            live = row < decodes * C.ratio
+            inverse = 1.0 / tl.load(key_scale_ptr + kv * C.head + d, mask=has, other=1.0)
+            apart = tl.load(key_first_ptr + kv * C.head + d, mask=has, other=0.0)
+            mean = tl.load(key_mean_ptr + kv * C.head + d, mask=has, other=0.0)
             apart -= mean
             signs = load_signs(key_signs_ptr, False)
-            if WAIT:
+            if C.overlap:
                 gdc_wait()
-            token = (row // RATIO)[:, None].to(tl.int64)
-            at = ((kv * RATIO + row % RATIO) * HEAD)[:, None] + d[None, :]
+            token = (row // C.ratio)[:, None].to(tl.int64)
+            at = ((kv * C.ratio + row % C.ratio) * C.head)[:, None] + d[None, :]
             x = tl.load(query_ptr + token * query_stride + at, mask=live[:, None] & has[None, :], other=0.0)
             x = x.to(tl.float32)
-            place = (row // RATIO).to(tl.int64) * (KV_HEADS * RATIO) + (kv * RATIO + row % RATIO)
+            place = (row // C.ratio).to(tl.int64) * (C.kv_heads * C.ratio) + (kv * C.ratio + row % C.ratio)
             tl.store(apart_ptr + place, tl.sum(x * apart[None, :], 1) * scale, mask=live)
-            if LEVEL:
+            if C.level:
                 tl.store(level_ptr + place, tl.sum(x * mean[None, :], 1) * scale, mask=live)
-            y = rotate(x * inverse[None, :], signs, D) * scale
-            store_integers(y, place, live, rotated_ptr, sums_ptr, units_ptr, KEY.bits, D, WIDE)
-        elif WAIT:
+            y = rotate(x * inverse[None, :], signs, KEY.dim) * scale
+            store_integers(y, place, live, rotated_ptr, sums_ptr, units_ptr, KEY)
+        elif C.overlap:
             gdc_wait()
