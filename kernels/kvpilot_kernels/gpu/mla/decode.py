@@ -154,13 +154,9 @@ def latent_decode_kernel(
 ):  # fmt: skip
     """Attend in one split of the plan, for `take` heads. Grid (cdiv(heads, take), splits).
 
-    query: float16 [sequences, heads, 576], from `mla.store`.
-    sums: float32 [sequences, 3, heads], from `mla.store`.
+    query, sums, splits, out, lse: as in `mla.pages.LatentPlan`; `query` is its `rotated`, and `out` its `partial`.
     cache: latent pages.
     table: int32 [sequences, blocks].
-    splits: int32 [splits, 4] as (sequence, start, end, ...). The sequence is -1 for no work.
-    out: float32 [splits, heads, 512], normalised, still rotated.
-    lse: float32 [splits, heads], in log2.
     C: a `LatentConfig`.
     """
     LATENT: gl.constexpr = C.latent

@@ -79,8 +79,8 @@ class LatentPlan:
     Attributes:
         splits: int32 [count, 4], see `schedule`.
         spans: int32 [sequences, 2], see `schedule`.
-        partial: float32 [count, heads, 512].
-        lse: float32 [count, heads].
+        partial: float32 [count, heads, 512], outputs of the splits, normalised, still rotated.
+        lse: float32 [count, heads], log2 of their softmax sums.
         rotated: float16 [sequences, heads, 576], prepared queries.
         sums: float32 [sequences, 3, heads], see `latent_prepare_kernel`.
     """

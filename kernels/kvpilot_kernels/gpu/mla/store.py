@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvpilot_formats import latent as formats
 from kvpilot_kernels.gpu.layout.hadamard import rotate
 from kvpilot_kernels.gpu.layout.page import pack_codes, write_codes
-from kvpilot_kernels.gpu.store.kernel import encode
+from kvpilot_kernels.gpu.store.quantize import encode
 
 RANK = tl.constexpr(formats.RANK)
 ROPE = tl.constexpr(formats.ROPE)
