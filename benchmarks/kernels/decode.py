@@ -32,8 +32,8 @@ from benchmarks.kernels import decode_rivals
 from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
-from kvpilot_kernels.gpu.weigh import stretch, weigh
+from kvpilot_kernels.gpu.h2o.weigh import stretch, weigh
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.ring import ring_slots
 
 

@@ -28,8 +28,8 @@ import torch
 from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.places import joined_slots
 from kvpilot_kernels.ring import ring_slots
 

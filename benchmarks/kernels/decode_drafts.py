@@ -27,8 +27,8 @@ from benchmarks.kernels.decode import SHAPES, Case, fill_ring, random_pages
 from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.pages import Cut, GpuPages, Plan, Several, Shape
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.pages import Cut, GpuPages, Plan, Several, Shape
 
 BLOCK, LIMIT = 64, 2e-3
 

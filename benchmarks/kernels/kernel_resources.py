@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,19 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from benchmarks.kernels.kernel_variants import Variant, every_variant, few_variants
-from kvpilot_kernels.gpu import (
-    decode,
-    gather,
-    latent_decode,
-    latent_gather,
-    latent_reduce,
-    latent_store,
-    plan,
-    prefill,
-    reduce,
-    ring,
-    store,
-    tuning,
-    weigh,
-)
+from kvpilot_kernels.gpu.decode.kernel import decode_kernel
+from kvpilot_kernels.gpu.decode.merge import reduce_kernel
+from kvpilot_kernels.gpu.decode.schedule import plan_kernel
+from kvpilot_kernels.gpu.h2o.weigh import weigh_kernel
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.mla.decode import latent_decode_kernel
+from kvpilot_kernels.gpu.mla.gather import latent_gather_kernel
+from kvpilot_kernels.gpu.mla.merge import latent_reduce_kernel
+from kvpilot_kernels.gpu.mla.store import latent_prepare_kernel, latent_store_kernel
+from kvpilot_kernels.gpu.prefill.gather import gather_kernel
+from kvpilot_kernels.gpu.prefill.head512 import prefill_kernel
+from kvpilot_kernels.gpu.store.kernel import store_kernel
+from kvpilot_kernels.gpu.store.ring_slots import ring_slots_kernel
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel-resources.md"
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -77,11 +75,9 @@ class Resources:
 
 def kernels() -> dict[str, Any]:
     """Return all kernels by name."""
-    found = (decode.decode_kernel, store.store_kernel, gather.gather_kernel, plan.plan_kernel, reduce.reduce_kernel,
-             ring.ring_slots_kernel, prefill.prefill_kernel, latent_decode.latent_decode_kernel,
-             latent_gather.latent_gather_kernel,
-             latent_reduce.latent_reduce_kernel, latent_store.latent_prepare_kernel,
-             latent_store.latent_store_kernel, weigh.weigh_kernel)  # fmt: skip
+    found = (decode_kernel, store_kernel, gather_kernel, plan_kernel, reduce_kernel, ring_slots_kernel, prefill_kernel,
+             latent_decode_kernel, latent_gather_kernel, latent_reduce_kernel, latent_prepare_kernel,
+             latent_store_kernel, weigh_kernel)  # fmt: skip
     return {kernel.__name__: kernel for kernel in found}
 
 
@@ -110,9 +106,9 @@ def known(variant: Variant, taken: Resources) -> bool:
         most = 512 if "window" in variant.shape else 112
     elif variant.kernel == "decode_kernel" and "window" in variant.shape:
         narrow = 64 if variant.registers == 168 else 40 if variant.dtype == "k8v4" else 0
-        most = 480 if "8 queries" in variant.shape else 128 if variant.constants["D"] > 128 else narrow
+        most = 480 if "8 queries" in variant.shape else 128 if variant.constants["C"].dim > 128 else narrow
     elif variant.kernel == "decode_kernel":
-        most = 48 if variant.constants["D"] > 128 else 0
+        most = 48 if variant.constants["C"].dim > 128 else 0
     return 0 < taken.stack <= most
 
 
@@ -120,11 +116,13 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     """Compile a program to machine code, and return its resources. Errors of Triton are not caught."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
+    config = constants.get("C")
+    if hasattr(config, "overlap"):
+        constants["C"] = replace(config, overlap=capability >= 90)
     if "OVERLAP" in kernel.arg_names:
         constants["OVERLAP"] = capability >= 90
-    if "WAIT" in kernel.arg_names:
-        constants["WAIT"] = capability >= 90
-    if constants.get("D") == constants.get("WIDE"):  # rows of a power of two are rotated without signs
+    row = getattr(config, "key_side", config)
+    if getattr(row, "dim", 0) == getattr(row, "slots", 0):  # rows of a power of two are rotated without signs
         constants |= {name: None for name in kernel.arg_names if name.endswith("signs_ptr")}
     for name in kernel.arg_names:
         if name in constants:

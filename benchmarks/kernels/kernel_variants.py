@@ -7,10 +7,19 @@ from typing import Any
 
 from kvpilot_formats import formats
 from kvpilot_formats import latent as latent_formats
-from kvpilot_kernels.gpu import latent_tuning, plan, ring, tuning
-from kvpilot_kernels.gpu.codec import side_layouts
-from kvpilot_kernels.gpu.latent_pages import part_layouts
-from kvpilot_kernels.gpu.rotation import slots
+from kvpilot_kernels.gpu.decode import schedule as plan
+from kvpilot_kernels.gpu.decode.kernel import DecodeConfig
+from kvpilot_kernels.gpu.decode.merge import MergeConfig
+from kvpilot_kernels.gpu.h2o.weigh import WeighConfig
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.layout.hadamard import slots
+from kvpilot_kernels.gpu.layout.page import side_layouts
+from kvpilot_kernels.gpu.mla import tuning as latent_tuning
+from kvpilot_kernels.gpu.mla.operands import LatentConfig
+from kvpilot_kernels.gpu.mla.pages import part_layouts
+from kvpilot_kernels.gpu.prefill.gather import GatherConfig
+from kvpilot_kernels.gpu.store import ring_slots as ring
+from kvpilot_kernels.gpu.store.kernel import StoreConfig
 
 BLOCK = 64
 
@@ -31,10 +40,9 @@ class Variant:
     stages: int | None = None
 
 
-def row(dim: int) -> dict[str, int]:
-    """Return constants for a head: its own size, the size at which it is stored, and the number of slots."""
-    stored = formats.stored_dim(dim) or 0
-    return {"HEAD": dim, "D": stored, "WIDE": slots(stored)}
+def stored_dim(dim: int) -> int:
+    """Return the elements of a stored row, for a dimension that the formats store."""
+    return formats.stored_dim(dim) or 0
 
 
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
@@ -44,26 +52,24 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
     kept = recent + tokens - 1 if recent else 0
     key, value = side_layouts(fmt, dim, page, recent)
     choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, recent, divmod(capability, 10))
-    ring = fmt.ring_layout(dim, page).tokens if recent else 0
     parts = [f"head_dim {dim}", f"{ratio} queries", tokens > 1 and f"of {tokens} tokens", recent and f"window {recent}",
              page != BLOCK and f"blocks of {page}", softcap and "soft cap", window and f"sliding {window}"]  # fmt: skip
     return Variant(
         "decode_kernel", name, ", ".join(part for part in parts if part), 1,
-        {"KEY": key, "VALUE": value, "D": dim, "GROUP": fmt.group_size(dim), "RATIO": ratio, "TAKE": queries,
-         "TILE": choice.tile, "PAGE": page, "STAGES": choice.stages, "SOFTCAP": softcap, "WINDOW": window,
-         "RECENT": recent, "RING": ring, "RING_BLOCKS": fmt.ring_blocks(kept, dim, page),
-         "SEVERAL": tokens > 1}, choice.registers,
+        {"C": DecodeConfig.of(
+            key, queries, value_side=value, ratio=ratio, tile=choice.tile, stages=choice.stages, softcap=softcap,
+            window=window, recent=recent, ring_blocks=fmt.ring_blocks(kept, dim, page), several=tokens > 1,
+            overlap=False,
+        )}, choice.registers,
     )  # fmt: skip
 
 
 def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
     """Return `store` as `GpuPages` launches it for this number of tokens."""
     fmt = formats.parse(name)
-    block = tuning.store_block(row(dim)["D"], tokens)
+    block = tuning.store_block(stored_dim(dim), tokens)
     key, value = side_layouts(fmt, dim, BLOCK, recent)
-    ring = fmt.ring_layout(dim, BLOCK).tokens if recent else 0
-    constants = {"KV_HEADS": 8, "RATIO": 4, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "RING": ring,
-                 "TOKENS": block.tokens}  # fmt: skip
+    constants = {"C": StoreConfig(key, value, 8, 4, dim, block.tokens, False, False)}
     parts = [f"head_dim {dim}", recent and f"window {recent}", f"{block.tokens} tokens in {block.warps} warps"]
     return Variant("store_kernel", name, ", ".join(part for part in parts if part), block.warps, constants)
 
@@ -74,9 +80,9 @@ STORED = (1, tuning.FEW_TOKENS + 1)
 
 def gather_variant(name: str, dim: int) -> Variant:
     """Return `gather` as `GpuPages` launches it for this head_dim."""
-    block = tuning.gather_block(row(dim)["D"])
+    block = tuning.gather_block(stored_dim(dim))
     key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
-    constants = {"KV_HEADS": 8, "KEY": key, "VALUE": value, **row(dim), "PAGE": BLOCK, "TOKENS": block.tokens}
+    constants = {"C": GatherConfig(key, value, 8, dim, block.tokens)}
     return Variant("gather_kernel", name, f"head_dim {dim}", block.warps, constants)
 
 
@@ -88,24 +94,23 @@ def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = F
         step: splits that are merged at once.
     """
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
-    constants = {"KV_HEADS": 8, "RATIO": 8, "TAKE": take, **row(dim), "ROWS": take, "STEP": step, "SEVERAL": several}
+    stored = stored_dim(dim)
+    constants = {"C": MergeConfig(8, 8, dim, stored, slots(stored), take, take, step, several, False, False, False)}
     return Variant("reduce_kernel", "any", shape, warps, constants)
 
 
 def merge_variant(dim: int) -> Variant:
     """Return reduce for many sequences, for this head_dim."""
-    return reduce_variant(dim, *tuning.MERGES[row(dim)["D"]][-1][1])
+    return reduce_variant(dim, *tuning.MERGES[stored_dim(dim)][-1][1])
 
 
 def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
     """Return weigh for this number of query heads per KV head."""
     fmt = formats.parse(name)
-    queries, bits = tuning.program_queries(row(dim)["D"], ratio, 1), fmt.key.bits + fmt.value.bits
-    choice = tuning.choose(row(dim)["D"], queries, bits, BLOCK, 0, divmod(capability, 10))
+    queries, bits = tuning.program_queries(stored_dim(dim), ratio, 1), fmt.key.bits + fmt.value.bits
+    choice = tuning.choose(stored_dim(dim), queries, bits, BLOCK, 0, divmod(capability, 10))
     tokens = choice.grain or choice.tile
-    constants = {"KV_HEADS": 8, "RATIO": ratio, "ROWS": 16, "KEY": side_layouts(fmt, dim, BLOCK, 0)[0], "PAGE": BLOCK,
-                 "D": row(dim)["D"], "WIDE": row(dim)["WIDE"], "TOKENS": tokens, "SOFTCAP": False,
-                 "SINKS": False}  # fmt: skip
+    constants = {"C": WeighConfig(side_layouts(fmt, dim, BLOCK, 0)[0], 8, ratio, 16, tokens, False, False)}
     return Variant("weigh_kernel", name, f"head_dim {dim}, {ratio} queries", tuning.weigh_warps(tokens), constants)
 
 
@@ -133,13 +138,12 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
     for name in latent_formats.names():
         fmt = latent_formats.parse(name)
         latent, position = part_layouts(fmt, page)
-        pages = {"LATENT": latent, "POSITION": position, "PAGE": page}
-        codec = pages | {"HEADS": heads}
+        pages = {"LATENT": latent, "POSITION": position}
         choice = latent_tuning.choose(fmt, heads, page, divmod(capability, 10))
-        decode = {"TAKE": latent_tuning.program_heads(heads), "Q": choice.heads, "TILE": choice.tile,
-                  "STAGES": choice.stages, "WARPS": choice.warps}  # fmt: skip
+        config = LatentConfig(latent, position, heads, latent_tuning.program_heads(heads), choice.heads, choice.tile,
+                              choice.stages, choice.warps, False)  # fmt: skip
         found += [
-            Variant("latent_decode_kernel", name, shape, choice.warps, codec | decode, choice.registers),
+            Variant("latent_decode_kernel", name, shape, choice.warps, {"C": config}, choice.registers),
             Variant("latent_store_kernel", name, shape, latent_tuning.STORE_WARPS,
                     pages | {"TOKENS": latent_tuning.STORE_TOKENS}),
             Variant("latent_gather_kernel", name, shape, latent_tuning.GATHER_WARPS,

@@ -33,9 +33,10 @@ import triton
 from benchmarks.kernels.mla_baseline import Baseline, choices
 from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, names, parse
-from kvpilot_kernels.gpu import latent_tuning, tuning
-from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape
-from kvpilot_kernels.gpu.latent_tuning import LatentChoice, Merge
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.mla import tuning as latent_tuning
+from kvpilot_kernels.gpu.mla.pages import GpuLatentPages, LatentPlan, LatentShape
+from kvpilot_kernels.gpu.mla.tuning import LatentChoice, Merge
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import triton
 
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.prefill import prefill
-from kvpilot_kernels.gpu.tuning import PrefillBlock
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.prefill import prefill
+from kvpilot_kernels.gpu.launch.tuning import PrefillBlock
 
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 """Allowed error relative to a head's norm. Probabilities and outputs are rounded to 16 bits."""

@@ -30,8 +30,8 @@ from benchmarks.kernels.decode import Case
 from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 
 SHAPES = {
     **{

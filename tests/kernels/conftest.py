@@ -23,15 +23,13 @@ torch.set_num_threads(1)
 before = os.environ.get("TRITON_INTERPRET")
 os.environ["TRITON_INTERPRET"] = "1"
 try:
-    from kvpilot_kernels.gpu import (  # noqa: F401 - interpreted
-        decode,
-        latent_decode,
-        latent_pages,
-        pages,
-        prefill,
-        ring,
-        weigh,
-    )
+    from kvpilot_kernels.gpu.decode import kernel as decode
+    from kvpilot_kernels.gpu.h2o import weigh  # noqa: F401 - interpreted
+    from kvpilot_kernels.gpu.launch import pages
+    from kvpilot_kernels.gpu.mla import decode as latent_decode
+    from kvpilot_kernels.gpu.mla import pages as latent_pages
+    from kvpilot_kernels.gpu.prefill import head512  # noqa: F401 - interpreted
+    from kvpilot_kernels.gpu.store import ring_slots  # noqa: F401 - interpreted
     from support.gluon_eager import EagerKernel
     from support.interpreter import mend
 finally:

@@ -16,8 +16,8 @@ import torch
 
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.tuning import Block, Choice
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.tuning import Block, Choice
 from kvpilot_kernels.reference.attention import attend, decode_reference, round_trip
 from kvpilot_runtime.vllm_api.compat import backend_class
 from support.gpu_batch import PAST_THE_END, generator, poisoned

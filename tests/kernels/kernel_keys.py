@@ -26,7 +26,8 @@ CHANGED = {
 def functions() -> dict[str, JITCallable]:
     """Return every function of the package that Triton compiles or runs during compilation, by module and name."""
     gpu = importlib.import_module("kvpilot_kernels.gpu")
-    modules = [importlib.import_module(f"{gpu.__name__}.{one.name}") for one in pkgutil.iter_modules(gpu.__path__)]
+    found = pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}.")
+    modules = [importlib.import_module(one.name) for one in found]
     return {
         f"{module.__name__.removeprefix('kvpilot_kernels.gpu.')}.{name}": value
         for module in modules
@@ -41,7 +42,15 @@ def unseen(function: JITCallable) -> list[str]:
     own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     read = {node.id for node in nodes if isinstance(node, ast.Name)} - own
-    return sorted(name for name in read & set(scope) if not _seen(scope[name]))
+    by_place = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call) and node.args}
+    return sorted(
+        name for name in read & set(scope) if not _seen(scope[name]) and (name in by_place or not _record(scope[name]))
+    )
+
+
+def _record(value: Any) -> bool:
+    """Return True for a NamedTuple without defaults. Keywords that make one are part of the function's text."""
+    return isinstance(value, type) and issubclass(value, tuple) and getattr(value, "_field_defaults", None) == {}
 
 
 def _seen(value: Any) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, parse
-from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape
-from kvpilot_kernels.gpu.latent_tuning import LatentChoice
+from kvpilot_kernels.gpu.mla.pages import GpuLatentPages, LatentPlan, LatentShape
+from kvpilot_kernels.gpu.mla.tuning import LatentChoice
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.reference import round_trip

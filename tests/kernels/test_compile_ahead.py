@@ -16,7 +16,8 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from kvpilot_kernels.gpu import ahead, ring
+from kvpilot_kernels.gpu.launch import ahead
+from kvpilot_kernels.gpu.store import ring_slots as ring
 
 launched: list[str] = []
 """Kernels that a GPU would have run."""

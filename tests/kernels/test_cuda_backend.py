@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels.gpu.pages import GpuPages, Shape
-from kvpilot_kernels.gpu.tuning import Taken
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Shape
+from kvpilot_kernels.gpu.launch.tuning import Taken
 from kvpilot_runtime.calibration import info
 from kvpilot_runtime.calibration.info import Outcome
 from support.gluon_eager import EagerKernel
@@ -275,7 +275,9 @@ def test_the_cut_of_every_kind_of_step_is_settled_at_start_by_what_was_compiled(
 def test_no_step_launches_a_variant_that_was_not_compiled_at_start(
     cuda: Any, width: int, recent: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpilot_kernels.gpu import pages, plan, ring
+    from kvpilot_kernels.gpu.decode import schedule as plan
+    from kvpilot_kernels.gpu.launch import pages
+    from kvpilot_kernels.gpu.store import ring_slots as ring
 
     seen: set[Any] = set()
     monkeypatch.setattr(ring, "ring_slots_kernel", Launches(ring.ring_slots_kernel, seen))

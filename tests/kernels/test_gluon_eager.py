@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvpilot_kernels.gpu import columns, decode, operands, pages, recent, tile, wide
+from kvpilot_kernels.gpu.decode import head512, kernel, queries, ring, smem, softmax
+from kvpilot_kernels.gpu.launch import pages
+from kvpilot_kernels.gpu.layout import mma, unpack
 from support.gluon_eager import Copies, EagerKernel, Pointer, Shared, block, inline_asm_elementwise, load, mma_v2, store
 from support.gpu_batch import Batch
 
-OWN_IMPORT = re.compile(r"^from kvpilot_kernels\.gpu\.(?!codec )\w+ import (\([^)]*\)|.*)", re.MULTILINE)
+OWN_IMPORT = re.compile(r"^from kvpilot_kernels\.gpu\.(?!layout\.page )[\w.]+ import (\([^)]*\)|.*)", re.MULTILINE)
 WORDS = torch.arange(32, dtype=torch.int32).view(4, 8)
 
 
@@ -122,16 +124,16 @@ def test_a_transpose_swaps_a_threads_row_and_column_in_each_register() -> None:
 
 # Each entry breaks the kernel's source where the hardware would report no error.
 MISTAKES = {
-    "a wait for one group too few": ("wait_group(STAGES - 1)", "wait_group(STAGES)"),
-    "a prefetch into the tile that is read": ("next_stage = stage + STAGES - 1", "next_stage = stage + STAGES"),
-    "no mask on what lies past the end": ("live = token < end", "live = token < end + 1"),
+    "a wait for one group too few": ("wait_group(C.stages - 1)", "wait_group(C.stages)"),
+    "a prefetch into the tile that is read": ("next_stage = stage + C.stages - 1", "next_stage = stage + C.stages"),
+    "no mask on what lies past the end": ("live = token < split.end", "live = token < split.end + 1"),
     "no limit of scales past the end": ("limits = gl.where(live, limits,", "limits = gl.where(live | True, limits,"),
     "no shift of the upper byte": ("return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 8;\"",
                                    "return gl.inline_asm_elementwise(\"shr.u32 $0, $1, 16;\""),
-    "a query's bytes in each other's columns": ("* 2 + n % 2) * D", "* 2 + 1 - n % 2) * D"),
+    "a query's bytes in each other's columns": ("* 2 + n % 2) * C.dim", "* 2 + 1 - n % 2) * C.dim"),
     "all tokens in both columns": ("keep(x, gl.where(first, 0, 0xFFFF)", "keep(x, gl.where(first, 0xFFFF, 0)"),
     "the last tile fetched twice": ("if t < settled:", "if t < end:"),
-    "a tile too many": ("if t < end:", "if t < end + TILE:"),
+    "a tile too many": ("if t < end:", "if t < end + C.tile:"),
 }  # fmt: skip
 
 
@@ -154,7 +156,7 @@ def test_a_mistake_in_decode_shows(what: str, monkeypatch: pytest.MonkeyPatch) -
 def broken(right: str, wrong: str) -> types.ModuleType:
     """Return decode and its parts as one module, with one expression replaced."""
     module, found = types.ModuleType("broken"), 0
-    for part in (operands, columns, recent, tile, wide, decode):
+    for part in (unpack, mma, smem, queries, ring, softmax, head512, kernel):
         source = inspect.getsource(part)
         found += source.count(right)
         # Each module sees the others' names as defined here, and line numbers stay the same.

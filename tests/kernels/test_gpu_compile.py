@@ -168,10 +168,11 @@ def test_no_kernel_reads_a_value_that_its_key_does_not_hold(told: dict[str, Any]
 @pytest.mark.parametrize(
     ("constant", "readers"),
     [
-        ("ZERO_STEPS", {"operands.zero_unit", "decode.decode_kernel", "store.store_kernel", "gather.gather_kernel",
-                        "latent_decode.latent_decode_kernel"}),
-        ("ZERO_BITS", {"operands.scales", "decode.decode_kernel", "store.store_kernel", "gather.gather_kernel"}),
-        ("RANK", {"latent_operands.planes", "latent_decode.latent_decode_kernel"}),
+        ("ZERO_STEPS", {"layout.unpack.zero_unit", "decode.kernel.decode_kernel", "store.kernel.store_kernel",
+                        "prefill.gather.gather_kernel", "mla.decode.latent_decode_kernel"}),
+        ("ZERO_BITS", {"layout.unpack.scales", "decode.kernel.decode_kernel", "store.kernel.store_kernel",
+                       "prefill.gather.gather_kernel"}),
+        ("RANK", {"mla.operands.planes", "mla.decode.latent_decode_kernel"}),
     ],
 )  # fmt: skip
 def test_another_value_of_a_constant_is_another_key_of_every_kernel_that_reads_it(
@@ -179,7 +180,7 @@ def test_another_value_of_a_constant_is_another_key_of_every_kernel_that_reads_i
 ) -> None:
     assert told["same"]
     assert readers <= set(told["changed"][constant])
-    assert "plan.plan_kernel" not in told["changed"][constant]
+    assert "decode.schedule.plan_kernel" not in told["changed"][constant]
 
 
 def test_a_program_that_was_compiled_long_ago_is_removed(tmp_path: Path) -> None:

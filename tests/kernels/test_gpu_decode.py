@@ -8,8 +8,9 @@ from rounding import assert_within_rounding
 
 from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
-from kvpilot_kernels.gpu import decode, pages
-from kvpilot_kernels.gpu.pages import GpuPages, Plan
+from kvpilot_kernels.gpu.decode import kernel as decode
+from kvpilot_kernels.gpu.launch import pages
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan
 from kvpilot_kernels.places import stored_slots
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gluon_eager import EagerKernel

@@ -11,7 +11,7 @@ from rounding import assert_within_rounding
 
 from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Several, Shape
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gpu_batch import CPU, DIMS, PAST_THE_END, Batch, decode_rows, launch_as
 

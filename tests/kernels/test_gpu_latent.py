@@ -8,8 +8,10 @@ from latent_batch import CPU, LatentBatch, generator, poisoned, rotated, some_en
 
 from kvpilot_formats.latent import ENTRY, RANK, names, parse
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.gpu import latent_decode, latent_pages, latent_tuning
-from kvpilot_kernels.gpu.latent_pages import LOG2_E, GpuLatentPages, LatentPlan, LatentShape
+from kvpilot_kernels.gpu.mla import decode as latent_decode
+from kvpilot_kernels.gpu.mla import pages as latent_pages
+from kvpilot_kernels.gpu.mla import tuning as latent_tuning
+from kvpilot_kernels.gpu.mla.pages import LOG2_E, GpuLatentPages, LatentPlan, LatentShape
 from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.latent.reference import decode_reference
@@ -166,10 +168,10 @@ def test_a_decode_that_starts_while_queries_are_prepared_reads_them_afterwards(
     monkeypatch.setattr(
         latent_pages, "latent_decode_kernel", EagerKernel(latent_decode, "latent_decode_kernel", hold_back, arrive)
     )
-    batch.shape.chained = {"OVERLAP": True, "launch_pdl": True}
+    batch.shape.overlap = True
     batch.pages.attend(batch.table, len(batch.lengths), plan)
     assert waits == [1] * len(plan.splits), "a program that does not wait lets what comes after start too soon"
-    batch.shape.chained = {"OVERLAP": False}
+    batch.shape.overlap = False
     out = torch.full_like(whole, torch.nan)
     batch.pages.merge(len(batch.lengths), plan, out)
     assert torch.equal(out, whole)

@@ -8,9 +8,9 @@ import torch
 from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
-from kvpilot_kernels.gpu.tuning import Taken
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.launch.tuning import Taken
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gpu_batch import CPU, PAST_THE_END, generator, launch_as, ordinals, poisoned, some_factors
 

@@ -12,9 +12,9 @@ from kvpilot_formats.formats import parse
 from kvpilot_formats.latent import parse as parse_latent
 from kvpilot_formats.models.architecture import Architecture, Group, Kind
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.gpu.latent_pages import LatentPlan, LatentShape
-from kvpilot_kernels.gpu.pages import Plan, Shape
-from kvpilot_kernels.gpu.plan import FIXED, beyond, fill_splits, most_results, most_splits
+from kvpilot_kernels.gpu.decode.schedule import FIXED, beyond, fill_splits, most_results, most_splits
+from kvpilot_kernels.gpu.launch.pages import Plan, Shape
+from kvpilot_kernels.gpu.mla.pages import LatentPlan, LatentShape
 from kvpilot_runtime.preflight.memory import step_buffers
 from kvpilot_runtime.preflight.request import Request
 from support.gpu_batch import CPU, launch_as, several

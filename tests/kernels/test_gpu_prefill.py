@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.prefill import prefill
-from kvpilot_kernels.gpu.tuning import PrefillBlock
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.prefill import prefill
+from kvpilot_kernels.gpu.launch.tuning import PrefillBlock
 from support.gpu_batch import generator
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3}

@@ -1,5 +1,7 @@
 """Recent window in the GPU kernels: the ring's bytes equal those of the CPU code, and decode reads them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decided import decided
@@ -11,8 +13,9 @@ from rounding import assert_within_rounding
 from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
 from kvpilot_kernels.cpu import PackedPages
-from kvpilot_kernels.gpu import decode, pages
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.decode import kernel as decode
+from kvpilot_kernels.gpu.launch import pages
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.reference.hadamard import rotation
 from support.gluon_eager import EagerKernel
 from support.gpu_batch import (
@@ -167,7 +170,7 @@ def test_no_byte_of_a_ring_is_read_before_the_step_is_stored(monkeypatch: pytest
 
     class Overlapping:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
-            return lambda *a, **k: eager[grid](*a, **{**k, "OVERLAP": True})
+            return lambda *a, **k: eager[grid](*a, **{**k, "C": replace(k["C"], overlap=True)})
 
     monkeypatch.setattr(pages, "decode_kernel", Overlapping())
     assert torch.equal(attend(s, at, query), wanted)

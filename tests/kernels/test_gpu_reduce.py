@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.reference.hadamard import rotation
 from support.gpu_batch import CPU, DIMS, generator, poisoned, some_factors
 

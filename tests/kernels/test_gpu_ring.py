@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpilot_kernels.gpu.ring import fill_ring_slots
+from kvpilot_kernels.gpu.store.ring_slots import fill_ring_slots
 from kvpilot_kernels.ring import ring_slots
 
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.operands import key_planes
-from kvpilot_kernels.gpu.pages import LOG2_E, GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.launch.pages import LOG2_E, GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.layout.mma import key_planes
+from kvpilot_kernels.gpu.layout.page import side_layouts
 from kvpilot_kernels.reference.hadamard import rotation
 from kvpilot_kernels.reference.quantize import encode, pack
 from support.gpu_batch import CPU, DIMS, generator, ordinals, poisoned, some_factors
@@ -172,7 +173,7 @@ def test_queries_that_decode_are_divided_rotated_and_scaled_and_are_integers_of_
     wanted = (wanted @ rotation(dim, torch.float64) * (dim**-0.5 * LOG2_E))[:decodes]
     row, group = wanted.shape[-1], fmt.group_size(dim)
     factors_of, signed = torch.ones(row), torch.zeros(row)
-    for _, plane, at, first, _, factor in key_planes(fmt.key.bits, row, group):
+    for _, plane, at, first, _, factor in key_planes(side_layouts(fmt, dim, 16, 0)[0]):
         here = (torch.arange(row) // (row * fmt.key.bits // 8) == plane) & (torch.arange(row) // group == at)
         factors_of[here], signed[here] = factor, float(first + fmt.key.bits == 8)
     found = plan.rotated[:decodes].int()

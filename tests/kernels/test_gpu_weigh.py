@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvpilot_formats import formats
 from kvpilot_kernels import check
-from kvpilot_kernels.gpu.pages import GpuPages
-from kvpilot_kernels.gpu.weigh import stretch, weigh
+from kvpilot_kernels.gpu.h2o.weigh import stretch, weigh
+from kvpilot_kernels.gpu.launch.pages import GpuPages
 from support.gpu_batch import DIMS, Batch, several
 
 

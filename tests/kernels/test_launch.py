@@ -13,8 +13,11 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from kvpilot_kernels.gpu import decode, gather, reduce, store
-from kvpilot_kernels.gpu.launch import kinds
+from kvpilot_kernels.gpu.decode import kernel as decode
+from kvpilot_kernels.gpu.decode import merge as reduce
+from kvpilot_kernels.gpu.launch.variant import kinds
+from kvpilot_kernels.gpu.prefill import gather
+from kvpilot_kernels.gpu.store import kernel as store
 
 KERNELS = {"store": store.store_kernel, "decode": decode.decode_kernel, "reduce": reduce.reduce_kernel,
            "gather": gather.gather_kernel}  # fmt: skip

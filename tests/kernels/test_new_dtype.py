@@ -6,7 +6,7 @@ import torch
 from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.reference.attention import decode_reference
 from support.gpu_batch import CPU, Batch, generator, poisoned
 

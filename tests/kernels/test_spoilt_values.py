@@ -10,7 +10,7 @@ from latent_batch import LatentBatch
 from recent import Sequences
 
 from kvpilot_formats import formats
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 from support.gpu_batch import CPU, DIMS, Batch, decode_rows, launch_as, ordinals
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum under Triton's interpreter

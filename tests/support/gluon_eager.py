@@ -12,7 +12,7 @@ byte offsets. Behaviour that the hardware leaves undefined is made as bad as pos
 - One hook before each program and one at its `gdc_wait` can delay the writes of the previous kernel.
 
 Inline PTX works on 32-bit registers, which hold neighbours of the last dimension. This module has only the functions
-that `kvpilot_kernels.gpu.decode`, `latent_decode` and their parts use. Others raise an AttributeError or a ValueError.
+that `kvpilot_kernels.gpu.decode`, `gpu.mla` and their parts use. Others raise an AttributeError or a ValueError.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 def transpose_registers(x: Block) -> Block:
     """Apply `movmatrix` to every register of a warp that holds [rows, columns] of 16-bit elements.
 
-    The lanes of a warp form 8 rows g and 4 columns t. As in the layout `operands.SCORES`, a thread holds columns t, t +
+    The lanes of a warp form 8 rows g and 4 columns t. As in the layout `unpack.SCORES`, a thread holds columns t, t +
     4, ... of rows g, g + 8, .... It counts columns first, two to a register. One register of all threads forms a matrix
     with rows g and columns 2 t + half.
     """

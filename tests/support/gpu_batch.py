@@ -10,9 +10,9 @@ import torch
 from kvpilot_formats import formats
 from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.pages import Cut, GpuPages, Plan, Several, Shape
-from kvpilot_kernels.gpu.tuning import Choice
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.pages import Cut, GpuPages, Plan, Several, Shape
+from kvpilot_kernels.gpu.launch.tuning import Choice
 from kvpilot_kernels.reference.attention import round_trip
 
 CPU = torch.device("cpu")

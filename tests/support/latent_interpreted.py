@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from kvpilot_formats.latent import names, parse
-from kvpilot_kernels.gpu import latent_decode, latent_pages
+from kvpilot_kernels.gpu.mla import decode as latent_decode
+from kvpilot_kernels.gpu.mla import pages as latent_pages
 from kvpilot_runtime.backends import latent_cpu
 from kvpilot_runtime.backends.latent_cuda import CudaLatentBackend
 from kvpilot_runtime.backends.packed import classes_of

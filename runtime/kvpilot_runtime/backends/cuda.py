@@ -20,9 +20,9 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvpilot_formats import formats
 from kvpilot_formats.hardware import BLOCK_STEPS
-from kvpilot_kernels.gpu.codec import NARROW
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Shape
-from kvpilot_kernels.gpu.prefill import prefill
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
+from kvpilot_kernels.gpu.launch.prefill import prefill
+from kvpilot_kernels.gpu.layout.page import NARROW
 from kvpilot_runtime.backends.cuda_steps import (
     ContextChunk,
     CudaBuilder,

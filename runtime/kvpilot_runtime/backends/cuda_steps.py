@@ -12,11 +12,11 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from kvpilot_formats.hardware import BLOCK_STEPS
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.ahead import compile_ahead
-from kvpilot_kernels.gpu.pages import GpuPages, Plan, Several, Shape
-from kvpilot_kernels.gpu.prefill import prefill
-from kvpilot_kernels.gpu.ring import fill_ring_slots
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.ahead import compile_ahead
+from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Several, Shape
+from kvpilot_kernels.gpu.launch.prefill import prefill
+from kvpilot_kernels.gpu.store.ring_slots import fill_ring_slots
 from kvpilot_kernels.places import joined_slots, owners, stored_slots
 from kvpilot_runtime.backends import prefix_lm
 from kvpilot_runtime.backends.packed import PackedBuilder

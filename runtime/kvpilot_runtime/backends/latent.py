@@ -25,7 +25,7 @@ from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, parse
 from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, OurBackend, refuse_beside
 
 if TYPE_CHECKING:  # some CPUs have no Triton, so import it only for type checks
-    from kvpilot_kernels.gpu.latent_pages import GpuLatentPages
+    from kvpilot_kernels.gpu.mla.pages import GpuLatentPages
     from kvpilot_kernels.latent.cpu import LatentPages
 
 

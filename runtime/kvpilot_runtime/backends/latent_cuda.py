@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, names, parse
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.gpu.latent_pages import GpuLatentPages, LatentPlan, LatentShape
+from kvpilot_kernels.gpu.mla.pages import GpuLatentPages, LatentPlan, LatentShape
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_runtime.backends.cuda_steps import CudaLimits, decode_sizes, warm_up
 from kvpilot_runtime.backends.latent import LatentBackend, LatentImpl

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from kvpilot_kernels.gpu import weigh as kernel
-from kvpilot_kernels.gpu.pages import GpuPages
-from kvpilot_kernels.gpu.weigh import stretch
+from kvpilot_kernels.gpu.h2o import weigh as kernel
+from kvpilot_kernels.gpu.h2o.weigh import stretch
+from kvpilot_kernels.gpu.launch.pages import GpuPages
 from kvpilot_kernels.places import stored_slots
 from kvpilot_runtime.backends.cuda import CudaImpl
 from kvpilot_runtime.backends.cuda_steps import CudaBuilder, Metadata

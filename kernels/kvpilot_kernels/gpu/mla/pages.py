@@ -10,17 +10,19 @@ from typing import Any
 import torch
 import triton
 
-from kvpilot_formats.latent import ENTRY, RANK, ROPE_BITS, LatentFormat
+from kvpilot_formats.latent import ENTRY, RANK, ROPE, ROPE_BITS, LatentFormat
 from kvpilot_formats.layouts import SHRINK
 from kvpilot_kernels import check as common
-from kvpilot_kernels.gpu import latent_tuning, tuning
-from kvpilot_kernels.gpu.codec import SideLayout
-from kvpilot_kernels.gpu.latent_decode import latent_decode_kernel
-from kvpilot_kernels.gpu.latent_gather import latent_gather_kernel
-from kvpilot_kernels.gpu.latent_reduce import latent_reduce_kernel
-from kvpilot_kernels.gpu.latent_store import latent_prepare_kernel, latent_store_kernel
-from kvpilot_kernels.gpu.pages import LOG2_E
-from kvpilot_kernels.gpu.plan import fill_splits, most_splits
+from kvpilot_kernels.gpu.decode.schedule import fill_splits, most_splits
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.pages import LOG2_E
+from kvpilot_kernels.gpu.layout.page import SideLayout
+from kvpilot_kernels.gpu.mla import tuning as latent_tuning
+from kvpilot_kernels.gpu.mla.decode import latent_decode_kernel
+from kvpilot_kernels.gpu.mla.gather import latent_gather_kernel
+from kvpilot_kernels.gpu.mla.merge import latent_reduce_kernel
+from kvpilot_kernels.gpu.mla.operands import LatentConfig
+from kvpilot_kernels.gpu.mla.store import latent_prepare_kernel, latent_store_kernel
 from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 
@@ -34,11 +36,11 @@ BEYOND = 1
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:
     """Return the layouts of the latents and of the RoPE parts in a page."""
     page = fmt.page_layout(block_size)
-    latent = SideLayout(fmt.bits, page.codes.row_bytes, page.codes.offset, page.meta.offset, SHRINK[fmt.bits], 0, 0, 0)
+    latent = SideLayout(fmt.bits, RANK, RANK, RANK, block_size, page.codes.row_bytes, page.codes.offset,
+                        page.meta.offset, SHRINK[fmt.bits])  # fmt: skip
     rope_meta = page.meta.offset + page.meta.row_bytes
-    rope = SideLayout(
-        ROPE_BITS, page.rope_codes.row_bytes, page.rope_codes.offset, rope_meta, SHRINK[ROPE_BITS], 0, 0, 0
-    )
+    rope = SideLayout(ROPE_BITS, ROPE, ROPE, ROPE, block_size, page.rope_codes.row_bytes, page.rope_codes.offset,
+                      rope_meta, SHRINK[ROPE_BITS])  # fmt: skip
     return latent, rope
 
 
@@ -63,18 +65,22 @@ class LatentShape:
         self.take = latent_tuning.program_heads(heads)
         self.choice = latent_tuning.choose(fmt, heads, block_size, tuning.capability(device))
         self.wave = max(1, tuning.multiprocessors(device) * self.choice.programs // triton.cdiv(heads, self.take))
-        overlap = tuning.overlaps(device)
-        self.chained: dict[str, Any] = {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
+        self.overlap = tuning.overlaps(device)
+
+    @property
+    def chained(self) -> dict[str, Any]:
+        """Options of a launch that may start before the preceding kernel ends."""
+        return {"launch_pdl": True} if self.overlap else {}
 
 
 class LatentPlan:
     """Work of one decode step for up to `sequences` rows. Its buffers keep their addresses, for CUDA graphs.
 
     Attributes:
-        splits: int32 [count, 4], see `plan`.
-        spans: int32 [sequences, 2], see `plan`.
-        partial: float32 [count, heads, 512].
-        lse: float32 [count, heads].
+        splits: int32 [count, 4], see `schedule`.
+        spans: int32 [sequences, 2], see `schedule`.
+        partial: float32 [count, heads, 512], outputs of the splits, normalised, still rotated.
+        lse: float32 [count, heads], log2 of their softmax sums.
         rotated: float16 [sequences, heads, 576], prepared queries.
         sums: float32 [sequences, 3, heads], see `latent_prepare_kernel`.
     """
@@ -120,9 +126,9 @@ class GpuLatentPages:
         if tokens := slot_mapping.shape[0]:
             latent_store_kernel[(triton.cdiv(tokens, latent_tuning.STORE_TOKENS), 2)](
                 latent, rope, slot_mapping, self.cache, f.mean, f.scale, tokens, latent.stride(0),
-                rope.stride(0), self.cache.stride(0), LATENT=s.latent, POSITION=s.rope, PAGE=s.block_size,
+                rope.stride(0), self.cache.stride(0), LATENT=s.latent, POSITION=s.rope,
                 TOKENS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS,
-                **tuning.FUSED, **s.chained,
+                OVERLAP=s.overlap, **tuning.FUSED, **s.chained,
             )  # fmt: skip
 
     def prepare(self, query: torch.Tensor, query_rope: torch.Tensor, plan: LatentPlan, scale: float) -> None:
@@ -145,7 +151,7 @@ class GpuLatentPages:
                 query, query_rope, plan.rotated, plan.sums, self.factors.scale, rows, query.stride(0),
                 query.stride(1), query_rope.stride(0), query_rope.stride(1), scale * LOG2_E, HEADS=s.heads,
                 ROWS=latent_tuning.STORE_TOKENS, num_warps=latent_tuning.STORE_WARPS,
-                **tuning.FUSED, **s.chained,
+                OVERLAP=s.overlap, **tuning.FUSED, **s.chained,
             )  # fmt: skip
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: LatentPlan,
@@ -179,9 +185,10 @@ class GpuLatentPages:
         s, choice = self.shape, self.shape.choice
         latent_decode_kernel[(triton.cdiv(s.heads, s.take), most_splits(sequences, s.wave, BEYOND))](
             plan.rotated, plan.sums, self.cache, block_table, plan.splits, plan.partial, plan.lse,
-            self.cache.stride(0), block_table.stride(0), TAKE=s.take, Q=choice.heads, TILE=choice.tile,
-            STAGES=choice.stages, WARPS=choice.warps, LATENT=s.latent, POSITION=s.rope, HEADS=s.heads,
-            PAGE=s.block_size, num_warps=choice.warps, maxnreg=choice.registers, **tuning.FUSED, **s.chained,
+            self.cache.stride(0), block_table.stride(0),
+            C=LatentConfig(s.latent, s.rope, s.heads, s.take, choice.heads, choice.tile, choice.stages, choice.warps,
+                           s.overlap),
+            num_warps=choice.warps, maxnreg=choice.registers, **tuning.FUSED, **s.chained,
         )  # fmt: skip
 
     def merge(self, sequences: int, plan: LatentPlan, out: torch.Tensor) -> None:
@@ -190,7 +197,8 @@ class GpuLatentPages:
         choice = latent_tuning.merging(s.wave // sequences)
         latent_reduce_kernel[(sequences, triton.cdiv(s.heads, choice.heads))](
             plan.partial, plan.lse, plan.spans, f.mean, f.scale, out, out.stride(0), HEADS=s.heads,
-            TAKE=choice.heads, STEP=choice.splits, num_warps=choice.warps, **tuning.FUSED, **s.chained,
+            TAKE=choice.heads, STEP=choice.splits, num_warps=choice.warps, OVERLAP=s.overlap, **tuning.FUSED,
+            **s.chained,
         )  # fmt: skip
 
     def gather(self, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, longest: int,
@@ -220,7 +228,7 @@ class GpuLatentPages:
             return
         latent_gather_kernel[(triton.cdiv(longest, latent_tuning.GATHER_TOKENS), 2, sequences)](
             self.cache, block_table, starts, rows, out, f.mean, f.scale, self.cache.stride(0),
-            block_table.stride(0), LATENT=s.latent, POSITION=s.rope, PAGE=s.block_size,
+            block_table.stride(0), LATENT=s.latent, POSITION=s.rope,
             TOKENS=latent_tuning.GATHER_TOKENS, num_warps=latent_tuning.GATHER_WARPS,
             **tuning.FUSED,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from kvpilot_formats.latent import ENTRY, LatentFormat
+from kvpilot_kernels.gpu.launch.tuning import gpu
 
 MOST_HEADS = 24
 """Largest number of heads of a program. Registers limit it: each head needs accumulators of 512 elements."""
@@ -23,7 +24,7 @@ GATHER_TOKENS, GATHER_WARPS = 8, 4
 
 @dataclass(frozen=True)
 class Merge:
-    """Launch parameters of `reduce` per program: `heads`, `splits` in flight (a power of two), and `warps`."""
+    """Launch parameters of `merge` per program: `heads`, `splits` in flight (a power of two), and `warps`."""
 
     heads: int
     splits: int
@@ -31,7 +32,7 @@ class Merge:
 
 
 def merging(splits: int) -> Merge:
-    """Return the launch parameters of `reduce` for sequences of at most this many splits.
+    """Return the launch parameters of `merge` for sequences of at most this many splits.
 
     With few sequences, each has many splits and few programs merge them. Such a program reads many splits at once, so
     that it waits for memory less often. Measured with 264, 33 and 8 splits per sequence.
@@ -39,13 +40,6 @@ def merging(splits: int) -> Merge:
     if splits > 64:
         return Merge(1, 32, 16)
     return Merge(1, 32, 8) if splits > 16 else Merge(1, 4, 1)
-
-
-def shared_kib(capability: tuple[int, int]) -> int:
-    """Return a multiprocessor's shared memory in KiB. Each program costs 1 KiB more than it uses."""
-    if capability in ((8, 6), (8, 9)) or capability[0] == 12:
-        return 100
-    return 164 if capability[0] == 8 else 228
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ def choose(fmt: LatentFormat, heads: int, block_size: int, capability: tuple[int
     wide = -(-program_heads(heads) // 8) * 8
     for most in (64, 32):
         choice = LatentChoice(wide, gcd(most, block_size), 2, 4, 2)
-        fit = shared_kib(capability) * 1024 // (choice.shared_bytes(fmt) + 2048)
+        fit = gpu(capability).shared_kib * 1024 // (choice.shared_bytes(fmt) + 2048)  # a program costs 1 KiB more
         if fit:
             break
     return replace(choice, programs=min(2, fit))

@@ -7,19 +7,19 @@ So the whole context never exists in 16 bits.
 import triton
 import triton.language as tl
 
-from kvpilot_kernels.gpu.codec import read_codes, scale_and_zero
-from kvpilot_kernels.gpu.latent_store import ENTRY, RANK, ROPE
-from kvpilot_kernels.gpu.rotation import rotate
+from kvpilot_kernels.gpu.layout.hadamard import rotate
+from kvpilot_kernels.gpu.layout.page import read_codes, scale_and_zero
+from kvpilot_kernels.gpu.mla.store import ENTRY, RANK
 
 
 @triton.jit
-def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """Dequantize latents or RoPE parts, [TOKENS, WIDTH], rotate them back, and write `live` ones to pointers `to`."""
-    d = tl.arange(0, WIDTH)
-    code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE.bits, WIDTH, WIDTH)
+def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr):
+    """Dequantize latents or RoPE parts, [tokens, dim], rotate them back, and write `live` ones to pointers `to`."""
+    d = tl.arange(0, SIDE.dim)
+    code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE)
     meta = tl.load((page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place, mask=live, other=0).to(tl.int32)
     scale, zero = scale_and_zero(meta, SIDE.bits)
-    y = rotate((code.to(tl.float32) - zero[:, None]) * scale[:, None], None, WIDTH)
+    y = rotate((code.to(tl.float32) - zero[:, None]) * scale[:, None], None, SIDE.dim)
     y = y * (1.0 / tl.load(factor_ptr + d))[None, :] + tl.load(mean_ptr + d)[None, :]
     tl.store(to[:, None] + d[None, :], y.to(to.dtype.element_ty), mask=live[:, None])
 
@@ -27,7 +27,7 @@ def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr, W
 # Steps pass slices of tensors and tables of any width. Do not compile a variant for each alignment and stride.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "starts_ptr"])
 def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, mean_ptr, factor_ptr,
-                         page_stride, table_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr,
+                         page_stride, table_stride, LATENT: tl.constexpr, POSITION: tl.constexpr,
                          TOKENS: tl.constexpr):  # fmt: skip
     """Read latents and RoPE parts of tokens [start, start + length). Grid (cdiv(longest, TOKENS), 2, sequences).
 
@@ -35,7 +35,7 @@ def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, me
     starts: int32 [sequences], `start` of each sequence.
     rows: int32 [sequences + 1], each sequence's first row of the output. Their differences are the lengths.
     out: [rows, 576], any float dtype.
-    The rest is as in `latent_store`.
+    The rest is as in `mla.store`.
     """
     sequence = tl.program_id(2)
     row = tl.load(rows_ptr + sequence)
@@ -44,12 +44,10 @@ def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, me
     if tl.program_id(0) * TOKENS < length:
         live = at < length
         token = tl.load(starts_ptr + sequence) + at
-        block = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + token // PAGE, mask=live, other=0)
+        block = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + token // LATENT.page, mask=live, other=0)
         page = cache_ptr + block.to(tl.int64) * page_stride
         to = out_ptr + (row + at).to(tl.int64) * ENTRY
         if tl.program_id(1) == 0:
-            read_part(page, token % PAGE, live, to, mean_ptr, factor_ptr, LATENT, RANK)
+            read_part(page, token % LATENT.page, live, to, mean_ptr, factor_ptr, LATENT)
         else:
-            read_part(
-                page, token % PAGE, live, to + RANK, mean_ptr + RANK, factor_ptr + RANK, POSITION, ROPE
-            )  # fmt: skip
+            read_part(page, token % LATENT.page, live, to + RANK, mean_ptr + RANK, factor_ptr + RANK, POSITION)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kvpilot_kernels.gpu.latent_store import RANK
-from kvpilot_kernels.gpu.rotation import rotate
+from kvpilot_kernels.gpu.layout.hadamard import rotate
+from kvpilot_kernels.gpu.mla.store import RANK
 
 
 @triton.jit
@@ -21,9 +21,7 @@ def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, mean_ptr, factor_ptr, 
 
     A sequence without splits gets zeros.
 
-    partial: float32 [splits, HEADS, 512].
-    lse: float32 [splits, HEADS].
-    spans: int32 [sequences, 2], the first split of a sequence and the number of its splits.
+    partial, lse, spans: as in `mla.pages.LatentPlan`.
     mean, factor: float32 [512 or more].
     out: [sequences, HEADS, 512], any float dtype, stride per sequence in elements.
     OVERLAP: True if launched as a dependent of decode.

@@ -15,15 +15,15 @@ import triton
 from kvpilot_formats.formats import Format
 from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu import tuning
-from kvpilot_kernels.gpu.codec import NARROW, side_layouts
-from kvpilot_kernels.gpu.decode import decode_kernel
-from kvpilot_kernels.gpu.gather import gather_kernel
-from kvpilot_kernels.gpu.launch import Variant
-from kvpilot_kernels.gpu.plan import beyond, fill_splits, most_results, most_splits
-from kvpilot_kernels.gpu.reduce import reduce_kernel
-from kvpilot_kernels.gpu.rotation import packing_signs, plain_signs, slots
-from kvpilot_kernels.gpu.store import store_kernel
+from kvpilot_kernels.gpu.decode.kernel import DecodeConfig, decode_kernel
+from kvpilot_kernels.gpu.decode.merge import MergeConfig, reduce_kernel
+from kvpilot_kernels.gpu.decode.schedule import beyond, fill_splits, most_results, most_splits
+from kvpilot_kernels.gpu.launch import tuning
+from kvpilot_kernels.gpu.launch.variant import Variant
+from kvpilot_kernels.gpu.layout.hadamard import packing_signs, plain_signs
+from kvpilot_kernels.gpu.layout.page import NARROW, side_layouts
+from kvpilot_kernels.gpu.prefill.gather import GatherConfig, gather_kernel
+from kvpilot_kernels.gpu.store.kernel import StoreConfig, store_kernel
 
 LOG2_E = 1.4426950408889634
 
@@ -67,7 +67,7 @@ class Shape:
 
     Attributes:
         row_dim: number of elements of a stored row and of a rotated query.
-        wide: True if `row_dim` is more than `codec.NARROW`. Some kernels treat such rows differently.
+        wide: True if `row_dim` is more than `page.NARROW`. Some kernels treat such rows differently.
 
     Args:
         fmt: one of kvpilot's own formats.
@@ -94,12 +94,7 @@ class Shape:
         self.row_dim = dim = fmt.row_dim(head_dim)
         self.wide = dim > NARROW.value
         self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
-        self.ring_tokens = fmt.ring_layout(head_dim, block_size).tokens if recent else 0
         self.key, self.value = side_layouts(fmt, head_dim, block_size, recent)
-        self.codec: dict[str, Any] = {
-            "KV_HEADS": kv_heads, "KEY": self.key, "VALUE": self.value, "HEAD": head_dim, "D": dim, "WIDE": slots(dim),
-            "PAGE": block_size,
-        }  # fmt: skip
         self.gather_block = tuning.gather_block(dim)
         self.can_overlap = tuning.overlaps(device)
         self.chained: dict[str, Any] = {"launch_pdl": True} if self.can_overlap else {}
@@ -158,9 +153,9 @@ class Plan:
         rows: largest number of rows of all sequences; None for sequences * tokens.
 
     Attributes:
-        splits: int32 [count, 4], see `plan`.
-        spans: int32 [sequences, 2], see `plan`.
-        bases: int32 [sequences], see `plan`.
+        splits: int32 [count, 4], see `schedule`.
+        spans: int32 [sequences, 2], see `schedule`.
+        bases: int32 [sequences], see `schedule`.
         partial: float32 [results, kv_heads, ratio, row_dim], outputs of the splits.
         lse: float32 [results, kv_heads, ratio], log2 of their softmax sums.
         rotated: int8 [rows, kv_heads * ratio, 2, row_dim], rotated queries as integers, by upper and lower bytes.
@@ -267,8 +262,8 @@ class GpuPages:
         heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
         block, level = tuning.store_block(s.row_dim, tokens), s.softcap > 0 or self.sinks is not None
         launch = s.variant(store_kernel, (block, level), lambda: {
-            "RATIO": s.ratio, "RING": s.ring_tokens, "TOKENS": block.tokens, "LEVEL": level, "WAIT": s.can_overlap,
-            **s.codec, "num_warps": block.warps, **tuning.FUSED, **s.chained,
+            "C": StoreConfig(s.key, s.value, s.kv_heads, s.ratio, s.head_dim, block.tokens, level, s.can_overlap),
+            "num_warps": block.warps, **tuning.FUSED, **s.chained,
         })  # fmt: skip
         launch(
             (triton.cdiv(tokens, block.tokens), heads, 1),
@@ -314,11 +309,12 @@ class GpuPages:
         s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
         several, choice = plan.several, cut.choice
         launch = s.variant(decode_kernel, (cut.take, choice, several is None, plan.overlap), lambda: {
-            "KEY": s.key, "VALUE": s.value, "D": s.row_dim, "GROUP": s.fmt.group_size(s.head_dim), "RATIO": s.ratio,
-            "TAKE": cut.take, "TILE": choice.tile, "PAGE": s.block_size, "STAGES": choice.stages,
-            "SOFTCAP": s.softcap > 0, "WINDOW": s.window, "RECENT": s.recent, "RING": s.ring_tokens,
-            "RING_BLOCKS": s.ring_blocks, "SEVERAL": several is not None, "OVERLAP": s.can_overlap, "num_warps": 1,
-            "maxnreg": choice.registers, **tuning.FUSED, **(s.chained if plan.overlap else {}),
+            "C": DecodeConfig.of(
+                s.key, cut.take, value_side=s.value, ratio=s.ratio, tile=choice.tile, stages=choice.stages,
+                softcap=s.softcap > 0, window=s.window, recent=s.recent, ring_blocks=s.ring_blocks,
+                several=several is not None, overlap=s.can_overlap,
+            ),
+            "num_warps": 1, "maxnreg": choice.registers, **tuning.FUSED, **(s.chained if plan.overlap else {}),
         })  # fmt: skip
         splits = most_splits(seq_lens.shape[0], cut.wave, beyond(1 if several is None else several.most))
         kernel = launch(
@@ -337,9 +333,10 @@ class GpuPages:
         starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
         sinks = self.sinks is not None
         launch = s.variant(reduce_kernel, (take, step, warps, several is None, sinks), lambda: {
-            "KV_HEADS": s.kv_heads, "RATIO": s.ratio, "TAKE": take, "HEAD": s.head_dim, "D": s.row_dim,
-            "WIDE": s.codec["WIDE"], "ROWS": triton.next_power_of_2(take), "STEP": step,
-            "SEVERAL": several is not None, "SINKS": sinks, "LEVEL": s.softcap == 0, "OVERLAP": s.can_overlap,
+            "C": MergeConfig(
+                s.kv_heads, s.ratio, s.head_dim, s.row_dim, s.key.slots, take, triton.next_power_of_2(take), step,
+                several is not None, sinks, s.softcap == 0, s.can_overlap,
+            ),
             "num_warps": warps, **tuning.FUSED, **s.chained,
         })  # fmt: skip
         launch(
@@ -371,7 +368,8 @@ class GpuPages:
         check.inner_strides(s.head_dim, key=key, value=value)
         block = s.gather_block
         launch = s.variant(gather_kernel, (), lambda: {
-            "TOKENS": block.tokens, **s.codec, "num_warps": block.warps, **tuning.FUSED
+            "C": GatherConfig(s.key, s.value, s.kv_heads, s.head_dim, block.tokens), "num_warps": block.warps,
+            **tuning.FUSED,
         })  # fmt: skip
         launch(
             (triton.cdiv(tokens, block.tokens), s.kv_heads, 1),

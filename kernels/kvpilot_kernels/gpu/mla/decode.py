@@ -21,10 +21,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvpilot_kernels.gpu.latent_operands import (
+from kvpilot_kernels.gpu.layout.unpack import (
+    LARGEST_HALF,
+    UNIT,
+    scales,
+    scales_up_to,
+    store_pairs,
+    to_half,
+    upper_bytes,
+    word_plane,
+    zero_codes,
+    zero_unit,
+)
+from kvpilot_kernels.gpu.mla.operands import (
     ENTRY,
     RANK,
     ROPE_WORDS,
+    LatentQueries,
+    LatentSmem,
     chunk_words,
     fetch,
     halves,
@@ -37,18 +51,6 @@ from kvpilot_kernels.gpu.latent_operands import (
     right,
     stage_queries,
 )  # fmt: skip
-from kvpilot_kernels.gpu.operands import (
-    LARGEST_HALF,
-    UNIT,
-    scales,
-    scales_up_to,
-    store_pairs,
-    to_half,
-    upper_bytes,
-    word_plane,
-    zero_codes,
-    zero_unit,
-)
 
 HEADROOM = gl.constexpr(15.0)
 """Exponent of the largest weight, 2^15, within float16's range."""
@@ -78,36 +80,31 @@ def multiply_by_queries(low, queries, sums, first: gl.constexpr, BITS: gl.conste
 
 
 @gluon.jit
-def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums_ptr, count, LATENT: gl.constexpr,
-          POSITION: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr, Q: gl.constexpr,
-          WARPS: gl.constexpr):  # fmt: skip
-    """Return a tile's scores in log2, float32 [TILE, heads] for each part of the heads (`parts`).
+def score(smem, queries, word, rope_word, stage, C: gl.constexpr):
+    """Return a tile's scores in log2, float32 [tile, heads] for each part of the heads (`parts`).
 
     `word` and `rope_word` are the metadata of the tile's tokens. The sums of the queries are loaded again for each
     tile, because registers have no room to keep them.
     """
-    PARTS: gl.constexpr = parts(Q)
-    CHUNKS: gl.constexpr = LATENT.row // 2 // chunk_words(WARPS)
+    PARTS: gl.constexpr = parts(C.queries)
+    WARPS: gl.constexpr = C.warps
+    BITS: gl.constexpr = C.latent.bits
+    CHUNKS: gl.constexpr = C.latent.row // 2 // chunk_words(C.warps)
     scale = scales(word)
     zero = zero_codes(word)
     rope_scale = scales(rope_word)
     rope_zero = zero_codes(rope_word)
     sums = ()
     for j in gl.static_range(len(PARTS)):
-        sums = sums + (gl.full([TILE, PARTS[j][1]], 0.0, gl.float32, products(WARPS)),)
-    rope_sums = multiply_by_queries(
-        rope_codes.index(stage).load(left(WARPS)), rope_queries, sums, 0, POSITION.bits, WARPS
-    )  # fmt: skip
+        sums = sums + (gl.full([C.tile, PARTS[j][1]], 0.0, gl.float32, products(WARPS)),)
+    rope_codes = smem.rope_codes.index(stage).load(left(WARPS))
+    rope_sums = multiply_by_queries(rope_codes, queries.rope, sums, 0, C.rope.bits, WARPS)
     for c in gl.static_range(CHUNKS):
-        sums = multiply_by_queries(
-            codes.index(stage * CHUNKS + c).load(left(WARPS)), queries, sums, c * 2 * (8 // LATENT.bits), LATENT.bits,
-            WARPS,
-        )  # fmt: skip
+        codes = smem.codes.index(stage * CHUNKS + c).load(left(WARPS))
+        sums = multiply_by_queries(codes, queries.latent, sums, c * 2 * (8 // BITS), BITS, WARPS)
     scores = ()
     for j in gl.static_range(len(PARTS)):
-        unit, taken, rope_taken = load_sums(
-            sums_ptr, count, PARTS[j][0], LATENT, POSITION, HEADS, PARTS[j][1], WARPS
-        )  # fmt: skip
+        unit, taken, rope_taken = load_sums(queries.sums, queries.count, PARTS[j][0], PARTS[j][1], C)
         s = scale[:, None] * (sums[j] - zero[:, None] * taken[None, :])
         s += rope_scale[:, None] * (rope_sums[j] - rope_zero[:, None] * rope_taken[None, :])
         scores = scores + (s * unit[None, :],)
@@ -115,24 +112,26 @@ def score(codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums
 
 
 @gluon.jit
-def accumulate(codes, weights, stage, acc, LATENT: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr):
+def accumulate(smem, weights, stage, acc, C: gl.constexpr):
     """Multiply the tile at `stage` by the weights, and add the product to `acc`.
 
-    weights: in shared memory, float16 [TILE, heads] for each part.
+    weights: in shared memory, float16 [tile, heads] for each part.
     acc: float32 [words, heads] for each plane and part, in units of UNIT * 2^(bits * sub-plane).
     """
-    PARTS: gl.constexpr = parts(Q)
-    CHUNKS: gl.constexpr = LATENT.row // 2 // chunk_words(WARPS)
-    SUBS: gl.constexpr = 8 // LATENT.bits
+    PARTS: gl.constexpr = parts(C.queries)
+    WARPS: gl.constexpr = C.warps
+    BITS: gl.constexpr = C.latent.bits
+    CHUNKS: gl.constexpr = C.latent.row // 2 // chunk_words(C.warps)
+    SUBS: gl.constexpr = 8 // C.latent.bits
     operands = ()
     for j in gl.static_range(len(PARTS)):
         operands = operands + (weights[j].load(right(WARPS)),)
     new = ()
     for c in gl.static_range(CHUNKS):
-        low = codes.index(stage * CHUNKS + c).permute([1, 0]).load(left(WARPS))
+        low = smem.codes.index(stage * CHUNKS + c).permute([1, 0]).load(left(WARPS))
         both = (low, upper_bytes(low))
         for i in gl.static_range(2 * SUBS):
-            plane = word_plane(both[i % 2], LATENT.bits, i // 2)
+            plane = word_plane(both[i % 2], BITS, i // 2)
             for j in gl.static_range(len(PARTS)):
                 new = new + (mma_v2(plane, operands[j], acc[(c * 2 * SUBS + i) * len(PARTS) + j]),)
     return new
@@ -151,26 +150,24 @@ def rescaled(acc, alphas):
 @gluon.jit(do_not_specialize=["table_stride"])
 def latent_decode_kernel(
     query_ptr, sums_ptr, cache_ptr, table_ptr, splits_ptr, out_ptr, lse_ptr, page_stride, table_stride,
-    LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr, TAKE: gl.constexpr, Q: gl.constexpr,
-    TILE: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """Attend in one split of the plan, for TAKE heads padded to Q, with WARPS warps. Grid (cdiv(HEADS, TAKE), splits).
+    """Attend in one split of the plan, for `take` heads. Grid (cdiv(heads, take), splits).
 
-    query: float16 [sequences, HEADS, 576], from `latent_store`.
-    sums: float32 [sequences, 3, HEADS], from `latent_store`.
+    query, sums, splits, out, lse: as in `mla.pages.LatentPlan`; `query` is its `rotated`, and `out` its `partial`.
     cache: latent pages.
     table: int32 [sequences, blocks].
-    splits: int32 [splits, 4] as (sequence, start, end, ...). The sequence is -1 for no work.
-    out: float32 [splits, HEADS, 512], normalised, still rotated.
-    lse: float32 [splits, HEADS], in log2.
-    LATENT, POSITION: a `codec.SideLayout`.
-    OVERLAP: True if launched as a dependent of `latent_prepare`. That kernel starts this one when all tokens are
-        stored, so this one can copy pages before `gdc_wait`.
+    C: a `LatentConfig`.
     """
-    if OVERLAP:
+    LATENT: gl.constexpr = C.latent
+    HEADS: gl.constexpr = C.heads
+    TILE: gl.constexpr = C.tile
+    STAGES: gl.constexpr = C.stages
+    WARPS: gl.constexpr = C.warps
+    if C.overlap:
         gdc_launch_dependents()
-    PARTS: gl.constexpr = parts(Q)
-    PLANES: gl.constexpr = planes(LATENT.bits, WARPS)
+    PARTS: gl.constexpr = parts(C.queries)
+    PLANES: gl.constexpr = planes(C.latent.bits, C.warps)
     WORDS: gl.constexpr = chunk_words(WARPS)
     CHUNKS: gl.constexpr = LATENT.row // 2 // WORDS
     ROWS: gl.constexpr = gl.SliceLayout(1, products(WARPS))
@@ -182,8 +179,9 @@ def latent_decode_kernel(
         gl.uint16, [STAGES, TILE, ROPE_WORDS], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     )  # fmt: skip
     meta = gl.allocate_shared_memory(gl.uint16, [STAGES, 2 * TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    first = gl.program_id(0) * TAKE
-    count = gl.minimum(HEADS - first, TAKE)
+    smem = LatentSmem(codes=codes, rope_codes=rope_codes, meta=meta)
+    first = gl.program_id(0) * C.take
+    count = gl.minimum(HEADS - first, C.take)
     split = gl.program_id(1)
     sequence = gl.load(splits_ptr + 4 * split)
     if sequence >= 0:
@@ -191,16 +189,13 @@ def latent_decode_kernel(
         end = gl.load(splits_ptr + 4 * split + 2)
         table = table_ptr + sequence.to(gl.int64) * table_stride
         for i in gl.static_range(STAGES - 1):
-            fetch(
-                codes, rope_codes, meta, i, cache_ptr, table, start + i * TILE, end, page_stride, LATENT, POSITION,
-                TILE, PAGE, WARPS,
-            )  # fmt: skip
+            fetch(smem, i, cache_ptr, table, start + i * TILE, end, page_stride, C)
             async_copy.commit_group()
-        if OVERLAP:
+        if C.overlap:
             gdc_wait()
         query = query_ptr + (sequence.to(gl.int64) * HEADS + first) * ENTRY
         sums = sums_ptr + sequence.to(gl.int64) * (3 * HEADS) + first
-        queries = ()
+        latent_queries = ()
         rope_queries = ()
         weights = ()
         m = ()
@@ -208,7 +203,7 @@ def latent_decode_kernel(
         zeros = ()
         acc = ()
         for j in gl.static_range(len(PARTS)):
-            queries = queries + (gl.allocate_shared_memory(
+            latent_queries = latent_queries + (gl.allocate_shared_memory(
                 gl.float16, [len(PLANES), PARTS[j][1], WORDS], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
             ),)  # fmt: skip
             rope_queries = rope_queries + (gl.allocate_shared_memory(
@@ -217,30 +212,25 @@ def latent_decode_kernel(
             weights = weights + (gl.allocate_shared_memory(
                 gl.float16, [TILE, PARTS[j][1]], gl.SwizzledSharedLayout(8, 64 // PARTS[j][1], PARTS[j][1] // 8, [1, 0])
             ),)  # fmt: skip
-            stage_queries(queries[j], rope_queries[j], query, count, PARTS[j][0], LATENT, PARTS[j][1], WARPS)
+            stage_queries(latent_queries[j], rope_queries[j], query, count, PARTS[j][0], PARTS[j][1], C)
             m = m + (gl.full([PARTS[j][1]], -1e30, gl.float32, COLS),)
             total = total + (gl.full([TILE // 2, PARTS[j][1]], 0.0, gl.float32, halves(WARPS)),)
             zeros = zeros + (gl.full([TILE // 2, PARTS[j][1]], 0.0, gl.float32, halves(WARPS)),)
         for i in gl.static_range(len(PLANES)):
             for j in gl.static_range(len(PARTS)):
                 acc = acc + (gl.full([WORDS, PARTS[j][1]], 0.0, gl.float32, products(WARPS)),)
+        queries = LatentQueries(latent=latent_queries, rope=rope_queries, sums=sums, count=count)
         token = gl.arange(0, TILE, ROWS)
         stage = 0
         for t in range(start, end, TILE):
             next_stage = stage + STAGES - 1
             next_stage = gl.where(next_stage >= STAGES, next_stage - STAGES, next_stage)
-            fetch(
-                codes, rope_codes, meta, next_stage, cache_ptr, table, t + (STAGES - 1) * TILE, end, page_stride,
-                LATENT, POSITION, TILE, PAGE, WARPS,
-            )  # fmt: skip
+            fetch(smem, next_stage, cache_ptr, table, t + (STAGES - 1) * TILE, end, page_stride, C)
             async_copy.commit_group()
             async_copy.wait_group(STAGES - 1)
             word = meta.index(stage).slice(0, TILE).load(ROWS)
             rope_word = meta.index(stage).slice(TILE, TILE).load(ROWS)
-            scores = score(
-                codes, rope_codes, queries, rope_queries, word, rope_word, stage, sums, count, LATENT, POSITION, HEADS,
-                TILE, Q, WARPS,
-            )  # fmt: skip
+            scores = score(smem, queries, word, rope_word, stage, C)
             # Past the end scales may be NaN, and 0 * NaN is NaN, so limit them. Before the end no NaN is lost: it has
             # made the score NaN already.
             scale = scales_up_to(word, gl.full([TILE], LARGEST_HALF, gl.uint16, ROWS))
@@ -272,7 +262,7 @@ def latent_decode_kernel(
                 least = gl.minimum(least, gl.min(alphas[j], 0))
             if least < 1.0:
                 acc = rescaled(acc, alphas)
-            acc = accumulate(codes, weights, stage, acc, LATENT, Q, WARPS)
+            acc = accumulate(smem, weights, stage, acc, C)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         async_copy.wait_group(0)
         word = gl.arange(0, WORDS, ROWS)[:, None]
@@ -289,5 +279,5 @@ def latent_decode_kernel(
                 to = out_ptr + at * RANK + n[None, :] * RANK + element
                 store_pairs(to, even, odd, (n[None, :] < count) & (word >= 0))
             gl.store(lse_ptr + at + n, gl.log2(norm) + m[j], mask=n < count)
-    elif OVERLAP:  # later kernels rely on this kernel to wait for all earlier writes
+    elif C.overlap:  # later kernels rely on this kernel to wait for all earlier writes
         gdc_wait()

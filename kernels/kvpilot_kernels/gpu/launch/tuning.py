@@ -88,7 +88,7 @@ MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
     256: ((0.5, (1, 64, 8)), (inf, (1, 4, 1))),
     512: ((0.5, (1, 32, 16)), (inf, (1, 8, 2))),
 }  # fmt: skip
-"""Launch parameters of `reduce`, by elements of a row: pairs of an upper limit and a choice.
+"""Launch parameters of `merge`, by elements of a row: pairs of an upper limit and a choice.
 
 The limit is on the query heads of all sequences per multiprocessor. A choice is the largest number of query heads of a
 program, the splits in flight, and the warps. Few sequences have many splits each, so every query head gets its own
@@ -132,9 +132,38 @@ def weigh_warps(tokens: int) -> int:
     return min(max(tokens // 16, 1), 4)
 
 
+class Gpu(NamedTuple):
+    """Choices that differ by compute capability.
+
+    Attributes:
+        overlaps: True if a kernel may start while its predecessor ends (programmatic dependent launch).
+        prefill_queries: queries of a program of `prefill`. 64 suit Hopper's warp groups, and spill elsewhere.
+        balanced: True if the assembler balances registers against programs. Elsewhere a limit would cause spills.
+        shared_kib: shared memory of a multiprocessor.
+    """
+
+    overlaps: bool
+    prefill_queries: int
+    balanced: bool
+    shared_kib: int
+
+
+GPUS: dict[tuple[int, int], Gpu] = {
+    (0, 0): Gpu(False, 32, False, 228), (8, 0): Gpu(False, 32, False, 164), (8, 6): Gpu(False, 32, False, 100),
+    (8, 7): Gpu(False, 32, False, 164), (8, 9): Gpu(False, 32, False, 100), (9, 0): Gpu(True, 64, True, 228),
+    (10, 0): Gpu(True, 32, False, 228), (12, 0): Gpu(True, 32, False, 100),
+}  # fmt: skip
+"""Choices by the first compute capability that they hold for; (0, 0) is a CPU, where Triton's interpreter runs."""
+
+
+def gpu(capability: tuple[int, int]) -> Gpu:
+    """Return the choices for a compute capability."""
+    return GPUS[max(first for first in GPUS if first <= capability)]
+
+
 def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
-    """Return the block of `prefill`: 64 queries for Hopper's warp groups, else 32, because 64 would spill registers."""
-    return PrefillBlock(64 if capability[0] == 9 else 32, 32, 8, 2)
+    """Return the block of `prefill`."""
+    return PrefillBlock(gpu(capability).prefill_queries, 32, 8, 2)
 
 
 def program_queries(dim: int, ratio: int, tokens: int) -> int:
@@ -153,9 +182,8 @@ def program_queries(dim: int, ratio: int, tokens: int) -> int:
 def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capability: tuple[int, int]) -> Choice:
     """Return the launch parameters of decode.
 
-    The tile divides `block_size`, so that it lies in one page. On compute capability 9.0 the assembler balances
-    registers against programs. With a recent window, 12 programs would just not fit, so the limit is 168 registers.
-    On other GPUs a limit would cause spills, so a thread may have all 255 registers.
+    The tile divides `block_size`, so that it lies in one page. If the assembler balances registers against programs,
+    12 programs would just not fit with a recent window, so the limit is 168 registers.
 
     With a recent window, 2-bit codes need as much shared memory and as many registers as 4-bit codes. At head_dim 192
     they get tiles of 16, which spill 168 bytes on 9.0. Tiles of 32 spill up to 896 bytes.
@@ -175,7 +203,7 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
         tile = 16
     if dim > 256:
         return Choice(gcd(tile, block_size), stages, programs, 255, grain=64)
-    registers = (168 if recent and programs == 12 and 64 < dim <= 128 else None) if capability[0] == 9 else 255
+    registers = (168 if recent and programs == 12 and 64 < dim <= 128 else None) if gpu(capability).balanced else 255
     return Choice(gcd(tile, block_size), stages, programs, registers)
 
 
@@ -196,7 +224,7 @@ def fitting(taken: Taken, shared: int) -> int:
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
-    """Return the query heads, splits in flight, and warps of a program of `reduce`.
+    """Return the query heads, splits in flight, and warps of a program of `merge`.
 
     `groups` is the number of KV heads of all sequences together.
     """
@@ -226,5 +254,5 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Return True if a kernel may start while its predecessor ends (programmatic dependent launch, from Hopper on)."""
-    return capability(device) >= (9, 0)
+    """Return True if a kernel may start while its predecessor ends."""
+    return gpu(capability(device)).overlaps

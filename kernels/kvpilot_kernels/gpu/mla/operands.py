@@ -1,17 +1,62 @@
 """Latents as MMA operands: the layout of 16-bit words over a program's warps, and copies to shared memory.
 
-`operands` does the same for keys and values. `latent_decode` has the products.
+`unpack` does the same for keys and values. `mla.decode` has the products.
 """
+
+from collections import namedtuple
+from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvpilot_formats import latent as formats
-from kvpilot_kernels.gpu.operands import UNIT, copy_to_shared, zero_unit
+from kvpilot_kernels.gpu.decode.smem import copy_to_shared
+from kvpilot_kernels.gpu.layout.page import SideLayout
+from kvpilot_kernels.gpu.layout.unpack import UNIT, zero_unit
 
 RANK = gl.constexpr(formats.RANK)
 ENTRY = gl.constexpr(formats.ENTRY)
 ROPE_WORDS = gl.constexpr(formats.ROPE // 2)
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Constants of a launch of decode.
+
+    Attributes:
+        latent, rope: layouts of latents and of RoPE parts.
+        heads, take: all query heads, and those of a program.
+        queries: `take` padded to a multiple of 8.
+        tile: tokens of a tile.
+        stages: tiles in flight.
+        warps: warps of a program.
+        overlap: True if launched as a dependent of `latent_prepare`. That kernel starts this one when all tokens are
+            stored, so this one can copy pages before `gdc_wait`.
+    """
+
+    latent: SideLayout
+    rope: SideLayout
+    heads: int
+    take: int
+    queries: int
+    tile: int
+    stages: int
+    warps: int
+    overlap: bool
+
+
+LatentSmem = namedtuple("LatentSmem", "codes rope_codes meta")
+"""Shared memory of a program: codes of latents, codes of RoPE parts, and scale metadata, by stage."""
+
+
+LatentQueries = namedtuple("LatentQueries", "latent rope sums count")
+"""Queries in shared memory, by part of the heads (`parts`), with their sums in memory.
+
+Attributes:
+    latent, rope: float16 [planes, heads, words] for each part.
+    sums: pointer to the output of `latent_prepare` for the program's first head.
+    count: number of the program's heads.
+"""
 
 
 @gluon.constexpr_function
@@ -76,15 +121,15 @@ def planes(bits, warps):
 
 
 @gluon.jit
-def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, Q: gl.constexpr,
-                  WARPS: gl.constexpr):  # fmt: skip
+def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, Q: gl.constexpr, C: gl.constexpr):
     """Copy `count` prepared queries, from `first` on, into shared memory by plane, float16 [Q, words].
 
     Divide them by 2^(bits * sub-plane), because the plane's codes are read too large by this factor.
     """
-    PLANES: gl.constexpr = planes(LATENT.bits, WARPS)
-    WORDS: gl.constexpr = chunk_words(WARPS)
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
+    LATENT: gl.constexpr = C.latent
+    PLANES: gl.constexpr = planes(C.latent.bits, C.warps)
+    WORDS: gl.constexpr = chunk_words(C.warps)
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [C.warps, 1], [1, 0])
     n = first + gl.arange(0, Q, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
     for i in gl.static_range(len(PLANES)):
@@ -98,8 +143,7 @@ def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, 
 
 
 @gluon.jit
-def load_sums(sums_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, POSITION: gl.constexpr, HEADS: gl.constexpr,
-              Q: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+def load_sums(sums_ptr, count, first: gl.constexpr, Q: gl.constexpr, C: gl.constexpr):
     """Load data of the queries from `first` on, float32 [Q] each.
 
     Returns:
@@ -107,38 +151,42 @@ def load_sums(sums_ptr, count, first: gl.constexpr, LATENT: gl.constexpr, POSITI
         The number that a zero code of 1 subtracts from a product with the latent.
         The number that a zero code of 1 subtracts from a product with the RoPE part.
     """
-    n = first + gl.arange(0, Q, gl.SliceLayout(0, products(WARPS)))
+    n = first + gl.arange(0, Q, gl.SliceLayout(0, products(C.warps)))
     unit = gl.load(sums_ptr + n, mask=n < count, other=0.0) * (1.0 / UNIT)
-    taken = gl.load(sums_ptr + HEADS + n, mask=n < count, other=0.0) * zero_unit(LATENT.bits)
-    rope_taken = gl.load(sums_ptr + 2 * HEADS + n, mask=n < count, other=0.0) * zero_unit(POSITION.bits)
+    taken = gl.load(sums_ptr + C.heads + n, mask=n < count, other=0.0) * zero_unit(C.latent.bits)
+    rope_taken = gl.load(sums_ptr + 2 * C.heads + n, mask=n < count, other=0.0) * zero_unit(C.rope.bits)
     return unit, taken, rope_taken
 
 
 @gluon.jit
-def fetch(codes, rope_codes, meta, stage, cache_ptr, table_ptr, t, end, page_stride, LATENT: gl.constexpr,
-          POSITION: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Start copying the tile of tokens [t, t + TILE) into `stage`, if t < end."""
-    WORDS: gl.constexpr = chunk_words(WARPS)
+def fetch(smem, stage, cache_ptr, table_ptr, t, end, page_stride, C: gl.constexpr):
+    """Start copying the tile of tokens [t, t + tile) into `stage`, if t < end."""
+    LATENT: gl.constexpr = C.latent
+    POSITION: gl.constexpr = C.rope
+    TILE: gl.constexpr = C.tile
+    WORDS: gl.constexpr = chunk_words(C.warps)
     CHUNKS: gl.constexpr = LATENT.row // 2 // WORDS
     if t < end:
-        page = cache_ptr + gl.load(table_ptr + t // PAGE).to(gl.int64) * page_stride
-        place = gl.multiple_of(t % PAGE, TILE)
+        page = cache_ptr + gl.load(table_ptr + t // LATENT.page).to(gl.int64) * page_stride
+        place = gl.multiple_of(t % LATENT.page, TILE)
         u16: gl.constexpr = gl.pointer_type(gl.uint16)
-        layout: gl.constexpr = copies(WORDS, WARPS)
+        layout: gl.constexpr = copies(WORDS, C.warps)
         token = gl.arange(0, TILE, gl.SliceLayout(1, layout))[:, None]
         word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
         rows = (page + (LATENT.codes + place * LATENT.row)).to(u16)
         for c in gl.static_range(CHUNKS):
-            copy_to_shared(codes.index(stage * CHUNKS + c), rows + (token * (LATENT.row // 2) + (c * WORDS + word)))
-        narrow: gl.constexpr = copies(ROPE_WORDS, WARPS)
+            to = token * (LATENT.row // 2) + (c * WORDS + word)
+            copy_to_shared(smem.codes.index(stage * CHUNKS + c), rows + to)
+        narrow: gl.constexpr = copies(ROPE_WORDS, C.warps)
         token = gl.arange(0, TILE, gl.SliceLayout(1, narrow))[:, None]
         word = gl.arange(0, ROPE_WORDS, gl.SliceLayout(0, narrow))[None, :]
         rows = (page + (POSITION.codes + place * POSITION.row)).to(u16)
-        copy_to_shared(rope_codes.index(stage), rows + (token * ROPE_WORDS + word))
-        flat: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+        copy_to_shared(smem.rope_codes.index(stage), rows + (token * ROPE_WORDS + word))
+        flat: gl.constexpr = gl.BlockedLayout([8], [32], [C.warps], [0])
         i = gl.arange(0, 2 * TILE, flat)
         # The metadata of latents and of RoPE parts are adjacent regions.
-        copy_to_shared(meta.index(stage), (page + LATENT.meta).to(u16) + place + ((i // TILE) * PAGE + i % TILE))
+        at = (page + LATENT.meta).to(u16) + place + ((i // TILE) * LATENT.page + i % TILE)
+        copy_to_shared(smem.meta.index(stage), at)
 
 
 @gluon.jit

@@ -13,9 +13,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvpilot_formats import latent as formats
-from kvpilot_kernels.gpu.codec import pack_codes, write_codes
-from kvpilot_kernels.gpu.rotation import rotate
-from kvpilot_kernels.gpu.store import encode
+from kvpilot_kernels.gpu.layout.hadamard import rotate
+from kvpilot_kernels.gpu.layout.page import pack_codes, write_codes
+from kvpilot_kernels.gpu.store.quantize import encode
 
 RANK = tl.constexpr(formats.RANK)
 ROPE = tl.constexpr(formats.ROPE)
@@ -27,21 +27,22 @@ LARGEST = tl.constexpr(1024.0)
 
 @triton.jit
 def store_part(x_ptr, stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens, page_stride,
-               SIDE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """Quantize latents or RoPE parts, [TOKENS, WIDTH], as one group each, and write them into the tokens' pages."""
+               SIDE: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Quantize latents or RoPE parts, [TOKENS, dim], as one group each, and write them into the tokens' pages."""
+    WIDTH: tl.constexpr = SIDE.dim
     d = tl.arange(0, WIDTH)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
     live = slot >= 0
     slot = tl.where(live, slot, 0)
-    page = cache_ptr + slot // PAGE * page_stride
-    place = (slot % PAGE).to(tl.int32)
+    page = cache_ptr + slot // SIDE.page * page_stride
+    place = (slot % SIDE.page).to(tl.int32)
     x = tl.load(x_ptr + token[:, None].to(tl.int64) * stride + d[None, :], mask=live[:, None], other=0.0)
     x = (x.to(tl.float32) - tl.load(mean_ptr + d)[None, :]) * tl.load(factor_ptr + d)[None, :]
     y = rotate(x, None, WIDTH)
-    codes, meta = encode(tl.reshape(y, [TOKENS, 1, WIDTH]), SIDE, WIDTH, WIDTH)
-    packed = pack_codes(tl.reshape(codes, [TOKENS, WIDTH]), SIDE.bits, WIDTH, TOKENS)
-    write_codes(page + (SIDE.codes + place * SIDE.row), packed, live, SIDE.bits, WIDTH, WIDTH)
+    codes, meta = encode(tl.reshape(y, [TOKENS, 1, WIDTH]), SIDE)
+    packed = pack_codes(tl.reshape(codes, [TOKENS, WIDTH]), SIDE)
+    write_codes(page + (SIDE.codes + place * SIDE.row), packed, live, SIDE)
     to = (page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place
     tl.store(to, tl.reshape(meta, [TOKENS]).to(tl.int16), mask=live)
 
@@ -59,8 +60,7 @@ def load_part(x_ptr, stride, head_stride, factor_ptr, row, live, scale, HEADS: t
 @triton.jit(do_not_specialize=["tokens"])
 def latent_store_kernel(
     latent_ptr, rope_ptr, slots_ptr, cache_ptr, mean_ptr, factor_ptr, tokens, latent_stride, rope_stride,
-    page_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    page_stride, LATENT: tl.constexpr, POSITION: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Store latents, then RoPE parts. Grid (cdiv(tokens, TOKENS), 2).
 
@@ -69,20 +69,19 @@ def latent_store_kernel(
     slots: int64 [tokens], negative for padding.
     cache: uint8 pages, stride in bytes.
     mean, factor: float32 [576].
-    LATENT, POSITION: a `codec.SideLayout`.
+    LATENT, POSITION: a `page.SideLayout`.
     OVERLAP: True if earlier writes are visible only after `gdc_wait`.
     """
     if OVERLAP:
         gdc_wait()
     if tl.program_id(1) == 0:
         store_part(
-            latent_ptr, latent_stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens, page_stride,
-            LATENT, RANK, PAGE, TOKENS,
+            latent_ptr, latent_stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens, page_stride, LATENT, TOKENS
         )  # fmt: skip
     else:
         store_part(
-            rope_ptr, rope_stride, mean_ptr + RANK, factor_ptr + RANK, slots_ptr, cache_ptr, tokens,
-            page_stride, POSITION, ROPE, PAGE, TOKENS,
+            rope_ptr, rope_stride, mean_ptr + RANK, factor_ptr + RANK, slots_ptr, cache_ptr, tokens, page_stride,
+            POSITION, TOKENS,
         )  # fmt: skip
 
 
@@ -91,7 +90,7 @@ def latent_prepare_kernel(
     query_ptr, query_rope_ptr, rotated_ptr, sums_ptr, factor_ptr, rows, query_stride, query_head,
     query_rope_stride, query_rope_head, scale, HEADS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Prepare the queries that `latent_decode` reads. A row is a query of one head. Grid (cdiv(rows, ROWS),).
+    """Prepare the queries that `mla.decode` reads. A row is a query of one head. Grid (cdiv(rows, ROWS),).
 
     query: [tokens, HEADS, 512], any float dtype, strides per token and per head in elements.
     query_rope: [tokens, HEADS, 64], likewise.

@@ -1,20 +1,18 @@
 """Page codec of the Triton kernels: pack and unpack the codes and scale metadata of a page.
 
 `kvpilot_formats.layouts` defines the bytes, and `reference.quantize` does the same in plain torch. A row is one token's
-key or value of one KV head. Kernels hold a row in slots, 64 for each group. Constants of a launch:
-
-- HEAD: the model's head dimension.
-- D: the number of elements of a stored row, the smallest of `formats.HEAD_DIMS` that is at least HEAD.
-- WIDE: the number of slots of a row. Only D = 96 and 192, with groups of 48 elements, have empty slots (`rotation`).
-- Offsets of regions in a page, from `Format.page_layout` and `Format.ring_layout`.
+key or value of one KV head, padded to the smallest of `formats.HEAD_DIMS` that is at least the model's head dimension.
+Kernels hold a row in slots, 64 for each group. Only rows of 96 and 192 elements, with groups of 48 elements, have empty
+slots (`hadamard`).
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from kvpilot_formats import formats, layouts
+from kvpilot_kernels.gpu.layout.hadamard import slots
 
 ZERO_BITS = tl.constexpr(layouts.ZERO_BITS)
 ZERO_MASK = tl.constexpr((1 << layouts.ZERO_BITS) - 1)
@@ -30,36 +28,46 @@ LARGEST = tl.constexpr(32512.0)
 """Integer to which `store` scales the largest element of a query. A signed upper and lower byte can hold it."""
 
 
-class SideLayout(NamedTuple):
+@dataclass(frozen=True)
+class SideLayout:
     """Layout of the keys or values in a page and in a ring's page, as a kernel's constant; sizes in bytes.
 
     Attributes:
         bits: bits of a code.
+        dim, group, slots: elements of a stored row and of a quantization group, and slots of a row.
+        page: tokens in a page.
         row: size of a token's packed codes.
         codes, meta: offsets of the codes and of the scale metadata in a page.
         shrink: factors by which the encoder tries to shrink a group's range.
         digits: number of digits that refine a code to 8 bits.
+        ring: tokens in a ring's page; 0 without a ring.
         digit_codes, ring_meta: offsets in a ring's page; 0 without a ring.
     """
 
     bits: int
+    dim: int
+    group: int
+    slots: int
+    page: int
     row: int
     codes: int
     meta: int
     shrink: tuple[float, ...]
-    digits: int
-    digit_codes: int
-    ring_meta: int
+    digits: int = 0
+    ring: int = 0
+    digit_codes: int = 0
+    ring_meta: int = 0
 
 
 def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: int) -> tuple[SideLayout, SideLayout]:
     """Return the layouts of keys and of values in a page of `block_size` tokens, with a ring if `recent` is not 0."""
     page = fmt.page_layout(head_dim, block_size)
     ring = fmt.ring_layout(head_dim, block_size) if recent else None
-    value_meta = fmt.groups(head_dim) * ring.meta.row_bytes if ring else 0
+    value_meta, dim = fmt.groups(head_dim) * ring.meta.row_bytes if ring else 0, fmt.row_dim(head_dim)
     return tuple(
         SideLayout(
-            side.bits, codes.row_bytes, codes.offset, meta.offset, layouts.SHRINK[side.bits], side.digits,
+            side.bits, dim, fmt.group_size(head_dim), slots(dim), block_size, codes.row_bytes, codes.offset,
+            meta.offset, layouts.SHRINK[side.bits], side.digits, ring.tokens if ring else 0,
             digits.offset if digits else 0, ring.meta.offset + past if ring else 0,
         )
         for side, codes, meta, digits, past in (
@@ -70,61 +78,60 @@ def side_layouts(fmt: formats.Format, head_dim: int, block_size: int, recent: in
 
 
 @triton.jit
-def byte_of(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+def byte_of(slot, SIDE: tl.constexpr):
     """Return the offset of the byte that holds a slot in a packed row, and True if the slot is not empty."""
-    PLANE: tl.constexpr = WIDE * BITS // 8
-    GROUP: tl.constexpr = D // (WIDE // 64)
+    PLANE: tl.constexpr = SIDE.slots * SIDE.bits // 8
+    GROUP: tl.constexpr = SIDE.dim // (SIDE.slots // 64)
     if PLANE > 64 and GROUP != 64:  # then the groups of a plane are adjacent
         at = slot % PLANE // 64 * GROUP + slot % 64
         real = slot % 64 < GROUP
     else:
         at = slot % PLANE
-        real = at < D * BITS // 8
+        real = at < SIDE.row
     return at, real
 
 
 @triton.jit
-def pack_codes(codes, BITS: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
-    """Pack codes, int32 [TOKENS, WIDE] by slot, into bytes, int32 [TOKENS, WIDE * BITS / 8]."""
-    PLANES: tl.constexpr = 8 // BITS
+def pack_codes(codes, SIDE: tl.constexpr):
+    """Pack codes, int32 [tokens, slots], into bytes, int32 [tokens, slots * bits / 8]."""
+    PLANES: tl.constexpr = 8 // SIDE.bits
     plane = tl.arange(0, PLANES)
-    planes = tl.reshape(codes, [TOKENS, PLANES, WIDE // PLANES])
-    return tl.sum(planes << (BITS * plane)[None, :, None], 1)
+    planes = tl.reshape(codes, [codes.shape[0], PLANES, SIDE.slots // PLANES])
+    return tl.sum(planes << (SIDE.bits * plane)[None, :, None], 1)
 
 
 @triton.jit
-def write_codes(row_ptr, packed, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Write packed bytes, [TOKENS, WIDE * BITS / 8], to rows at pointers [TOKENS], for tokens that are `live`."""
-    at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
+def write_codes(row_ptr, packed, live, SIDE: tl.constexpr):
+    """Write the bytes of `pack_codes` to rows at pointers [tokens], for tokens that are `live`."""
+    at, real = byte_of(tl.arange(0, SIDE.slots * SIDE.bits // 8), SIDE)
     tl.store(row_ptr[:, None] + at[None, :], packed.to(tl.uint8), mask=live[:, None] & real[None, :])
 
 
 @triton.jit
-def read_codes(row_ptr, live, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Read the codes of rows at pointers [TOKENS], as int32 [TOKENS, WIDE] by slot. Empty slots give 0."""
-    return read_slots(row_ptr, live, tl.arange(0, WIDE), BITS, D, WIDE)
+def read_codes(row_ptr, live, SIDE: tl.constexpr):
+    """Read the codes of rows at pointers [tokens], as int32 [tokens, slots]. Empty slots give 0."""
+    return read_slots(row_ptr, live, tl.arange(0, SIDE.slots), SIDE)
 
 
 @triton.jit
-def read_slots(row_ptr, live, slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+def read_slots(row_ptr, live, slot, SIDE: tl.constexpr):
     """Read only the slots in `slot`; otherwise like `read_codes`."""
-    at, real = byte_of(slot, BITS, D, WIDE)
+    at, real = byte_of(slot, SIDE)
     byte = tl.load(row_ptr[:, None] + at[None, :], mask=live[:, None] & real[None, :], other=0).to(tl.int32)
-    return (byte >> (BITS * (slot // (WIDE * BITS // 8)))[None, :]) & ((1 << BITS) - 1)
+    return (byte >> (SIDE.bits * (slot // (SIDE.slots * SIDE.bits // 8)))[None, :]) & ((1 << SIDE.bits) - 1)
 
 
 @triton.jit
-def query_planes(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return how decode multiplies the slots of a query (`operands.key_planes`): a factor and a flag for each.
+def query_planes(slot, KEY: tl.constexpr):
+    """Return how decode multiplies the slots of a query (`mma.key_planes`): a factor and a flag for each.
 
     The query's element is divided by the factor, float32, 1 or 4. The flag is True if the codes that the element
     multiplies end at a byte's sign bit.
     """
-    GROUP: tl.constexpr = D // (WIDE // 64)
-    first = slot // (WIDE * BITS // 8) * BITS
-    above = first - slot // 64 * GROUP // (D * BITS // 8) * BITS
+    first = slot // (KEY.slots * KEY.bits // 8) * KEY.bits
+    above = first - slot // 64 * KEY.group // KEY.row * KEY.bits
     first = tl.where(above >= 4, first - 4, first)
-    return tl.where(above % 4 == 2, 4.0, 1.0), first + BITS == 8
+    return tl.where(above % 4 == 2, 4.0, 1.0), first + KEY.bits == 8
 
 
 @triton.jit
@@ -168,14 +175,14 @@ def scale_and_zero(meta, BITS: tl.constexpr):
 
 
 @triton.jit
-def tags(packed, meta, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr):
-    """Return 14-bit tags, int32 [TOKENS, groups], of packed bytes and metadata. They tell whose residual a ring has."""
-    GROUPS: tl.constexpr = WIDE // 64
-    at, real = byte_of(tl.arange(0, WIDE * BITS // 8), BITS, D, WIDE)
+def tags(packed, meta, SIDE: tl.constexpr):
+    """Return 14-bit tags, int32 [tokens, groups], of packed bytes and metadata. They tell whose residual a ring has."""
+    GROUPS: tl.constexpr = SIDE.slots // 64
+    at, real = byte_of(tl.arange(0, SIDE.slots * SIDE.bits // 8), SIDE)
     group = tl.arange(0, GROUPS)
-    u = tl.zeros([TOKENS, GROUPS], tl.int32)
+    u = tl.zeros([packed.shape[0], GROUPS], tl.int32)
     for g in tl.static_range(GROUPS):
-        first = g * (D * BITS // 8 // GROUPS)
+        first = g * (SIDE.row // GROUPS)
         by = tl.where(at == first, 1, tl.where(at == first + 1, 256, 0))
         part = tl.sum(tl.where(real, by, 0)[None, :] * packed, 1)
         u = tl.where((group == g)[None, :], part[:, None], u)

@@ -1,0 +1,1 @@
+"""Decode: attend from a step's tokens to packed pages."""

@@ -1,0 +1,274 @@
+"""Decode: attention from a step's tokens to the packed pages of their sequence, in splits, without dequantization.
+
+With codes c, scale s and zero point z of a group, the rotated query q (in units of log2, see `store`), and the
+probability p_t of token t,
+
+    q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
+
+so the matrix products run on codes alone. Decode is fast on NVIDIA GPUs from compute capability 8.0 on, because:
+
+- Keys: one AND turns four bytes of packed codes into an operand of 8-bit integers (m16n8k32). A query is a 16-bit
+  integer in two columns (`layout.mma`), so sums are exact.
+- Values: one AND turns a code into a float16. The bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24,
+  which tensor cores multiply exactly (m16n8k16). Only the upper byte of a word is shifted.
+- Copies: codes go from memory to shared memory (cp.async), and by ldmatrix straight into the registers of an MMA
+  operand, transposed for the values. The planes of a row (`layout.mma`) are separate MMAs on permuted elements.
+- Operands: keys and values are on the left, with tokens or elements along M. Queries of one KV head are on the right.
+- Programs: each is one warp, so there are no barriers and no exchange between warps. Eight or more programs on a
+  multiprocessor hide each other's latency.
+
+A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). It adds a product with the
+digits that refine codes to 8 bits, times the scale of a token's residual. This scale is 0 if the ring holds the
+residual of another token.
+
+If a sequence has several tokens in a step (`several`: a token and its drafts), each column of the products has its own
+`end`: the number of tokens that its query attends to. Pages are read once for all columns. Masks by column apply only
+to tiles in which columns differ: the last tiles, the first tiles of a sliding window, and those of the recent window.
+
+The language is Gluon, because Triton's own layouts move unpacked values through shared memory, at half the speed.
+
+To follow a value from its page to the output, read `smem` and then `softmax`. Heads of 512 elements have `head512`.
+"""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kvpilot_kernels.gpu.decode.head512 import (
+    accumulate_wide,
+    allocate_queries,
+    fetch_queries,
+    load_wide_query,
+    pack_exponents,
+    score_wide,
+    write_wide,
+)
+from kvpilot_kernels.gpu.decode.queries import Source, load_query
+from kvpilot_kernels.gpu.decode.ring import Fine, fetch_ring, is_refined, load_tags, over_lanes
+from kvpilot_kernels.gpu.decode.smem import Pages, allocate, fetch, fetch_tile
+from kvpilot_kernels.gpu.decode.softmax import accumulate, hide, initial_state, score, write
+from kvpilot_kernels.gpu.layout.mma import COLS, ROWS
+from kvpilot_kernels.gpu.layout.page import NARROW, SideLayout
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Constants of a launch.
+
+    Attributes:
+        key_side, value_side: layouts of keys and values.
+        ratio: query heads of a KV head.
+        take: queries of a program, at most 16.
+        tile: tokens of a tile.
+        stages: tiles in flight.
+        softcap: True if scores have a soft cap.
+        window: number of last tokens that a query attends to; 0 for all.
+        recent: number of last tokens that the ring refines; 0 without a ring.
+        ring_blocks: blocks of a sequence's ring.
+        several: True if sequences have several query tokens.
+        overlap: True if the kernel may start before its predecessor ends.
+        dim, groups: elements and quantization groups of a row.
+        queries: `take` padded to 4, 8 or 16.
+        columns: columns of the second product.
+        wide: True if a row is too long to keep its queries in registers, so that `head512` handles it.
+    """
+
+    key_side: SideLayout
+    value_side: SideLayout
+    ratio: int
+    take: int
+    tile: int
+    stages: int
+    softcap: bool
+    window: int
+    recent: int
+    ring_blocks: int
+    several: bool
+    overlap: bool
+    dim: int
+    groups: int
+    queries: int
+    columns: int
+    wide: bool
+
+    @classmethod
+    def of(cls, key: SideLayout, take: int, **constants: Any) -> "DecodeConfig":
+        """Return the constants, with those that follow from the others."""
+        queries = 4 if take <= 4 else 8 if take <= 8 else 16
+        return cls(key_side=key, take=take, dim=key.dim, groups=key.dim // key.group, queries=queries,
+                   columns=max(queries, 8), wide=key.dim > NARROW.value, **constants)  # fmt: skip
+
+
+Split = namedtuple("Split", "pages ring softcap end ahead length ends")
+"""Work of a program.
+
+Attributes:
+    pages, ring: `smem.Pages` of the sequence and of its ring.
+    end: end of the split.
+    ahead: end of the tokens that are copied ahead.
+    length: smallest number of tokens that a query attends to.
+    ends: with several query tokens per sequence, the number of tokens that each query attends to, int32 [queries],
+        and the largest of these numbers.
+"""
+
+
+@gluon.jit
+def attend(query, smem, stage, state, tags, begin, stop, split, C: gl.constexpr):
+    """Add tokens [begin, stop) of the split to the running softmax.
+
+    Before the recent window, copies of stages - 1 tiles are in flight, up to token `split.ahead`. In the recent window
+    only the tile at `stage` is in flight, because its digits use the buffers of the other stages.
+
+    Args:
+        tags: `ring.Tags` of the first tile in the recent window, and empty before it.
+    """
+    REFINED: gl.constexpr = len(tags) > 0
+    scores_unit = gl.full([C.queries], 1.0, gl.float32, COLS) if C.softcap else query.unit
+    for t in range(begin, stop, C.tile):
+        if REFINED:
+            async_copy.wait_group(0)
+            at = t + gl.arange(0, C.tile, over_lanes(C.tile))
+            right = (at < split.end) & (at >= split.length - C.recent)
+            right = is_refined(smem.meta.index(stage), tags, right, C)
+            exponents, right = pack_exponents(tags, right, C) if C.wide else (tags.meta, right)
+            seen = ()
+            if C.several:
+                seen = (t + gl.arange(0, C.tile, ROWS))[:, None] >= split.ends[0][None, :] - C.recent
+            fine = Fine(exponents=exponents, right=right, seen=seen)
+        else:
+            next_stage = stage + C.stages - 1
+            next_stage = gl.where(next_stage >= C.stages, next_stage - C.stages, next_stage)
+            fetch(smem, next_stage, split.pages, t + (C.stages - 1) * C.tile, split.ahead, C)
+            async_copy.commit_group()
+            async_copy.wait_group(C.stages - 1)
+            fine = ()
+        scores = (score_wide if C.wide else score)(smem, stage, t, query, fine, split.softcap, C)
+        scores, limits = hide(scores, smem.meta.index(stage), t, split, C)
+        state = (accumulate_wide if C.wide else accumulate)(
+            scores, scores_unit, limits, smem, stage, state, fine, C
+        )  # fmt: skip
+        if REFINED:
+            if t + C.tile < stop:
+                fetch(smem, stage, split.pages, t + C.tile, split.end, C)
+                fetch_ring(smem, stage, split.ring, t + C.tile, C)
+                async_copy.commit_group()
+            tags = load_tags(split.pages, split.ring, t + C.tile, stop, C)
+        else:
+            stage = gl.where(stage == C.stages - 1, 0, stage + 1)
+    return stage, state
+
+
+@gluon.jit(do_not_specialize=["table_stride", "ring_table_stride"])
+def decode_kernel(
+    rotated_ptr, sums_ptr, units_ptr, apart_ptr, level_ptr, cache_ptr, table_ptr, ring_ptr, ring_table_ptr,
+    splits_ptr, starts_ptr, spans_ptr, bases_ptr, out_ptr, lse_ptr,
+    page_stride, head_stride, ring_page_stride, ring_head_stride, table_stride,
+    ring_table_stride, softcap, C: gl.constexpr,
+):  # fmt: skip
+    """Attend in one split of the plan, for `take` queries of a KV head, with one warp.
+
+    Grid (cdiv(most tokens of a sequence * ratio, take), kv_heads, splits). A row is a query token. `launch.pages.Plan`
+    explains the queries (`rotated` to `level`) and the results (`out` is its `partial`, and `lse`).
+
+    cache: packed pages.
+    table: int32 [sequences, blocks].
+    ring, ring_table: the same for the residuals of the last `recent` tokens; not read without a ring.
+    splits, spans, bases: as written by `schedule`; the last two are read only with `several`.
+    starts: int32 [sequences + 1], the first row of each sequence, read only with `several`. The last row attends to all
+        tokens of the sequence, and each earlier row to one token less. Without `several` each sequence is one row.
+    C: a `DecodeConfig`.
+    """
+    RING_BLOCKS: gl.constexpr = C.ring_blocks
+    STAGES: gl.constexpr = C.stages
+    TILE: gl.constexpr = C.tile
+    if C.overlap:
+        gdc_launch_dependents()
+    first = gl.program_id(0) * C.take if C.several or C.ratio > C.take else 0
+    head = gl.program_id(1)
+    heads = gl.num_programs(1)
+    smem = allocate(C)
+    base = cache_ptr + head.to(gl.int64) * head_stride
+    ring_base = ring_ptr + head.to(gl.int64) * ring_head_stride
+    split = gl.program_id(2)
+    sequence = gl.load(splits_ptr + 4 * split)
+    start = gl.load(splits_ptr + 4 * split + 1)
+    end = gl.load(splits_ptr + 4 * split + 2)
+    length = gl.load(splits_ptr + 4 * split + 3)
+    row = sequence
+    result = split
+    rows = 1
+    if C.several:
+        owner = gl.maximum(sequence, 0)
+        row = gl.load(starts_ptr + owner)
+        rows = gl.load(starts_ptr + owner + 1) - row
+        result = gl.load(bases_ptr + owner) + (split - gl.load(spans_ptr + 2 * owner)) * rows
+        sequence = gl.where(first < rows * C.ratio, sequence, -1)
+    if sequence >= 0:
+        start = gl.multiple_of(start, TILE)
+        count = gl.minimum(rows * C.ratio - first, C.take)
+        ends = ()
+        if C.several:
+            after = gl.maximum(rows - 1 - (first + gl.arange(0, C.queries, COLS)) // C.ratio, 0)
+            ends = (length - after, length)
+            length = length - rows + 1
+        pages = Pages(base=base, blocks=table_ptr + sequence.to(gl.int64) * table_stride, stride=page_stride)
+        blocks = ()
+        for i in gl.static_range(RING_BLOCKS):
+            blocks = blocks + (gl.load(ring_table_ptr + sequence.to(gl.int64) * ring_table_stride + i),)
+        ring = Pages(base=ring_base, blocks=blocks, stride=ring_page_stride)
+        # In the recent window the ring's digits use the buffers of later tiles. So copy ahead only to its first tile.
+        plain = end
+        ahead = end
+        if C.recent > 0:
+            plain = gl.minimum(gl.maximum(gl.maximum(length - C.recent, 0) // C.tile * C.tile, start), end)
+            ahead = gl.minimum(plain + 1, end)
+        work = Split(pages=pages, ring=ring, softcap=softcap, end=end, ahead=ahead, length=length, ends=ends)
+        # The last two tokens of a sequence may be from this step: its own, and one of a sequence that shares the block.
+        # Copy tiles before them without waiting for `store`.
+        settled = gl.minimum(end - 1 - C.tile, ahead)
+        blocks = ()
+        for i in gl.static_range(STAGES - 1):
+            t = start + i * C.tile
+            blocks = blocks + (gl.load(pages.blocks + t // C.key_side.page, mask=t < ahead, other=0),)
+            if t < settled:
+                fetch_tile(smem, i, pages, blocks[i], t, C)
+        if C.overlap:
+            gdc_wait()
+        at = (row * heads + head).to(gl.int64) * C.ratio + (0 if C.several else first)
+        source = Source(
+            rotated=rotated_ptr, sums=sums_ptr, units=units_ptr, apart=apart_ptr, level=level_ptr, at=at, first=first,
+            count=count, stride=heads * C.ratio,
+        )  # fmt: skip
+        shared = ()
+        if C.wide:
+            shared = allocate_queries(C)
+            fetch_queries(shared, source, C)
+        for i in gl.static_range(STAGES - 1):
+            t = start + i * C.tile
+            if (t >= settled) & (t < ahead):
+                fetch_tile(smem, i, pages, blocks[i], t, C)
+            async_copy.commit_group()
+        if C.recent > 0:  # noqa: SIM102 - a constant of the launch
+            if plain == start:
+                fetch_ring(smem, 0, ring, start, C)
+                async_copy.commit_group()
+        query = load_wide_query(shared, source, C) if C.wide else load_query(source, C)
+        stage = 0
+        state = initial_state(C)
+        stage, state = attend(query, smem, stage, state, (), start, plain, work, C)
+        if C.recent > 0:
+            if (start < plain) & (plain < end):
+                fetch_ring(smem, stage, ring, plain, C)
+                async_copy.commit_group()
+            tags = load_tags(pages, ring, plain, end, C)
+            stage, state = attend(query, smem, stage, state, tags, plain, end, work, C)
+        async_copy.wait_group(0)
+        at = (result * heads + head).to(gl.int64) * C.ratio + (0 if C.several else first)
+        (write_wide if C.wide else write)(out_ptr + at * C.dim, lse_ptr + at, source, state, C)
+    elif C.overlap:  # later kernels rely on this kernel to wait for all earlier writes
+        gdc_wait()

@@ -1,0 +1,109 @@
+"""Queries of a program: the integers that `store` wrote, in registers.
+
+In a step with several query tokens of a sequence (`several`), a KV head's queries are in the order of the tokens. In
+memory, the queries of other KV heads lie between the queries of two tokens.
+"""
+
+from collections import namedtuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kvpilot_kernels.gpu.layout.mma import COLS, MMA, QUERIES, chunk_words, key_planes, key_shift, padded
+from kvpilot_kernels.gpu.layout.unpack import UNIT, zero_unit
+
+Source = namedtuple("Source", "rotated sums units apart level at first count stride")
+"""Place of a program's queries: pointers to the output of `store`, and the program's part of it.
+
+Attributes:
+    at: the KV head's first query in the sequence's first row; without `several` the program's first query.
+    first: first query of the program, counted over the sequence's rows.
+    count: number of the program's queries.
+    stride: number of queries from one token of the sequence to the next.
+"""
+
+
+Query = namedtuple("Query", "operands starts zeros unit apart level")
+"""Queries as operands. With heads of 512 elements the first three are in shared memory (`head512`).
+
+Attributes:
+    operands: int8 [bytes, 2 queries] for each plane.
+    starts: int32 [2 queries] for each group, initial sums that correct for codes that are read 128 too low.
+    zeros: float32 [queries] for each group, effect of a zero code of 1.
+    unit: float32 [queries], value of a query's integer 1; NaN if the query has a NaN.
+    apart: float32 [queries], offset of the score of the sequence's first token, in this unit.
+    level: float32 [queries], offset of all scores, in this unit; 0 without a soft cap.
+"""
+
+
+@gluon.jit
+def place_of(n, source, C: gl.constexpr):
+    """Return the offset in memory of query `first` + n of a KV head, from query `first`, or with `several` from 0."""
+    return (source.first + n) // C.ratio * source.stride + (source.first + n) % C.ratio if C.several else n
+
+
+@gluon.jit
+def at_program(source, C: gl.constexpr):
+    """Return the `Source` with its pointers moved to `at`."""
+    return Source(
+        rotated=source.rotated + source.at * (2 * C.dim), sums=source.sums + source.at * (3 * C.groups),
+        units=source.units + source.at, apart=source.apart + source.at, level=source.level + source.at, at=source.at,
+        first=source.first, count=source.count, stride=source.stride,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_query(source, C: gl.constexpr):
+    """Load a program's `Query` into registers."""
+    GROUPS: gl.constexpr = C.groups
+    KEY: gl.constexpr = C.key_side
+    source = at_program(source, C)
+    PLANES: gl.constexpr = key_planes(KEY)
+    WORDS: gl.constexpr = chunk_words(KEY)
+    byte = gl.arange(0, 2 * padded(WORDS), gl.SliceLayout(1, QUERIES))[:, None]
+    n = gl.arange(0, 2 * C.queries, gl.SliceLayout(0, QUERIES))[None, :]
+    row = (place_of(n // 2, source, C) * 2 + n % 2) * C.dim
+    operands = ()
+    for i in gl.static_range(len(PLANES)):
+        at = PLANES[i][1] * KEY.row + 2 * PLANES[i][0] * WORDS + byte
+        operands = operands + (
+            gl.load(source.rotated + (row + at), mask=(n // 2 < source.count) & (byte < 2 * WORDS), other=0),
+        )  # fmt: skip
+    starts = ()
+    zeros = ()
+    for g in gl.static_range(GROUPS):
+        start, zero = load_sums(source, g, C)
+        starts = starts + (start,)
+        zeros = zeros + (zero * 2 ** key_shift(KEY, g),)
+    unit, apart, level = load_units(source, C)
+    return Query(operands=operands, starts=starts, zeros=zeros, unit=unit, apart=apart, level=level)
+
+
+@gluon.jit
+def load_sums(source, g: gl.constexpr, C: gl.constexpr):
+    """Load a group's initial sums, int32 [2 queries], and the effect of its zero points, float32 [queries].
+
+    The initial sums are in the columns of the first product. The effect is the number that a zero code of 1 subtracts
+    from a product, in units of UNIT.
+    """
+    sums_ptr = source.sums + 3 * g
+    column = gl.arange(0, 2 * C.queries, gl.SliceLayout(0, MMA))
+    place = place_of(column // 2, source, C) * (3 * C.groups) + column % 2
+    start = gl.load(sums_ptr + place, mask=column // 2 < source.count, other=0) * 128
+    i = gl.arange(0, C.queries, COLS)
+    place = place_of(i, source, C) * (3 * C.groups) + 2
+    total = gl.load(sums_ptr + place, mask=i < source.count, other=0)
+    return start, total.to(gl.float32) * (zero_unit(C.key_side.bits) / UNIT)
+
+
+@gluon.jit
+def load_units(source, C: gl.constexpr):
+    """Load the `unit`, `apart` and `level` of a `Query`."""
+    i = gl.arange(0, C.queries, COLS)
+    place = place_of(i, source, C)
+    unit = gl.load(source.units + place, mask=i < source.count, other=1.0)
+    apart = gl.load(source.apart + place, mask=i < source.count, other=0.0)
+    level = gl.full([C.queries], 0.0, gl.float32, COLS)
+    if C.softcap:
+        level = gl.load(source.level + place, mask=i < source.count, other=0.0)
+    return unit, apart / unit, level / unit

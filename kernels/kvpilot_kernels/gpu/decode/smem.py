@@ -1,0 +1,128 @@
+"""Shared memory of a program: copies of tiles from pages, and loads of their codes into operands of MMAs."""
+
+from collections import namedtuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from kvpilot_kernels.gpu.layout.mma import KEYS, VALUES, chunk_words, chunks, padded
+from kvpilot_kernels.gpu.layout.unpack import upper_bytes, upper_halves
+
+# Triton 3.6 and 3.9 name this function differently.
+copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+Smem = namedtuple("Smem", "key value meta")
+"""Shared memory of a program. A buffer has the codes of a tile, or a digit of their residuals.
+
+Attributes:
+    key: int8 [buffers * chunks, tile, bytes].
+    value: uint16 [buffers * chunks, tile, words].
+    meta: uint16 [stages, 2 * groups * tile], scale metadata of a tile, keys' groups first.
+"""
+
+
+Pages = namedtuple("Pages", "base blocks stride")
+"""Pages of a sequence and a KV head: a pointer to the first page, a pointer to the sequence's blocks, and a stride.
+
+For a ring, `blocks` has the blocks themselves.
+"""
+
+
+@gluon.constexpr_function
+def buffers(side, stages, recent):
+    """Return the number of tile buffers for keys or values: `stages`, or more if a tile and its digits need more."""
+    return max(stages, 1 + side.digits) if recent else stages
+
+
+@gluon.jit
+def allocate(C: gl.constexpr):
+    """Allocate a program's `Smem`."""
+    KEY: gl.constexpr = C.key_side
+    VALUE: gl.constexpr = C.value_side
+    KEY_WORDS: gl.constexpr = 2 * padded(chunk_words(KEY))
+    VALUE_WORDS: gl.constexpr = padded(chunk_words(VALUE))
+    key = gl.allocate_shared_memory(
+        gl.int8, [buffers(KEY, C.stages, C.recent) * chunks(KEY), C.tile, KEY_WORDS],
+        gl.SwizzledSharedLayout(16, 128 // KEY_WORDS, KEY_WORDS // 16, [1, 0]),
+    )  # fmt: skip
+    value = gl.allocate_shared_memory(
+        gl.uint16, [buffers(VALUE, C.stages, C.recent) * chunks(VALUE), C.tile, VALUE_WORDS],
+        gl.SwizzledSharedLayout(8, 64 // VALUE_WORDS, VALUE_WORDS // 8, [1, 0]),
+    )  # fmt: skip
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    meta = gl.allocate_shared_memory(gl.uint16, [C.stages, 2 * C.groups * C.tile], flat)
+    return Smem(key=key, value=value, meta=meta)
+
+
+@gluon.jit
+def row_of_copies(SIDE: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr):
+    """Return tokens of a tile and elements of a chunk in the layout of a warp's copies, 16 bytes per thread."""
+    WIDE: gl.constexpr = 2 * padded(chunk_words(SIDE)) // SIZE
+    each: gl.constexpr = 16 // SIZE
+    layout: gl.constexpr = gl.BlockedLayout([1, each], [32 * each // WIDE, WIDE // each], [1, 1], [1, 0])
+    return gl.arange(0, TILE, gl.SliceLayout(1, layout)), gl.arange(0, WIDE, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr):
+    """Start copying the codes of a tile's tokens, from pointers `rows` on, to tile buffer `at`, SIZE bytes each."""
+    WIDTH: gl.constexpr = 2 * chunk_words(SIDE) // SIZE
+    token, element = row_of_copies(SIDE, C.tile, SIZE)
+    for c in gl.static_range(chunks(SIDE)):
+        if C.wide:  # one offset for all chunks saves registers
+            to = token[:, None] * (SIDE.row // SIZE) + element[None, :]
+            copy_to_shared(buffer.index(at * chunks(SIDE) + c), rows + c * WIDTH + to)
+        else:
+            to = token[:, None] * (SIDE.row // SIZE) + (element[None, :] + c * WIDTH)
+            copy_to_shared(buffer.index(at * chunks(SIDE) + c), rows + to)
+
+
+@gluon.jit
+def fetch(smem, stage, pages, t, end, C: gl.constexpr):
+    """Start copying the tile of tokens [t, t + tile) into `stage`, if t < end."""
+    if t < end:
+        block = gl.load(pages.blocks + t // C.key_side.page)
+        fetch_tile(smem, stage, pages, block, t, C)
+
+
+@gluon.jit
+def fetch_tile(smem, stage, pages, block, t, C: gl.constexpr):
+    """Start copying the tile of tokens [t, t + tile), which are in `block`, into `stage`."""
+    KEY: gl.constexpr = C.key_side
+    VALUE: gl.constexpr = C.value_side
+    TILE: gl.constexpr = C.tile
+    page = pages.base + block.to(gl.int64) * pages.stride
+    place = gl.multiple_of(t % KEY.page, TILE)
+    s8: gl.constexpr = gl.pointer_type(gl.int8)
+    u16: gl.constexpr = gl.pointer_type(gl.uint16)
+    fetch_rows(smem.key, stage, (page + (KEY.codes + place * KEY.row)).to(s8), KEY, 1, C)
+    i = gl.arange(0, 2 * C.groups * TILE, gl.BlockedLayout([8], [32], [1], [0]))
+    # The metadata of keys and of values are adjacent regions.
+    copy_to_shared(
+        smem.meta.index(stage), (page + KEY.meta).to(u16) + place + ((i // TILE) * KEY.page + i % TILE)
+    )  # fmt: skip
+    fetch_rows(smem.value, stage, (page + (VALUE.codes + place * VALUE.row)).to(u16), VALUE, 2, C)
+
+
+@gluon.jit
+def load_keys(smem, at, C: gl.constexpr):
+    """Load a tile's keys, int8 [tile, bytes]: each chunk's bytes, then the bytes' upper halves moved down."""
+    KEY: gl.constexpr = C.key_side
+    codes = ()
+    for c in gl.static_range(chunks(KEY)):
+        low = smem.key.index(at * chunks(KEY) + c).load(KEYS)
+        codes = codes + (low, upper_halves(low))
+    return codes
+
+
+@gluon.jit
+def load_values(smem, at, C: gl.constexpr):
+    """Load a tile's values, uint16 [words, tile]: each chunk's words, then the words' upper bytes moved down."""
+    VALUE: gl.constexpr = C.value_side
+    words = ()
+    for c in gl.static_range(chunks(VALUE)):
+        low = smem.value.index(at * chunks(VALUE) + c).permute([1, 0]).load(VALUES)
+        words = words + (low, upper_bytes(low))
+    return words

@@ -1,0 +1,1 @@
+"""Heavy hitters: measure the attention that stored tokens get."""

@@ -1,0 +1,1 @@
+"""Launches: the interface for backends, and launch parameters."""

@@ -1,0 +1,1 @@
+"""Store: write a step's keys, values and queries."""
