@@ -3,16 +3,11 @@
     python -m benchmarks.accuracy.residuals --texts FOLDER --out FILE
 
 A block of 64 tokens has a base page, and may have a residual page that refines it to 8 bits. A query reads the newest
-blocks (`--floors`, its own block included) at 8 bits always. Of all older blocks, a share keeps its residuals. Each
-order says which residuals are freed first:
+blocks (`--floors`, its own block included) at 8 bits always. Of all older blocks, a share keeps its residuals. An order
+says which residuals are freed first:
 
-- `oldest`, `newest`: by position.
-- `lightest`, `decayed`: least attention mass so far, over all layers. `decayed` halves it with every block of queries.
-- `hindsight`: least mass from the queries of this very block, which no engine knows in time.
-- `layered`: pairs of layer and block, least mass so far first.
-- `early`, `late`: residuals of early or late layers first, in each layer the oldest first.
-- `values`, `keys`: residuals of all values (or keys) first, the oldest first.
-- `light-values`: residuals of all values first, the lightest first.
+- `oldest`: those of the oldest blocks.
+- `values`: those of all values, the oldest first; then those of keys, the oldest first.
 
 The model computes in float32, on the texts of accuracy.py, with factors that an engine finds at start. `today` is the
 recent window as a ring keeps it. Rows `hit` cover the 64 tokens after a hit in the prefix cache. Rows that FILE has are
@@ -24,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -32,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers import AutoTokenizer
 
 from benchmarks.accuracy.accuracy import CHUNK, PLAN, Base, Tally, merge
-from benchmarks.accuracy.accuracy_model import Probe, _causal
+from benchmarks.accuracy.accuracy_model import _PIECE, Probe, _causal
 from benchmarks.accuracy.accuracy_rows import Reading
 from benchmarks.accuracy.accuracy_texts import Sequence, sequences
 from benchmarks.accuracy.codec import Codec, own
@@ -49,20 +42,15 @@ from kvpilot_smallmodels.models import MODELS
 FORMAT = formats.parse("k4v4")
 BLOCK, WINDOW, AFTER_HIT = 64, 64, 64
 HITS = (256, 512, 768)
-ORDERS = (
-    "oldest", "newest", "lightest", "decayed", "hindsight", "layered", "early", "late", "values", "keys",
-    "light-values",
-)  # fmt: skip
-_PIECE = 512
+ORDERS = ("oldest", "values")
 _AT_ONCE = 9216
 """Largest number of tokens that run at the same time."""
 
 TODAY = "today"
 Kept = torch.Tensor | str | None
-"""Blocks read at 8 bits, bool [layers, sides, sequences, query blocks, key blocks]; or TODAY; or None for 16 bits."""
-
-Chosen = Callable[[torch.Tensor], tuple[Kept, float]]
-"""Function from a batch's masses to the kept residuals and their share."""
+"""Blocks read at 8 bits, bool [sides, query blocks, key blocks]; or TODAY; or None for 16 bits."""
+Rule = tuple[str, float, int]
+"""Order, share and floor."""
 
 
 class Elastic(Probe):
@@ -74,15 +62,13 @@ class Elastic(Probe):
         """Compute the factors of each full layer, as an engine does at start."""
         ids = torch.tensor(text_ids(self.tokenizer, tokens))
         factors = self.self_calibrated(ids, self.model.config.max_position_embeddings)
-        self.full = {layer: at for at, layer in enumerate(factors)}
-        self.codecs = {at: [own(FORMAT, factors[i], recent) for recent in (False, True)] for i, at in self.full.items()}
+        self.codecs = {layer: [own(FORMAT, one, recent) for recent in (False, True)] for layer, one in factors.items()}
         self.reading = Reading(lambda _layer: own(FORMAT))  # only layers with a sliding window look at it: 16 bits
 
     @torch.inference_mode()
     def states(self, tokens: torch.Tensor, kept: Kept, hit: int = 0) -> torch.Tensor:
         """Return the last hidden states [sequences, tokens, hidden] of `tokens`, [sequences, tokens]."""
         self.kept, self.hit = kept, hit
-        self.mass: list[torch.Tensor] = []  # by full layer, [sequences, query blocks, key blocks]
         found: torch.Tensor = self.model.model(tokens, use_cache=False).last_hidden_state
         return found
 
@@ -91,97 +77,62 @@ class Elastic(Probe):
     ) -> tuple[torch.Tensor, None]:
         if self._seen is not None or options.get("sliding_window") is not None:
             return super()._attend(module, query, key, value, _mask, **options)
-        scale, at, fresh = options["scaling"], self.full[module.layer_idx], (key, value)
-        base, fine = (_read_back(codec, fresh) for codec in (self.codecs[at] if self.kept is not None else self.exact))
-        if isinstance(self.kept, str):
+        scale, fresh = options["scaling"], (key, value)
+        codecs = self.exact if self.kept is None else self.codecs[module.layer_idx]
+        base, fine = (_read_back(codec, fresh) for codec in codecs)
+        if self.kept is None:
+            out = _causal(query, base[0], base[1], scale)
+        elif isinstance(self.kept, str):
             out = windowed(query, base, fine, scale, WINDOW, since=self.hit)
         else:
-            count = -(-query.shape[2] // BLOCK)
-            kept = torch.zeros(2, 1, count, count, dtype=torch.bool) if self.kept is None else self.kept[at]
-            out, mass = mixed(query, base, fine, kept, scale)
-            self.mass.append(mass)
+            out = mixed(query, base, fine, self.kept, scale)
         if self.hit:
-            out[:, :, : self.hit] = _causal(*(x[:, :, : self.hit] for x in (query, *fresh)), scale)
+            q, k, v = (x[:, :, : self.hit] for x in (query, *fresh))
+            out[:, :, : self.hit] = _causal(q, k, v, scale)
         return out.transpose(1, 2).contiguous(), None
 
 
 def _read_back(codec: Codec, fresh: Sides) -> Sides:
-    key, value = (
-        side(x.transpose(1, 2).contiguous()).transpose(1, 2)
-        for side, x in zip((codec.key, codec.value), fresh, strict=True)
-    )
-    return key, value
+    key, value = (x.transpose(1, 2).contiguous() for x in fresh)
+    return codec.key(key).transpose(1, 2), codec.value(value).transpose(1, 2)
 
 
-def mixed(query: torch.Tensor, base: Sides, fine: Sides, kept: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """Compute causal attention that reads from `fine` the blocks that `kept` has for a query's block.
-
-    `kept` is bool [sides, sequences or 1, query blocks, key blocks]. Also return the attention of each block of queries
-    to each block of keys, [sequences, blocks, blocks].
-    """
-    group, count, outs, mass = query.shape[1] // base[0].shape[1], kept.shape[-1], [], torch.zeros(())
+def mixed(query: torch.Tensor, base: Sides, fine: Sides, kept: torch.Tensor, scale: float) -> torch.Tensor:
+    """Compute causal attention that reads from `fine` the blocks that `kept`, as in `Kept`, has for a query's block."""
+    group, outs = query.shape[1] // base[0].shape[1], []
     (key, value), (fine_key, fine_value) = (tuple(x.repeat_interleave(group, 1) for x in side) for side in (base, fine))
     for start in range(0, query.shape[2], _PIECE):
         seen = min(start + _PIECE, query.shape[2])
         at, block = torch.arange(start, seen), torch.arange(seen) // BLOCK
-        keys, values = kept[:, :, at // BLOCK][..., block].unsqueeze(2)
+        keys, values = kept[:, at // BLOCK][..., block]
         q = query[:, :, start:seen] * scale
         scores = torch.where(keys, q @ fine_key[:, :, :seen].mT, q @ key[:, :, :seen].mT)
         p = scores.masked_fill_(torch.arange(seen) > at[:, None], -torch.inf).softmax(-1)
         outs.append(p.masked_fill(values, 0) @ value[:, :, :seen] + p * values @ fine_value[:, :, :seen])
-        # Products add in a fixed order; index_add_ does not on a GPU.
-        rows, columns = (functional.one_hot(b, count).double() for b in (at // BLOCK, block))
-        mass = mass + rows.T @ p.sum(1).double() @ columns
-    return torch.cat(outs, 2), mass
+    return torch.cat(outs, 2)
 
 
-def scores(order: str, mass: torch.Tensor) -> torch.Tensor:
-    """Return scores [layers or 1, sides or 1, sequences or 1, query blocks, key blocks]. The lowest are freed first.
-
-    `mass` is [layers, sequences, query blocks, key blocks]. Pairs of layer, side and block compete if the first two
-    dimensions are not 1.
-    """
-    layers, _, count, _ = mass.shape
-    age = torch.arange(count, dtype=torch.float64).expand(1, 1, 1, count, count)
-    depth = torch.arange(layers)[:, None, None, None, None] * count
-    side = torch.arange(2)[:, None, None, None]
-    known = (mass.cumsum(2) - mass)[:, None]
-    whole = known.sum(0, keepdim=True)
-    if order == "decayed":
-        found = [torch.zeros_like(whole[..., 0, :])]
-        for n in range(1, count):
-            found.append(found[-1] / 2 + mass[:, None, :, n - 1].sum(0, keepdim=True))
-        return torch.stack(found, -2)
-    return {
-        "oldest": age, "newest": -age, "lightest": whole, "hindsight": mass[:, None].sum(0, keepdim=True),
-        "layered": known, "early": age + depth, "late": age - depth, "values": age - side * count,
-        "keys": age + side * count, "light-values": whole - side * (whole.max() + 1),
-    }[order]  # fmt: skip
-
-
-def keep(score: torch.Tensor, share: float, floor: int, layers: int) -> tuple[torch.Tensor, float]:
-    """Return the blocks that keep their residuals, as `Kept`, and their share of all blocks older than the floor."""
-    count, units = score.shape[-1], score.shape[0] * score.shape[1]
-    n, b = torch.arange(count)[:, None], torch.arange(count)
-    older = (n + 1 - floor).clamp_min(0)
-    flat = score.masked_fill(b >= older, -torch.inf).permute(2, 3, 0, 1, 4).flatten(2)
-    rank = flat.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    chosen = (rank < (share * units * older).round()).unflatten(-1, (*score.shape[:2], count)).permute(2, 3, 0, 1, 4)
-    actual = float(chosen.double().mean((0, 1, 2)).sum() / older.sum().clamp_min(1))
-    whole = (chosen | ((b > n - floor) & (b <= n))).expand(layers, 2, -1, -1, -1)
-    return whole, actual
+def keep(order: str, share: float, floor: int, count: int) -> tuple[torch.Tensor, float]:
+    """Return which of `count` blocks keep their residuals, as `Kept`, and their share of all older than the floor."""
+    query, block = torch.arange(count)[:, None], torch.arange(count)
+    older = (query + 1 - floor).clamp_min(0)
+    if order == "values":
+        pages = (2 * share * older).round()
+        sides = (pages.minimum(older), pages - pages.minimum(older))
+    else:
+        sides = ((share * older).round(),) * 2
+    kept = torch.stack([(block >= older - newest) & (block <= query) for newest in sides])
+    return kept, float(sum(side.sum() for side in sides) / (2 * older.sum()).clamp_min(1))
 
 
 @dataclass
 class Batch:
-    """Sequences of one length, with the results of a 16-bit cache."""
+    """Sequences of one length, with the results of a 16-bit cache. Only the tokens after `hit` are compared."""
 
     names: list[str]
     tokens: torch.Tensor
     bases: list[Base]
-    mass: torch.Tensor
     hit: int
-    """Number of first tokens that come from the prefix cache, in 16 bits; only the tokens after them are compared."""
 
 
 def prepare(probe: Elastic, texts: list[Sequence], hit: int = 0) -> list[Batch]:
@@ -196,17 +147,17 @@ def prepare(probe: Elastic, texts: list[Sequence], hit: int = 0) -> list[Batch]:
             names, tokens = [name for name, _ in part], torch.stack([tokens for _, tokens in part])
             states = probe.states(tokens, None)
             bases = [Base(probe, t[hit:], s[hit:]) for t, s in zip(tokens, states, strict=True)]
-            batches.append(Batch(names, tokens, bases, torch.stack(probe.mass), hit))
+            batches.append(Batch(names, tokens, bases, hit))
     return batches
 
 
-def measure(out: Path, model: str, name: str, probe: Elastic, batches: list[Batch], chosen: Chosen) -> None:
-    """Measure the row `name` and write it to the file `out`, unless the file has it."""
+def measure(out: Path, model: str, name: str, probe: Elastic, batches: list[Batch], rule: Rule | None = None) -> None:
+    """Measure the row `name` of this rule, or of TODAY, and write it to the file `out`, unless the file has it."""
     if not batches or (out.exists() and name in json.loads(out.read_text()).get(model, {})):
         return
     tally, shares, began = Tally(), [], time.monotonic()
     for batch in batches:
-        kept, share = chosen(batch.mass)
+        kept, share = keep(*rule, -(-batch.tokens.shape[1] // BLOCK)) if rule else (TODAY, 0.0)
         shares += [share] * batch.tokens.numel()
         states = probe.states(batch.tokens, kept, batch.hit)[:, batch.hit :]
         for text, base, mine in zip(batch.names, batch.bases, states, strict=True):
@@ -229,7 +180,6 @@ def main() -> None:
     add("--cut", action="store_true", help="make the folder of --texts, and do nothing else")
     add("--tokens", type=int, help="longest sequence, to try the program")
     add("--sequences", type=int, help="number of sequences, to try the program")
-    add("--calibrate", type=int, default=CHUNK, help="tokens from which the factors come (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     asked = parser.parse_args()
     for model in asked.models:
@@ -241,25 +191,20 @@ def main() -> None:
         if asked.cut:
             continue
         torch.set_default_device(asked.device)
-        texts = [
-            (name, tokens[: asked.tokens].to(asked.device)) for name, tokens in torch.load(file)[: asked.sequences]
-        ]
+        loaded = torch.load(file)[: asked.sequences]
+        texts = [(name, tokens[: asked.tokens].to(asked.device)) for name, tokens in loaded]
         probe = Elastic(folder)
-        probe.calibrate(asked.calibrate)
+        probe.calibrate(CHUNK)
         row = partial(measure, asked.out, model)
-
-        def kept(order: str, share: float, floor: int, layers: int = len(probe.full)) -> Chosen:
-            return lambda mass: keep(scores(order, mass), share, floor, layers)
-
         batches = [batch for hit in HITS for batch in prepare(probe, texts, hit)]
-        row(f"hit {TODAY}", probe, batches, lambda _mass: (TODAY, 0.0))
+        row(f"hit {TODAY}", probe, batches)
         for share in asked.shares:
-            row(f"hit oldest {share:g} floor 1", probe, batches, kept("oldest", share, 1))
+            row(f"hit oldest {share:g} floor 1", probe, batches, ("oldest", share, 1))
         batches = prepare(probe, texts)
-        row(TODAY, probe, batches, lambda _mass: (TODAY, 0.0))
+        row(TODAY, probe, batches)
         for floor, order, share in product(asked.floors, asked.orders, asked.shares):
             order = "oldest" if share in (0, 1) else order  # then all orders are one
-            row(f"{order} {share:g} floor {floor}", probe, batches, kept(order, share, floor))
+            row(f"{order} {share:g} floor {floor}", probe, batches, (order, share, floor))
 
 
 if __name__ == "__main__":
