@@ -94,7 +94,7 @@ async def run(
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as a Markdown table with the columns of docs/reliability.md, and more."""
-    head = "| fault | until | seconds | answered | failed | connections to the engine | lost | longest wait (s) | dtype, state |"
+    head = "| fault | until | seconds | answered | failed | connections | lost | longest wait (s) | dtype, state |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         until = row.error or row.until
