@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle, islice, zip_longest
 from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
@@ -33,6 +33,7 @@ from kvpilot_probes.errors import (
     ProbeError,
 )
 from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
 from kvpilot_probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
 
 A = TypeVar("A")
@@ -86,9 +87,16 @@ async def capture(
     return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
 
 
-async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
-    """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if the probe fails."""
-    return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings)
+async def measure(
+    base_url: str, model: str, baseline: Baseline, *, allowed: Allowed | None = None, settings: Settings = USUAL
+) -> stats.Measurement:
+    """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if the probe fails.
+
+    With `allowed`, buckets take turns, and no prompt is asked after the sequential test has failed the engine. With
+    `settings.brief`, none is asked of a bucket that is sound: other runs ask the prompts that this one skips.
+    """
+    order = _in_turns(baseline, settings.turn)
+    return await _measure(base_url, model, baseline, order, settings, allowed)
 
 
 async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
@@ -98,6 +106,15 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
     """
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
+
+
+def _in_turns(baseline: Baseline, turn: int) -> list[int]:
+    """Return the prompts' indices: the first of each bucket, then the second of each. `turn` rotates each bucket."""
+    buckets: dict[str, list[int]] = {}
+    for index, prompt in enumerate(baseline.prompts):
+        buckets.setdefault(prompt.bucket, []).append(index)
+    turned = [indices[turn % len(indices) :] + indices[: turn % len(indices)] for indices in buckets.values()]
+    return [index for row in zip_longest(*turned) for index in row if index is not None]
 
 
 async def fill_context(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> int:
@@ -139,26 +156,49 @@ async def _report(progress: Progress) -> None:
 
 
 async def _measure(
-    base_url: str, model: str, baseline: Baseline, order: range, settings: Settings
+    base_url: str,
+    model: str,
+    baseline: Baseline,
+    order: Sequence[int],
+    settings: Settings,
+    allowed: Allowed | None = None,
 ) -> stats.Measurement:
     began = time.monotonic()
+    planned = tuple(dict.fromkeys(prompt.bucket for prompt in baseline.prompts))
+    compared: list[stats.Compared] = []
+    seen: list[Seen] = []
+    requests = 0
+
+    def skipped(prompt: BaselinePrompt) -> bool:
+        if allowed is None:
+            return False
+        outcome = decide(seen, planned, allowed)
+        return outcome.answer == Answer.FAILED or (settings.brief and prompt.bucket in outcome.sound)
+
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
 
-        async def followed(index: int) -> tuple[list[stats.Compared], int]:
+        async def followed(index: int) -> None:
+            nonlocal requests
+            prompt = baseline.prompts[index]
+            if skipped(prompt):
+                return
             await throttle.let_users_go_first()
-            return await _follow(engine, throttle, index, baseline.prompts[index], settings)
+            judged, asked = await _follow(engine, throttle, index, prompt, settings)
+            compared.extend(judged)
+            seen.extend(stats.by_bucket(judged))
+            requests += asked
 
-        found = await _bounded(order, followed, settings.concurrency)
-        compared = [c for judged, _ in found for c in judged]
+        await _bounded(order, followed, settings.concurrency)
         worst = stats.worst_prompt(compared)
         sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
     return stats.summarise(
         compared,
-        requests=sum(requests for _, requests in found) + (sample is not None),
+        requests=requests + (sample is not None),
         tokens=throttle.spent,
         milliseconds=round((time.monotonic() - began) * 1000),
         sample=sample,
+        planned=planned,
     )
 
 

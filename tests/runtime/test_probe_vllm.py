@@ -97,7 +97,7 @@ def test_k4v4_stays_within_the_default_limits_from_its_pages_and_from_host_memor
         came_back = running.metric("vllm:external_prefix_cache_hits_total") - stayed
     print(f"{came_back:.0f} tokens came back", *(found.mean_kl_micronats for found in (k4v4, returned)))
     for found in (k4v4, returned):
-        judgement = judge(found, described(kept, ""), DEFAULTS)
+        judgement = judge(found, described(kept), DEFAULTS)
         assert judgement.verdict == Verdict.PASSED, judgement.message
     # Prefixes come from the cache, unless a probe tests the tier. Then every whole block is loaded.
     assert stayed == 0

@@ -205,9 +205,10 @@ async def test_a_serving_engine_is_measured_one_request_at_a_time(bench: Bench) 
 
     async with engine(handler) as url:
         beside_users = await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True))
-        assert (most, looks) == (1, 8)
+        # It asks no more prompts than it needs: five without damage are a proof.
+        assert (most, looks) == (1, 5)
         alone = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME))
-        assert (most, looks) == (2, 8)
+        assert (most, looks) == (2, 5)
     for found in (beside_users, alone):
         assert isinstance(found.outcome, Measurement)
         assert found.outcome.top1_agreement_permille == 1000
