@@ -16,12 +16,12 @@ LIMITS: Accuracy = spec_of(manifest(accuracy={"maxExcessKLMillinats": 20, "minTo
 
 def test_damage_within_the_limits_passes() -> None:
     judged = judge(measurement(5_000, 980), baseline(), LIMITS)
-    assert (judged.verdict, judged.covered) == ("Passed", "general")
+    assert (judged.verdict, judged.covered) == ("Passed", "general; 0 tokens in 1 s")
 
 
 def test_damage_between_half_of_the_limit_and_the_limit_passes_without_a_proof() -> None:
     judged = judge(measurement(15_000, 980), baseline(), LIMITS)
-    assert (judged.verdict, judged.covered) == ("Passed", "nothing; not: general")
+    assert (judged.verdict, judged.covered) == ("Passed", "nothing; not: general; 0 tokens in 1 s")
 
 
 def test_damage_beyond_the_kl_limit_fails_with_its_numbers() -> None:

@@ -41,7 +41,8 @@ class Measured(Record, frozen=True, kw_only=True):
     pod: Text | None = None
     """The replica that was asked."""
     covered: Text | None = None
-    """Cases that were decided, and after "not:" those that were not: their prompts were too few, or not asked."""
+    """Cases that were shown to be sound; after "not:" those that were not, because their prompts were too few or not
+    asked; and the tokens and seconds of the run."""
 
 
 class Accuracy(Record, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ SOUND_AGREEMENT_PERCENT = 98
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict, its one-word reason, the numbers behind it, and the buckets that were decided and those not."""
+    """The verdict, its one-word reason, the numbers behind it, and the covered buckets with the cost."""
 
     verdict: Verdict
     reason: str
@@ -45,8 +45,13 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         f"p99 {found.p99_kl_micronats / 1000:.0f}, top-1 agreement {found.top1_agreement_permille / 10:.1f}% "
         f"(limit {needed / 10:.1f}%), {found.positions} positions of {found.prompts} prompts"
     )
-    covered = ", ".join(outcome.sound) or "nothing"
-    covered += f"; not: {', '.join(outcome.open)}" if outcome.open else ""
+    covered = "; ".join(
+        [
+            ", ".join(outcome.sound) or "nothing",
+            *([f"not: {', '.join(outcome.open)}"] if outcome.open else []),
+            f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s",
+        ]
+    )
     if outcome.answer == Answer.FAILED:
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, f"{outcome.failed}: {numbers}", excess, covered)
     if outcome.answer == Answer.GO_ON:
