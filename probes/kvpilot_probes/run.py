@@ -21,7 +21,6 @@ from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
 from kvpilot_probes import stats
-from kvpilot_probes.answers import Tokenized
 from kvpilot_probes.client import EngineClient, Progress
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_probes.errors import (
@@ -29,9 +28,9 @@ from kvpilot_probes.errors import (
     EngineRefused,
     EngineUnreachable,
     MalformedAnswer,
-    NothingFits,
     ProbeError,
 )
+from kvpilot_probes.generated import Rendered, most_resumes, rendered, sent_first
 from kvpilot_probes.packs import Message, ProbePrompt
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
 from kvpilot_probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
@@ -58,32 +57,16 @@ async def capture(
 ) -> Baseline:
     """Return the answers of the 16-bit engine at `base_url` to `prompts`. Raise a `ProbeError` if the probe fails."""
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
-        kept = 0
 
-        async def tokenized(prompt: ProbePrompt) -> Tokenized:
-            nonlocal kept
-            found = await engine.tokenize(prompt.messages, prompt.tools)
-            if len(found.tokens) + settings.tokens > found.max_model_len:
-                return found._replace(tokens=())
-            kept += len(found.tokens)
-            check_limits(kept, 0)
-            return found
-
-        async def answered(item: tuple[ProbePrompt, Tokenized]) -> BaselinePrompt:
+        async def answered(item: Rendered) -> BaselinePrompt:
             await throttle.let_users_go_first()
-            return await _answer(engine, item[0], item[1].tokens, settings)
+            return await _answer(engine, item, settings)
 
-        rendered = list(zip(prompts, await _bounded(prompts, tokenized, settings.concurrency), strict=True))
-        fitting = [(p, t) for p, t in rendered if t.tokens]
-        left_out = tuple(f"{p.pack}/{p.name}" for p, t in rendered if not t.tokens)
-        if not fitting:
-            raise NothingFits(
-                f"spec.accuracy.probeSets: none of {len(rendered)} prompts and {settings.tokens} tokens fits the "
-                f"model's context ({rendered[0][1].max_model_len if rendered else 0} tokens); name shorter ones"
-            )
-        check_limits(kept, len(fitting) * settings.tokens)
-        allow(deadline, settings, kept, len(fitting) * settings.tokens)
-        answers = await _bounded(fitting, answered, settings.concurrency)
+        found, left_out = await rendered(engine, prompts, settings.tokens, lambda: allow(deadline, settings, 0, 0))
+        positions = sum(r.answer for r in found)
+        check_limits([r.tokens for r in found], positions)
+        allow(deadline, settings, sum(len(r.tokens) for r in found), positions)
+        answers = await _bounded(found, answered, settings.concurrency)
     return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
 
 
@@ -202,12 +185,11 @@ async def _measure(
     )
 
 
-async def _answer(
-    engine: EngineClient, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings
-) -> BaselinePrompt:
+async def _answer(engine: EngineClient, asked: Rendered, settings: Settings) -> BaselinePrompt:
+    prompt = asked.prompt
     answer: list[stats.Logprobs] = []
     text = ""
-    async with aclosing(engine.decode(tokens, settings.tokens, TOP_K)) as steps:
+    async with aclosing(engine.decode(asked.tokens, asked.answer, TOP_K)) as steps:
         async for step in steps:
             if not step.logprobs.top:
                 raise MalformedAnswer(
@@ -224,7 +206,7 @@ async def _answer(
         name=f"{prompt.pack}/{prompt.name}",
         tail=lines(prompt.messages[-1].content)[-stats.MAX_TEXT :],
         text=lines(text)[: stats.MAX_TEXT],
-        tokens=array("I", tokens),
+        tokens=asked.tokens,
         answer=stats.Answers(answer),
         bucket=prompt.bucket,
     )
@@ -239,7 +221,8 @@ async def _follow(
     compared: list[stats.Compared] = []
     requests = await _ask_half(engine, throttle, prompt)
     start, resumes = 0, -1
-    while start < len(answer) and resumes < settings.max_resumes:
+    most = most_resumes(prompt.tokens, settings.max_resumes)
+    while start < len(answer) and resumes < most:
         reached = start
         context = array("I", prompt.tokens) + forced[:start]
         wanted = len(answer) - start
@@ -266,8 +249,8 @@ async def _follow(
 
 
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
-    """Put the first half of the prompt into the engine's prefix cache. Return the number of requests sent."""
-    half = prompt.tokens[: len(prompt.tokens) // 2]
+    """Put the part of the prompt that its bucket asks for into the engine's prefix cache. Return the requests sent."""
+    half = sent_first(prompt.bucket, prompt.tokens)
     if len(half) < MIN_HALF_TOKENS:
         return 0
     throttle.spent += len(half) + 1

@@ -7,7 +7,7 @@ from msgspec import Meta
 from kvpilot_operator.api.gateways import RouteRef
 from kvpilot_operator.api.record import NAME, SET, Percent, Record, Rule, Thousand
 
-_BUILT_IN = "builtin/(general|multi-turn|long-context|structured)"
+_BUILT_IN = "builtin/(general|multi-turn|long-context|structured|paths)"
 ProbeSet = Annotated[str, Meta(max_length=263, pattern=f"^({_BUILT_IN}|configmap/{NAME})$")]
 
 _UPWARDS = Rule(
@@ -61,11 +61,10 @@ class Accuracy(Record, frozen=True):
     Read anew for each probe run."""
 
     probe_sets: Annotated[tuple[ProbeSet, ...], Meta(min_length=1, max_length=16, extra=SET)] = (
-        "builtin/general", "builtin/multi-turn", "builtin/long-context", "builtin/structured",
+        "builtin/general", "builtin/multi-turn", "builtin/long-context", "builtin/structured", "builtin/paths",
     )  # fmt: skip
-    """Prompts that are asked: builtin/general, builtin/multi-turn, builtin/long-context, builtin/structured, or
-    configmap/NAME for your own (key prompts.yaml of a ConfigMap of this namespace). A change captures the baseline
-    anew."""
+    """Prompts that are asked: a built-in pack (docs/accuracy-packs.md), or configmap/NAME for your own (key
+    prompts.yaml of a ConfigMap of this namespace). A change captures the baseline anew."""
     max_excess_kl_millinats: Annotated[int, Meta(ge=0, le=100_000)] = 20
     """By how many thousandths of a nat the mean KL divergence of the canary from the baseline may be above that of the
     baseline from itself (the control run), in each bucket of prompts. Up to half of it, at most 1 in 1,000 canaries
