@@ -20,11 +20,12 @@ import yaml
 from msgspec import Meta
 
 from kvpilot_formats.untrusted import lines
+from kvpilot_probes import schemas
 from kvpilot_probes.errors import PackError, PackTooLarge
 
 _WRITTEN = ("general", "multi-turn", "structured")
 # Packs whose prompts depend on the engine's context and tokenizer: `generated.py` makes them.
-GENERATED = ("long-context", "paths")
+GENERATED = ("long-context", "paths", "agent", "reasoning")
 BUILTIN = (*_WRITTEN, *GENERATED)
 CONFIG_MAP_KEY = "prompts.yaml"
 MAX_PROMPTS = 64
@@ -244,6 +245,9 @@ def _prompt(source: str, index: int, entry: _Entry, context_tokens: int) -> Prob
     where, messages = f"{source}: prompts[{index}]", entry.messages
     if messages[-1].role != "user":
         raise PackError(f"{where}.messages: the last role is {messages[-1].role!r}; end with a user's turn")
+    for number, tool in enumerate(entry.tools or ()):
+        if (wrong := schemas.fault(tool.parameters)) is not None:
+            raise PackError(f"{where}.tools[{number}].{wrong}")
     fill = None
     if sum(m.content.count(FILLER) for m in messages) == 1:
         if entry.fact is None or entry.fill_percent is None or entry.depth_percent is None:

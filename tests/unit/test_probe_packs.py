@@ -142,6 +142,21 @@ def test_no_set_at_all_is_refused() -> None:
         (tool("[{name: t, description: d}]"), r"tools\[0\]"),
         (tool("[{name: '', description: d, parameters: {}}]"), r"tools\[0\]\.name"),
         (tool("[{name: t, description: d, parameters: [1]}]"), r"tools\[0\]\.parameters"),
+        (
+            tool("[{name: t, description: d, parameters: {type: text}}]"),
+            r"tools\[0\]\.parameters\.type: 'text' is no type",
+        ),
+        (
+            tool("[{name: t, description: d, parameters: {properties: [a]}}]"),
+            r"parameters\.properties must be a mapping",
+        ),
+        (
+            tool("[{name: t, description: d, parameters: {properties: {a: {}}, required: [b]}}]"),
+            r"parameters\.required: 'b' is not in properties",
+        ),
+        (tool("[{name: t, description: d, parameters: {properties: {a: {enum: 1}}}}]"), r"properties\.a\.enum must be"),
+        (tool("[{name: t, description: d, parameters: {required: a}}]"), r"parameters\.required must be a list"),
+        (tool("[{name: t, description: d, parameters: {items: 3}}]"), r"parameters\.items must be a mapping"),
         (tool("[{name: t, description: d, parameters: {a: 2026-01-01}}]"), "put it in quotes"),
         (tool("[{name: t, description: d, parameters: {a: .nan}}]"), "put it in quotes"),
     ],
