@@ -23,6 +23,7 @@ from kvpilot_probes import stats
 from kvpilot_probes.errors import BaselineTooLarge, MalformedBaseline
 from kvpilot_probes.joined import Joined, Prefix, prefixes
 from kvpilot_probes.packs import ProbePrompt
+from kvpilot_probes.results import Done, Task
 
 # This number is part of every identity, so a new one invalidates every baseline. Change it if the meaning of answers
 # changes, not if only their encoding does.
@@ -46,7 +47,8 @@ class BaselinePrompt:
     """One prompt, and the answer of the 16-bit engine.
 
     `tokens` are the prompt's token ids. `answer` has one `Logprobs` for each answered token. `tail` (the end of the
-    prompt) and `text` (the answer) are for people. `bucket` is the bucket of every position of the answer.
+    prompt) and `text` (the answer) are for people. `bucket` is the bucket of every position of the answer. `done` is
+    the engine's own result of the prompt's `task`.
     """
 
     name: str
@@ -55,6 +57,8 @@ class BaselinePrompt:
     tokens: Sequence[int]
     answer: Sequence[stats.Logprobs]
     bucket: str = "general"
+    task: Task | None = None
+    done: Done | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,10 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The answers of a 16-bit replica. `left_out` names the prompts that did not fit the model's context."""
+    """The answers of a 16-bit replica.
+
+    `left_out` names the prompts that did not fit the model's context. `tokenizer` is a hash of how it splits a text.
+    """
 
     identity: str
     model: str
@@ -82,6 +89,7 @@ class Baseline:
     prompts: tuple[BaselinePrompt, ...]
     left_out: tuple[str, ...] = ()
     control: Control | None = None
+    tokenizer: str = ""
 
     @property
     def positions(self) -> int:
@@ -103,6 +111,8 @@ class _Prompt(msgspec.Struct, frozen=True):
     """The number of tokens with a logprob at each position."""
     top_ids: bytes
     steps: bytes
+    task: Task | None
+    done: Done | None
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -112,6 +122,7 @@ class _Stored(msgspec.Struct, frozen=True):
     prompts: Annotated[list[_Prompt], Meta(max_length=MAX_PROMPTS)]
     left_out: tuple[str, ...]
     control: Control | None
+    tokenizer: str
 
 
 def with_control(baseline: Baseline, noise: stats.Measurement, captured: datetime) -> Baseline:
@@ -139,7 +150,8 @@ def encode(baseline: Baseline) -> bytes:
     check_limits([p.tokens for p in baseline.prompts], baseline.positions)
     known = prefixes([p.tokens for p in baseline.prompts])
     prompts = [_packed(p, prefix) for p, prefix in zip(baseline.prompts, known, strict=True)]
-    stored = _Stored(baseline.identity, baseline.model, baseline.dtype, prompts, baseline.left_out, baseline.control)
+    b = baseline
+    stored = _Stored(b.identity, b.model, b.dtype, prompts, b.left_out, b.control, b.tokenizer)
     data = zlib.compress(msgspec.msgpack.encode(stored), 9)
     if len(data) > MAX_BYTES:
         raise BaselineTooLarge(
@@ -165,7 +177,9 @@ def decode(data: bytes) -> Baseline:
         raise MalformedBaseline(
             f"baseline: {type(error).__name__}: {error}; delete the ConfigMap to re-capture"
         ) from error
-    return Baseline(stored.identity, stored.model, stored.dtype, tuple(prompts), stored.left_out, stored.control)
+    return Baseline(
+        stored.identity, stored.model, stored.dtype, tuple(prompts), stored.left_out, stored.control, stored.tokenizer
+    )
 
 
 def check_limits(prompts: Sequence[Sequence[int]], positions: int) -> None:
@@ -195,6 +209,8 @@ def _packed(p: BaselinePrompt, prefix: Prefix) -> _Prompt:
         tops=[len(top) for top in tops],
         top_ids=array("I", [token for top in tops for token, _ in top]).tobytes(),
         steps=array("H", [_steps(logprob) for top in tops for _, logprob in top]).tobytes(),
+        task=p.task,
+        done=p.done,
     )
 
 
@@ -214,7 +230,7 @@ def _unpacked(p: _Prompt, before: Sequence[BaselinePrompt]) -> BaselinePrompt:
             raise ValueError(fault)
         positions.append(stats.Logprobs(ids[at], found))
         at += many
-    return BaselinePrompt(p.name, p.tail, p.text, tokens, stats.Answers(positions), p.bucket)
+    return BaselinePrompt(p.name, p.tail, p.text, tokens, stats.Answers(positions), p.bucket, p.task, p.done)
 
 
 def _sorted_top(answer: stats.Logprobs) -> list[tuple[int, float]]:

@@ -5,15 +5,19 @@ Everything is made from fixed seeds, so the same engine gets the same prompts.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from kvpilot_probes import prose
+from kvpilot_probes import agent, prose, reasoning
 from kvpilot_probes.client import EngineClient
+from kvpilot_probes.codec import Baseline
 from kvpilot_probes.documents import Document
-from kvpilot_probes.errors import NothingFits
+from kvpilot_probes.errors import EnginesDiffer, NothingFits
 from kvpilot_probes.packs import FILLER, Fill, Message, ProbePrompt
 from kvpilot_probes.prose import Chapter
+from kvpilot_probes.results import Task
 
 # Fill at most this much of a context. One document of this length is kept, and most engines read it once.
 MAX_CONTEXT = 131_072
@@ -31,16 +35,23 @@ CHUNKS = (2048, 8192)
 # Prompts of these buckets are sent to an engine that has not read their first half.
 FRESH = ("residue", "chunk")
 HIT = "hit"
+# The agent's rounds fill three quarters of the context, up to this many tokens.
+AGENT_TOKENS = 65_536
+CALLS = 8
+# Long answers have an eighth of the context, up to this many tokens.
+LONG_TOKENS = 3072
 _SEED = 20
+_SAMPLE = 'The 3 quick foxes didn\'t jump over 12,345 dogs: naïve façade, Straße, 東京, λ, {"a": [1, 2]}\n\n  x = y_1;'
 _CHAPTERS = 64
 
 
 class Rendered(NamedTuple):
-    """A prompt with its tokens, and the number of tokens of its answer."""
+    """A prompt with its tokens, the number of tokens of its answer, and its task."""
 
     prompt: ProbePrompt
     tokens: Sequence[int]
     answer: int
+    task: Task | None = None
 
 
 class Room(NamedTuple):
@@ -62,8 +73,32 @@ def sent_first(bucket: str, tokens: Sequence[int]) -> Sequence[int]:
     return tokens if bucket == HIT else tokens[: len(tokens) // 2]
 
 
+async def fingerprint(engine: EngineClient) -> tuple[str, int]:
+    """Return a hash of the engine's tokens for a fixed text, and the length of its context."""
+    found = await engine.tokenize_text(_SAMPLE)
+    return hashlib.sha256(array("I", found.tokens).tobytes()).hexdigest()[:10], found.max_model_len
+
+
+async def check_alike(engine: EngineClient, baseline: Baseline) -> None:
+    """Raise `EnginesDiffer` if the engine reads other tokens than the baseline's, or cannot hold its prompts."""
+    if not baseline.tokenizer:
+        return
+    tokenizer, context = await fingerprint(engine)
+    if tokenizer != baseline.tokenizer:
+        raise EnginesDiffer(
+            f"{engine.base_url}: the tokenizer splits a text into other tokens than the baseline's: serve the same "
+            "model and tokenizer on both engines, or delete the baseline"
+        )
+    longest = max(len(p.tokens) + len(p.answer) for p in baseline.prompts)
+    if longest > context:
+        raise EnginesDiffer(
+            f"{engine.base_url}: a context of {context} tokens, but the baseline has a prompt of {longest} with its "
+            "answer: give both engines the same --max-model-len, or fill less context"
+        )
+
+
 async def rendered(
-    engine: EngineClient, prompts: Sequence[ProbePrompt], answer: int, progress: Callable[[], None]
+    engine: EngineClient, prompts: Sequence[ProbePrompt], context: int, answer: int, progress: Callable[[], None]
 ) -> tuple[list[Rendered], tuple[str, ...]]:
     """Return all prompts with their tokens, and the names of built-in prompts that the engine's context cannot hold.
 
@@ -72,7 +107,6 @@ async def rendered(
     """
     found: list[Rendered] = []
     left_out: list[str] = []
-    context = (await engine.tokenize((Message("user", "."),))).max_model_len
     for prompt in prompts:
         room = Room(min(context, prompt.context or context), answer)
         made = await (_one if prompt.messages else _MAKERS[prompt.bucket])(engine, prompt, room)
@@ -183,7 +217,35 @@ async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Re
     return found
 
 
+async def _agent(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
+    """Return requests for a tool call at the end of a chat of whole rounds."""
+    length = min((room.context - agent.CALL_TOKENS) * 3 // 4, AGENT_TOKENS, room.context - room.answer)
+    document = Document(engine, agent.chat, agent.rounds(_SEED, max(1, length // 16_384)), agent.TOOLS_JSON)
+    await document.grow(length)
+    found = []
+    for index, (request, task) in enumerate(agent.decisive(_SEED + 1, CALLS)):
+        tail = await document.tail(request)
+        whole = max((end + len(tail) for end in document.ends if end + len(tail) <= length), default=0)
+        tokens = await document.cut(whole, tail)
+        if tokens is not None:
+            prompt = ProbePrompt(plan.pack, f"call-{index}", (Message("user", request),), bucket=plan.bucket)
+            found.append(Rendered(prompt, tokens, room.answer, task))
+    return found
+
+
+async def _reasoning(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
+    found = []
+    for name, messages, task in reasoning.tasks(_SEED, min(LONG_TOKENS, max(256, room.context // 8))):
+        prompt = ProbePrompt(plan.pack, name, messages, bucket=plan.bucket)
+        tokens = (await engine.tokenize(prompt.messages)).tokens
+        if len(tokens) + max(room.answer, task.tokens) <= room.context:
+            found.append(Rendered(prompt, tokens, room.answer, task))
+    return found
+
+
 _MAKERS: dict[str, Callable[[EngineClient, ProbePrompt, Room], Awaitable[list[Rendered]]]] = {
     "long-context": _long_context,
     "paths": _paths,
+    "agent": _agent,
+    "reasoning": _reasoning,
 }

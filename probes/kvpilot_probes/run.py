@@ -20,7 +20,7 @@ from itertools import cycle, islice, zip_longest
 from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
-from kvpilot_probes import stats
+from kvpilot_probes import stats, tasks
 from kvpilot_probes.client import EngineClient, Progress
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_probes.errors import (
@@ -30,8 +30,9 @@ from kvpilot_probes.errors import (
     MalformedAnswer,
     ProbeError,
 )
-from kvpilot_probes.generated import Rendered, most_resumes, rendered, sent_first
+from kvpilot_probes.generated import Rendered, check_alike, fingerprint, most_resumes, rendered, sent_first
 from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.results import Done, compared_tasks
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
 from kvpilot_probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
 
@@ -60,14 +61,17 @@ async def capture(
 
         async def answered(item: Rendered) -> BaselinePrompt:
             await throttle.let_users_go_first()
-            return await _answer(engine, item, settings)
+            return await _answer(engine, throttle, item)
 
-        found, left_out = await rendered(engine, prompts, settings.tokens, lambda: allow(deadline, settings, 0, 0))
+        tokenizer, context = await fingerprint(engine)
+        found, left_out = await rendered(
+            engine, prompts, context, settings.tokens, lambda: allow(deadline, settings, 0, 0)
+        )
         positions = sum(r.answer for r in found)
         check_limits([r.tokens for r in found], positions)
-        allow(deadline, settings, sum(len(r.tokens) for r in found), positions)
+        allow(deadline, settings, sum(len(r.tokens) for r in found), positions + tasks.cost(r.task for r in found))
         answers = await _bounded(found, answered, settings.concurrency)
-    return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
+    return Baseline(identity, model, dtype, tuple(answers), left_out, tokenizer=tokenizer)
 
 
 async def measure(
@@ -87,7 +91,7 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
 
     Send the prompts in reverse and with twice the concurrency, so that batches differ as they do in production.
     """
-    twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
+    twice = replace(settings, concurrency=min(2 * settings.concurrency, 64), tasks=False)
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
 
 
@@ -159,7 +163,14 @@ async def _measure(
         return outcome.answer == Answer.FAILED or (settings.brief and prompt.bucket in outcome.sound)
 
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
-        allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
+        await check_alike(engine, baseline)
+        wanted = [p.task if settings.tasks else None for p in baseline.prompts]
+        steps = baseline.positions + tasks.cost(wanted)
+        allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), steps)
+
+        async def solved(prompt: BaselinePrompt) -> tuple[str, Done | None, Done | None]:
+            task = prompt.task if settings.tasks else None
+            return prompt.bucket, prompt.done, await tasks.done(engine, throttle, prompt.tokens, task)
 
         async def followed(index: int) -> None:
             nonlocal requests
@@ -173,6 +184,8 @@ async def _measure(
             requests += asked
 
         await _bounded(order, followed, settings.concurrency)
+        failed = allowed is not None and decide(seen, planned, allowed).answer == Answer.FAILED
+        results = await _bounded(() if failed else baseline.prompts, solved, settings.concurrency)
         worst = stats.worst_prompt(compared)
         sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
     return stats.summarise(
@@ -182,10 +195,11 @@ async def _measure(
         milliseconds=round((time.monotonic() - began) * 1000),
         sample=sample,
         planned=planned,
+        tasks=compared_tasks(results),
     )
 
 
-async def _answer(engine: EngineClient, asked: Rendered, settings: Settings) -> BaselinePrompt:
+async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> BaselinePrompt:
     prompt = asked.prompt
     answer: list[stats.Logprobs] = []
     text = ""
@@ -209,6 +223,8 @@ async def _answer(engine: EngineClient, asked: Rendered, settings: Settings) -> 
         tokens=asked.tokens,
         answer=stats.Answers(answer),
         bucket=prompt.bucket,
+        task=asked.task,
+        done=await tasks.done(engine, throttle, asked.tokens, asked.task),
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvpilot_probes.results import Tasks
 from kvpilot_probes.sequential import Seen
 
 # Floor of logprobs: a float32 softmax cannot distinguish smaller ones, and damage stays bounded by MAX_KL.
@@ -108,7 +109,8 @@ class Measurement:
 
     `stderr_kl_micronats` is the standard error of the mean, with prompts as clusters; it is 0 for a single prompt.
     `tokens` counts the prompt tokens and the requested tokens of all requests. `seen` has the damage of each prompt in
-    the order of the answers, and `planned` all buckets of the baseline.
+    the order of the answers, and `planned` all buckets of the baseline. `tasks` has the solved tasks of both engines in
+    each bucket.
     """
 
     prompts: int
@@ -124,6 +126,7 @@ class Measurement:
     tokens: int = 0
     seen: tuple[Seen, ...] = ()
     planned: tuple[str, ...] = ()
+    tasks: tuple[Tasks, ...] = ()
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
@@ -209,6 +212,7 @@ def summarise(
     milliseconds: int = 0,
     sample: AnswerPair | None = None,
     planned: Sequence[str] = (),
+    tasks: tuple[Tasks, ...] = (),
 ) -> Measurement:
     """Return the measurement of all compared positions. Their order matters only to `seen`."""
     return Measurement(
@@ -225,6 +229,7 @@ def summarise(
         sample=sample,
         seen=by_bucket(compared),
         planned=tuple(dict.fromkeys(planned)),
+        tasks=tasks,
     )
 
 

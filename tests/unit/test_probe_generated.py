@@ -1,7 +1,5 @@
 """Generated prompts: lengths, depths and buckets on engines with any context and tokenizer."""
 
-import asyncio
-import json
 import re
 from array import array
 from zlib import crc32
@@ -10,45 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpilot_probes import codec, generated, stats
-from kvpilot_probes.client import EngineClient, http_client
+from kvpilot_probes import codec, stats
 from kvpilot_probes.codec import Baseline, BaselinePrompt
-from kvpilot_probes.errors import NothingFits, PackError
+from kvpilot_probes.errors import EnginesDiffer, NothingFits, PackError
 from kvpilot_probes.generated import CHUNKS, HIT, MAX_CONTEXT, RESIDUES, Rendered, sent_first
 from kvpilot_probes.joined import Joined, prefixes
-from kvpilot_probes.packs import ProbePrompt, load
+from kvpilot_probes.packs import load
 from kvpilot_probes.run import capture, measure
 from kvpilot_probes.session import Settings
-from support.probe_engine import Body, Handler, Writer, counting, engine, event, respond, stream
+from support.probe_engine import SETTINGS, Body, Writer, counting, engine, event, made, reading, respond, stream
 
 ANSWER = 32
-
-
-def words(body: Body) -> list[int]:
-    """Return a token for each word and each sign, between the marks of a chat template."""
-    texts = [body["prompt"]] if "prompt" in body else [f"<{m['role']}>{m['content']}<end>" for m in body["messages"]]
-    text = json.dumps(body.get("tools", "")) + "".join(texts)
-    return [crc32(word.encode()) % codec.MAX_TOKEN_ID for word in re.findall(r"\w+|[^\w\s]|\s+", text)]
-
-
-def reading(context: int) -> Handler:
-    """Return a sound engine with this context that splits text into words."""
-
-    async def handler(path: str, body: Body, writer: Writer) -> None:
-        if path == "/tokenize":
-            respond(writer, json.dumps({"tokens": words(body), "max_model_len": context}).encode())
-        else:
-            await counting(path, body, writer)
-
-    return handler
-
-
-def made(prompts: tuple[ProbePrompt, ...], context: int, handler: Handler | None = None) -> list[Rendered]:
-    async def story() -> list[Rendered]:
-        async with engine(handler or reading(context)) as url, http_client() as http:
-            return (await generated.rendered(EngineClient(url, "m", http), prompts, ANSWER, lambda: None))[0]
-
-    return asyncio.run(story())
 
 
 @settings(max_examples=12, deadline=None)
@@ -127,8 +97,8 @@ async def test_damage_beyond_an_eighth_of_the_context_is_seen_in_its_buckets_alo
     context = 4096
 
     async def damaged(path: str, body: Body, writer: Writer) -> None:
-        if path == "/tokenize" or len(body["prompt"]) < 1024:
-            await reading(context)(path, body, writer)
+        if len(body["prompt"]) < 1024:
+            await counting(path, body, writer)
             return
         start = len(body["prompt"])
         steps = range(start, start + body["max_tokens"])
@@ -138,7 +108,7 @@ async def test_damage_beyond_an_eighth_of_the_context_is_seen_in_its_buckets_alo
     async with engine(reading(context)) as url:
         kept = await capture(url, "m", prompts, identity="i", dtype="auto", settings=Settings(tokens=8))
     seen: dict[str, float] = {}
-    async with engine(damaged) as url:
+    async with engine(reading(context, damaged)) as url:
         for one in kept.prompts:
             found = await measure(url, "m", Baseline("i", "m", "auto", (one,)), settings=Settings(tokens=8))
             seen[one.bucket] = max(seen.get(one.bucket, 0.0), found.mean_kl_micronats)
@@ -174,3 +144,13 @@ def test_joined_tokens_are_read_like_an_array(
     assert (len(joined), array("I", joined), joined[a:b]) == (len(plain), plain, plain[a:b])
     assert [joined[i] for i in range(-len(plain), len(plain))] == [plain[i] for i in range(-len(plain), len(plain))]
     assert list(reversed(joined)) == list(reversed(plain))
+
+
+async def test_a_candidate_with_another_tokenizer_or_a_shorter_context_is_an_error_and_no_damage() -> None:
+    async with engine(reading(4096)) as url:
+        kept = await capture(url, "m", load(["builtin/general"]), identity="i", dtype="auto", settings=SETTINGS)
+        assert (await measure(url, "m", kept, settings=SETTINGS)).mean_kl_micronats == 0
+    for handler, words in ((counting, "other tokens than the baseline's"), (reading(64), "a context of 64 tokens")):
+        async with engine(handler) as url:
+            with pytest.raises(EnginesDiffer, match=words):
+                await measure(url, "m", codec.decode(codec.encode(kept)), settings=SETTINGS)

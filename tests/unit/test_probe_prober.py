@@ -218,8 +218,11 @@ async def test_a_busy_engine_ends_a_check_under_its_own_name(bench: Bench, monke
     monkeypatch.setattr(module, "GIVE_WAY_SECONDS", 0.0)
     bench.cluster.keep(NAME, codec.encode(await captured(bench)))
 
-    async def handler(_path: str, _body: Body, writer: Writer) -> None:
-        respond(writer, b"vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_waiting 3\n")
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize":
+            await counting(path, body, writer)
+        else:
+            respond(writer, b"vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_waiting 3\n")
 
     async with engine(handler) as url:
         found = await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True))

@@ -7,7 +7,7 @@ from msgspec import Meta
 from kvpilot_operator.api.gateways import RouteRef
 from kvpilot_operator.api.record import NAME, SET, Percent, Record, Rule, Thousand
 
-_BUILT_IN = "builtin/(general|multi-turn|long-context|structured|paths)"
+_BUILT_IN = "builtin/(general|multi-turn|long-context|structured|paths|agent|reasoning)"
 ProbeSet = Annotated[str, Meta(max_length=263, pattern=f"^({_BUILT_IN}|configmap/{NAME})$")]
 
 _UPWARDS = Rule(
@@ -62,6 +62,7 @@ class Accuracy(Record, frozen=True):
 
     probe_sets: Annotated[tuple[ProbeSet, ...], Meta(min_length=1, max_length=16, extra=SET)] = (
         "builtin/general", "builtin/multi-turn", "builtin/long-context", "builtin/structured", "builtin/paths",
+        "builtin/agent", "builtin/reasoning",
     )  # fmt: skip
     """Prompts that are asked: a built-in pack (docs/accuracy-packs.md), or configmap/NAME for your own (key
     prompts.yaml of a ConfigMap of this namespace). A change captures the baseline anew."""

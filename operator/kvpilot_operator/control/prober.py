@@ -238,8 +238,8 @@ class Prober:
         give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)
         if insist:
             return Settings(priority=priority, give_way=give_way)
-        turn = zlib.crc32(request.identity.encode())
-        return Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, brief=True, turn=turn)
+        usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
+        return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()))
 
 
 async def _filled(key: ServiceKey, request: Measure, baseline: Baseline, settings: Settings) -> ProbeFailed | None:
