@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-# Largest probability that two equally good engines differ by so many tasks.
-FALSE_ALARM = 1 / 1000
+# Largest probability that two equally good engines differ by so many tasks. Three buckets together stay below 1/1000.
+FALSE_ALARM = 1 / 3000
 
 
 class Task(msgspec.Struct, frozen=True):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide.accuracy.verdict import judge
+from kvpilot_probes.results import Tasks
 from support.model_cluster import measurement
 from support.services import baseline, manifest, spec_of
 
@@ -45,6 +48,25 @@ def test_disagreement_beyond_the_limit_fails() -> None:
 @given(agreement=st.integers(970, 1000), prompts=st.integers(5, 64))
 def test_a_dtype_that_agrees_as_often_as_the_limit_asks_for_passes(agreement: int, prompts: int) -> None:
     assert judge(measurement(1_000, agreement, prompts), baseline(), LIMITS).verdict == "Passed"
+
+
+def test_a_canary_that_solves_far_fewer_tasks_fails_although_its_distributions_agree() -> None:
+    found = replace(measurement(5_000, 980), tasks=(Tasks("agent", 16, 15, 4),))
+    judged = judge(found, baseline(), LIMITS)
+    assert (judged.verdict, judged.reason) == ("Failed", "AccuracyRegressed")
+    assert judged.message.startswith("agent: 4 of 16 tasks solved, 15 by the 16-bit engine; excess KL")
+
+
+def test_tasks_that_the_baseline_cannot_solve_either_fail_no_canary() -> None:
+    for tasks in (Tasks("agent", 16, 0, 0), Tasks("agent", 16, 12, 8)):
+        assert judge(replace(measurement(5_000, 980), tasks=(tasks,)), baseline(), LIMITS).verdict == "Passed"
+
+
+def test_a_baseline_that_solves_far_fewer_tasks_than_the_canary_is_unfit() -> None:
+    found = replace(measurement(35_000, 900), tasks=(Tasks("reasoning", 48, 1, 40),))
+    judged = judge(found, baseline(), LIMITS)
+    assert (judged.verdict, judged.reason) == ("Inconclusive", "BaselineUnfit")
+    assert "solved 1 of 48 tasks, this one 40: the baseline is damaged" in judged.message
 
 
 def test_the_engines_own_noise_is_not_damage() -> None:

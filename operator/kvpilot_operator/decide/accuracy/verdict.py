@@ -8,6 +8,7 @@ from kvpilot_operator.decide.intervals import share_change
 from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.status import clip
+from kvpilot_probes.results import baseline_worse, candidate_worse
 from kvpilot_probes.sequential import Allowed, Answer, decide
 from kvpilot_probes.stats import MICRO, Measurement
 
@@ -52,6 +53,18 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
             f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s",
         ]
     )
+    for tasks in found.tasks:
+        if baseline_worse(tasks):
+            text = (
+                f"{tasks.bucket}: the 16-bit engine solved {tasks.baseline_solved} of {tasks.asked} tasks, this one "
+                f"{tasks.candidate_solved}: the baseline is damaged. Look for the fault of the 16-bit engine"
+            )
+            return Judgement(Verdict.INCONCLUSIVE, Reason.BASELINE_UNFIT, text, excess, covered)
+    worse = next((tasks for tasks in found.tasks if candidate_worse(tasks)), None)
+    if worse is not None and outcome.answer != Answer.FAILED:
+        solved = f"{worse.candidate_solved} of {worse.asked} tasks solved, {worse.baseline_solved} by the 16-bit engine"
+        text = f"{worse.bucket}: {solved}; {numbers}"
+        return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, text, excess, covered)
     if outcome.answer == Answer.FAILED:
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, f"{outcome.failed}: {numbers}", excess, covered)
     if outcome.answer == Answer.GO_ON:
