@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -35,7 +36,8 @@ class Done(msgspec.Struct, frozen=True):
     sound: int = 0
 
 
-class Tasks(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tasks:
     """Tasks of one bucket, and how many of them both engines have solved."""
 
     bucket: str

@@ -1,11 +1,14 @@
 """Tasks of probes: calls, lists, loops, and the comparison of two engines' results."""
 
+import asyncio
 import json
+import re
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvpilot_cli.probe import command
 from kvpilot_probes import agent, codec, reasoning, tasks
 from kvpilot_probes.packs import load
 from kvpilot_probes.results import FALSE_ALARM, Task, Tasks, baseline_worse, candidate_worse
@@ -13,7 +16,7 @@ from kvpilot_probes.run import capture, measure
 from kvpilot_probes.schemas import fault, matches
 from kvpilot_probes.session import Settings
 from kvpilot_probes.tasks import SAMPLINGS, checked, loops, right_parts
-from support.probe_engine import Body, Handler, Writer, engine, made, reading, respond
+from support.probe_engine import Body, Handler, Writer, engine, made, reading, respond, serving
 
 REFUND = '{"name": "refund", "arguments": {"number": 4711, "reason": "late"}}'
 
@@ -173,3 +176,14 @@ async def test_an_engine_that_loops_is_told_apart_from_a_baseline_that_does_not(
     async with engine(speaking(right=False, loop=True)) as url:
         found = await measure(url, "m", kept, settings=settings)
     assert {one.bucket: candidate_worse(one) for one in found.tasks} == {"reasoning": False, "reasoning-loops": True}
+
+
+async def test_the_gate_shows_the_solved_tasks_of_both_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--probe-set", "builtin/general", "--probe-set", "builtin/reasoning", "--concurrency", "8")
+    async with engine(serving(speaking(right=False), "m")) as one:
+        await asyncio.to_thread(command.main, ("--baseline", one, "--candidate", one, *arguments))
+        said = capsys.readouterr().out
+        await asyncio.to_thread(command.main, ("--baseline", one, "--candidate", one, *arguments, "--json"))
+    assert re.search(r"solved of 48: reasoning +0 +0\n.*solved of 8: reasoning-loops +8 +8\n", said)
+    loops = {"bucket": "reasoning-loops", "asked": 8, "baseline_solved": 8, "candidate_solved": 8}
+    assert loops in json.loads(capsys.readouterr().out)["measured"]["tasks"]
