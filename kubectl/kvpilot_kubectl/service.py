@@ -113,6 +113,8 @@ class Service:
     replicas: int | None
     usage: int | None
     capacity: int | None
+    accuracy: str
+    """The last probed dtype, its verdict, and the cases that were covered."""
     canary: Trial | None
     last_trial: Trial | None
     denied: tuple[Denied, ...]
@@ -161,6 +163,7 @@ def read(obj: Json) -> Service:
         replicas=whole(status, "replicas"),
         usage=whole(status, "kvCache", "usagePercent"),
         capacity=whole(status, "kvCache", "capacityTokens"),
+        accuracy=_accuracy(at(status, "accuracy", "last")),
         canary=_trial(at(status, "canary")),
         last_trial=next(map(_ended, items(status, "history")), None),
         denied=tuple(
@@ -179,6 +182,11 @@ def read(obj: Json) -> Service:
             for one in items(status, "conditions")
         ),
     )
+
+
+def _accuracy(last: Json) -> str:
+    head = " ".join(filter(None, (text(last, "dtype"), text(last, "verdict"))))
+    return ": ".join(filter(None, (head, text(last, "covered"))))
 
 
 def _trial(value: Json) -> Trial | None:

@@ -104,6 +104,7 @@ def detailed(
         ("replicas", f"{replicas(service)} answer"),
         ("KV cache", _cache(service)),
         ("load", service.load or _NONE),
+        *([("accuracy", service.accuracy)] if service.accuracy else []),
         ("mode", mode(service)),
         ("canary", f"{trial(service.canary)}: {service.canary.message}" if service.canary is not None else "none"),
     ]

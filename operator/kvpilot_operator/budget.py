@@ -52,8 +52,8 @@ CONFIG_MAPS = 4
 # Limit of all custom packs of one service together.
 PACKS_BYTES = 128 * _KIB
 
-# A probe takes at most 2 MiB of memory, and about 0.5 MiB with the built-in packs. It takes seconds on a GPU and half a
-# minute on a CPU. READ_BYTES is enough for the 65,536 prompt tokens that a baseline may have, of 10 bytes each.
+# A probe takes at most 4 MiB of memory, and about 0.5 MiB with the built-in packs and a short context. It takes seconds
+# to minutes. READ_BYTES is enough for a text of 65,536 tokens of 10 bytes each. Longer prompts are made of such texts.
 CANARY_PROBE = InputLimits("a probe of a canary", READ_BYTES, permits=16, share=8)
 # Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them.
 CHECK = InputLimits("a check of a replica", READ_BYTES, permits=16, share=8)

@@ -34,6 +34,7 @@ _PIECE = 4096
 # With this parameter our runtime loads the prompt from host memory (runtime/kvpilot_runtime/config/offload.py). Other
 # engines ignore it.
 FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
+GREEDY: Mapping[str, object] = MappingProxyType({"temperature": 0})
 
 # Limit of a stream: _MAX_STREAM_BYTES, and _MAX_TOKEN_BYTES for each token, which takes about 2 KiB with its logprobs.
 # An engine that sends without end must not occupy the event loop.
@@ -85,6 +86,10 @@ class EngineClient:
         said = f"{_TOOLS_AS_TEXT}\n{tools}\n\n{first['content']}"
         return await self._rendered([{"role": first["role"], "content": said}, *chat[1:]])
 
+    async def tokenize_text(self, text: str) -> answers.Tokenized:
+        """Return the tokens of a text without a chat template."""
+        return await self._tokens({"model": self.model, "prompt": text})
+
     async def _rendered(self, chat: Sequence[Mapping[str, str]]) -> answers.Tokenized:
         try:
             return await self._tokenized(chat)
@@ -92,7 +97,7 @@ class EngineClient:
             if refusal.status != 400:
                 raise
         text = "\n".join(f"{m['role']}: {m['content']}" for m in chat) + "\nassistant:"
-        return await self._tokens({"model": self.model, "prompt": text})
+        return await self.tokenize_text(text)
 
     async def _tokenized(self, chat: Sequence[Mapping[str, str]], **more: object) -> answers.Tokenized:
         return await self._tokens({"model": self.model, "messages": chat, **more})
@@ -113,9 +118,15 @@ class EngineClient:
         return await _twice(url, ask)
 
     async def decode(
-        self, prompt: Sequence[int], tokens: int, top_k: int, *, past_end: bool = False
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        top_k: int,
+        *,
+        past_end: bool = False,
+        sampling: Mapping[str, object] = GREEDY,
     ) -> AsyncGenerator[answers.StreamedToken, None]:
-        """Yield the greedy continuation of `prompt`, token by token. Closing the iterator stops the engine's work.
+        """Yield the continuation of `prompt`, token by token. Closing the iterator stops the engine's work.
 
         The answer has `tokens` tokens, or fewer if the model ends it. With `past_end`, decoding continues after an end
         token. Retry once if the connection fails before the first token.
@@ -126,7 +137,7 @@ class EngineClient:
             "model": self.model,
             "prompt": msgspec.Raw(b"[" + b",".join(pieces) + b"]"),
             "max_tokens": tokens,
-            "temperature": 0,
+            **sampling,
             "logprobs": top_k,
             "return_tokens_as_token_ids": True,
             "ignore_eos": past_end,

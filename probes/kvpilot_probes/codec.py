@@ -1,8 +1,8 @@
 """A captured baseline, its identity, and its bytes in a ConfigMap: msgpack in a zlib stream.
 
 Token ids have 32 bits. Logprobs have 16 bits, in steps of 1/2048 nat: rounding moves a KL divergence by less than 2e-3
-nat. A position's greedy token is stored first, so that a reader knows it even if logprobs are equal. The limits below
-keep even incompressible data under MAX_BYTES.
+nat. A position's greedy token is stored first, so that a reader knows it even if logprobs are equal. A long prefix that
+a prompt shares with an earlier one is stored once. `encode` refuses data that does not shrink to MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime
 from typing import Annotated
 
@@ -21,19 +21,23 @@ from msgspec import Meta
 
 from kvpilot_probes import stats
 from kvpilot_probes.errors import BaselineTooLarge, MalformedBaseline
-from kvpilot_probes.packs import MAX_PROMPTS, ProbePrompt
+from kvpilot_probes.joined import Joined, Prefix, prefixes
+from kvpilot_probes.packs import ProbePrompt
+from kvpilot_probes.results import Done, Task
 
 # This number is part of every identity, so a new one invalidates every baseline. Change it if the meaning of answers
 # changes, not if only their encoding does.
-_MEANING = 1
+_MEANING = 2
 MAX_BYTES = 900 * 1024
-MAX_PROMPT_TOKENS = 65_536
-MAX_POSITIONS = 4096
+MAX_PROMPTS = 256
+# Tokens of all prompts, without shared prefixes.
+MAX_PROMPT_TOKENS = 262_144
+MAX_POSITIONS = 8192
 MAX_TOKEN_ID = 2**24 - 1
 # Most tokens with a logprob at one position: vLLM's default --max-logprobs, plus the chosen token.
 MAX_TOP = 21
-# Refuse a stream that unpacks to more. A valid one has at most 0.8 MiB of arrays, 64 names and 128 short texts.
-_MAX_RAW = 2 * 1024 * 1024
+# Refuse a stream that unpacks to more. A valid one has at most 2 MiB of arrays, and short texts.
+_MAX_RAW = 3 * 1024 * 1024
 _STEPS_PER_NAT = 2048
 _Damage = Annotated[int, Meta(ge=0, le=int(stats.MAX_KL * stats.MICRO))]
 
@@ -43,7 +47,8 @@ class BaselinePrompt:
     """One prompt, and the answer of the 16-bit engine.
 
     `tokens` are the prompt's token ids. `answer` has one `Logprobs` for each answered token. `tail` (the end of the
-    prompt) and `text` (the answer) are for people. `bucket` is the bucket of every position of the answer.
+    prompt) and `text` (the answer) are for people. `bucket` is the bucket of every position of the answer. `done` is
+    the engine's own result of the prompt's `task`.
     """
 
     name: str
@@ -52,6 +57,8 @@ class BaselinePrompt:
     tokens: Sequence[int]
     answer: Sequence[stats.Logprobs]
     bucket: str = "general"
+    task: Task | None = None
+    done: Done | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,10 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The answers of a 16-bit replica. `left_out` names the prompts that did not fit the model's context."""
+    """The answers of a 16-bit replica.
+
+    `left_out` names the prompts that did not fit the model's context. `tokenizer` is a hash of how it splits a text.
+    """
 
     identity: str
     model: str
@@ -79,6 +89,7 @@ class Baseline:
     prompts: tuple[BaselinePrompt, ...]
     left_out: tuple[str, ...] = ()
     control: Control | None = None
+    tokenizer: str = ""
 
     @property
     def positions(self) -> int:
@@ -91,11 +102,17 @@ class _Prompt(msgspec.Struct, frozen=True):
     bucket: str
     tail: str
     text: str
+    document: Annotated[int, Meta(ge=-1)]
+    """The index of the prompt with the longest shared prefix, or -1."""
+    prefix: Annotated[int, Meta(ge=0)]
+    """The number of tokens of that prefix."""
     tokens: bytes
     tops: list[Annotated[int, Meta(ge=1, le=MAX_TOP)]]
     """The number of tokens with a logprob at each position."""
     top_ids: bytes
     steps: bytes
+    task: Task | None
+    done: Done | None
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -105,6 +122,7 @@ class _Stored(msgspec.Struct, frozen=True):
     prompts: Annotated[list[_Prompt], Meta(max_length=MAX_PROMPTS)]
     left_out: tuple[str, ...]
     control: Control | None
+    tokenizer: str
 
 
 def with_control(baseline: Baseline, noise: stats.Measurement, captured: datetime) -> Baseline:
@@ -118,7 +136,8 @@ def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePromp
     The image is left out, so that a baseline can judge the engine after an upgrade.
     """
     content = [
-        [p.pack, p.name, [[m.role, m.content] for m in p.messages], *([p.tools] if p.tools else [])] for p in prompts
+        [p.pack, p.name, [[m.role, m.content] for m in p.messages], p.tools, p.fill and astuple(p.fill), p.context]
+        for p in prompts
     ]
     canonical = json.dumps(
         [_MEANING, model, revision, dtype, content, tokens, top_k], ensure_ascii=True, separators=(",", ":")
@@ -128,9 +147,11 @@ def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePromp
 
 def encode(baseline: Baseline) -> bytes:
     """Return the baseline as bytes. Raise `BaselineTooLarge` if they exceed a limit."""
-    check_limits(sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
-    prompts = [_packed(p) for p in baseline.prompts]
-    stored = _Stored(baseline.identity, baseline.model, baseline.dtype, prompts, baseline.left_out, baseline.control)
+    check_limits([p.tokens for p in baseline.prompts], baseline.positions)
+    known = prefixes([p.tokens for p in baseline.prompts])
+    prompts = [_packed(p, prefix) for p, prefix in zip(baseline.prompts, known, strict=True)]
+    b = baseline
+    stored = _Stored(b.identity, b.model, b.dtype, prompts, b.left_out, b.control, b.tokenizer)
     data = zlib.compress(msgspec.msgpack.encode(stored), 9)
     if len(data) > MAX_BYTES:
         raise BaselineTooLarge(
@@ -148,17 +169,25 @@ def decode(data: bytes) -> Baseline:
         if not unpack.eof:
             raise ValueError(f"the stream is cut or unpacks to more than {_MAX_RAW} bytes")
         stored = msgspec.msgpack.decode(raw, type=_Stored)
-        check_limits(sum(len(p.tokens) // 4 for p in stored.prompts), sum(len(p.tops) for p in stored.prompts))
-        prompts = tuple(map(_unpacked, stored.prompts))
+        _check(sum(len(p.tokens) // 4 for p in stored.prompts), sum(len(p.tops) for p in stored.prompts))
+        prompts: list[BaselinePrompt] = []
+        for one in stored.prompts:
+            prompts.append(_unpacked(one, prompts))
     except (zlib.error, ValueError, RecursionError, BaselineTooLarge) as error:
         raise MalformedBaseline(
             f"baseline: {type(error).__name__}: {error}; delete the ConfigMap to re-capture"
         ) from error
-    return Baseline(stored.identity, stored.model, stored.dtype, prompts, stored.left_out, stored.control)
+    return Baseline(
+        stored.identity, stored.model, stored.dtype, tuple(prompts), stored.left_out, stored.control, stored.tokenizer
+    )
 
 
-def check_limits(prompt_tokens: int, positions: int) -> None:
+def check_limits(prompts: Sequence[Sequence[int]], positions: int) -> None:
     """Raise `BaselineTooLarge` if a baseline of this size would not fit. Call it before a capture, to save time."""
+    _check(sum(map(len, prompts)) - sum(prefix.size for prefix in prefixes(prompts)), positions)
+
+
+def _check(prompt_tokens: int, positions: int) -> None:
     for what, value, limit in (
         ("prompt tokens", prompt_tokens, MAX_PROMPT_TOKENS),
         ("positions", positions, MAX_POSITIONS),
@@ -167,22 +196,31 @@ def check_limits(prompt_tokens: int, positions: int) -> None:
             raise BaselineTooLarge(f"baseline: {value} {what}; at most {limit}: name fewer or shorter probe packs")
 
 
-def _packed(p: BaselinePrompt) -> _Prompt:
+def _packed(p: BaselinePrompt, prefix: Prefix) -> _Prompt:
     tops = [_sorted_top(position) for position in p.answer]
     return _Prompt(
         name=p.name,
         bucket=p.bucket,
         tail=p.tail[-stats.MAX_TEXT :],
         text=p.text[: stats.MAX_TEXT],
-        tokens=array("I", p.tokens).tobytes(),
+        document=prefix.document,
+        prefix=prefix.size,
+        tokens=array("I", p.tokens[prefix.size :]).tobytes(),
         tops=[len(top) for top in tops],
         top_ids=array("I", [token for top in tops for token, _ in top]).tobytes(),
         steps=array("H", [_steps(logprob) for top in tops for _, logprob in top]).tobytes(),
+        task=p.task,
+        done=p.done,
     )
 
 
-def _unpacked(p: _Prompt) -> BaselinePrompt:
-    tokens, ids, steps = array("I", p.tokens), array("I", p.top_ids), array("H", p.steps)
+def _unpacked(p: _Prompt, before: Sequence[BaselinePrompt]) -> BaselinePrompt:
+    rest, ids, steps = array("I", p.tokens), array("I", p.top_ids), array("H", p.steps)
+    tokens: Sequence[int] = rest
+    if p.document >= 0:
+        if p.document >= len(before) or p.prefix > len(before[p.document].tokens):
+            raise ValueError(f"a prefix of {p.prefix} tokens of prompt {p.document}, which has fewer or comes later")
+        tokens = Joined(before[p.document].tokens, p.prefix, rest)
     if not len(ids) == len(steps) == sum(p.tops):
         raise ValueError(f"{len(ids)} token ids and {len(steps)} logprobs, {sum(p.tops)} announced")
     positions, at = [], 0
@@ -192,7 +230,7 @@ def _unpacked(p: _Prompt) -> BaselinePrompt:
             raise ValueError(fault)
         positions.append(stats.Logprobs(ids[at], found))
         at += many
-    return BaselinePrompt(p.name, p.tail, p.text, tokens, stats.Answers(positions), p.bucket)
+    return BaselinePrompt(p.name, p.tail, p.text, tokens, stats.Answers(positions), p.bucket, p.task, p.done)
 
 
 def _sorted_top(answer: stats.Logprobs) -> list[tuple[int, float]]:

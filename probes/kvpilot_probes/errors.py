@@ -40,6 +40,10 @@ class MalformedAnswer(ProbeError):
     """The engine's answer does not follow its API."""
 
 
+class EnginesDiffer(ProbeError):
+    """The candidate's tokenizer or its context differs from the baseline's, so their answers cannot be compared."""
+
+
 class ContextNotHeld(ProbeError):
     """The engine failed at a prompt that fills the model's context."""
 

@@ -1,7 +1,7 @@
 """Probe packs: the prompts that accuracy is measured on, built in or from a user's ConfigMap.
 
-A pack is YAML (example: docs/accuracy.md). Tags are refused because they could run code, and aliases because they could
-expand to any size.
+A pack is YAML (example: docs/accuracy-packs.md). Tags are refused because they could run code, and aliases because they
+could expand to any size.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ import yaml
 from msgspec import Meta
 
 from kvpilot_formats.untrusted import lines
+from kvpilot_probes import schemas
 from kvpilot_probes.errors import PackError, PackTooLarge
 
-BUILTIN = ("general", "multi-turn", "long-context", "structured")
+_WRITTEN = ("general", "multi-turn", "structured")
+# Packs whose prompts depend on the engine's context and tokenizer: `generated.py` makes them.
+GENERATED = ("long-context", "paths", "agent", "reasoning")
+BUILTIN = (*_WRITTEN, *GENERATED)
 CONFIG_MAP_KEY = "prompts.yaml"
 MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_LEVELS = 24
 MAX_MESSAGES = 16
-# Limit of all prompts together, with filler. Most texts reach a baseline's limit of 65,536 tokens first.
+# Limit of all texts together, without filler.
 MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
 MAX_NAME = 40
-# Fill at most this many tokens, even in longer contexts: a probe must not occupy the engine with prefills.
-MAX_FILL_TOKENS = 8192
-DEFAULT_CONTEXT_TOKENS = 4096
-_FILLER = "{{filler}}"
+FILLER = "{{filler}}"
+# Part of the identity of generated packs. Change it if their prompts change.
+GENERATION = "1"
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 4, 60, 60
-# English prose is about 1.3 tokens a word; 1.6 leaves room for tokenizers with small vocabularies.
-_TOKENS_PER_WORD = 1.6
-
 
 _Text = Annotated[str, Meta(pattern=r"\S")]
 _Percent = Annotated[int, Meta(ge=0, le=90)]
@@ -73,10 +73,21 @@ class _Pack(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class ProbePrompt:
-    """One chat that ends with a user's turn. `tools` is a JSON list of the functions that the model may call.
+class Fill:
+    """Filler in place of `{{filler}}`: `percent` of the context, with `fact` at `depth` percent of the filler."""
 
-    `bucket` names the case that the prompt tests. Damage is judged in each bucket.
+    percent: int
+    depth: int
+    fact: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePrompt:
+    """One chat that ends with a user's turn, or a generated pack (without messages).
+
+    - `tools`: JSON list of the functions that the model may call.
+    - `bucket`: the case that the prompt tests. Damage is judged in each bucket.
+    - `context`: most tokens of the engine's context to use, or 0 for all.
     """
 
     pack: str
@@ -84,22 +95,29 @@ class ProbePrompt:
     messages: tuple[Message, ...]
     tools: str = ""
     bucket: str = "general"
+    fill: Fill | None = None
+    context: int = 0
 
 
 def load(
     probe_sets: Sequence[str],
     config_maps: Mapping[str, Mapping[str, str]] | None = None,
-    context_tokens: int = DEFAULT_CONTEXT_TOKENS,
+    context_tokens: int = 0,
 ) -> tuple[ProbePrompt, ...]:
     """Return the prompts of `probe_sets` (`builtin/NAME` or `configmap/NAME`) in order.
 
-    `config_maps` maps the name of a ConfigMap to its data. Filler is sized for a context of `context_tokens`.
+    `config_maps` maps the name of a ConfigMap to its data. Long prompts use at most `context_tokens` of the engine's
+    context, or all of it if the number is 0. A generated pack is one prompt without messages.
 
     Raises:
         PackError: a pack is missing, invalid or too large.
     """
     prompts: list[ProbePrompt] = []
     for probe_set in dict.fromkeys(probe_sets):
+        kind, _, name = probe_set.partition("/")
+        if kind == "builtin" and name in GENERATED:
+            prompts.append(ProbePrompt(probe_set, GENERATION, (), bucket=name, context=context_tokens))
+            continue
         entries = _entries(probe_set, config_maps or {})
         if len(prompts) + len(entries) > MAX_PROMPTS:
             raise PackTooLarge(
@@ -111,7 +129,7 @@ def load(
         if size > MAX_CHARACTERS:
             raise PackTooLarge(
                 f"spec.accuracy.probeSets: {size} characters in the prompts up to {probe_set}; at most "
-                f"{MAX_CHARACTERS} in all keep a probe cheap: name fewer sets, or fill fewer prompts with less"
+                f"{MAX_CHARACTERS} in all keep a probe cheap: name fewer sets, or shorten your texts"
             )
     if not prompts:
         raise PackError("spec.accuracy.probeSets: no probe set named; name at least one, such as builtin/general")
@@ -120,7 +138,7 @@ def load(
 
 def _entries(probe_set: str, config_maps: Mapping[str, Mapping[str, str]]) -> Sequence[_Entry]:
     kind, _, name = probe_set.partition("/")
-    if kind == "builtin" and name in BUILTIN:
+    if kind == "builtin" and name in _WRITTEN:
         return _builtin(name)
     return _parse(probe_set, _text(probe_set, config_maps))
 
@@ -157,7 +175,7 @@ def _parse(source: str, text: str) -> Sequence[_Entry]:
         loaded = _plain(text)
     except (yaml.YAMLError, TypeError, ValueError, OverflowError) as error:
         why = lines(str(error))[:300]
-        raise PackError(f"{source}: not plain YAML: {why}; see docs/accuracy.md for the form") from error
+        raise PackError(f"{source}: not plain YAML: {why}; see docs/accuracy-packs.md for the form") from error
     if loaded is None:
         raise PackError(f"{source}: the pack is empty; add at least one entry under prompts")
     try:
@@ -166,7 +184,7 @@ def _parse(source: str, text: str) -> Sequence[_Entry]:
         why, _, path = str(error).partition(" - at `$")
         where = path.rstrip("`").removeprefix(".") or "the pack"
         words = f"{source}: {where}: {_show(_value_at(loaded, path))}: {why[:160]}"
-        raise PackError(f"{words}; put texts in quotes, and see docs/accuracy.md for the form") from None
+        raise PackError(f"{words}; put texts in quotes, and see docs/accuracy-packs.md for the form") from None
     if not entries:
         raise PackError(f"{source}: prompts is empty; add at least one entry")
     return entries
@@ -227,52 +245,19 @@ def _prompt(source: str, index: int, entry: _Entry, context_tokens: int) -> Prob
     where, messages = f"{source}: prompts[{index}]", entry.messages
     if messages[-1].role != "user":
         raise PackError(f"{where}.messages: the last role is {messages[-1].role!r}; end with a user's turn")
-    text = ""
-    if filled := sum(m.content.count(_FILLER) for m in messages) == 1:
+    for number, tool in enumerate(entry.tools or ()):
+        if (wrong := schemas.fault(tool.parameters)) is not None:
+            raise PackError(f"{where}.tools[{number}].{wrong}")
+    fill = None
+    if sum(m.content.count(FILLER) for m in messages) == 1:
         if entry.fact is None or entry.fill_percent is None or entry.depth_percent is None:
-            raise PackError(f"{where}: a prompt with {_FILLER} needs fact, fillPercent and depthPercent")
-        words = int(min(context_tokens, MAX_FILL_TOKENS) * entry.fill_percent / 100 / _TOKENS_PER_WORD)
-        text = _filler(words, entry.fact.strip(), entry.depth_percent)
-    contents = (m.content.strip().replace(_FILLER, text) if filled else m.content.strip() for m in messages)
-    chat = tuple(Message(m.role, content) for m, content in zip(messages, contents, strict=True))
+            raise PackError(f"{where}: a prompt with {FILLER} needs fact, fillPercent and depthPercent")
+        fill = Fill(entry.fill_percent, entry.depth_percent, entry.fact.strip())
+    chat = tuple(Message(m.role, m.content.strip()) for m in messages)
     tools = json.dumps(msgspec.to_builtins(entry.tools), ensure_ascii=False, separators=(",", ":"))
     bucket = source.partition("/")[2]
-    return ProbePrompt(source, entry.name, chat, tools if entry.tools is not None else "", bucket)
-
-
-_PLACES = ("harbour", "orchard", "station", "library", "mill", "observatory", "quarry", "market", "bridge", "school")
-_PEOPLE = ("the keeper", "a young surveyor", "the baker", "two porters", "the clerk", "an old gardener", "the captain")
-_DEEDS = (
-    "counted the crates that had come in overnight",
-    "wrote the height of the water into the ledger",
-    "repaired the latch on the eastern door",
-    "waited for the post and spoke about the weather",
-    "marked the boundary stones with white paint",
-    "lent a ladder to the neighbours",
-    "sorted the letters by street and then by number",
-    "tested the lamp twice before the fog came",
-    "carried four sacks of flour up the stairs",
-)
-_WHEN = ("In the morning", "Before noon", "At the end of the day", "On the following day", "After the rain")
-
-
-def _filler(words: int, fact: str, depth_percent: int) -> str:
-    """Return about `words` words of plain prose, with `fact` inserted at `depth_percent` of its sentences.
-
-    The lists make 3,150 different sentences, more than MAX_FILL_TOKENS can hold. The stride 1013 is coprime to 3,150,
-    so no sentence occurs twice.
-    """
-    sentences: list[str] = []
-    count = 0
-    while count < words:
-        rest, deed = divmod(len(sentences) * 1013 % 3150, len(_DEEDS))
-        rest, person = divmod(rest, len(_PEOPLE))
-        when, place = divmod(rest, len(_PLACES))
-        sentence = f"{_WHEN[when]}, at the {_PLACES[place]}, {_PEOPLE[person]} {_DEEDS[deed]}."
-        sentences.append(sentence)
-        count += len(sentence.split())
-    sentences.insert(len(sentences) * depth_percent // 100, fact)
-    return " ".join(sentences)
+    context = context_tokens if fill is not None else 0
+    return ProbePrompt(source, entry.name, chat, tools if entry.tools is not None else "", bucket, fill, context)
 
 
 def _show(value: object) -> str:

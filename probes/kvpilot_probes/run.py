@@ -16,12 +16,11 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle, islice, zip_longest
 from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
-from kvpilot_probes import stats
-from kvpilot_probes.answers import Tokenized
+from kvpilot_probes import stats, tasks
 from kvpilot_probes.client import EngineClient, Progress
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_probes.errors import (
@@ -29,10 +28,12 @@ from kvpilot_probes.errors import (
     EngineRefused,
     EngineUnreachable,
     MalformedAnswer,
-    NothingFits,
     ProbeError,
 )
+from kvpilot_probes.generated import Rendered, check_alike, fingerprint, most_resumes, rendered, sent_first
 from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.results import Done, compared_tasks
+from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
 from kvpilot_probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
 
 A = TypeVar("A")
@@ -57,38 +58,32 @@ async def capture(
 ) -> Baseline:
     """Return the answers of the 16-bit engine at `base_url` to `prompts`. Raise a `ProbeError` if the probe fails."""
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
-        kept = 0
 
-        async def tokenized(prompt: ProbePrompt) -> Tokenized:
-            nonlocal kept
-            found = await engine.tokenize(prompt.messages, prompt.tools)
-            if len(found.tokens) + settings.tokens > found.max_model_len:
-                return found._replace(tokens=())
-            kept += len(found.tokens)
-            check_limits(kept, 0)
-            return found
-
-        async def answered(item: tuple[ProbePrompt, Tokenized]) -> BaselinePrompt:
+        async def answered(item: Rendered) -> BaselinePrompt:
             await throttle.let_users_go_first()
-            return await _answer(engine, item[0], item[1].tokens, settings)
+            return await _answer(engine, throttle, item)
 
-        rendered = list(zip(prompts, await _bounded(prompts, tokenized, settings.concurrency), strict=True))
-        fitting = [(p, t) for p, t in rendered if t.tokens]
-        left_out = tuple(f"{p.pack}/{p.name}" for p, t in rendered if not t.tokens)
-        if not fitting:
-            raise NothingFits(
-                f"spec.accuracy.probeSets: none of {len(rendered)} prompts and {settings.tokens} tokens fits the "
-                f"model's context ({rendered[0][1].max_model_len if rendered else 0} tokens); name shorter ones"
-            )
-        check_limits(kept, len(fitting) * settings.tokens)
-        allow(deadline, settings, kept, len(fitting) * settings.tokens)
-        answers = await _bounded(fitting, answered, settings.concurrency)
-    return Baseline(identity=identity, model=model, dtype=dtype, prompts=tuple(answers), left_out=left_out)
+        tokenizer, context = await fingerprint(engine)
+        found, left_out = await rendered(
+            engine, prompts, context, settings.tokens, lambda: allow(deadline, settings, 0, 0)
+        )
+        positions = sum(r.answer for r in found)
+        check_limits([r.tokens for r in found], positions)
+        allow(deadline, settings, sum(len(r.tokens) for r in found), positions + tasks.cost(r.task for r in found))
+        answers = await _bounded(found, answered, settings.concurrency)
+    return Baseline(identity, model, dtype, tuple(answers), left_out, tokenizer=tokenizer)
 
 
-async def measure(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
-    """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if the probe fails."""
-    return await _measure(base_url, model, baseline, range(len(baseline.prompts)), settings)
+async def measure(
+    base_url: str, model: str, baseline: Baseline, *, allowed: Allowed | None = None, settings: Settings = USUAL
+) -> stats.Measurement:
+    """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if the probe fails.
+
+    With `allowed`, buckets take turns, and no prompt is asked after the sequential test has failed the engine. With
+    `settings.brief`, none is asked of a bucket that is sound: other runs ask the prompts that this one skips.
+    """
+    order = _in_turns(baseline, settings.turn)
+    return await _measure(base_url, model, baseline, order, settings, allowed)
 
 
 async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
@@ -96,8 +91,17 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
 
     Send the prompts in reverse and with twice the concurrency, so that batches differ as they do in production.
     """
-    twice = replace(settings, concurrency=min(2 * settings.concurrency, 64))
+    twice = replace(settings, concurrency=min(2 * settings.concurrency, 64), tasks=False)
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
+
+
+def _in_turns(baseline: Baseline, turn: int) -> list[int]:
+    """Return the prompts' indices: the first of each bucket, then the second of each. `turn` rotates each bucket."""
+    buckets: dict[str, list[int]] = {}
+    for index, prompt in enumerate(baseline.prompts):
+        buckets.setdefault(prompt.bucket, []).append(index)
+    turned = [indices[turn % len(indices) :] + indices[: turn % len(indices)] for indices in buckets.values()]
+    return [index for row in zip_longest(*turned) for index in row if index is not None]
 
 
 async def fill_context(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> int:
@@ -139,35 +143,67 @@ async def _report(progress: Progress) -> None:
 
 
 async def _measure(
-    base_url: str, model: str, baseline: Baseline, order: range, settings: Settings
+    base_url: str,
+    model: str,
+    baseline: Baseline,
+    order: Sequence[int],
+    settings: Settings,
+    allowed: Allowed | None = None,
 ) -> stats.Measurement:
     began = time.monotonic()
+    planned = tuple(dict.fromkeys(prompt.bucket for prompt in baseline.prompts))
+    compared: list[stats.Compared] = []
+    seen: list[Seen] = []
+    requests = 0
+
+    def skipped(prompt: BaselinePrompt) -> bool:
+        if allowed is None:
+            return False
+        outcome = decide(seen, planned, allowed)
+        return outcome.answer == Answer.FAILED or (settings.brief and prompt.bucket in outcome.sound)
+
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
-        allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), baseline.positions)
+        await check_alike(engine, baseline)
+        wanted = [p.task if settings.tasks else None for p in baseline.prompts]
+        steps = baseline.positions + tasks.cost(wanted)
+        allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), steps)
 
-        async def followed(index: int) -> tuple[list[stats.Compared], int]:
+        async def solved(prompt: BaselinePrompt) -> tuple[str, Done | None, Done | None]:
+            task = prompt.task if settings.tasks else None
+            return prompt.bucket, prompt.done, await tasks.done(engine, throttle, prompt.tokens, task)
+
+        async def followed(index: int) -> None:
+            nonlocal requests
+            prompt = baseline.prompts[index]
+            if skipped(prompt):
+                return
             await throttle.let_users_go_first()
-            return await _follow(engine, throttle, index, baseline.prompts[index], settings)
+            judged, asked = await _follow(engine, throttle, index, prompt, settings)
+            compared.extend(judged)
+            seen.extend(stats.by_bucket(judged))
+            requests += asked
 
-        found = await _bounded(order, followed, settings.concurrency)
-        compared = [c for judged, _ in found for c in judged]
+        await _bounded(order, followed, settings.concurrency)
+        failed = allowed is not None and decide(seen, planned, allowed).answer == Answer.FAILED
+        results = await _bounded(() if failed else baseline.prompts, solved, settings.concurrency)
         worst = stats.worst_prompt(compared)
         sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
     return stats.summarise(
         compared,
-        requests=sum(requests for _, requests in found) + (sample is not None),
+        requests=requests + (sample is not None),
         tokens=throttle.spent,
         milliseconds=round((time.monotonic() - began) * 1000),
         sample=sample,
+        planned=planned,
+        tasks=compared_tasks(results),
     )
 
 
-async def _answer(
-    engine: EngineClient, prompt: ProbePrompt, tokens: Sequence[int], settings: Settings
-) -> BaselinePrompt:
+async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> BaselinePrompt:
+    prompt = asked.prompt
     answer: list[stats.Logprobs] = []
     text = ""
-    async with aclosing(engine.decode(tokens, settings.tokens, TOP_K)) as steps:
+    async with aclosing(engine.decode(asked.tokens, asked.answer, TOP_K)) as steps:
         async for step in steps:
             if not step.logprobs.top:
                 raise MalformedAnswer(
@@ -184,9 +220,11 @@ async def _answer(
         name=f"{prompt.pack}/{prompt.name}",
         tail=lines(prompt.messages[-1].content)[-stats.MAX_TEXT :],
         text=lines(text)[: stats.MAX_TEXT],
-        tokens=array("I", tokens),
+        tokens=asked.tokens,
         answer=stats.Answers(answer),
         bucket=prompt.bucket,
+        task=asked.task,
+        done=await tasks.done(engine, throttle, asked.tokens, asked.task),
     )
 
 
@@ -199,7 +237,8 @@ async def _follow(
     compared: list[stats.Compared] = []
     requests = await _ask_half(engine, throttle, prompt)
     start, resumes = 0, -1
-    while start < len(answer) and resumes < settings.max_resumes:
+    most = most_resumes(prompt.tokens, settings.max_resumes)
+    while start < len(answer) and resumes < most:
         reached = start
         context = array("I", prompt.tokens) + forced[:start]
         wanted = len(answer) - start
@@ -226,8 +265,8 @@ async def _follow(
 
 
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
-    """Put the first half of the prompt into the engine's prefix cache. Return the number of requests sent."""
-    half = prompt.tokens[: len(prompt.tokens) // 2]
+    """Put the part of the prompt that its bucket asks for into the engine's prefix cache. Return the requests sent."""
+    half = sent_first(prompt.bucket, prompt.tokens)
     if len(half) < MIN_HALF_TOKENS:
         return 0
     throttle.spent += len(half) + 1

@@ -83,7 +83,10 @@ class Settings:
     - `priority`: vLLM's priority of the requests; larger numbers are served later.
     - `api_key`: key of a gateway in front of the engine.
     - `progress`: callback after each token or other answer.
+    - `tasks`: let the engine solve the baseline's tasks, which takes most of the decoded tokens.
     - `from_host`: make an engine that offloads read the prompt's KV pages from host memory.
+    - `brief`: ask no more prompts of a bucket that is sound.
+    - `turn`: number that rotates the prompts of each bucket, so that brief runs ask different ones.
     """
 
     tokens: int = DEFAULT_TOKENS
@@ -97,6 +100,9 @@ class Settings:
     headers: Mapping[str, str] = field(default_factory=dict)
     progress: Progress = untold
     from_host: bool = False
+    brief: bool = False
+    turn: int = 0
+    tasks: bool = True
 
     def __post_init__(self) -> None:
         bounds = (

@@ -18,6 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvpilot_probes.results import Tasks
+from kvpilot_probes.sequential import Seen
+
 # Floor of logprobs: a float32 softmax cannot distinguish smaller ones, and damage stays bounded by MAX_KL.
 MIN_LOGPROB = -30.0
 MAX_KL = -MIN_LOGPROB
@@ -105,7 +108,9 @@ class Measurement:
     """The damage of a candidate's cache to the baseline's answers. Compare it with a control's damage, not with zero.
 
     `stderr_kl_micronats` is the standard error of the mean, with prompts as clusters; it is 0 for a single prompt.
-    `tokens` counts the prompt tokens and the requested tokens of all requests.
+    `tokens` counts the prompt tokens and the requested tokens of all requests. `seen` has the damage of each prompt in
+    the order of the answers, and `planned` all buckets of the baseline. `tasks` has the solved tasks of both engines in
+    each bucket.
     """
 
     prompts: int
@@ -119,6 +124,9 @@ class Measurement:
     buckets: tuple[DamageBucket, ...]
     sample: AnswerPair | None
     tokens: int = 0
+    seen: tuple[Seen, ...] = ()
+    planned: tuple[str, ...] = ()
+    tasks: tuple[Tasks, ...] = ()
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
@@ -160,6 +168,17 @@ def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs,
     return Compared(prompt, position, kl_nats(baseline.top, candidate.top), agrees, bucket)
 
 
+def by_bucket(compared: Iterable[Compared]) -> tuple[Seen, ...]:
+    """Return the damage to each prompt in each of its buckets, in the order of the prompts' first positions."""
+    groups: dict[tuple[int, str], list[Compared]] = {}
+    for c in compared:
+        groups.setdefault((c.prompt, c.bucket), []).append(c)
+    return tuple(
+        Seen(bucket, _mean([c.kl for c in group]), sum(not c.agrees for c in group) / len(group))
+        for (_, bucket), group in groups.items()
+    )
+
+
 def percentile(values: Iterable[float], share: float) -> float:
     """Return the nearest-rank percentile: the smallest value that a `share` (0 to 1) of the values do not exceed."""
     ordered = sorted(values)
@@ -192,8 +211,10 @@ def summarise(
     tokens: int = 0,
     milliseconds: int = 0,
     sample: AnswerPair | None = None,
+    planned: Sequence[str] = (),
+    tasks: tuple[Tasks, ...] = (),
 ) -> Measurement:
-    """Return the measurement of all compared positions. Their order does not matter."""
+    """Return the measurement of all compared positions. Their order matters only to `seen`."""
     return Measurement(
         prompts=len({c.prompt for c in compared}),
         positions=len(compared),
@@ -206,6 +227,9 @@ def summarise(
         top1_agreement_permille=_agreement_permille(compared),
         buckets=buckets(compared),
         sample=sample,
+        seen=by_bucket(compared),
+        planned=tuple(dict.fromkeys(planned)),
+        tasks=tasks,
     )
 
 

@@ -122,7 +122,7 @@ def test_a_deployment_is_replaced_under_the_address_of_its_clients(world: World)
 
 def test_a_dtype_is_undone_and_a_canary_is_ended_without_a_denial(world: World) -> None:
     steps = {"steps": [{"weightPercent": 50, "holdSeconds": 600}]}
-    limits = {"maxExcessKLMillinats": 100000, "minTop1AgreementPercent": 0}
+    limits = {"probeSets": ["builtin/general"], "maxExcessKLMillinats": 100000, "minTop1AgreementPercent": 0}
     world.create("undo", "k4v4", canary={**steps, "capacityPolicy": "Surge"}, accuracy=limits, replicas=1)
     for block in blocks((Path(__file__).parents[2] / "docs" / "undo.md").read_text())[:2]:
         world.shell(block, NAME="undo")

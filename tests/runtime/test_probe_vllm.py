@@ -29,6 +29,7 @@ from kvpilot_probes import codec, packs
 from kvpilot_probes.client import http_client
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import EngineBusy, EngineUnreachable
+from kvpilot_probes.results import baseline_worse, candidate_worse
 from kvpilot_probes.run import FILL_ANSWER_TOKENS, capture, control, fill_context, measure
 from kvpilot_probes.session import GiveWay, Settings
 from kvpilot_probes.stats import Measurement
@@ -97,7 +98,7 @@ def test_k4v4_stays_within_the_default_limits_from_its_pages_and_from_host_memor
         came_back = running.metric("vllm:external_prefix_cache_hits_total") - stayed
     print(f"{came_back:.0f} tokens came back", *(found.mean_kl_micronats for found in (k4v4, returned)))
     for found in (k4v4, returned):
-        judgement = judge(found, described(kept, ""), DEFAULTS)
+        judgement = judge(found, described(kept), DEFAULTS)
         assert judgement.verdict == Verdict.PASSED, judgement.message
     # Prefixes come from the cache, unless a probe tests the tier. Then every whole block is loaded.
     assert stayed == 0
@@ -128,6 +129,29 @@ def test_the_gate_lets_k4v4_pass_by_the_default_limits_on_the_default_packs(sixt
         code, found = gated(sixteen, running.url)
     assert code == 0, found["message"]
     assert found["measured"]["positions"] > 600
+
+
+@pytest.mark.long
+def test_the_packs_that_follow_the_engine_find_no_damage_in_the_engine_that_was_captured(sixteen: str) -> None:
+    settings = replace(SETTINGS, concurrency=4)
+
+    async def story() -> tuple[Baseline, Measurement]:
+        sets = [f"builtin/{name}" for name in packs.GENERATED]
+        kept = await capture(sixteen, MODEL, packs.load(sets), identity="i", dtype="auto", settings=settings)
+        kept = codec.decode(codec.encode(kept))
+        return kept, await measure(sixteen, MODEL, kept, settings=settings)
+
+    kept, found = asyncio.run(story())
+    print(found.milliseconds, found.requests, found.tokens, found.tasks, *found.seen, sep="\n")
+    lengths = {p.bucket: len(p.tokens) for p in kept.prompts}
+    assert [lengths[f"length-{(CONTEXT - 32) // share}"] for share in (8, 2, 1)] == [252, 1008, 2016]
+    assert kept.left_out == ()
+    assert found.mean_kl_micronats < 5_000
+    assert found.top1_agreement_permille >= 950
+    # This small model solves some of each kind, and the same engine again about as many.
+    assert {tasks.bucket for tasks in found.tasks} == {"agent", "reasoning", "reasoning-loops"}
+    assert all(tasks.baseline_solved > 0 for tasks in found.tasks)
+    assert not any(candidate_worse(tasks) or baseline_worse(tasks) for tasks in found.tasks)
 
 
 @serves_quantized_by_vllm

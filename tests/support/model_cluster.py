@@ -6,7 +6,7 @@ It runs the real decide and the real Actor. At any write it can kill the operato
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -35,6 +35,7 @@ from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ProbePlan, ServerFacts, Snapshot
 from kvpilot_operator.state.status import Status, parse_status
 from kvpilot_probes.codec import Baseline, Control
+from kvpilot_probes.sequential import Seen
 from kvpilot_probes.stats import Measurement
 from support.memory_api import Killed, MemoryApi, What
 from support.model_engines import ModelEngines, flows
@@ -44,9 +45,11 @@ STEP = timedelta(seconds=5)
 CAPACITY = {"auto": 3000, "k8v4": 7680, "k4v4": 11290, "fp8": 6000, "int4_per_token_head": 11290}
 
 
-def measurement(kl_micronats: int = 5_000, agreement: int = 990, positions: int = 256) -> Measurement:
-    """Return a probe's outcome."""
-    return Measurement(8, positions, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, (), None)
+def measurement(kl_micronats: int = 5_000, agreement: int = 990, prompts: int = 16) -> Measurement:
+    """Return a probe's outcome, with the same damage to each prompt."""
+    seen = (Seen("general", kl_micronats / 1e6, 1 - agreement / 1000),) * prompts
+    figures = Measurement(prompts, 32 * prompts, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, (), None)
+    return replace(figures, seen=seen, planned=("general",))
 
 
 @dataclass

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from zlib import crc32
 
-from kvpilot_probes.codec import Baseline, BaselinePrompt
+from kvpilot_probes.client import EngineClient, http_client, untold
+from kvpilot_probes.codec import MAX_TOKEN_ID, Baseline, BaselinePrompt
+from kvpilot_probes.generated import Rendered, rendered
 from kvpilot_probes.packs import Message, ProbePrompt
 from kvpilot_probes.session import Settings
 from kvpilot_probes.stats import Logprobs
@@ -56,6 +60,35 @@ def respond(writer: Writer, body: bytes, status: str = "200 OK") -> None:
 def tokens_of(body: Body) -> bytes:
     text = json.dumps(body.get("messages") or body.get("prompt"))
     return json.dumps({"tokens": list(text.encode()), "max_model_len": 2048}).encode()
+
+
+def words(body: Body) -> list[int]:
+    """Return a token for each word and each sign, between the marks of a chat template."""
+    texts = [body["prompt"]] if "prompt" in body else [f"<{m['role']}>{m['content']}<end>" for m in body["messages"]]
+    text = json.dumps(body.get("tools", "")) + "".join(texts)
+    return [crc32(word.encode()) % MAX_TOKEN_ID for word in re.findall(r"\w+|[^\w\s]|\s+", text)]
+
+
+def reading(context: int, answers: Handler | None = None) -> Handler:
+    """Return an engine with this context that splits text into words. It answers soundly, or as `answers`."""
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize":
+            respond(writer, json.dumps({"tokens": words(body), "max_model_len": context}).encode())
+        else:
+            await (answers or counting)(path, body, writer)
+
+    return handler
+
+
+def made(prompts: Sequence[ProbePrompt], context: int, handler: Handler | None = None) -> list[Rendered]:
+    """Return the prompts that packs make for an engine with this context, with answers of 32 tokens."""
+
+    async def story() -> list[Rendered]:
+        async with engine(handler or reading(context)) as url, http_client() as http:
+            return (await rendered(EngineClient(url, "m", http), prompts, context, 32, untold))[0]
+
+    return asyncio.run(story())
 
 
 def event(token: object, top: object, logprob: object = -0.1, finish: str | None = None) -> bytes:

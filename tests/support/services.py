@@ -124,7 +124,6 @@ def reporting(*engines: tuple[str, str]) -> dict[str, tuple[Sample, ...]]:
 def baseline(**changes: Any) -> Baseline:
     """Return a stored baseline whose control has little noise."""
     fields: dict[str, Any] = {
-        "config_map": "chat-baseline-abcdef01",
         "identity": PROBES,
         "positions": 256,
         "control_mean_kl_micronats": 100,

@@ -17,7 +17,7 @@ from kvpilot_probes.stats import AnswerPair
 from support.model_cluster import measurement
 from support.services import revision_of
 
-FEW = measurement(1_000, 1000, positions=40)
+FEW = measurement(1_000, 1000, prompts=3)
 
 
 def test_a_drift_is_said_once_denied_for_its_accuracy_and_written_to_the_journal():

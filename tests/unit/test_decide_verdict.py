@@ -1,8 +1,8 @@
-"""Verdicts on canaries from the statistics of their probes."""
+"""Verdicts on canaries from the statistics of their probes. test_probe_sequential.py tests the test behind them."""
 
 from __future__ import annotations
 
-from math import comb
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,57 +10,70 @@ from hypothesis import strategies as st
 
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide.accuracy.verdict import judge
+from kvpilot_probes.results import Tasks
 from support.model_cluster import measurement
 from support.services import baseline, manifest, spec_of
 
 LIMITS: Accuracy = spec_of(manifest(accuracy={"maxExcessKLMillinats": 20, "minTop1AgreementPercent": 97})).accuracy
 
 
-def test_damage_within_the_limits_passes():
-    assert judge(measurement(15_000, 980), baseline(), LIMITS).verdict == "Passed"
+def test_damage_within_the_limits_passes() -> None:
+    judged = judge(measurement(5_000, 980), baseline(), LIMITS)
+    assert (judged.verdict, judged.covered) == ("Passed", "general; 0 tokens in 1 s")
 
 
-def test_damage_beyond_the_kl_limit_fails_with_its_numbers():
+def test_damage_between_half_of_the_limit_and_the_limit_passes_without_a_proof() -> None:
+    judged = judge(measurement(15_000, 980), baseline(), LIMITS)
+    assert (judged.verdict, judged.covered) == ("Passed", "nothing; not: general; 0 tokens in 1 s")
+
+
+def test_damage_beyond_the_kl_limit_fails_with_its_numbers() -> None:
     judged = judge(measurement(35_000, 990), baseline(), LIMITS)
     assert (judged.verdict, judged.reason) == ("Failed", "AccuracyRegressed")
-    assert "34.9 millinats (limit 20)" in judged.message
+    assert judged.message.startswith("general: excess KL 34.9 millinats (limit 20)")
 
 
-def test_disagreement_beyond_the_limit_fails():
-    assert judge(measurement(1_000, 900), baseline(), LIMITS).verdict == "Failed"
+def test_damage_beyond_the_limit_that_too_few_prompts_show_is_inconclusive() -> None:
+    judged = judge(measurement(25_000, 990, prompts=8), baseline(), LIMITS)
+    assert (judged.verdict, judged.reason) == ("Inconclusive", "TooFewSamples")
+    assert judged.message.endswith("too few to decide about general: name more or longer probe sets")
 
 
-def test_agreement_a_little_below_the_limit_passes_where_so_few_positions_may_say_so_by_chance():
-    few, many = (judge(measurement(1_000, 960, positions=n), baseline(positions=n), LIMITS) for n in (256, 4096))
-    assert few.verdict == "Passed"
-    assert "top-1 agreement 96.0% (limit 97.0%, within chance)" in few.message
-    assert many.verdict == "Failed"
+def test_disagreement_beyond_the_limit_fails() -> None:
+    judged = judge(measurement(1_000, 900), baseline(), LIMITS)
+    assert judged.verdict == "Failed"
+    assert "top-1 agreement 90.0% (limit 97.0%)" in judged.message
 
 
-@given(agreement=st.integers(970, 1000), positions=st.integers(100, 2000))
-def test_a_dtype_that_agrees_as_often_as_the_limit_asks_for_passes(agreement, positions):
-    judged = judge(measurement(1_000, agreement, positions), baseline(), LIMITS)
-    assert judged.verdict == "Passed"
-    assert "chance" not in judged.message
+@given(agreement=st.integers(970, 1000), prompts=st.integers(5, 64))
+def test_a_dtype_that_agrees_as_often_as_the_limit_asks_for_passes(agreement: int, prompts: int) -> None:
+    assert judge(measurement(1_000, agreement, prompts), baseline(), LIMITS).verdict == "Passed"
 
 
-@pytest.mark.parametrize(("rate", "positions"), [(0.979, 243), (0.982, 844), (0.977, 740)])
-def test_k4v4_as_it_was_measured_fails_less_than_once_in_a_thousand_draws(rate, positions):
-    agreeing = [
-        n for n in range(positions + 1)
-        if judge(measurement(5_000, n * 1000 // positions, positions), baseline(), LIMITS).verdict == "Failed"
-    ]  # fmt: skip
-    assert sum(comb(positions, n) * rate**n * (1 - rate) ** (positions - n) for n in agreeing) < 1e-3
+def test_a_canary_that_solves_far_fewer_tasks_fails_although_its_distributions_agree() -> None:
+    found = replace(measurement(5_000, 980), tasks=(Tasks("agent", 16, 15, 4),))
+    judged = judge(found, baseline(), LIMITS)
+    assert (judged.verdict, judged.reason) == ("Failed", "AccuracyRegressed")
+    assert judged.message.startswith("agent: 4 of 16 tasks solved, 15 by the 16-bit engine; excess KL")
 
 
-def test_fp8_as_it_was_measured_on_a_small_model_fails_by_its_agreement_alone():
-    assert judge(measurement(1_000, 911, 225), baseline(), LIMITS).verdict == "Failed"
+def test_tasks_that_the_baseline_cannot_solve_either_fail_no_canary() -> None:
+    for tasks in (Tasks("agent", 16, 0, 0), Tasks("agent", 16, 12, 8)):
+        assert judge(replace(measurement(5_000, 980), tasks=(tasks,)), baseline(), LIMITS).verdict == "Passed"
 
 
-def test_the_engines_own_noise_is_not_damage():
+def test_a_baseline_that_solves_far_fewer_tasks_than_the_canary_is_unfit() -> None:
+    found = replace(measurement(35_000, 900), tasks=(Tasks("reasoning", 48, 1, 40),))
+    judged = judge(found, baseline(), LIMITS)
+    assert (judged.verdict, judged.reason) == ("Inconclusive", "BaselineUnfit")
+    assert "solved 1 of 48 tasks, this one 40: the baseline is damaged" in judged.message
+
+
+def test_the_engines_own_noise_is_not_damage() -> None:
     noisy = baseline(control_mean_kl_micronats=15_000, control_top1_agreement_permille=980)
     assert judge(measurement(33_000, 960), noisy, LIMITS).verdict == "Passed"
-    assert judge(measurement(36_000, 960), noisy, LIMITS).verdict == "Failed"
+    assert judge(measurement(36_000, 960), noisy, LIMITS).verdict == "Inconclusive"
+    assert judge(measurement(60_000, 960, prompts=32), noisy, LIMITS).verdict == "Failed"
 
 
 controls = st.builds(
@@ -78,20 +91,20 @@ UNFIT = [
 
 
 @pytest.mark.parametrize("control", UNFIT, ids=["random answers", "KL", "agreement", "0 of 0 positions"])
-@given(kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), positions=st.integers(0, 500))
-def test_nothing_passes_or_fails_against_a_control_that_is_beyond_the_limits(control, kl, agreement, positions):
-    judged = judge(measurement(kl, agreement, positions), control, LIMITS)
+@given(kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), prompts=st.integers(0, 20))
+def test_nothing_passes_or_fails_against_a_control_that_is_beyond_the_limits(control, kl, agreement, prompts):
+    judged = judge(measurement(kl, agreement, prompts), control, LIMITS)
     assert (judged.verdict, judged.reason) == ("Inconclusive", "BaselineUnfit")
 
 
-@given(control=controls, kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), positions=st.integers(0, 500))
-def test_what_passes_is_no_further_from_16_bits_than_twice_the_limit(control, kl, agreement, positions):
+@given(control=controls, kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), prompts=st.integers(0, 20))
+def test_what_passes_is_no_further_from_16_bits_than_twice_the_limit(control, kl, agreement, prompts):
     """The limit covers both the engine's own noise and the allowed damage."""
-    judged = judge(measurement(kl, agreement, positions), control, LIMITS)
-    assert judged.verdict != "Passed" or (kl <= 40_000 and min(positions, control.positions) >= 100)
+    judged = judge(measurement(kl, agreement, prompts), control, LIMITS)
+    assert judged.verdict != "Passed" or (kl <= 40_000 and prompts >= 5)
 
 
-def test_the_message_about_an_unfit_control_has_its_figures_and_both_limits():
+def test_the_message_about_an_unfit_control_has_its_figures_and_both_limits() -> None:
     judged = judge(measurement(), UNFIT[0], LIMITS)
     assert "mean KL of 4800.0 millinats (limit 20), top-1 agreement 0.0% (limit 97%)" in judged.message
 
@@ -103,19 +116,19 @@ def test_the_message_about_an_unfit_control_has_its_figures_and_both_limits():
 def test_a_control_that_is_as_noisy_as_sound_engines_are_is_fit_however_strict_the_limits_are(mean, agreement, verdict):
     strict = spec_of(manifest(accuracy={"maxExcessKLMillinats": 0, "minTop1AgreementPercent": 100})).accuracy
     control = baseline(positions=1000, control_mean_kl_micronats=mean, control_top1_agreement_permille=agreement)
-    assert judge(measurement(100, 1000, positions=1000), control, strict).verdict == verdict
+    assert judge(measurement(100, 1000), control, strict).verdict == verdict
 
 
-def test_too_few_positions_are_inconclusive():
-    assert judge(measurement(1_000, 1000, positions=40), baseline(), LIMITS).verdict == "Inconclusive"
+def test_too_few_prompts_are_inconclusive() -> None:
+    assert judge(measurement(0, 1000, prompts=4), baseline(), LIMITS).verdict == "Inconclusive"
 
 
-def test_garbage_fails_however_few_positions_it_let_us_reach():
-    assert judge(measurement(8_000_000, 0, positions=12), baseline(), LIMITS).verdict == "Failed"
+def test_garbage_fails_by_its_first_prompt() -> None:
+    assert judge(measurement(8_000_000, 0, prompts=1), baseline(), LIMITS).verdict == "Failed"
 
 
-@given(kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), positions=st.integers(0, 500))
-def test_more_damage_never_turns_a_failure_into_a_pass(kl, agreement, positions):
-    judged = judge(measurement(kl, agreement, positions), baseline(), LIMITS)
-    worse = judge(measurement(kl + 5_000, agreement, positions), baseline(), LIMITS)
+@given(kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), prompts=st.integers(0, 20))
+def test_more_damage_never_turns_a_failure_into_a_pass(kl, agreement, prompts):
+    judged = judge(measurement(kl, agreement, prompts), baseline(), LIMITS)
+    worse = judge(measurement(kl + 5_000, agreement, prompts), baseline(), LIMITS)
     assert not (worse.verdict == "Passed" and judged.verdict != "Passed")

@@ -34,12 +34,14 @@ async def waning(path: str, body: Body, writer: Writer) -> None:
 
 
 async def test_bars_show_where_in_the_context_the_damage_is(capsys: pytest.CaptureFixture[str]) -> None:
+    # One request at a time: the test ends a run as soon as the damage is certain, so each run asks the same prompts.
+    usual = (*GENERAL, "--probe-set", "builtin/structured", "--probe-set", "builtin/multi-turn", "--concurrency", "1")
     async with engine(serving(counting, "m")) as one, engine(serving(waning, "m")) as other:
-        await probe("--baseline", one, "--candidate", other)
+        await probe("--baseline", one, "--candidate", other, *usual)
         said = capsys.readouterr().out
-        await probe("--baseline", one, "--candidate", other, "--json")
+        await probe("--baseline", one, "--candidate", other, *usual, "--json")
     buckets = json.loads(capsys.readouterr().out)["measured"]["buckets"]
-    assert len(buckets) >= 4
+    assert len(buckets) >= 3
     worst = max(b["mean_kl_micronats"] for b in buckets)
     table = said.split("tokens before")[1].splitlines()[1:]
     for bucket, line in zip(buckets, table, strict=False):

@@ -99,6 +99,15 @@ def test_the_phase_of_the_claim_for_weights_is_shown() -> None:
     assert service.document(service.read(obj))["weightsPhase"] == "Prefetching"
 
 
+def test_a_service_tells_what_its_last_accuracy_probe_covered() -> None:
+    obj = copy.deepcopy(story()["serving"])
+    obj["status"]["accuracy"] = {"last": {"dtype": "k4v4", "verdict": "Passed", "covered": "general; not: agent"}}
+    facts = [line.split(maxsplit=1) for line in detailed(obj).splitlines()]
+    assert ["accuracy", "k4v4 Passed: general; not: agent"] in facts
+    del obj["status"]["accuracy"]["last"]
+    assert "accuracy" not in [fact[0] for line in detailed(obj).splitlines() if (fact := line.split())]
+
+
 def test_the_address_and_the_adapters_are_shown_where_the_status_has_them() -> None:
     obj = copy.deepcopy(story()["serving"])
     obj["status"]["adapters"] = ["sql", "acme/chat"]

@@ -113,10 +113,11 @@ def test_a_stream_that_unpacks_without_end_is_refused_early() -> None:
         decode(zlib.compress(bytes(200 * 1024 * 1024), 9))
 
 
-def test_the_largest_baseline_of_incompressible_data_fits_in_a_config_map() -> None:
+@pytest.mark.parametrize("part", [4, 1])
+def test_a_quarter_of_the_largest_baseline_fits_even_if_incompressible_and_a_whole_one_is_refused(part: int) -> None:
     rng = random.Random(1)
     prompts = 64
-    per_prompt = MAX_POSITIONS // prompts
+    per_prompt = MAX_POSITIONS // prompts // part
 
     def position() -> Logprobs:
         top = {rng.randrange(MAX_TOKEN_ID): -30 * rng.random() for _ in range(20)}
@@ -134,13 +135,17 @@ def test_the_largest_baseline_of_incompressible_data_fits_in_a_config_map() -> N
                 f"configmap/prompts/{i}",
                 text(),
                 text(),
-                tuple(rng.randrange(MAX_TOKEN_ID) for _ in range(MAX_PROMPT_TOKENS // prompts)),
+                tuple(rng.randrange(MAX_TOKEN_ID) for _ in range(MAX_PROMPT_TOKENS // prompts // part)),
                 tuple(position() for _ in range(per_prompt)),
             )
             for i in range(prompts)
         ),
     )
-    assert len(encode(largest)) <= MAX_BYTES
+    if part > 1:
+        assert len(encode(largest)) <= MAX_BYTES
+        return
+    with pytest.raises(BaselineTooLarge, match="fit in a ConfigMap"):
+        encode(largest)
 
 
 @pytest.mark.parametrize(("tokens", "positions"), [(MAX_PROMPT_TOKENS + 1, 1), (1, MAX_POSITIONS + 1)])
@@ -196,6 +201,7 @@ NOT_LENGTHS = {
     "fewer logprobs than announced": {"steps": b""},
     "an empty position": {"tops": [0]},
     "more tokens at a position than an engine gives": {"tops": [22]},
+    "a prefix of a prompt that comes later": {"document": 0, "prefix": 1},
     "more prompt tokens than are kept": {"tokens": bytes(4 * (MAX_PROMPT_TOKENS + 1))},
     "more positions than are kept": {"tops": [1] * (MAX_POSITIONS + 1)},
 }

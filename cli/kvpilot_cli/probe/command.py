@@ -106,7 +106,7 @@ def _parser() -> _Parser:
     )
     answer = _between(session.MIN_TOKENS, session.MAX_TOKENS)
     for option, kind, default, what in (
-        ("context-tokens", _WHOLE, packs.DEFAULT_CONTEXT_TOKENS, "context that long prompts are filled for"),
+        ("context-tokens", _between(0, 2**31 - 1), 0, "most context that long prompts fill; 0: all of the engine's"),
         (
             "max-excess-kl-millinats",
             _WHOLE,

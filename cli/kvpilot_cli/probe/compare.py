@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from kvpilot_operator.api.rollout import Accuracy
-from kvpilot_operator.decide import Judgement, described, judge
+from kvpilot_operator.decide import Judgement, allowed, described, judge
 from kvpilot_probes import codec, run
 from kvpilot_probes.client import Progress, http_client, served_models
 from kvpilot_probes.errors import ProbeError
@@ -71,7 +71,10 @@ async def compare(
     kept = await run.capture(baseline.url, models[0], prompts, identity="", dtype="", settings=asked)
     noise = await run.control(baseline.url, models[0], kept, settings=of(baseline, "control"))
     kept = codec.with_control(kept, noise, datetime.now(UTC))
-    found = await run.measure(candidate.url, models[1], kept, settings=of(candidate, "candidate"))
+    known = described(kept)
+    found = await run.measure(
+        candidate.url, models[1], kept, allowed=allowed(known, limits), settings=of(candidate, "candidate")
+    )
     return Comparison(
         models=models,
         prompts=len(kept.prompts),
@@ -79,7 +82,7 @@ async def compare(
         left_out=kept.left_out,
         control=noise,
         measured=found,
-        judgement=judge(found, described(kept, ""), limits),
+        judgement=judge(found, known, limits),
     )
 
 

@@ -50,6 +50,10 @@ def text(found: Comparison, urls: tuple[str, str]) -> str:
         ("positions compared", f"{control.positions:,}", f"{measured.positions:,}"),
         ("requests", f"{control.requests:,}", f"{measured.requests:,}"),
         ("seconds", f"{control.milliseconds / 1000:.1f}", f"{measured.milliseconds / 1000:.1f}"),
+        *(
+            (f"solved of {t.asked}: {t.bucket}", f"{t.baseline_solved}", f"{t.candidate_solved}")
+            for t in measured.tasks
+        ),
     ]
     head = [
         f"baseline   {found.models[0]} at {urls[0]}: {found.positions:,} positions of {found.prompts} prompts",

@@ -7,7 +7,7 @@ from msgspec import Meta
 from kvpilot_operator.api.gateways import RouteRef
 from kvpilot_operator.api.record import NAME, SET, Percent, Record, Rule, Thousand
 
-_BUILT_IN = "builtin/(general|multi-turn|long-context|structured)"
+_BUILT_IN = "builtin/(general|multi-turn|long-context|structured|paths|agent|reasoning)"
 ProbeSet = Annotated[str, Meta(max_length=263, pattern=f"^({_BUILT_IN}|configmap/{NAME})$")]
 
 _UPWARDS = Rule(
@@ -63,15 +63,15 @@ class Accuracy(Record, frozen=True):
     probe_sets: Annotated[tuple[ProbeSet, ...], Meta(min_length=1, max_length=16, extra=SET)] = (
         "builtin/general", "builtin/multi-turn", "builtin/long-context", "builtin/structured",
     )  # fmt: skip
-    """Prompts that are asked: builtin/general, builtin/multi-turn, builtin/long-context, builtin/structured, or
-    configmap/NAME for your own (key prompts.yaml of a ConfigMap of this namespace). A change captures the baseline
-    anew."""
+    """Prompts that are asked: a built-in pack (docs/accuracy-packs.md), or configmap/NAME for your own (key
+    prompts.yaml of a ConfigMap of this namespace). A change captures the baseline anew."""
     max_excess_kl_millinats: Annotated[int, Meta(ge=0, le=100_000)] = 20
     """By how many thousandths of a nat the mean KL divergence of the canary from the baseline may be above that of the
-    baseline from itself (the control run)."""
+    baseline from itself (the control run), in each bucket of prompts. Up to half of it, at most 1 in 1,000 canaries
+    fails."""
     min_top1_agreement_percent: Percent = 97
     """Percentage of positions at which canary and baseline find the same token most likely, lowered by what the control
-    run itself disagrees. A canary is below it only beyond doubt, at an error of 1%: in 250 positions some 4% below."""
+    run itself disagrees. A canary is below it only beyond doubt, at an error of 1 in 1,000."""
     failure_limit: Annotated[int, Meta(ge=1, le=100)] = 1
     """Failed probe runs at which a canary is rolled back, and failed runs in a row at which onFailure takes effect for
     the serving replicas."""

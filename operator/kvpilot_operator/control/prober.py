@@ -7,6 +7,7 @@ import base64
 import binascii
 import logging
 import math
+import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,7 +22,7 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
-from kvpilot_operator.decide import control_fault, described, judge
+from kvpilot_operator.decide import allowed, control_fault, described, judge
 from kvpilot_operator.errors import PermitLost
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
@@ -178,20 +179,21 @@ class Prober:
                 baseline = await self._kept(key, uid, request.config_map)
             except MalformedBaseline as error:
                 return ProbeFailed(Reason.BASELINE_LOST, str(error))
-            found = await run.measure(request.url, request.model, baseline, settings=settings)
-            if baseline.control is not None:
-                judged = judge(found, described(baseline, request.config_map), spec.accuracy)
-                told.set_attributes({"kvpilot.probe.verdict": judged.verdict, "kvpilot.probe.reason": judged.reason})
-                if judged.verdict == Verdict.PASSED and not request.serving:
-                    return await _filled(key, request, baseline, settings) or found
+            control = described(baseline)
+            limits = allowed(control, spec.accuracy)
+            found = await run.measure(request.url, request.model, baseline, allowed=limits, settings=settings)
+            judged = judge(found, control, spec.accuracy)
+            told.set_attributes({"kvpilot.probe.verdict": judged.verdict, "kvpilot.probe.reason": judged.reason})
+            if judged.verdict == Verdict.PASSED and not request.serving:
+                return await _filled(key, request, baseline, settings) or found
             return found
         try:
             kept = await self._kept(key, uid, request.config_map)
         except MalformedBaseline as error:
             log.debug("no baseline to adopt: %s", error, extra={"service": str(key)})
         else:
-            if kept.identity == request.baseline and kept.control is not None:
-                fault = control_fault(described(kept, request.config_map), spec.accuracy)
+            if kept.identity == request.baseline:
+                fault = control_fault(described(kept), spec.accuracy)
                 if fault is None:
                     return Captured(kept, adopted=True)
                 log.info("the kept baseline is captured anew: %s", fault.message, extra={"service": str(key)})
@@ -210,7 +212,10 @@ class Prober:
         except (KeyError, TypeError, binascii.Error) as error:
             words = f"ConfigMap {config_map} holds no baseline: {type(error).__name__}: {error}"
             raise MalformedBaseline(words) from error
-        return codec.decode(content)
+        baseline = codec.decode(content)
+        if baseline.control is None:
+            raise MalformedBaseline(f"ConfigMap {config_map} has no control run: delete it to capture a baseline")
+        return baseline
 
     async def _capture(self, key: ServiceKey, spec: Spec, request: Capture, settings: Settings) -> Found:
         prompts, dtype = probe_prompts(spec, await self._texts.of(key, spec)), spec.kv_cache.baseline
@@ -218,7 +223,7 @@ class Prober:
         baseline = await run.capture(url, model, prompts, identity=request.baseline, dtype=dtype, settings=settings)
         noise = await run.control(url, model, baseline, settings=settings)
         captured = codec.with_control(baseline, noise, datetime.now(UTC).replace(microsecond=0))
-        fault = control_fault(described(captured, request.config_map), spec.accuracy)
+        fault = control_fault(described(captured), spec.accuracy)
         if fault is not None:
             return ProbeFailed(fault.reason, f"pod {request.pod}: {fault.message}")
         return Captured(captured)
@@ -233,7 +238,8 @@ class Prober:
         give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)
         if insist:
             return Settings(priority=priority, give_way=give_way)
-        return Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host)
+        usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
+        return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()))
 
 
 async def _filled(key: ServiceKey, request: Measure, baseline: Baseline, settings: Settings) -> ProbeFailed | None:

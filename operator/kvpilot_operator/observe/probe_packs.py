@@ -112,7 +112,7 @@ def texts_of(answer: bytes) -> dict[str, str]:
 
 def probe_prompts(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> tuple[ProbePrompt, ...]:
     """Return the prompts of `spec.accuracy.probeSets`. Raise PackError if they cannot be used."""
-    context = spec.model.max_model_len or packs.DEFAULT_CONTEXT_TOKENS
+    context = spec.model.max_model_len or 0
     return packs.load(spec.accuracy.probe_sets, config_maps, context)
 
 

@@ -12,10 +12,9 @@ from kvpilot_operator.api.words import Verdict
 class Baseline(Record, frozen=True, kw_only=True):
     """The 16-bit reference and its control run against itself."""
 
-    config_map: Text
-    """The ConfigMap that holds it."""
     identity: Annotated[str, Meta(max_length=128)]
-    """Hash of model, revision, baseline dtype and the probe sets' content; a change captures anew."""
+    """Hash of model, revision, baseline dtype and the probe sets' content; a change captures anew. The ConfigMap
+    NAME-baseline-IDENTITY holds the answers."""
     positions: Count
     """Token positions that were compared."""
     control_mean_kl_micronats: Count
@@ -41,6 +40,9 @@ class Measured(Record, frozen=True, kw_only=True):
     """Positions, in thousandths, at which both find the same token most likely."""
     pod: Text | None = None
     """The replica that was asked."""
+    covered: Text | None = None
+    """Cases that were shown to be sound; after "not:" those that were not, because their prompts were too few or not
+    asked; and the tokens and seconds of the run."""
 
 
 class Accuracy(Record, frozen=True, kw_only=True):

@@ -80,7 +80,8 @@ def wanted(c: Context) -> Find | Capture | None:
 def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str, *, serving: bool = False) -> Measure:
     """Return the request to compare a pod that runs this KV-cache dtype with a kept baseline."""
     model = c.spec.model.served_name
-    return Measure(identity, pod.name, engine_url(pod.ip, pod.mesh), model, dtype, kept.config_map, serving)
+    config_map = baseline_name(c.snapshot.key.name, kept.identity)
+    return Measure(identity, pod.name, engine_url(pod.ip, pod.mesh), model, dtype, config_map, serving)
 
 
 def borrowed(c: Context) -> str | None:
@@ -99,7 +100,7 @@ def adopt(c: Context, found: Captured) -> Context:
     probes, control = c.snapshot.probes, found.baseline.control
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
-    baseline = described(found.baseline, baseline_name(c.snapshot.key.name, probes.identity))
+    baseline = described(found.baseline)
     if (misreported(c) or control_fault(baseline, c.spec.accuracy)) is not None:
         return c
     when = f", captured at {utc(control.captured)}" if found.adopted else ""
@@ -113,12 +114,11 @@ def adopt(c: Context, found: Captured) -> Context:
     return c if found.adopted else replace(c, baseline=found.baseline)
 
 
-def described(kept: codec.Baseline, config_map: str) -> Baseline:
+def described(kept: codec.Baseline) -> Baseline:
     """Describe a baseline with its control in the status."""
     control = kept.control
     assert control is not None  # noqa: S101 - whoever has none has nothing to compare with
     return Baseline(
-        config_map=config_map,
         identity=kept.identity,
         positions=control.positions,
         control_mean_kl_micronats=control.mean_kl_micronats,

@@ -8,14 +8,13 @@ from kvpilot_operator.decide.intervals import share_change
 from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.status import clip
-from kvpilot_probes.stats import Measurement
+from kvpilot_probes.results import baseline_worse, candidate_worse
+from kvpilot_probes.sequential import Allowed, Answer, decide
+from kvpilot_probes.stats import MICRO, Measurement
 
 # Characters shown of a prompt and of each answer, so that all three fit into an Event.
 MAX_SHOWN = 300
-# Fewer compared positions than this say nothing about a 99th percentile or a share in percent.
-MIN_POSITIONS = 100
-# Probability that a dtype exactly at the agreement limit fails by chance. Agreement varies by 3 points at 250
-# positions.
+# Probability that a control exactly at the agreement limit is refused by chance.
 ALPHA = 0.01
 # The limits of the control are never stricter than these, even if the spec's are. Sound engines differ from themselves
 # by 0.8 millinats and agree on 98.9% of the tokens (docs/accuracy-watch.md).
@@ -25,44 +24,63 @@ SOUND_AGREEMENT_PERCENT = 98
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict, its one-word reason, and the numbers behind it."""
+    """The verdict, its one-word reason, the numbers behind it, and the covered buckets with the cost."""
 
     verdict: Verdict
     reason: str
     message: str
     excess_kl_micronats: int
+    covered: str = ""
 
 
 def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
-    """Judge a candidate's damage: the KL divergence and disagreement that exceed those of the control.
-
-    The agreement limit is lowered by the share of tokens on which the control disagrees with itself. A candidate fails
-    this limit only if chance does not explain the difference. If the control is unusable, the verdict is Inconclusive.
-    """
+    """Judge a candidate's damage by the sequential test. If the control is unusable, the verdict is Inconclusive."""
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
-    allowed = limits.max_excess_kl_millinats * 1000
     fault = control_fault(control, limits)
     if fault is not None:
         return Judgement(Verdict.INCONCLUSIVE, *fault, excess)
-    noise = 1000 - control.control_top1_agreement_permille
-    agreement = found.top1_agreement_permille
-    needed = limits.min_top1_agreement_percent * 10 - noise
-    against = (control.control_top1_agreement_permille, control.positions)
-    disagrees = _surely_below((agreement, found.positions), against, limits.min_top1_agreement_percent)
-    chance = ", within chance" if agreement < needed and not disagrees else ""
+    outcome = decide(found.seen, found.planned, allowed(control, limits), ended=True)
+    needed = limits.min_top1_agreement_percent * 10 - (1000 - control.control_top1_agreement_permille)
     numbers = (
         f"excess KL {excess / 1000:.1f} millinats (limit {limits.max_excess_kl_millinats}), "
-        f"p99 {found.p99_kl_micronats / 1000:.0f}, top-1 agreement {agreement / 10:.1f}% "
-        f"(limit {needed / 10:.1f}%{chance}), {found.positions} positions of {found.prompts} prompts"
+        f"p99 {found.p99_kl_micronats / 1000:.0f}, top-1 agreement {found.top1_agreement_permille / 10:.1f}% "
+        f"(limit {needed / 10:.1f}%), {found.positions} positions of {found.prompts} prompts"
     )
-    # Fail for damage beyond the limits even after few positions: probes of a broken dtype stop early.
-    few = min(found.positions, control.positions) < MIN_POSITIONS
-    if (excess > allowed or disagrees) and (not few or excess > 10 * allowed):
-        return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, numbers, excess)
-    if few:
-        text = f"{numbers}; at least {MIN_POSITIONS} are needed, and as many of the control ({control.positions})"
-        return Judgement(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, text, excess)
-    return Judgement(Verdict.PASSED, Reason.WITHIN_LIMITS, numbers, excess)
+    covered = "; ".join(
+        [
+            ", ".join(outcome.sound) or "nothing",
+            *([f"not: {', '.join(outcome.open)}"] if outcome.open else []),
+            f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s",
+        ]
+    )
+    for tasks in found.tasks:
+        if baseline_worse(tasks):
+            text = (
+                f"{tasks.bucket}: the 16-bit engine solved {tasks.baseline_solved} of {tasks.asked} tasks, this one "
+                f"{tasks.candidate_solved}: the baseline is damaged. Look for the fault of the 16-bit engine"
+            )
+            return Judgement(Verdict.INCONCLUSIVE, Reason.BASELINE_UNFIT, text, excess, covered)
+    worse = next((tasks for tasks in found.tasks if candidate_worse(tasks)), None)
+    if worse is not None and outcome.answer != Answer.FAILED:
+        solved = f"{worse.candidate_solved} of {worse.asked} tasks solved, {worse.baseline_solved} by the 16-bit engine"
+        text = f"{worse.bucket}: {solved}; {numbers}"
+        return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, text, excess, covered)
+    if outcome.answer == Answer.FAILED:
+        return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, f"{outcome.failed}: {numbers}", excess, covered)
+    if outcome.answer == Answer.GO_ON:
+        text = f"{numbers}; too few to decide about {', '.join(outcome.open)}: name more or longer probe sets"
+        return Judgement(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, text, excess, covered)
+    return Judgement(Verdict.PASSED, Reason.WITHIN_LIMITS, numbers, excess, covered)
+
+
+def allowed(control: Baseline, limits: Accuracy) -> Allowed:
+    """Return the limits of the sequential test: the spec's, beyond what the control differs from itself."""
+    return Allowed(
+        kl=limits.max_excess_kl_millinats / 1000,
+        disagreement=1 - limits.min_top1_agreement_percent / 100,
+        noise_kl=control.control_mean_kl_micronats / MICRO,
+        noise_disagreement=1 - control.control_top1_agreement_permille / 1000,
+    )
 
 
 def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:

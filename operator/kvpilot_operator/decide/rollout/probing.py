@@ -14,7 +14,7 @@ from kvpilot_operator.state.accuracy import Baseline, Measured
 from kvpilot_operator.state.decision import Captured, Find, Found, Measure, ProbeFailed, Request
 from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.status import Canary
+from kvpilot_operator.state.status import Canary, clip
 from kvpilot_probes.stats import Measurement
 
 # The pause after a probe error, times the number of errors so far.
@@ -86,6 +86,7 @@ def _judge(c: Context, asked: Request, outcome: Found, kept: Baseline | None) ->
             probe_time=c.now,
             excess_kl_micronats=judgement.excess_kl_micronats,
             top1_agreement_permille=outcome.top1_agreement_permille,
+            covered=clip(judgement.covered, 253) or None,
         )
         return drift.count(c, last, judgement) if c.canary is None else _count(c.set_accuracy(last=last), judgement)
     if not isinstance(outcome, ProbeFailed) or isinstance(asked, Find):

@@ -1,0 +1,56 @@
+"""Damage of each prompt by KV-cache dtype, for the gate's error rates: `python -m benchmarks.accuracy.gate_prompts`.
+
+One vLLM after the other serves SmolLM2-135M on the CPU. The first one has a 16-bit cache and gives the reference.
+Beside the built-in packs, 28 prompts ask for a summary of a piece of our documentation. The program writes
+docs/benchmarks/gate-prompts.json, from which tests/unit/test_probe_sequential.py draws.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from kvpilot_localcluster.engines.real import engine
+from kvpilot_operator.api.rollout import Accuracy
+from kvpilot_probes import packs, run
+from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.session import Settings
+from kvpilot_smallmodels.models import smollm2_135m
+
+OUT = Path("docs/benchmarks/gate-prompts.json")
+PAGES = ("faq", "canary", "planning", "install")
+SIZES = (30, 45, 60, 90, 120, 150, 200, 300, 400, 500, 700)
+SETTINGS = Settings(deadline_seconds=7200)
+
+
+def prompts() -> list[ProbePrompt]:
+    """Return the default packs and requests for summaries of 30 to 700 words."""
+    words = " ".join(Path(f"docs/{page}.md").read_text() for page in PAGES).split()
+    sizes = [SIZES[n % len(SIZES)] for n in range(28)]
+    texts = [" ".join(words[n * 97 : n * 97 + size]) for n, size in enumerate(sizes)]
+    asked = [ProbePrompt("extra/text", f"t{n}", (Message("user", f"Summarise: {t}"),)) for n, t in enumerate(texts)]
+    return [*packs.load(Accuracy().probe_sets), *asked]
+
+
+def main() -> None:
+    """Capture the reference, and measure each dtype."""
+    found: dict[str, list[float]] = {}
+    reference = None
+    for dtype in ("auto", *(sys.argv[1:] or ("k4v4", "fp8"))):
+        with tempfile.TemporaryDirectory() as folder, engine(smollm2_135m(), dtype, Path(folder)) as running:
+            if reference is None:
+                asked = run.capture(running.url, "m", prompts(), identity="", dtype=dtype, settings=SETTINGS)
+                reference = asyncio.run(asked)
+            measured = asyncio.run(run.measure(running.url, "m", reference, settings=SETTINGS))
+            found[dtype] = sorted(round(1000 * one.kl, 2) for one in measured.seen)
+    about = {"date": datetime.now(UTC).date().isoformat(), "model": "SmolLM2-135M", "vllm": version("vllm")}
+    OUT.write_text(json.dumps({**about, "tokens": SETTINGS.tokens, "kl_millinats": found}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Long prompts of an exact number of tokens, made of short chats that the engine's own chat template renders.
+
+A chat is rendered once without and once with each *chapter*, a piece of text or a few turns. The tokens that a chapter
+adds are then joined. So a prompt of 131,072 tokens needs no large answer of /tokenize, and any length can be made.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from kvpilot_probes.answers import Tokenized
+from kvpilot_probes.client import EngineClient
+from kvpilot_probes.errors import PackError
+from kvpilot_probes.joined import Joined, shared
+from kvpilot_probes.packs import Message
+
+Chapter = TypeVar("Chapter")
+
+# A tokenizer that gives no tokens for a chapter would never fill a prompt.
+_MOST_EMPTY = 8
+
+
+class Document(Generic[Chapter]):
+    """The tokens of a chat that grows by chapters.
+
+    - `chat`: function that returns the messages of a chat with this chapter, or without one, and with this question.
+    - `read`, `ends`: the chapters, and the number of tokens up to the end of each.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        chat: Callable[[Chapter | None, str], Sequence[Message]],
+        chapters: Iterator[Chapter],
+        tools: str = "",
+    ) -> None:
+        self._engine, self._chat, self._chapters, self._tools = engine, chat, chapters, tools
+        self._bare: array[int] = array("I")
+        self._head = 0
+        self.tokens: array[int] = array("I")
+        self.read: list[Chapter] = []
+        self.ends: list[int] = []
+
+    async def _rendered(self, chapter: Chapter | None, question: str) -> array[int]:
+        found: Tokenized = await self._engine.tokenize(self._chat(chapter, question), self._tools)
+        return array("I", found.tokens)
+
+    async def add(self, chapter: Chapter) -> None:
+        """Append the tokens that this chapter adds to the chat."""
+        if not self.tokens:
+            self._bare = await self._rendered(None, "~")
+        with_chapter = await self._rendered(chapter, "~")
+        if not self.tokens:
+            self._head = shared(self._bare, with_chapter)
+            self.tokens.extend(self._bare[: self._head])
+        # A tail cannot begin before the head ends, even if the chapter repeats the head.
+        longest = min(len(self._bare), len(with_chapter)) - self._head
+        tail = shared(self._bare[::-1], with_chapter[::-1][: max(longest, 0)])
+        self.tokens.extend(with_chapter[self._head : len(with_chapter) - tail])
+        self.read.append(chapter)
+        self.ends.append(len(self.tokens))
+
+    async def grow(self, length: int) -> None:
+        """Add chapters up to this length. Raise `PackError` if the engine gives no tokens for chapters."""
+        empty = 0
+        while len(self.tokens) < length:
+            before = len(self.tokens)
+            await self.add(next(self._chapters))
+            empty = empty + 1 if len(self.tokens) == before else 0
+            if empty > _MOST_EMPTY:
+                raise PackError(
+                    f"{self._engine.base_url}: the tokens of a chat do not change with its text; check the model's "
+                    "tokenizer and its chat template"
+                )
+
+    async def tail(self, question: str) -> array[int]:
+        """Return the tokens that ask this question at the end of the chat."""
+        return (await self._rendered(None, question))[self._head :]
+
+    async def cut(self, length: int, tail: Sequence[int], skipped: int = 0) -> Sequence[int] | None:
+        """Return a prompt of exactly this length that ends with this tail, or None if the tail leaves it no chapter.
+
+        `skipped` tokens of the chapters are left out, so that the prompt shares no prefix with others.
+        """
+        size = length - len(tail)
+        await self.grow(size + skipped)
+        if size <= self._head:
+            return None
+        if not skipped:
+            return Joined(self.tokens, size, tail)
+        return self.tokens[: self._head] + self.tokens[self._head + skipped : size + skipped] + array("I", tail)
+
+    def end_at(self, size: int) -> None:
+        """Forget all tokens after this many, but keep the head."""
+        del self.tokens[max(size, self._head) :]

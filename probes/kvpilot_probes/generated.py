@@ -1,0 +1,251 @@
+"""Prompts whose length depends on the engine: texts that fill its context, and lengths around its blocks and chunks.
+
+Everything is made from fixed seeds, so the same engine gets the same prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from kvpilot_probes import agent, prose, reasoning
+from kvpilot_probes.client import EngineClient
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.documents import Document
+from kvpilot_probes.errors import EnginesDiffer, NothingFits
+from kvpilot_probes.packs import FILLER, Fill, Message, ProbePrompt
+from kvpilot_probes.prose import Chapter
+from kvpilot_probes.results import Task
+
+# Fill at most this much of a context. One document of this length is kept, and most engines read it once.
+MAX_CONTEXT = 131_072
+# Most prompt tokens that resumed answers to one prompt send again.
+RESUMED_TOKENS = 262_144
+# Lengths of long contexts as divisors of the whole, and the questions at each. A bucket needs five prompts for a proof.
+SHARES = (8, 2, 1)
+QUESTIONS = 5
+# Our pages hold 64 tokens and vLLM's 16 to 128. Every length modulo 64 occurs once, and takes a short answer.
+RESIDUES = 64
+RESIDUE_TOKENS = 8
+_SHORTEST = 128
+# vLLM's usual sizes of --max-num-batched-tokens: a longer prompt is read in chunks.
+CHUNKS = (2048, 8192)
+# Prompts of these buckets are sent to an engine that has not read their first half.
+FRESH = ("residue", "chunk")
+HIT = "hit"
+# The agent's rounds fill three quarters of the context, up to this many tokens.
+AGENT_TOKENS = 65_536
+CALLS = 8
+# Long answers have an eighth of the context, up to this many tokens.
+LONG_TOKENS = 3072
+_SEED = 20
+_SAMPLE = 'The 3 quick foxes didn\'t jump over 12,345 dogs: naïve façade, Straße, 東京, λ, {"a": [1, 2]}\n\n  x = y_1;'
+_CHAPTERS = 64
+
+
+class Rendered(NamedTuple):
+    """A prompt with its tokens, the number of tokens of its answer, and its task."""
+
+    prompt: ProbePrompt
+    tokens: Sequence[int]
+    answer: int
+    task: Task | None = None
+
+
+class Room(NamedTuple):
+    """The tokens of the engine's context that a pack may use, and those of a usual answer."""
+
+    context: int
+    answer: int
+
+
+def most_resumes(tokens: Sequence[int], usual: int) -> int:
+    """Return how often an answer may be resumed. An engine without a prefix cache reads the prompt each time."""
+    return min(usual, max(1, RESUMED_TOKENS // max(len(tokens), 1)))
+
+
+def sent_first(bucket: str, tokens: Sequence[int]) -> Sequence[int]:
+    """Return the part of a prompt that is sent alone before the whole, so that the engine finds it in its cache."""
+    if bucket in FRESH:
+        return ()
+    return tokens if bucket == HIT else tokens[: len(tokens) // 2]
+
+
+async def fingerprint(engine: EngineClient) -> tuple[str, int]:
+    """Return a hash of the engine's tokens for a fixed text, and the length of its context."""
+    found = await engine.tokenize_text(_SAMPLE)
+    return hashlib.sha256(array("I", found.tokens).tobytes()).hexdigest()[:10], found.max_model_len
+
+
+async def check_alike(engine: EngineClient, baseline: Baseline) -> None:
+    """Raise `EnginesDiffer` if the engine reads other tokens than the baseline's, or cannot hold its prompts."""
+    if not baseline.tokenizer:
+        return
+    tokenizer, context = await fingerprint(engine)
+    if tokenizer != baseline.tokenizer:
+        raise EnginesDiffer(
+            f"{engine.base_url}: the tokenizer splits a text into other tokens than the baseline's: serve the same "
+            "model and tokenizer on both engines, or delete the baseline"
+        )
+    longest = max(len(p.tokens) + len(p.answer) for p in baseline.prompts)
+    if longest > context:
+        raise EnginesDiffer(
+            f"{engine.base_url}: a context of {context} tokens, but the baseline has a prompt of {longest} with its "
+            "answer: give both engines the same --max-model-len, or fill less context"
+        )
+
+
+async def rendered(
+    engine: EngineClient, prompts: Sequence[ProbePrompt], context: int, answer: int, progress: Callable[[], None]
+) -> tuple[list[Rendered], tuple[str, ...]]:
+    """Return all prompts with their tokens, and the names of built-in prompts that the engine's context cannot hold.
+
+    Call `progress` after each prompt or pack. Raise `NothingFits` if the context cannot hold one of the
+    service's own prompts, or none of all.
+    """
+    found: list[Rendered] = []
+    left_out: list[str] = []
+    for prompt in prompts:
+        room = Room(min(context, prompt.context or context), answer)
+        made = await (_one if prompt.messages else _MAKERS[prompt.bucket])(engine, prompt, room)
+        progress()
+        found += made
+        name = f"{prompt.pack}/{prompt.name}" if prompt.messages else prompt.pack
+        if not made:
+            left_out.append(name)
+            if not prompt.pack.startswith("builtin/"):
+                raise NothingFits(
+                    f"spec.accuracy.probeSets: {name} and the {answer} tokens of its answer do not fit the model's "
+                    f"context ({context} tokens); shorten this prompt or raise spec.model.maxModelLen"
+                )
+    if not found:
+        raise NothingFits(
+            f"spec.accuracy.probeSets: none of {len(prompts)} prompts and {answer} tokens fits the model's context "
+            f"({context} tokens); name shorter ones"
+        )
+    return found, tuple(left_out)
+
+
+async def _one(engine: EngineClient, prompt: ProbePrompt, room: Room) -> list[Rendered]:
+    if prompt.fill is not None:
+        tokens = await _filled(engine, prompt, prompt.fill, room)
+    else:
+        tokens = (await engine.tokenize(prompt.messages, prompt.tools)).tokens
+    return [Rendered(prompt, tokens, room.answer)] if tokens and len(tokens) + room.answer <= room.context else []
+
+
+async def _filled(engine: EngineClient, prompt: ProbePrompt, fill: Fill, room: Room) -> Sequence[int] | None:
+    """Return the tokens of a prompt with filler of the length and with the fact at the depth that it asks for."""
+
+    def chat(chapter: Chapter | None, _question: str) -> Sequence[Message]:
+        text = chapter.text if chapter is not None else "~"
+        return [Message(m.role, m.content.replace(FILLER, text)) for m in prompt.messages]
+
+    size = min(room.context, MAX_CONTEXT)
+    document = Document(engine, chat, prose.chapters(_SEED, max(12, size // _CHAPTERS)), prompt.tools)
+    before = size * fill.percent * fill.depth // 10_000
+    await document.grow(before)
+    document.end_at(before)
+    await document.add(Chapter(fill.fact, 0, 0))
+    length = min(size * fill.percent // 100, size - room.answer)
+    tail = await document.tail("")
+    return await document.cut(max(length, len(document.tokens) + len(tail)), tail)
+
+
+def _diary(chapter: Chapter | None, question: str) -> Sequence[Message]:
+    text = chapter.text if chapter is not None else "~"
+    return [Message("user", f"Read this diary.\n\n{text}\n\nThat is the end of the diary. {question}")]
+
+
+async def _long_context(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
+    """Return questions after 1/8, 1/2 and all of the context. Each asks for a fact that the shorter texts do not have.
+
+    All texts begin equally, so an engine with a prefix cache reads the longest one once.
+    """
+    most = min(room.context - room.answer, MAX_CONTEXT)
+    document = Document(engine, _diary, prose.chapters(_SEED, max(12, most // _CHAPTERS)))
+    found: list[Rendered] = []
+    known = 0
+    for share in SHARES:
+        length = most // share
+        await document.grow(length)
+        tail = len(await document.tail(_question(document.read[-1], backwards=False)))
+        new = [c for c, end in zip(document.read, document.ends, strict=True) if known < end <= length - tail - 8]
+        for chapter, backwards in _spread(new):
+            question = _question(chapter, backwards=backwards)
+            tokens = await document.cut(length, await document.tail(question))
+            if tokens is not None:
+                name = f"{length}-{chapter.number}{'-code' * backwards}"
+                prompt = ProbePrompt(plan.pack, name, (Message("user", question),), bucket=f"length-{length}")
+                found.append(Rendered(prompt, tokens, room.answer))
+        known = length
+    return found
+
+
+def _question(chapter: Chapter, *, backwards: bool) -> str:
+    if backwards:
+        return f"Which locker has the code {chapter.code}? Quote the sentence that says so."
+    return f"What is the code of locker {chapter.number}? Quote the sentence that says so."
+
+
+def _spread(chapters: Sequence[Chapter]) -> list[tuple[Chapter, bool]]:
+    """Return up to QUESTIONS chapters over the whole range. Few chapters are asked in both directions."""
+    some = min(len(chapters), QUESTIONS)
+    both = [(chapters[i * len(chapters) // some], False) for i in range(some)] + [(c, True) for c in chapters]
+    return both[:QUESTIONS]
+
+
+async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
+    """Return prompts of every length modulo RESIDUES, of lengths around chunks, and some that are sent twice."""
+    document = Document(engine, _diary, prose.chapters(_SEED + 1, 256))
+    question = "Tell in one sentence what happened."
+    await document.grow(1)
+    tail = await document.tail(question)
+    lengths = [("residue", _SHORTEST + more, RESIDUE_TOKENS) for more in range(RESIDUES)]
+    lengths += [("chunk", size + more, room.answer) for size in CHUNKS for more in (-1, 0, 1)]
+    lengths += [(HIT, _SHORTEST + 13 * more, room.answer) for more in range(QUESTIONS)]
+    found = []
+    for at, (bucket, length, answer) in enumerate(lengths, 1):
+        if length + answer > room.context:
+            continue
+        tokens = await document.cut(length, tail, skipped=17 * at)
+        if tokens is not None:
+            prompt = ProbePrompt(plan.pack, f"{bucket}-{length}", (Message("user", question),), bucket=bucket)
+            found.append(Rendered(prompt, tokens, answer))
+    return found
+
+
+async def _agent(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
+    """Return requests for a tool call at the end of a chat of whole rounds."""
+    length = min((room.context - agent.CALL_TOKENS) * 3 // 4, AGENT_TOKENS, room.context - room.answer)
+    document = Document(engine, agent.chat, agent.rounds(_SEED, max(1, length // 16_384)), agent.TOOLS_JSON)
+    await document.grow(length)
+    found = []
+    for index, (request, task) in enumerate(agent.decisive(_SEED + 1, CALLS)):
+        tail = await document.tail(request)
+        whole = max((end + len(tail) for end in document.ends if end + len(tail) <= length), default=0)
+        tokens = await document.cut(whole, tail)
+        if tokens is not None:
+            prompt = ProbePrompt(plan.pack, f"call-{index}", (Message("user", request),), bucket=plan.bucket)
+            found.append(Rendered(prompt, tokens, room.answer, task))
+    return found
+
+
+async def _reasoning(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
+    found = []
+    for name, messages, task in reasoning.tasks(_SEED, min(LONG_TOKENS, max(256, room.context // 8))):
+        prompt = ProbePrompt(plan.pack, name, messages, bucket=plan.bucket)
+        tokens = (await engine.tokenize(prompt.messages)).tokens
+        if len(tokens) + max(room.answer, task.tokens) <= room.context:
+            found.append(Rendered(prompt, tokens, room.answer, task))
+    return found
+
+
+_MAKERS: dict[str, Callable[[EngineClient, ProbePrompt, Room], Awaitable[list[Rendered]]]] = {
+    "long-context": _long_context,
+    "paths": _paths,
+    "agent": _agent,
+    "reasoning": _reasoning,
+}

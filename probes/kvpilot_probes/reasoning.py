@@ -1,0 +1,76 @@
+"""The pack `builtin/reasoning`: short tasks with exact answers, and long answers that must not go astray. Seeded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+from kvpilot_probes.packs import Message
+from kvpilot_probes.results import Task
+
+SHORT_TOKENS = 48
+# Each kind of short task is asked this many times.
+EACH = 4
+_LISTS = 3
+_OPEN = (
+    "Think aloud, step by step and at great length, about how a town could get through a winter without its bridge. "
+    "Look at every side of it before you decide."
+)
+_WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "junco", "karst", "lilac")
+
+
+class Made(NamedTuple):
+    """A chat and its task."""
+
+    name: str
+    messages: tuple[Message, ...]
+    task: Task
+
+
+def tasks(seed: int, long_tokens: int) -> list[Made]:
+    """Return tasks. Long answers have at most `long_tokens` tokens."""
+    rng = Random(seed)  # noqa: S311 - repeatable texts, nothing secret
+    found = [made for i in range(EACH) for made in (_sum(rng, i), _sorting(rng, i), _retrieval(rng, i))]
+    found += [_list(rng, i, long_tokens) for i in range(_LISTS)]
+    return [*found, Made("open", (Message("user", _OPEN),), Task("open", "null", long_tokens))]
+
+
+def _shown(name: str, rows: Sequence[tuple[str, str]]) -> Made:
+    """Return a chat that shows how all rows but the last are solved, and asks for the last."""
+    turns = [(Message("user", asked), Message("assistant", solved)) for asked, solved in rows]
+    asked, wanted = rows[-1]
+    chat = (*(message for turn in turns[:-1] for message in turn), Message("user", asked))
+    return Made(name, chat, Task("text", json.dumps(wanted), SHORT_TOKENS))
+
+
+def _sum(rng: Random, index: int) -> Made:
+    pairs = [(rng.randint(10, 49), rng.randint(10, 49)) for _ in range(6)]
+    return _shown(f"sum-{index}", [(f"What is {a} + {b}?", f"{a} + {b} = {a + b}") for a, b in pairs])
+
+
+def _sorting(rng: Random, index: int) -> Made:
+    rows = [rng.sample(range(1, 60), 4) for _ in range(6)]
+    said = [(", ".join(map(str, row)), ", ".join(map(str, sorted(row)))) for row in rows]
+    return _shown(f"sort-{index}", [(f"Sort from small to large: {row}", right) for row, right in said])
+
+
+def _retrieval(rng: Random, index: int) -> Made:
+    codes = {word: rng.randint(100, 999) for word in rng.sample(_WORDS, len(_WORDS))}
+    facts = "\n".join(f"The number of {word} is {code}." for word, code in codes.items())
+    asked = rng.sample(_WORDS, 4)
+    rows = [(f"What is the number of {word}?", f"The number of {word} is {codes[word]}.") for word in asked]
+    return _shown(f"find-{index}", [(f"{facts}\n\n{rows[0][0]}", rows[0][1]), *rows[1:]])
+
+
+def _list(rng: Random, index: int, tokens: int) -> Made:
+    first, step = rng.randint(100, 199), rng.randint(2, 4)
+    # A number takes at most four tokens and its separator two, even where each digit is a token.
+    count = max(8, tokens // 6)
+    shown = ", ".join(str(first + step * i) for i in range(12))
+    text = (
+        f"Continue this list in steps of {step}. Write at least {count + 12} numbers on one line, with commas between "
+        f"them and nothing else.\n\n{shown},"
+    )
+    return Made(f"list-{index}", (Message("user", text),), Task("list", json.dumps([first, step, count]), tokens))

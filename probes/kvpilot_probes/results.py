@@ -1,0 +1,78 @@
+"""Tasks, their results, and the comparison of two engines' results. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+# Largest probability that two equally good engines differ by so many tasks. Three buckets together stay below 1/1000.
+FALSE_ALARM = 1 / 3000
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A task with an answer of at most `tokens` tokens. `wanted` is JSON that depends on the kind.
+
+    - `text`: the text that the answer must contain.
+    - `call`: the expected `name` and `arguments` of a tool call, and the `schema` of its arguments.
+    - `list`: the first number of an arithmetic sequence, its step, and the number of numbers.
+    - `open`: null. Only loops are looked for.
+    """
+
+    kind: Literal["text", "call", "list", "open"]
+    wanted: str
+    tokens: int
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Results of one task: parts that were asked and solved, and long answers that were asked and did not loop."""
+
+    asked: int = 0
+    solved: int = 0
+    long: int = 0
+    sound: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """Tasks of one bucket, and how many of them both engines have solved."""
+
+    bucket: str
+    asked: int
+    baseline_solved: int
+    candidate_solved: int
+
+
+def compared_tasks(results: Iterable[tuple[str, Done | None, Done | None]]) -> tuple[Tasks, ...]:
+    """Add up the results of the baseline and the candidate in each bucket. Loops have a bucket `NAME-loops`."""
+    sums: dict[str, Tasks] = {}
+    for bucket, baseline, candidate in results:
+        if baseline is None or candidate is None:
+            continue
+        for name, asked, ours, theirs in (
+            (bucket, baseline.asked, baseline.solved, candidate.solved),
+            (f"{bucket}-loops", baseline.long, baseline.sound, candidate.sound),
+        ):
+            old = sums.get(name, Tasks(name, 0, 0, 0))
+            sums[name] = Tasks(name, old.asked + asked, old.baseline_solved + ours, old.candidate_solved + theirs)
+    return tuple(one for one in sums.values() if one.asked)
+
+
+def candidate_worse(found: Tasks) -> bool:
+    """Return True if chance does not explain that the candidate has solved fewer tasks."""
+    return _chance(found.asked, found.baseline_solved, found.candidate_solved) < FALSE_ALARM
+
+
+def baseline_worse(found: Tasks) -> bool:
+    """Return True if chance does not explain that the baseline has solved fewer tasks: then the baseline is damaged."""
+    return _chance(found.asked, found.candidate_solved, found.baseline_solved) < FALSE_ALARM
+
+
+def _chance(asked: int, more: int, fewer: int) -> float:
+    """Return the probability of at most `fewer` solved tasks if both engines are equally good (Fisher's exact test)."""
+    both = more + fewer
+    ways = sum(math.comb(asked, i) * math.comb(asked, both - i) for i in range(fewer + 1))
+    return ways / math.comb(2 * asked, both)

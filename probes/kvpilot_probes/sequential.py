@@ -1,0 +1,123 @@
+"""Decide prompt by prompt and bucket by bucket if a cache is sound: go on, passed or failed. Pure.
+
+Every test bets against "the mean damage is healthy" and multiplies its wealth by each prompt's outcome:
+
+    wealth = product of (1 + x / m) / 2,    x: mean damage of a prompt,    m: largest mean that counts as healthy.
+
+This is the betting martingale of Waudby-Smith and Ramdas (2024, JRSS B 86:1, section 4) with half of the largest bet.
+Damage is never negative, so the expected factor is at most 1 while the mean of x is at most m, however heavy its tail
+is. By Ville's inequality the wealth then ever reaches 1/a with a probability of at most a. The boundaries are those of
+Wald's sequential test (1945, Annals of Mathematical Statistics 16:117), and all tests share FALSE_ALARM equally.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+# Largest probability of failing a canary whose mean damage is healthy in every bucket.
+FALSE_ALARM = 1 / 1000
+# Largest probability of calling a bucket sound whose damage is at the limit, if E[2 / (1 + x / m)] <= 1. That holds for
+# exponential tails, and for log-normal ones up to a standard deviation of 1.5 means (docs/decisions/0078).
+MISS = 1 / 20
+# Damage up to this share of the limit counts as healthy. Between it and the limit, a long test may end either way.
+HEALTHY = 0.5
+# A single prompt with this many times the allowed damage fails alone: bets need several prompts, but such damage may
+# hit one prompt of a bucket only. Sound caches stay far below it (docs/accuracy-error-rates.md).
+OUTLIER = 25
+# Fewer prompts can prove nothing: each one at most halves the wealth.
+MIN_PROMPTS = math.ceil(math.log2(1 / MISS))
+ALL = "all prompts"
+_TINY = 1e-9
+
+
+class Seen(NamedTuple):
+    """Damage to one prompt in one bucket: the mean KL in nats, and the share of positions with another greedy token."""
+
+    bucket: str
+    kl: float
+    disagreement: float
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Limits of the damage beyond the control's noise. KL is in nats, and disagreement is a share of positions."""
+
+    kl: float
+    disagreement: float
+    noise_kl: float = 0.0
+    noise_disagreement: float = 0.0
+
+
+class Answer(Enum):
+    """Answer of the test to the prompts so far."""
+
+    GO_ON = "GoOn"
+    PASSED = "Passed"
+    FAILED = "Failed"
+
+
+class Outcome(NamedTuple):
+    """The answer, the bucket that failed, and the buckets that were shown to be sound and those that were not."""
+
+    answer: Answer
+    failed: str | None
+    sound: tuple[str, ...]
+    open: tuple[str, ...]
+
+
+class _Bet:
+    """The wealth and the mean of one test."""
+
+    def __init__(self, healthy: float, limit: float) -> None:
+        self.wealth, self._healthy, self._limit = 1.0, max(healthy, _TINY), limit
+        self.count, self._sum = 0, 0.0
+
+    def add(self, damage: float) -> float:
+        self.count, self._sum = self.count + 1, self._sum + damage
+        self.wealth *= (1 + damage / self._healthy) / 2
+        return self.wealth
+
+    @property
+    def within(self) -> bool:
+        return self._sum <= (self._limit + _TINY) * self.count
+
+    @property
+    def sound(self) -> bool:
+        return self.within and self.wealth <= MISS
+
+
+def decide(seen: Sequence[Seen], buckets: Collection[str], allowed: Allowed, *, ended: bool = False) -> Outcome:
+    """Return the answer to the damage `seen` so far. `ended` says that no prompt is left.
+
+    All prompts together are tested like a bucket, and so is their disagreement, for which the limit itself is healthy.
+    At the end, a bucket without a proof stays open. It holds back a pass only if its mean is beyond the limit, and the
+    odds are against it by 1 / MISS. All prompts together must have a mean within the limit.
+    """
+    bound = (len(buckets) + 2) / FALSE_ALARM
+    limit = allowed.kl + allowed.noise_kl
+    bets = {name: _Bet(HEALTHY * allowed.kl + allowed.noise_kl, limit) for name in (*buckets, ALL)}
+    choices = allowed.disagreement + allowed.noise_disagreement
+    agreement = _Bet(choices, choices)
+    for one in seen:
+        if one.kl > OUTLIER * allowed.kl + allowed.noise_kl:
+            return _outcome(Answer.FAILED, bets, one.bucket)
+        for name in (one.bucket, ALL):
+            if bets[name].add(one.kl) >= bound:
+                return _outcome(Answer.FAILED, bets, name)
+        if agreement.add(one.disagreement) >= bound:
+            return _outcome(Answer.FAILED, bets, ALL)
+    if all(bet.sound for bet in bets.values()):
+        return _outcome(Answer.PASSED, bets)
+    doubted = any(bet.wealth > 1 / MISS and not bet.within for bet in bets.values())
+    enough = ended and bets[ALL].count >= MIN_PROMPTS and bets[ALL].within and not doubted
+    return _outcome(Answer.PASSED if enough else Answer.GO_ON, bets)
+
+
+def _outcome(answer: Answer, bets: dict[str, _Bet], failed: str | None = None) -> Outcome:
+    named = [(name, bet.sound) for name, bet in bets.items() if name != ALL]
+    sound, left = (tuple(name for name, yes in named if yes is wanted) for wanted in (True, False))
+    return Outcome(answer, failed, sound, left)

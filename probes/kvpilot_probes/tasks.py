@@ -1,0 +1,93 @@
+"""Tasks with answers that can be checked exactly, answered without teacher forcing, and loops in long answers.
+
+A teacher-forced answer is read again after each difference, which hides errors that add up over a generation. A task's
+answer is the engine's own from its first token to its last. The baseline answers the same tasks, so a model that cannot
+solve them fails no canary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+
+from kvpilot_probes.client import EngineClient
+from kvpilot_probes.results import Done, Task
+from kvpilot_probes.schemas import matches
+from kvpilot_probes.session import Throttle
+
+# Each task is answered at temperature 0, and once by chance with a fixed seed.
+SAMPLINGS: tuple[dict[str, object], ...] = ({"temperature": 0}, {"temperature": 0.7, "seed": 20})
+# A list is checked in parts, so that an error halfway leaves half of it solved.
+PARTS = 4
+# An answer loops if its last tokens repeat with a period of at most this many.
+_PERIOD = 64
+_LOOP_TOKENS = 192
+
+
+def cost(tasks: Iterable[Task | None]) -> int:
+    """Return the most tokens that the answers to these tasks have."""
+    return len(SAMPLINGS) * sum(task.tokens for task in tasks if task is not None)
+
+
+async def done(engine: EngineClient, throttle: Throttle, prompt: Sequence[int], task: Task | None) -> Done | None:
+    """Let the engine answer a task, and check its answers."""
+    if task is None:
+        return None
+    asked = solved = long = sound = 0
+    for sampling in SAMPLINGS:
+        await throttle.let_users_go_first()
+        throttle.spent += len(prompt) + task.tokens
+        text, tokens = "", []
+        async with aclosing(engine.decode(prompt, task.tokens, 1, sampling=sampling)) as steps:
+            async for step in steps:
+                text += step.text
+                tokens.append(step.logprobs.token)
+        right = checked(task, text)
+        asked, solved = asked + len(right), solved + sum(right)
+        if task.kind in ("list", "open"):
+            long, sound = long + 1, sound + (not loops(tokens))
+    return Done(asked, solved, long, sound)
+
+
+def checked(task: Task, text: str) -> list[bool]:
+    """Return which parts of a task an answer solves."""
+    wanted = json.loads(task.wanted)
+    if task.kind == "open":
+        return []
+    if task.kind == "text":
+        return [str(wanted).lower() in " ".join(text.lower().split())]
+    if task.kind == "call":
+        return [is_call(text, wanted)]
+    return right_parts(text, *wanted)
+
+
+def is_call(text: str, wanted: dict[str, object]) -> bool:
+    """Return True if the first JSON object of a text is the wanted call, and its arguments follow the tool's schema."""
+    start = text.find("{")
+    try:
+        call, _ = json.JSONDecoder().raw_decode(text[start:]) if start >= 0 else (None, 0)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(call, dict) or call.get("name") != wanted["name"]:
+        return False
+    given, expected = call.get("arguments", call.get("parameters")), wanted["arguments"]
+    if not isinstance(given, dict) or not isinstance(expected, dict) or not matches(wanted["schema"], given):
+        return False
+    return all(given.get(key) == value for key, value in expected.items())
+
+
+def right_parts(text: str, first: int, step: int, count: int) -> list[bool]:
+    """Return which quarters of an arithmetic sequence a text has right. It may start at any of the first numbers."""
+    found = [int(number) for number in re.findall(r"\d{1,18}", text)]
+    begin = found[0] if found and (found[0] - first) % step == 0 and 0 <= found[0] - first <= 32 * step else first
+    part = max(1, count // PARTS)
+    wanted = [begin + step * i for i in range(PARTS * part)]
+    return [found[i : i + part] == wanted[i : i + part] for i in range(0, PARTS * part, part)]
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Return True if the last tokens of an answer repeat the same few tokens."""
+    end = list(tokens[-_LOOP_TOKENS:])
+    return len(end) == _LOOP_TOKENS and any(end[period:] == end[:-period] for period in range(1, _PERIOD + 1))

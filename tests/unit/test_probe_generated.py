@@ -1,0 +1,156 @@
+"""Generated prompts: lengths, depths and buckets on engines with any context and tokenizer."""
+
+import re
+from array import array
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpilot_probes import codec, stats
+from kvpilot_probes.codec import Baseline, BaselinePrompt
+from kvpilot_probes.errors import EnginesDiffer, NothingFits, PackError
+from kvpilot_probes.generated import CHUNKS, HIT, MAX_CONTEXT, RESIDUES, Rendered, sent_first
+from kvpilot_probes.joined import Joined, prefixes
+from kvpilot_probes.packs import load
+from kvpilot_probes.run import capture, measure
+from kvpilot_probes.session import Settings
+from support.probe_engine import SETTINGS, Body, Writer, counting, engine, event, made, reading, respond, stream
+
+ANSWER = 32
+
+
+@settings(max_examples=12, deadline=None)
+@given(context=st.integers(600, 12_000), limit=st.sampled_from([0, 512, 4096]))
+def test_generated_prompts_fit_any_context_and_are_the_same_each_time(context: int, limit: int) -> None:
+    packs = load(["builtin/long-context", "builtin/paths"], context_tokens=limit)
+    found = made(packs, context)
+    most = min(context, limit or context)
+    assert all(len(r.tokens) + r.answer <= most for r in found)
+    assert [list(r.tokens) for r in made(packs, context)] == [list(r.tokens) for r in found]
+    assert len({r.prompt.name for r in found}) == len(found) <= codec.MAX_PROMPTS
+    lengths = {r.prompt.bucket: len(r.tokens) for r in found if r.prompt.bucket.startswith("length-")}
+    assert max(lengths.values()) == most - ANSWER
+    assert all(name == f"length-{length}" for name, length in lengths.items())
+
+
+def test_a_service_of_131072_tokens_is_asked_after_an_eighth_a_half_and_all_of_them() -> None:
+    found = made(load(["builtin/long-context"]), MAX_CONTEXT)
+    most = MAX_CONTEXT - ANSWER
+    assert [len(r.tokens) for r in found] == [most // 8] * 5 + [most // 2] * 5 + [most] * 5
+    # The engine reads one document, and the baseline keeps one.
+    assert sum(len(r.tokens) for r in found) - sum(p.size for p in prefixes([r.tokens for r in found])) < 1.02 * most
+    kept = baseline_of(found)
+    data = codec.encode(kept)
+    assert len(data) < codec.MAX_BYTES / 2
+    assert [list(p.tokens) for p in codec.decode(data).prompts] == [list(p.tokens) for p in kept.prompts]
+
+
+def baseline_of(found: list[Rendered]) -> Baseline:
+    answer = stats.Answers([stats.Logprobs(1, {1: -0.1})])
+    return Baseline("i", "m", "auto", tuple(BaselinePrompt(r.prompt.name, "", "", r.tokens, answer) for r in found))
+
+
+def test_each_question_asks_for_a_fact_that_only_a_context_of_its_length_has() -> None:
+    found = made(load(["builtin/long-context"]), 8192)
+    for r in found:
+        locker = re.findall(r"\d+", r.prompt.messages[0].content)[0]
+        seen = list(r.tokens).count(crc32(locker.encode()) % codec.MAX_TOKEN_ID)
+        assert seen == 2, "once in the diary and once in the question"
+    early = {r.prompt.name for r in found if len(r.tokens) < 1025}
+    assert len(early) == 5
+
+
+@pytest.mark.parametrize("percent", [0, 5, 50, 90])
+@pytest.mark.parametrize("depth", [0, 30, 90])
+@pytest.mark.parametrize("context", [512, 40_000])
+def test_an_own_prompt_is_filled_to_its_length_with_the_fact_at_its_depth(
+    percent: int, depth: int, context: int
+) -> None:
+    text = (
+        f"prompts: [{{name: n, fact: The zebra is blue., fillPercent: {percent}, depthPercent: {depth}, "
+        "messages: [{role: user, content: 'Read. {{filler}} Where?'}]}]"
+    )
+    (only,) = made(load(["configmap/mine"], {"mine": {"prompts.yaml": text}}), context)
+    assert len(only.tokens) == pytest.approx(context * percent / 100, abs=40)
+    at = list(only.tokens).index(crc32(b"zebra") % codec.MAX_TOKEN_ID)
+    assert at == pytest.approx(context * percent * depth / 10_000, abs=40)
+
+
+def test_every_length_modulo_64_and_both_sides_of_a_chunk_are_asked_of_an_engine_that_has_not_read_them() -> None:
+    found = made(load(["builtin/paths"]), 16_384)
+    by = {b: [r for r in found if r.prompt.bucket == b] for b in ("residue", "chunk", HIT)}
+    assert {len(r.tokens) % RESIDUES for r in by["residue"]} == set(range(64))
+    assert [len(r.tokens) for r in by["chunk"]] == [c + more for c in CHUNKS for more in (-1, 0, 1)]
+    assert len(by[HIT]) == 5
+    # No two begin with the same block, so none is found in a prefix cache.
+    starts = {tuple(r.tokens[:32]) for r in found}
+    assert len(starts) == len(found)
+    assert all(not sent_first(r.prompt.bucket, r.tokens) for r in [*by["residue"], *by["chunk"]])
+    assert all(list(sent_first(HIT, r.tokens)) == list(r.tokens) for r in by[HIT])
+    assert list(sent_first("general", (1, 2, 3, 4))) == [1, 2]
+
+
+async def test_damage_beyond_an_eighth_of_the_context_is_seen_in_its_buckets_alone() -> None:
+    """The mean over all prompts dilutes it, but the buckets of long contexts do not."""
+    context = 4096
+
+    async def damaged(path: str, body: Body, writer: Writer) -> None:
+        if len(body["prompt"]) < 1024:
+            await counting(path, body, writer)
+            return
+        start = len(body["prompt"])
+        steps = range(start, start + body["max_tokens"])
+        stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": -2.0, "token_id:9999": -0.2}) for i in steps))
+
+    prompts = load(["builtin/general", "builtin/long-context"])
+    async with engine(reading(context)) as url:
+        kept = await capture(url, "m", prompts, identity="i", dtype="auto", settings=Settings(tokens=8))
+    seen: dict[str, float] = {}
+    async with engine(reading(context, damaged)) as url:
+        for one in kept.prompts:
+            found = await measure(url, "m", Baseline("i", "m", "auto", (one,)), settings=Settings(tokens=8))
+            seen[one.bucket] = max(seen.get(one.bucket, 0.0), found.mean_kl_micronats)
+    assert {bucket: kl > 500_000 for bucket, kl in seen.items()} == {
+        "general": False, "length-511": False, "length-2044": True, "length-4088": True,
+    }  # fmt: skip
+
+
+def test_an_own_prompt_that_exceeds_the_context_is_an_error_and_a_built_in_one_is_left_out() -> None:
+    text = f"prompts: [{{name: long, messages: [{{role: user, content: {'word ' * 300}}}]}}]"
+    prompts = load(["builtin/general", "configmap/mine"], {"mine": {"prompts.yaml": text}})
+    with pytest.raises(NothingFits, match=r"configmap/mine/long and the 32 tokens .* context \(512 tokens\)"):
+        made(prompts, 512)
+    assert {r.prompt.bucket for r in made(load(["builtin/general", "builtin/long-context"]), 160)} == {"general"}
+
+
+def test_an_engine_whose_tokens_do_not_follow_the_text_is_an_error() -> None:
+    async def deaf(_path: str, _body: Body, writer: Writer) -> None:
+        respond(writer, b'{"tokens": [1, 2, 3], "max_model_len": 4096}')
+
+    with pytest.raises(PackError, match="tokenizer"):
+        made(load(["builtin/long-context"]), 4096, deaf)
+
+
+@given(st.lists(st.integers(0, 9), max_size=20), st.integers(0, 20), st.lists(st.integers(0, 9), max_size=9), st.data())
+def test_joined_tokens_are_read_like_an_array(
+    document: list[int], size: int, tail: list[int], data: st.DataObject
+) -> None:
+    size = min(size, len(document))
+    plain = array("I", document[:size] + tail)
+    joined = Joined(array("I", document), size, array("I", tail))
+    a, b = data.draw(st.integers(-30, 30)), data.draw(st.integers(-30, 30))
+    assert (len(joined), array("I", joined), joined[a:b]) == (len(plain), plain, plain[a:b])
+    assert [joined[i] for i in range(-len(plain), len(plain))] == [plain[i] for i in range(-len(plain), len(plain))]
+    assert list(reversed(joined)) == list(reversed(plain))
+
+
+async def test_a_candidate_with_another_tokenizer_or_a_shorter_context_is_an_error_and_no_damage() -> None:
+    async with engine(reading(4096)) as url:
+        kept = await capture(url, "m", load(["builtin/general"]), identity="i", dtype="auto", settings=SETTINGS)
+        assert (await measure(url, "m", kept, settings=SETTINGS)).mean_kl_micronats == 0
+    for handler, words in ((counting, "other tokens than the baseline's"), (reading(64), "a context of 64 tokens")):
+        async with engine(handler) as url:
+            with pytest.raises(EnginesDiffer, match=words):
+                await measure(url, "m", codec.decode(codec.encode(kept)), settings=SETTINGS)
