@@ -23,10 +23,6 @@ class EngineUnreachable(ProbeError):
     """The connection to the engine failed. A retry failed too, unless tokens had already arrived."""
 
 
-class EngineBusy(ProbeError):
-    """Users' requests were queued for longer than the probe waits. The candidate has no verdict, and has not failed."""
-
-
 class EngineRefused(ProbeError):
     """The engine answered with an HTTP error."""
 

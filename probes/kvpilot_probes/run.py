@@ -60,8 +60,7 @@ async def capture(
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
 
         async def answered(item: Rendered) -> BaselinePrompt:
-            await throttle.let_users_go_first()
-            return await _answer(engine, throttle, item)
+            return await throttle.beside_users(engine, lambda one: _answer(one, throttle, item))
 
         tokenizer, context = await fingerprint(engine)
         found, left_out = await rendered(
@@ -177,8 +176,9 @@ async def _measure(
             prompt = baseline.prompts[index]
             if skipped(prompt):
                 return
-            await throttle.let_users_go_first()
-            judged, asked = await _follow(engine, throttle, index, prompt, settings)
+            judged, asked = await throttle.beside_users(
+                engine, lambda one: _follow(one, throttle, index, prompt, settings)
+            )
             compared.extend(judged)
             seen.extend(stats.by_bucket(judged))
             requests += asked
@@ -187,7 +187,8 @@ async def _measure(
         failed = allowed is not None and decide(seen, planned, allowed).answer == Answer.FAILED
         results = await _bounded(() if failed else baseline.prompts, solved, settings.concurrency)
         worst = stats.worst_prompt(compared)
-        sample = None if worst is None else await _sample(engine, throttle, baseline.prompts[worst])
+        shown = None if worst is None else baseline.prompts[worst]
+        sample = shown and await throttle.beside_users(engine, lambda one: _sample(one, throttle, shown))
     return stats.summarise(
         compared,
         requests=requests + (sample is not None),

@@ -7,52 +7,60 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from kvpilot_probes.client import EngineClient, Progress, http_client, untold
-from kvpilot_probes.errors import EngineBusy, ProbeTimeout
+from kvpilot_probes.client import READ_SECONDS, EngineClient, Progress, http_client, untold
+from kvpilot_probes.errors import EngineUnreachable, ProbeTimeout
+
+T = TypeVar("T")
 
 LOOK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Rule by which a probe waits while users' requests are queued, for at most `seconds` in total.
+    """Rule by which a probe waits while users' requests are queued: `seconds` in total, and then no longer.
 
-    `waiting` returns the number of queued requests. After `seconds`, a run with `insist` continues without waiting. A
-    run without `insist` ends with `EngineBusy`.
+    `waiting` returns the number of queued requests.
     """
 
     waiting: Callable[[], Awaitable[float]]
     seconds: float
-    insist: bool = False
 
 
 class Throttle:
     """The waits of one run for users' requests, and the tokens that the run has `spent`."""
 
-    def __init__(self, url: str, give_way: GiveWay | None) -> None:
-        self._url = url
+    def __init__(self, give_way: GiveWay | None) -> None:
         self._give_way = give_way
         self._left = give_way.seconds if give_way is not None else 0.0
+        self._yields = True
         self.spent = 0
 
-    async def let_users_go_first(self) -> None:
-        """Wait until the engine has no queued request of a user. Raise `EngineBusy` as `GiveWay` describes."""
+    async def beside_users(self, engine: EngineClient, ask: Callable[[EngineClient], Awaitable[T]]) -> T:
+        """Return the answer of `ask`, which gets the client to use.
+
+        At first users go first: the run waits for their queue, and asks at its low priority. An engine whose queue
+        never ends would not serve that priority, so the rest of the run then asks like one more user.
+        """
+        await self._let_users_go_first()
+        if engine.priority is not None and self._yields:
+            try:
+                return await ask(engine)
+            except EngineUnreachable:
+                self._yields = False
+        return await ask(engine if self._yields else replace(engine, priority=None))
+
+    async def _let_users_go_first(self) -> None:
         rule = self._give_way
-        if rule is None:
+        if rule is None or not self._yields:
             return
         began = time.monotonic()
-        while self._give_way is not None and (waiting := await rule.waiting()) > 0:
-            if time.monotonic() - began < self._left:
+        while self._yields and await rule.waiting() > 0:
+            self._yields = time.monotonic() - began < self._left
+            if self._yields:
                 await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            elif rule.insist:
-                self._give_way = None
-            else:
-                raise EngineBusy(
-                    f"{self._url}: {waiting:.0f} requests still wait after the probe has given way for "
-                    f"{rule.seconds:.0f} s; it is tried again at its next turn"
-                )
         self._left -= time.monotonic() - began
 
 
@@ -130,7 +138,7 @@ async def probing(
             engine = EngineClient(
                 base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host
             )
-            yield engine, Throttle(engine.base_url, settings.give_way), deadline
+            yield engine, Throttle(settings.give_way), deadline
     except TimeoutError as error:
         raise ProbeTimeout(
             f"{base_url}: not probed within {(deadline.when() or began) - began:.0f} s; the engine is overloaded or "
@@ -142,5 +150,5 @@ def allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, ans
     """Set the deadline to now plus the time that this many tokens may take, unless the settings fix the deadline."""
     if settings.deadline_seconds is None:
         needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
-        waits = settings.give_way.seconds if settings.give_way is not None else 0.0
+        waits = settings.give_way.seconds + READ_SECONDS if settings.give_way is not None else 0.0
         deadline.reschedule(asyncio.get_running_loop().time() + START_SECONDS + needed + waits)

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from kvpilot_probes.client import EngineClient
 from kvpilot_probes.results import Done, Task
@@ -37,18 +38,24 @@ async def done(engine: EngineClient, throttle: Throttle, prompt: Sequence[int], 
         return None
     asked = solved = long = sound = 0
     for sampling in SAMPLINGS:
-        await throttle.let_users_go_first()
         throttle.spent += len(prompt) + task.tokens
-        text, tokens = "", []
-        async with aclosing(engine.decode(prompt, task.tokens, 1, sampling=sampling)) as steps:
-            async for step in steps:
-                text += step.text
-                tokens.append(step.logprobs.token)
+        text, tokens = await throttle.beside_users(engine, partial(_generated, prompt, task.tokens, sampling))
         right = checked(task, text)
         asked, solved = asked + len(right), solved + sum(right)
         if task.kind in ("list", "open"):
             long, sound = long + 1, sound + (not loops(tokens))
     return Done(asked, solved, long, sound)
+
+
+async def _generated(
+    prompt: Sequence[int], length: int, sampling: dict[str, object], engine: EngineClient
+) -> tuple[str, list[int]]:
+    text, tokens = "", []
+    async with aclosing(engine.decode(prompt, length, 1, sampling=sampling)) as steps:
+        async for step in steps:
+            text += step.text
+            tokens.append(step.logprobs.token)
+    return text, tokens
 
 
 def checked(task: Task, text: str) -> list[bool]:

@@ -142,14 +142,6 @@ def test_a_failed_run_shows_both_answers_and_a_passed_one_none() -> None:
         assert all(len(one) <= MAX_MESSAGE and "\x1b" not in one for one in told)
 
 
-def test_an_engine_that_was_busy_with_users_is_no_warning():
-    cluster = serving()
-    cluster.outcomes = {0: ProbeFailed("EngineBusy", "5 requests still wait")}
-    decision = cluster.run_on(1)
-    assert decision.events == ()
-    assert decision.status.accuracy.errors == 1
-
-
 def test_a_new_dtype_starts_with_counts_of_its_own():
     cluster = serving(accuracy={"onFailure": "Report"})
     cluster.bad_pods = frozenset("0")

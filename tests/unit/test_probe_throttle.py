@@ -1,4 +1,4 @@
-"""A probe yields to users: it waits for them, ends without a verdict if they keep coming, and never hangs."""
+"""A probe yields to users: it waits for them for a time, goes on like one more user, and never hangs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from kvpilot_probes import session
 from kvpilot_probes.codec import Baseline, BaselinePrompt
-from kvpilot_probes.errors import EngineBusy
 from kvpilot_probes.packs import Message, ProbePrompt
 from kvpilot_probes.run import capture, measure
 from kvpilot_probes.session import GiveWay, Settings
@@ -107,27 +106,50 @@ async def test_a_probe_lets_queued_users_go_first() -> None:
     asked: list[str] = []
     found = await gently(queueing(5.0, 2.0, 0.0, asked=asked), 3, 5)
     assert asked[:4] == ["/metrics", "/metrics", "/metrics", "/v1/completions"]
-    assert asked.count("/metrics") == 2 + 3
+    assert asked.count("/metrics") == 2 + 4
     assert found.positions == 21
 
 
-async def test_a_queue_that_does_not_end_ends_the_probe_without_a_verdict() -> None:
+async def test_a_queue_that_does_not_end_holds_a_probe_up_for_a_time_only() -> None:
     asked: list[str] = []
-    with pytest.raises(EngineBusy, match="5 requests still wait after the probe has given way for 0 s"):
-        await gently(queueing(0.0, 5.0, asked=asked), 3, 0.1)
-    assert asked.count("/v1/completions") == 1
+    found = await gently(queueing(0.0, 5.0, asked=asked), 3, 0.1)
+    assert found.positions == 21
+    last = len(asked) - 1 - asked[::-1].index("/metrics")
+    assert asked[last + 1 :] == ["/v1/completions"] * 3  # two prompts, and the answer to show
 
 
-async def test_a_capture_goes_on_in_the_end_because_relief_depends_on_it() -> None:
+async def test_a_probe_that_is_not_served_at_its_low_priority_goes_on_like_a_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpilot_probes.client.RETRY_PAUSE_SECONDS", 0.0)
+    seen: list[object] = []
+
+    async def starving(path: str, body: Body, writer: Writer) -> None:
+        if path == "/v1/completions":
+            seen.append(body.get("priority"))
+            if "priority" in body:
+                writer.close()
+                return
+        await counting(path, body, writer)
+
+    async with engine(starving) as url:
+        found = await measure(url, "m", kept(), settings=Settings(tokens=8, concurrency=1, priority=9))
+    assert found.positions == 21
+    assert seen == [9, 9, None, None, None, None]
+
+
+async def test_a_capture_goes_on_in_the_end() -> None:
     prompts = [ProbePrompt("p", f"n{i}", (Message("user", "hello"),)) for i in range(3)]
     async with engine(queueing(5.0)) as url, scraping() as scraper:
-        give_way = GiveWay(partial(scraper.waiting, KEY, url), 0.05, insist=True)
+        give_way = GiveWay(partial(scraper.waiting, KEY, url), 0.05)
         settings = Settings(tokens=8, give_way=give_way)
         captured = await capture(url, "m", prompts, identity="i", dtype="auto", settings=settings)
     assert captured.positions == 24
 
 
 async def test_what_is_waited_is_bounded_over_the_whole_run() -> None:
-    looks = [v for _ in range(50) for v in (1.0, 1.0, 1.0, 0.0)]
-    with pytest.raises(EngineBusy):
-        await gently(queueing(*looks), 40, 0.2)
+    asked: list[str] = []
+    looks = [v for _ in range(500) for v in (1.0, 1.0, 1.0, 0.0)]
+    found = await gently(queueing(*looks, asked=asked), 200, 0.2)
+    assert found.prompts == 200
+    assert 3 < asked.count("/metrics") < 4 * 200

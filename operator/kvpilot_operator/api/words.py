@@ -108,7 +108,6 @@ class Reason(StrEnum):
     ROUTE_UNUSABLE = "RouteUnusable"
     MIXED_FACTORS = "MixedFactors"
     BASELINE_LOST = "BaselineLost"
-    ENGINE_BUSY = "EngineBusy"
     BASELINE_UNFIT = "BaselineUnfit"
     DTYPE_MISMATCH = "DtypeMismatch"
     # The service as a whole.

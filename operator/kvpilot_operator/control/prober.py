@@ -229,14 +229,13 @@ class Prober:
         return Captured(captured)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Return settings that make a probe yield to users. A capture insists after a time, because it is needed."""
+        """Return settings that make a probe yield to users. A serving replica gets one request at a time."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
             return Settings(priority=priority, from_host=from_host)
-        insist = isinstance(request, Capture)
-        give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS, insist)
-        if insist:
+        give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS)
+        if isinstance(request, Capture):
             return Settings(priority=priority, give_way=give_way)
         usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
         return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()))

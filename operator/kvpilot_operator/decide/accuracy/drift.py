@@ -79,9 +79,7 @@ def count_error(c: Context, pod: str, failed: ProbeFailed) -> Context:
     text = f"pod {pod}: {failed.reason}: {failed.message} ({errors} runs in a row without a verdict)"
     if errors == limit:
         return c.event("AccuracyUnknown", text, warning=True)
-    # A probe that yielded to user requests for too long says nothing about the engine, so do not warn.
-    quiet = errors > limit or failed.reason == Reason.ENGINE_BUSY
-    return c if quiet else c.event("ProbeError", text, warning=True)
+    return c if errors > limit else c.event("ProbeError", text, warning=True)
 
 
 def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
