@@ -5,8 +5,6 @@
 The badges are files in the repository, so that a page with them loads nothing from another host.
 """
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from html import escape

@@ -1,7 +1,5 @@
 """Write the table of values in the chart's README from the "# --" comments of values.yaml."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ Print one line for each fault and exit with 1 if there is one. Commits up to BAS
 clone that does not hold BASE, such as a shallow one, and a folder without git have no commits to check.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -6,8 +6,6 @@ A decision begins with `# NUMBER. TITLE`, an empty line and `Status: accepted` o
 status line may also say which former decisions the page holds.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

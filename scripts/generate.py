@@ -9,8 +9,6 @@ recording, and pages and plots of docs/benchmarks. It does not generate measured
 `tests/faults/table.py`, recordings, pictures of dashboards, locks.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Render a kustomize base and its overlays from the chart. An overlay holds the patches for other values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

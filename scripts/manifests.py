@@ -4,8 +4,6 @@ Structs -> crds/ and the schema of `kvpilot validate`; crds/ and LICENSE -> the 
 chart's README.md; the chart -> config/ (kustomize) and bundle/ (OLM).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

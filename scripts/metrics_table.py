@@ -1,7 +1,5 @@
 """Write the table of metrics in docs/metrics.md (`make generate`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -6,8 +6,6 @@ The script instantiates the classes instead of parsing their source. Each is mad
 lengths and windows. The resulting kinds of layers are recorded as a rule of `layers.py`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

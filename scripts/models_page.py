@@ -3,8 +3,6 @@
 .venv/bin/python scripts/models_page.py cli/kvpilot_cli/plan/published.json docs/models.md
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ It leaves out objects that OLM makes: the ServiceAccount, the bindings of listed
 `view` and `edit`. It also leaves out the NetworkPolicy, which OLM only accepts since 2025.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -8,8 +8,6 @@ folder becomes ~. The picture, FILE.svg beside it, begins at the first line with
 last recording as it is.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

@@ -9,8 +9,6 @@ A part is a folder of tests/, or `check` (format, lint, types, import contracts,
 output has the name of its part. The last line is `N passed, N failed`. The exit code is 0 only if all parts passed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import queue

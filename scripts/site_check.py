@@ -6,8 +6,6 @@ Print a line for each check, and exit with 1 if one failed. The site is served o
 reached, so a page that needs one fails.
 """
 
-from __future__ import annotations
-
 import html
 import re
 import sys

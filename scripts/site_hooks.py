@@ -5,8 +5,6 @@
 * Lists get the indentation that mkdocs' Markdown asks for; CommonMark allows less.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

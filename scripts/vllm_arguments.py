@@ -6,8 +6,6 @@ It asks vLLM's own argparse parser, whose import takes half a minute. tests/runt
 file with the installed vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib import import_module

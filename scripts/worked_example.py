@@ -6,8 +6,6 @@ The page holds the commands below and their outputs. tests/unit/test_worked_exam
 the one on the page, or if the page shows a condition, a field or a column that no longer exists.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -10,8 +10,6 @@ or more on one core. `--cut` writes the texts' tokens to a file. `--texts` reads
 documents, where `--model` may be the model's folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

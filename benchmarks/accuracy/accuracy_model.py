@@ -5,8 +5,6 @@ the query's own token. So one pass over a text computes the result of a decode s
 sliding window use 16 bits, as engines do by default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

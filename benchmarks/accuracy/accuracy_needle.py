@@ -5,8 +5,6 @@ the same five sentences in another order. A needle counts as found if each digit
 likely token, given the digits before it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 python -m benchmarks.accuracy.accuracy_report FIGURES.json...
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -9,8 +9,6 @@ A row's name is a codec's name, followed by options after `+`:
   do.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

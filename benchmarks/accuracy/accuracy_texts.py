@@ -5,8 +5,6 @@ reference (`pydoc_data.topics`) and source code of Python's standard library. *O
 libbacktrace, which apache-tvm-ffi contains, a requirement of vLLM. Calibration uses other documents.
 """
 
-from __future__ import annotations
-
 import ast
 import gzip
 import importlib.util

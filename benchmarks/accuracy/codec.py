@@ -5,8 +5,6 @@ sequence in order, and return the vectors that the codec's cache would return. T
 quantize several tokens together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

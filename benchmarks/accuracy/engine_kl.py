@@ -13,8 +13,6 @@ again, with each text in one prefill. If an engine fails, the program reports it
 engine_kl_report.py makes the page.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Write the page of engine_kl.py: `python -m benchmarks.accuracy.engine_kl_report docs/benchmarks/engine-kl.json`."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

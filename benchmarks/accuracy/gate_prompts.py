@@ -5,8 +5,6 @@ Beside the built-in packs, 28 prompts ask for a summary of a piece of our docume
 docs/benchmarks/gate-prompts.json, from which tests/unit/test_probe_sequential.py draws.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -11,8 +11,6 @@ runs differ too, because batches of another shape round differently. The lone ru
 that of `auto`. The program writes OUT/equality-MODEL.json, from which `gpu_equality_page.py` makes the page.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -5,8 +5,6 @@ still predict from the same tokens. The KL divergence covers the tokens that are
 all others. It is a lower bound of the divergence over the full vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from typing import Any

@@ -3,8 +3,6 @@
 It reads the files of gpu_equality.py. It writes OUT/h200-equality.md, and OUT/h200-equality.json with all runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Child process of gpu_equality.py: answer the prompts of a job file greedily in one engine, with top-20 logprobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -14,8 +14,6 @@ The program writes DIR/families-answers.json.gz, and DIR/families-errors.log wit
 gpu_families_page.py judges the answers on any machine. It needs `demo`, `runtime` and `kernels` on the path.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import hashlib

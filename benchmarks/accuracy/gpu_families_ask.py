@@ -1,7 +1,5 @@
 """One engine of gpu_families.py or gpu_options.py in its own process: start it, send requests, and shut it down."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

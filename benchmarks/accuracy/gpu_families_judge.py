@@ -9,8 +9,6 @@ part of a prompt that was read back from pages. The oracle does not know this hi
 damage of `k4v4` with that of the bare codec, and its crowded run with its lone run.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from pathlib import Path

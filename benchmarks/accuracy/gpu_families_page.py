@@ -4,8 +4,6 @@ ANSWERS are result files of these programs. This program creates the models agai
 A file beside OUT gets all figures.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

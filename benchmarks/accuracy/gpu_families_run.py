@@ -4,8 +4,6 @@ Each engine has its own process and its own log. The process is forked from one 
 engine writes its error instead of its answers.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

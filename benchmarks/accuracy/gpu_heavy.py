@@ -13,8 +13,6 @@ attention masses differ from plain transformers by more than `--masses-off`. Wit
 asynchronously. Then the freed pages depend on the results that arrive in time, so only answers are compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

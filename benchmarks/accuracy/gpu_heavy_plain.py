@@ -1,7 +1,5 @@
 """Expected results for gpu_heavy.py: plain transformers in float32 that attend only to pages held by a request."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Child process of gpu_heavy.py: run one engine with heavy hitters, and overwrite pages that it has freed."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -8,8 +8,6 @@ The program writes DIR/options-answers.json.gz (options-2), which gpu_families_p
 `runtime` and `kernels` on the path.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 Divergences are in nats. The limits are those of gpu_families_judge.py.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import median

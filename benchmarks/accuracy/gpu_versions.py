@@ -8,8 +8,6 @@ vLLM's version, the token IDs, and the functions of vLLM that kvpilot replaced i
 PYTHONPATH, the program runs without a network. It also tries a retention that kvpilot refuses on a version.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Child process of gpu_versions.py: send prompts twice to one engine, and list functions that kvpilot replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@ token's row, so both must agree to the last logprob. Two more engines have no wi
 writes OUT/window-MODEL.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

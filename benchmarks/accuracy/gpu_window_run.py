@@ -1,7 +1,5 @@
 """Child process of gpu_window.py: answer prompts greedily in one engine whose rings may be overwritten."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Common code of programs that make a page from a JSON file."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

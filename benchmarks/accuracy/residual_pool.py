@@ -9,8 +9,6 @@ A step reads a share of its tokens at 8 bits, which costs as much as `int8`. Thi
 or cached. Other rows are `kvpilot backtest`'s engines.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace

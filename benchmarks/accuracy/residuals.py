@@ -14,8 +14,6 @@ recent window as a ring keeps it. Rows `hit` cover the 64 tokens after a hit in 
 not computed again. FOLDER keeps the texts' tokens, for a machine without the documents; `--cut` makes only these.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -15,8 +15,6 @@ sinks, which engines do not offer. Perplexity covers the tokens after the larges
 A row of 2,048 tokens takes about half a minute on two cores; 64K tokens need a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ be the model's folder. The program writes OUT/speculation-acceptance.json, from 
 makes the page.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -1,7 +1,5 @@
 """Write the page of speculation_acceptance.py: `speculation_acceptance_report.py FIGURES.json`."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from typing import Any

@@ -6,8 +6,6 @@ one trace of requests several times on the engine and once in the simulation, an
 docs/benchmarks/backtest-cpu.json.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import platform

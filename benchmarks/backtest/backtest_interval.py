@@ -5,8 +5,6 @@ load and number of replicas it prints one line of Markdown: finished and lost re
 second half, preemptions, and percentiles.
 """
 
-from __future__ import annotations
-
 from statistics import mean
 
 import numpy as np

@@ -5,8 +5,6 @@ complete run of a dtype, it uses that one. It writes the profile into the packag
 measured point.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

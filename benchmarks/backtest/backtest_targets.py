@@ -1,7 +1,5 @@
 """Effect of an autoscaler's target on a hundred services: `python -m benchmarks.backtest.backtest_targets`."""
 
-from __future__ import annotations
-
 from benchmarks.backtest import fleet
 from kvpilot_cli.backtest.costs import load_profile
 from kvpilot_cli.backtest.pilot import load_spec

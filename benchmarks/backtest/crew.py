@@ -1,7 +1,5 @@
 """Pilots of all services of a fleet, with each service's recent metrics."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta

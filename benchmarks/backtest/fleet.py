@@ -3,8 +3,6 @@
 python -m benchmarks.backtest.fleet --services 1000 --days 3
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -8,8 +8,6 @@ The rules follow Kubernetes 1.34's documentation:
 - A scale-in uses the highest recommendation of the last 300 s. It may remove any number of replicas at once.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -7,8 +7,6 @@ prefix survives a pause until other requests need its blocks. docs/benchmarks/ba
 `engine` and states the error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

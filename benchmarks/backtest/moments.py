@@ -1,7 +1,5 @@
 """Statistics of a load's requests for the interval model: means, and quantiles of their prefill work."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

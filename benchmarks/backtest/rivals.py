@@ -4,8 +4,6 @@ It prints a Markdown table and verdicts. The rivals are Kubernetes' HorizontalPo
 with a fixed dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

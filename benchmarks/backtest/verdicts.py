@@ -1,7 +1,5 @@
 """Verdict on a comparison: is the pilot ahead of the other policies, on each load and over all loads?"""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

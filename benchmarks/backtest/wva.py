@@ -13,8 +13,6 @@ docs/integrations/hpa-integration.md of llm-d-workload-variant-autoscaler):
 Version 0.9 and later count tokens by default, which is not modelled here.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

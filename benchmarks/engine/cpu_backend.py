@@ -7,8 +7,6 @@ probe compares its answers with those of the `auto` engine (general and multi-tu
 send prompts of 400 tokens and get 33 to 96 tokens. The program writes docs/benchmarks/cpu-backend.json and .md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import platform

@@ -4,8 +4,6 @@
 tokens. So its wall time is the longest gap between two results after the request's arrival.
 """
 
-from __future__ import annotations
-
 import cProfile
 import itertools
 import pstats

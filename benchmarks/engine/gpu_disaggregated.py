@@ -12,8 +12,6 @@ connector's choice. GPU 0 prefills prompts one by one, and GPU 1 answers them. T
 The program writes OUT/disaggregated-SHAPE.json and prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

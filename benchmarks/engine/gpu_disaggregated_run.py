@@ -1,7 +1,5 @@
 """Child process of gpu_disaggregated.py: run one engine that prefills or decodes, and answer the parent's questions."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

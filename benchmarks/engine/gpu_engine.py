@@ -5,8 +5,6 @@ benchmark measures every case on that engine. If the engine fails or runs out of
 program writes OUT/SHAPE-DTYPE.json and .log, from which `plots.py` makes tables and plots.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

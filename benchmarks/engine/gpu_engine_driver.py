@@ -4,8 +4,6 @@ As behind an API server, the engine core runs in its own process and schedules a
 `engine.step()` returns the output of one step, so a step takes the time between two returns.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -4,8 +4,6 @@ Cases share their prompts: a shorter context is a prefix of a longer one. So the
 for the longest case. A rate in tokens per second counts only prompts that were not cached.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

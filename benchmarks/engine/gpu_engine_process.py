@@ -1,7 +1,5 @@
 """Run a vLLM engine in a child process, offline, with our plugin and a time limit. Its own children end with it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -3,8 +3,6 @@
 `load` reads the JSON files of gpu_engine.py. Of several runs of the same shape and dtype, the newest one counts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

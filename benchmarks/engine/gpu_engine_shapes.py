@@ -6,8 +6,6 @@ active experts. One of eight GPUs under tensor parallelism becomes a model with 
 vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -7,8 +7,6 @@ a comparison of every block's bytes, and the number of equal answer tokens. The 
 after each dtype and prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Child process of gpu_lmcache.py: one engine with LMCache answers prompts one by one, and reports on their blocks."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

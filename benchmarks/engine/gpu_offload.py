@@ -9,8 +9,6 @@ left, in all layers. `--disk-gib` also runs each dtype with a disk tier of that 
 checksums. The program writes OUT/offload-SHAPE.json and prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

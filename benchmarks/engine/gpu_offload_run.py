@@ -1,7 +1,5 @@
 """Child process of gpu_offload.py: continue conversations in random order in one engine, and report hits by tier."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

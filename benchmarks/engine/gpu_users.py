@@ -6,8 +6,6 @@ of 200, and a pause of 20 s on average. Users are added level by level, until TT
 The program writes OUT/users-SHAPE-DTYPE.json, and prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

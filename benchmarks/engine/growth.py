@@ -6,8 +6,6 @@ on that GPU. `--plot` draws step and limit against the total tokens, with a pane
 matplotlib).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

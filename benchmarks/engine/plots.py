@@ -5,8 +5,6 @@ SVGs per shape: decode step against context, and tokens that fit. From h200-engi
 again. It needs matplotlib, which kvpilot does not depend on.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Simulated users who hold long conversations with a vLLM server over its HTTP API."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

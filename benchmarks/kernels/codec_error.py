@@ -8,8 +8,6 @@ stored, and padded with zeros if the size has no layout. The table then has the 
 bits. In heads with outliers some channels are eight times the others.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

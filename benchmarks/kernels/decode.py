@@ -14,8 +14,6 @@ its own; missing ones are left out. Our formats are measured with each window of
 ring. The program writes OUT/decode.json, from which `decode_page.py` makes pages.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -13,8 +13,6 @@ Then one value becomes NaN, in a stored token and in a token of the step. Each a
 and every other one must stay unchanged. The program writes OUT/decode-check.json, and exits with 1 if a row is off.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

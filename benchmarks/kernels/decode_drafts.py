@@ -10,8 +10,6 @@ the run. The program writes OUT/decode-drafts.json.
 multiprocessor, for example 32x3x8.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@ without the overlap. It prints the choice of `kvpilot_kernels.gpu.launch.tuning`
 OUT/decode-overlap.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from datetime import UTC, datetime

@@ -3,8 +3,6 @@
 The Triton kernel is measured only for heads that the other two do not support.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

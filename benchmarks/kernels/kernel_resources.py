@@ -6,8 +6,6 @@ and exits with 1 if one spills that is not in `known`, or needs more shared memo
 docs/benchmarks/kernel-resources.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

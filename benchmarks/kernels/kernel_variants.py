@@ -1,7 +1,5 @@
 """Variants of each GPU kernel that engines launch: constants and warps by format, head_dim and compute capability."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

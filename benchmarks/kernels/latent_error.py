@@ -8,8 +8,6 @@ The program prints a Markdown table: bytes per token, capacity relative to 16 bi
 latents and of RoPE parts, and the error of attention's output over the output's norm (median and worst of 64 heads).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ bfloat16, or float8 (e4m3, scale 1) that the kernel converts to bfloat16 before 
 choices; `CHOICES` are those to try.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ splits.
 It needs only torch and Triton. It writes OUT/mla-decode.json after every row, and exits with 1 if a result is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -8,8 +8,6 @@ itself, and one that also attends to a context of the same length. It prints tim
 bfloat16. `--sweep` times other blocks. It writes OUT/prefill.json, and exits with 1 if a result is off.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

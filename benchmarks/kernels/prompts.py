@@ -7,8 +7,6 @@ replays. `of copy` is the rate of bytes read and written over the rate of a copy
 `--gathers` time other programs (tokens and warps). It writes OUT/prompts.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Measure GPU launches in CUDA graphs that rotate over many caches, and the rate of memory copies on the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 python -m benchmarks.operator.background SHARE
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -10,8 +10,6 @@ edits two specs and changes one pod per second, and reads the operator's metrics
 size it continues for `--soak` seconds. `fleet_page.py` makes the page and the plot.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -7,8 +7,6 @@ of sixteen factors (paces). KV cache usage and running requests go up and down. 
 between scrapes of the same pod.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

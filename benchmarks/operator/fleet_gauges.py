@@ -1,7 +1,5 @@
 """Measurements for fleet.py: cost of processes, statuses from a watch, percentiles, and rates of counters."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -6,8 +6,6 @@ It watches our Deployments and creates as many pods as each requests. Pods are b
 each has its own address in 127.0.0.0/8. They are real objects of the real API server, but run no containers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys

@@ -5,8 +5,6 @@
 It writes fleet.md and fleet.svg next to the JSON file. The table of an older run, from the same folder, comes below.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import textwrap

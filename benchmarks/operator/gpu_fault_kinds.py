@@ -1,7 +1,5 @@
 """Faults of gpu_faults.py: each makes its fault, and waits until its effect has ended."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

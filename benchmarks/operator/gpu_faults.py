@@ -17,8 +17,6 @@ rollback   as dtype, and kill -9 of the operator in each stage until the canary 
 The record is written after each fault. SIGTERM ends the benchmark and everything that it started.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Service of two engines on GPUs under a load, for gpu_faults.py: its engines, its users, and its changes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -11,8 +11,6 @@ All processes share the machine, so hostile services take processor time from th
 that run come from the machine and not from the operator.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -7,8 +7,6 @@ The behaviour of an engine depends on its address 127.(100 + kind).x.y. x is at 
 engine (kind 0) answers as vLLM does. /stats returns the number of scrapes by address.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 python -m benchmarks.operator.hostile_page docs/benchmarks/operator-hostile.json
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

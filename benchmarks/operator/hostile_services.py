@@ -1,7 +1,5 @@
 """Hostile services for hostile.py: their objects, and later actions of their owners."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter

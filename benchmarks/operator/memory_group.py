@@ -4,8 +4,6 @@ The limit on allocations is RLIMIT_DATA. RLIMIT_AS would also count libraries, a
 not use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

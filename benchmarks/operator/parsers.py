@@ -6,8 +6,6 @@ Each parser reads a valid text and texts of every known hostile kind. The page n
 measurement lifts the limits on page sizes, so that it shows the slope beyond them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 Only the requested command is imported, so it runs even if another command's dependencies are missing.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Manifests in YAML or JSON files: documents, lists of objects, and standard input."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping

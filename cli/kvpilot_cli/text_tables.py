@@ -1,7 +1,5 @@
 """Plain text tables with narrow columns and right-aligned numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 

@@ -7,8 +7,6 @@
 --cluster    run on the cluster of kubectl's current context, with --image=, --model= and, for no question, --yes
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

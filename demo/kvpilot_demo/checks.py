@@ -1,7 +1,5 @@
 """Checks before the demo changes anything. They use only the standard library, because no package is installed yet."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping

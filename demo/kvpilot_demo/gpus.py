@@ -1,7 +1,5 @@
 """Story on GPUs: checks before anything starts, the service's manifest, and a start of each engine beside the first."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

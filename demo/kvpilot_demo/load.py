@@ -8,8 +8,6 @@ documentation. They start at different tokens, because a shared prefix in the ca
 should take. With a `Talk`, a user then goes on with the same conversation, as in a chat.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

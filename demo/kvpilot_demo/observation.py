@@ -1,7 +1,5 @@
 """Observations of the demo's service, and a timeout that restarts with each sign of progress."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -6,8 +6,6 @@ This module uses only the standard library, because it installs the packages. Tw
 the control plane. The other installs packages, converts the model, and lets it answer a first question.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Let the model answer a first question while the control plane still compiles."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Screen of the demo: the steps, a table of the service, Events, and a summary at the end."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Client of the demo's service in any cluster. It sends the same requests as kubectl would."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from pathlib import Path

@@ -3,8 +3,6 @@
 The story on GPUs has more steps. Its load stays during all of them, grows, and leaves at the end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Summary of the demo, for readers who have not read the docs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvpilot_demo.story import BAD, GOOD, Record, Size

@@ -1,7 +1,5 @@
 """Demo on the cluster of kubectl's current context. kvpilot must already be installed there."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -34,7 +32,7 @@ class UserCluster(DemoService):
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def up(cls, folder: Path, image: str, model: str) -> AsyncIterator[UserCluster]:
+    async def up(cls, folder: Path, image: str, model: str) -> "AsyncIterator[UserCluster]":
         """Create the namespace. At the end, delete it with everything in it."""
         await asyncio.to_thread(kubectl, "create", "namespace", NAMESPACE)
         try:

@@ -1,7 +1,5 @@
 """Local cluster of the demo: a control plane, one node and the operator, all on this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -68,7 +66,7 @@ class World(DemoService):
         newer: bool = True,
         example: Object | None = None,
         resources: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[World]:
+    ) -> "AsyncIterator[World]":
         """Build missing programs and start everything. Stop it at the end.
 
         Args:

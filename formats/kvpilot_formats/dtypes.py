@@ -4,8 +4,6 @@
 `has_ring`, `calibrated_only`, `bits_per_element` and `recent_tokens`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

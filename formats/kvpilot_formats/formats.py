@@ -8,8 +8,6 @@ To add a dtype with keys and values of 2, 4 or 8 bits, add a row to `FORMATS`. K
 tests/unit/test_dtype_table.py then names the measurements that lack the new dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar

@@ -3,8 +3,6 @@
 tests/runtime/test_vetoes.py checks each refusal against vLLM's backends.
 """
 
-from __future__ import annotations
-
 from kvpilot_formats import dtypes, formats
 from kvpilot_formats.dtypes import Dtype
 

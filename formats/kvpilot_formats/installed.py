@@ -1,7 +1,5 @@
 """The installed version and extras of kvpilot, for each command."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib.metadata import version

@@ -25,8 +25,6 @@ region        offset in bytes        shape, row-major      element
 T is a multiple of 16, so every region starts at a multiple of 16 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -64,8 +64,6 @@ C is the largest number that fits: at D = 128 and T = 64 it is 177 for `k8v4`, 6
 `k2v2`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 ZERO_STEPS = 30

@@ -4,8 +4,6 @@ Pass such text through `shown`, or through `lines` to keep line breaks, before i
 terminal. Shorten it only afterwards, because a password is recognised by the @ after it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import AsyncIterator

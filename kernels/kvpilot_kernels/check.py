@@ -5,8 +5,6 @@ Each check raises BadInputError, whose message names the argument, its value and
 values, so on a GPU they wait for the device.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpilot_formats.formats import Format

@@ -9,8 +9,6 @@ so the matrix products run on codes. Key scales apply only to scores, and value 
 static factors (`kvpilot_kernels.factors`) apply to q, to out, and to a stored token before its rotation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -14,8 +14,6 @@ the same in every text. So the key at position 0 has its own mean, `key_first`, 
 adds q . (key_first - key_mean) to the score of this token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import torch
@@ -36,7 +34,7 @@ class Factors:
             object.__setattr__(self, "key_first", self.key_mean.clone())
 
     @classmethod
-    def identity(cls, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> Factors:
+    def identity(cls, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> "Factors":
         """Return factors that change nothing, for a model without calibration."""
         zero = torch.zeros(kv_heads, head_dim, device=device)
         return cls(zero, zero + 1, zero.clone(), zero + 1)
@@ -45,11 +43,11 @@ class Factors:
         """Return mean and scale of keys (`side="key"`) or values (`"value"`), except for the key at position 0."""
         return (self.key_mean, self.key_scale) if side == "key" else (self.value_mean, self.value_scale)
 
-    def to(self, device: torch.device | str) -> Factors:
+    def to(self, device: torch.device | str) -> "Factors":
         """Return the same factors on another device."""
         return Factors(*(getattr(self, f.name).to(device) for f in fields(self)))
 
-    def copy_(self, other: Factors) -> None:
+    def copy_(self, other: "Factors") -> None:
         """Overwrite these factors in place with others of the same shape."""
         for f in fields(self):
             getattr(self, f.name).copy_(getattr(other, f.name))

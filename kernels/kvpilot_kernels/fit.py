@@ -31,8 +31,6 @@ The sum is over queries i that read token t from its page: those at least RECENT
 8 bits, from the recent window. The fit leaves out the first key of each sequence.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpilot_kernels.factors import Factors

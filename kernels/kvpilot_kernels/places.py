@@ -1,7 +1,5 @@
 """Lookup of the sequence of each query token in a batch, and of the cache slots of several sequences' tokens."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Ring of the recent window: slots of tokens in it, and its pages on a CPU. `layouts` has the byte layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

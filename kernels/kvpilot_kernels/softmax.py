@@ -3,8 +3,6 @@
 A sink is a learned logit per head that takes weight but has no value.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -3,8 +3,6 @@
 Every failure is a ToolError of one line, which names the remedy. Only this module talks to a cluster.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 A request is the annotation kvpilot.io/canary. It names the trial, so the operator acts on it once.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import dataclass

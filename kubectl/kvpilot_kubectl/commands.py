@@ -3,8 +3,6 @@
 Exit codes: 0 done, 1 not found or refused, 2 wrong argument, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

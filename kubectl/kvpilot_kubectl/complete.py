@@ -4,8 +4,6 @@ To complete `kubectl kvpilot`, kubectl 1.26 and newer runs `kubectl_complete-kvp
 argcomplete's register-python-argcomplete complete `kubectl-kvpilot` without kubectl.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -1,7 +1,5 @@
 """Errors that end a command. Each has one line for the user, and an exit code."""
 
-from __future__ import annotations
-
 from kvpilot_formats.untrusted import lines
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130

@@ -1,7 +1,5 @@
 """`kubectl kvpilot export SERVICE`: print a service's manifest with the dtype that it has earned, and the evidence."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping

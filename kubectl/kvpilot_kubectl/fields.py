@@ -4,8 +4,6 @@ For a missing value, or a value of another type, they return None or something e
 printable, because messages quote engines, and a terminal obeys control characters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any

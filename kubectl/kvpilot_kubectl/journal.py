@@ -1,7 +1,5 @@
 """Timeline of a service: the journal in its status, with its Events. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Entry point `kubectl-kvpilot`, which kubectl runs for `kubectl kvpilot`."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

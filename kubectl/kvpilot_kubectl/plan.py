@@ -1,7 +1,5 @@
 """`kubectl kvpilot plan SERVICE`: run `kvpilot plan` for the service's model on its GPU."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Engine pods that do not answer, and the kubelet's or scheduler's last warnings about them. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The fields of a QuantizedLLMService that people need, read from the object's JSON. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Output for people with rich: coloured and folded on a terminal, otherwise plain lines of any length."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

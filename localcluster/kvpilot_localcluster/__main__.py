@@ -1,7 +1,5 @@
 """Command line: python -m kvpilot_localcluster build|up|down|node|kubeconfig|logs."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

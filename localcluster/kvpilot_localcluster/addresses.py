@@ -1,7 +1,5 @@
 """Loopback addresses and ports for pods and Services. No two users on this machine have the same one at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

@@ -1,7 +1,5 @@
 """Audit log of writes to the API server, and a check that only the holder of a Lease has written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Back-off of container restarts, as in a kubelet. This module does no I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ into place. KEY is a hash of the file names of all input packages, which contain
 its work folder remains, and the next build resumes at the unfinished step. A finished build removes the work folder.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

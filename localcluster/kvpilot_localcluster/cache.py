@@ -1,7 +1,5 @@
 """Folder of downloads and builds that a machine needs only once."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ python -m kvpilot_localcluster.causes LOG # prints the cause of the failure at t
 kvpilot_localcluster.causes --room 5 FOLDER # fails if the folder's disk has less than 5 GB free
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Private certificate authority made with openssl, and kubeconfigs that use its certificates."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

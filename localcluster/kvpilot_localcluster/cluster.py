@@ -1,7 +1,5 @@
 """Whole cluster as one object: a control plane, one node agent, and a forwarder for Services."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import os

@@ -6,8 +6,6 @@ started, or its shim was killed. Once a shim that was told to end the process is
 have ended. Only then may the folder be removed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

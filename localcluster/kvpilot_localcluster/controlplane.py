@@ -9,8 +9,6 @@ newer apiextensions-apiserver keeps all CRDs and enforces their CEL rules, and `
 Without the first server, the core keeps the CRDs and ignores their CEL rules.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import shutil

@@ -3,8 +3,6 @@
 The archive is the one in the sources of the machine's apt, with another suite. So this module names no host.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Custom resource definitions: create them, and route them from an older core to a newer server."""
 
-from __future__ import annotations
-
 import http.client
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Environment variables and arguments of a container, as a kubelet computes them. This module does no I/O."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

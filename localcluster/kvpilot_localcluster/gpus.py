@@ -1,7 +1,5 @@
 """GPUs of this machine, as nvidia-smi reports them, and their owners among the node's pods."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Image table: the local programs that replace container images."""
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import string

@@ -3,8 +3,6 @@
 These two programs mostly pass objects on. Typed models would convert them twice and drop unknown fields.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

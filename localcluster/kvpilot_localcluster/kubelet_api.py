@@ -1,7 +1,5 @@
 """Part of a kubelet's HTTPS API that returns container logs, for `kubectl logs`. No other part is needed here."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 With libyaml, if PyYAML was built with it, ours of 180 KB are read eight times as fast.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

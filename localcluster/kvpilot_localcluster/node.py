@@ -23,8 +23,6 @@ It has no exec, attach or port-forward, no postStart hooks, no sidecar or epheme
 service account tokens in the usual place. It is only for tests and the demo, never for production.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -4,8 +4,6 @@ A container here has no file system of its own, so paths in its command, argumen
 below a mount point, or below a folder of the image, becomes the path of the real folder.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

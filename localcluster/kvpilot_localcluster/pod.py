@@ -1,7 +1,5 @@
 """Runner of one pod on this node: its volumes, its containers in order, its status and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

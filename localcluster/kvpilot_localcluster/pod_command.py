@@ -1,7 +1,5 @@
 """Command of a container: its arguments, environment and folders on a node that all pods share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A pod's status as a kubelet would report it, computed from its containers. This module does no I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -5,8 +5,6 @@ It runs behind the core's aggregator. The two versions have the same structure. 
 subresource of pods and do not go through this server.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

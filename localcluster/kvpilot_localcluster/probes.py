@@ -1,7 +1,5 @@
 """Probes and hooks of a container, run as by a kubelet."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

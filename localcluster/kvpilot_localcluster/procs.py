@@ -4,8 +4,6 @@ The kernel may reuse a recorded pid for another process. With the start time (cl
 /proc/PID/stat) the identity is unique. So a record is safe to use even if its writer was killed by kill -9.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

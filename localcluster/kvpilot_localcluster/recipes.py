@@ -8,8 +8,6 @@ modern: apiextensions-apiserver, the server that enforces CEL rules. It comes fr
 built with Go from PyPI.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

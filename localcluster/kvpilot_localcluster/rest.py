@@ -1,7 +1,5 @@
 """Small blocking client of one Kubernetes API server, for the start of a cluster and for tests."""
 
-from __future__ import annotations
-
 import json
 import ssl
 import time
@@ -42,7 +40,7 @@ class Rest:
     context: ssl.SSLContext
 
     @classmethod
-    def of_files(cls, server: str, authority: Path, certificate: Path, key: Path) -> Rest:
+    def of_files(cls, server: str, authority: Path, certificate: Path, key: Path) -> "Rest":
         """Return a client that trusts one certificate authority and uses one client certificate."""
         context = ssl.create_default_context(cafile=str(authority))
         # Newer Python versions require key identifiers in strict mode, and certificates of openssl here have none.
@@ -51,7 +49,7 @@ class Rest:
         return cls(server, context)
 
     @classmethod
-    def of_kubeconfig(cls, path: Path) -> Rest:
+    def of_kubeconfig(cls, path: Path) -> "Rest":
         """Return a client for the current context of a kubeconfig that this package wrote."""
         config = yaml.safe_load(path.read_text())
         cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]

@@ -8,8 +8,6 @@ ready endpoint, nothing listens at its address, so connections are refused.
 In contrast to kube-proxy it supports only TCP, and no session affinity, node ports or external addresses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

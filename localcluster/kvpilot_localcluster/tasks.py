@@ -1,7 +1,5 @@
 """Safe cancellation of tasks."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

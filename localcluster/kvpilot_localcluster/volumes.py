@@ -1,7 +1,5 @@
 """Volumes of a pod as folders of this machine."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 from collections.abc import Awaitable, Callable, Mapping

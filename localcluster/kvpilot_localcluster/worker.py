@@ -1,7 +1,5 @@
 """Runner of one container of a pod: start it, run its probes, and restart it by its policy."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,7 +1,5 @@
 """Pauses between retries of failed work."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 docs/benchmarks/operator-parsers.md has the measured cost of each input.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """Entry point of `kvpilot-operator`. It checks that the operator's dependencies are installed."""
 
-from __future__ import annotations
-
 import sys
 
 from kvpilot_formats.installed import lacks

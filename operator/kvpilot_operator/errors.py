@@ -1,7 +1,5 @@
 """Errors that the operator raises on purpose, except those of probes (`kvpilot_probes.errors`)."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import PurePath
 

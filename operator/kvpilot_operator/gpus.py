@@ -3,8 +3,6 @@
 The table omits names of partial GPUs: those with `-SHARED` (time slicing), or with `-MIG-1g.10gb` (a slice).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The process of `kvpilot-operator`, and the handlers that kopf calls."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

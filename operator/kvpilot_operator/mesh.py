@@ -1,7 +1,5 @@
 """The operator's identity in a service mesh, read from files that the mesh's agent writes and renews."""
 
-from __future__ import annotations
-
 import logging
 import ssl
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Format of times, in messages and in objects."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 

@@ -1,7 +1,5 @@
 """OpenTelemetry spans. Their attributes never hold text of users or engines, such as prompts or error messages."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -72,7 +70,7 @@ def trace_headers(of: Span) -> dict[str, str]:
 class SpanSender:
     """The SDK's tracer, which sends spans in batches from a thread. If the collector is slow, it drops some spans."""
 
-    def __init__(self, exporter: SpanExporter | None = None) -> None:
+    def __init__(self, exporter: "SpanExporter | None" = None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider

@@ -1,7 +1,5 @@
 """The pack `builtin/agent`: rounds of tool calls and results, and a decisive call at their end. Made from a seed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from random import Random

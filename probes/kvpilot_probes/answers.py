@@ -4,8 +4,6 @@ If a logprob of a position is missing or not finite, the position gets no logpro
 Impossible logprobs, and bodies that do not follow the API, raise `MalformedAnswer`.
 """
 
-from __future__ import annotations
-
 import re
 from array import array
 from collections.abc import Mapping, Sequence

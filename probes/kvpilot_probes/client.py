@@ -1,7 +1,5 @@
 """Requests to engines over vLLM's OpenAI-compatible API, with limits on answer sizes and one retry of a connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

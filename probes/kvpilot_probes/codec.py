@@ -5,8 +5,6 @@ nat. A position's greedy token is stored first, so that a reader knows it even i
 a prompt shares with an earlier one is stored once. `encode` refuses data that does not shrink to MAX_BYTES.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -4,8 +4,6 @@ A chat is rendered once without and once with each *chapter*, a piece of text or
 adds are then joined. So a prompt of 131,072 tokens needs no large answer of /tokenize, and any length can be made.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """Connections to engines, with limits that aiohttp lacks: on interim (1xx) answers, and on bytes around a body."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 Everything is made from fixed seeds, so the same engine gets the same prompts.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Sequence

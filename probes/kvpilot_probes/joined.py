@@ -1,7 +1,5 @@
 """Prompts that share a long prefix, kept once."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice

@@ -4,8 +4,6 @@ A pack is YAML (example: docs/accuracy-packs.md). Tags are refused because they 
 could expand to any size.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import reprlib

@@ -1,7 +1,5 @@
 """Prose made from a seed: sentences without meaning, with facts that can be asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The pack `builtin/reasoning`: short tasks with exact answers, and long answers that must not go astray. Seeded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from random import Random

@@ -1,7 +1,5 @@
 """Tasks, their results, and the comparison of two engines' results. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A first request sends only the first half of a prompt. The full prompt is then p
 next turn of a chat. A cache can be wrong in that case even if it is right for new prompts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from array import array

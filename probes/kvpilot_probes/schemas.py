@@ -1,7 +1,5 @@
 """JSON schemas of tools' arguments: the common part of JSON Schema that tool calls use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -10,8 +10,6 @@ is. By Ville's inequality the wealth then ever reaches 1/a with a probability of
 Wald's sequential test (1945, Annals of Mathematical Statistics 16:117), and all tests share FALSE_ALARM equally.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One probe run on an engine: its settings, its waits for users' requests, and its deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import time

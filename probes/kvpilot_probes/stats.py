@@ -10,8 +10,6 @@ not report a baseline token, the token gets the candidate's smallest reported pr
 Even then, garbage that shares no token with the baseline has a large KL.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence

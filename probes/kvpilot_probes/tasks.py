@@ -5,8 +5,6 @@ answer is the engine's own from its first token to its last. The baseline answer
 solve them fails no canary.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -8,8 +8,6 @@ Pods must not share the folder itself. vLLM and torch name temporary files by pr
 and vLLM writes some files in place.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import hashlib

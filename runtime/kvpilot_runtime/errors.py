@@ -6,8 +6,6 @@ EngineRefusedError
 └── PreflightError            kvpilot-serve or kvpilot-prefetch refuses; it carries the reason that the operator reports
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Literal

@@ -1,7 +1,5 @@
 """Address that engines and `kvpilot-prefetch` listen on."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -7,8 +7,6 @@
 - for requests for offloaded pages and for draining, if `kvpilot-serve` has set `options.SERVE`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

@@ -5,8 +5,6 @@ It needs neither a GPU nor vLLM. It does not fetch existing files again, so an i
 with a reason: ModelNotFound, VolumeFull, VolumeNotWritable or HubUnreachable.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import fnmatch

@@ -1,7 +1,5 @@
 """Exchange between the ranks of an engine."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import torch

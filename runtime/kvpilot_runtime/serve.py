@@ -7,8 +7,6 @@ A refusal is a JSON line, the last one on stderr, with exit code 78 (EX_CONFIG: 
 A warning is such a line with ``"warning"``; the engine still starts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ A sequence with k draft tokens has 1 + k tokens in a step. Each is a query that 
 model accepts drafts up to the first wrong one. The next step stores other tokens in the slots from there on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random LoRA adapter of a small model, and the same model with the adapter merged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

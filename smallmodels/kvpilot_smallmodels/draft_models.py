@@ -3,8 +3,6 @@
 The drafts of random heads are wrong, but an engine runs these heads like real ones.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

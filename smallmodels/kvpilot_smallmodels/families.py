@@ -4,8 +4,6 @@ They are so small that an engine and plain transformers answer hundreds of reque
 requests are token ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -5,8 +5,6 @@ Each is made once, in a folder under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models
     python -m kvpilot_smallmodels.models smollm2-135m      # prints the folder's path
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

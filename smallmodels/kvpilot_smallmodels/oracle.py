@@ -8,8 +8,6 @@ With a recent window the oracle needs a record of the engine's steps. Only a ste
 window holds only tokens that were stored after the sequence got a ring.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Check if this machine's processor supports vLLM's quantized KV-cache dtypes."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterable
 from pathlib import Path

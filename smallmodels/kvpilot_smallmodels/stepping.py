@@ -1,7 +1,5 @@
 """Runner of requests through vLLM's engine, for tests and benchmarks that inspect each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures of the chart tests: its folder, its output for each value file in tests/chart/values, and a cluster."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

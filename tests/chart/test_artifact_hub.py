@@ -1,7 +1,5 @@
 """The chart's metadata for Artifact Hub is valid and true."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The OLM bundle passes the checks of catalogs, and installs the same objects as the chart."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

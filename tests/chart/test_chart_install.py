@@ -4,8 +4,6 @@ Pods use only the token of the chart's ServiceAccount (operator_image.py). If a 
 has a rejection.
 """
 
-from __future__ import annotations
-
 import http.client
 import re
 import urllib.request

@@ -1,7 +1,5 @@
 """checkov reports only documented exceptions for the rendered chart and for the objects of a service."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 After an intended change, renew the snapshots: RENEW=1 .venv/bin/pytest tests/chart/test_chart_render.py
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -3,8 +3,6 @@
 The tests use a real API server and Helm. The releases have no pods.
 """
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Values that clusters set: each changes the fields that it names, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Values are validated before rendering: errors name the wrong value, and every known value is documented."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

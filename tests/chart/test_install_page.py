@@ -4,8 +4,6 @@ The chart is a copy without its minimum version, because the local API server is
 first section (plain manifests, selected namespaces only) run after the page's commands for removal.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

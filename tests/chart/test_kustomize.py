@@ -1,7 +1,5 @@
 """Plain manifests equal the chart: kustomize renders each folder as Helm renders the matching values."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

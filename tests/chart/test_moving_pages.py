@@ -3,8 +3,6 @@
 The operator is the real one, in its own pods. A cheap engine without a model replaces the pages' images.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

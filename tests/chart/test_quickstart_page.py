@@ -1,7 +1,5 @@
 """The commands of docs/quickstart.md, with the operator outside the cluster and cheap engines."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The commands of README's section "On your cluster", run in bash in the local cluster, with a cheap engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

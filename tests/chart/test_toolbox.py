@@ -1,7 +1,5 @@
 """Tools come from the user's PATH, or are downloaded once into the cache, completely or not at all."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpilot_localcluster.errors import BuildFailed

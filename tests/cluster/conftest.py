@@ -1,7 +1,5 @@
 """Real clusters on loopback, started once per test session."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each invalid manifest is refused by the judge that bad_manifests.yaml names: the API server or the operator."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

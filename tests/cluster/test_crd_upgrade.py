@@ -1,7 +1,5 @@
 """Services survive when their CRD is replaced."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The status says why a group's pods cannot be created, although StatefulSets report that only in Events."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server with the HTTPRoute CRD accepts the operator's HTTPRoutes, with its limits and defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server with the InferencePool CRD accepts the operator's pools, with its rules enforced."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Baselines on a real API server: the operator keeps few, and never reads or deletes other objects with their label."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest_asyncio

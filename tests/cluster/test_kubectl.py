@@ -1,7 +1,5 @@
 """`kubectl kvpilot` as a user's process, against a real API server (Kubernetes 1.20) with the real CRD."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A real API server and operator: the spec that served before a refused one is exported, and serves elsewhere."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

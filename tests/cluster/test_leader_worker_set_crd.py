@@ -1,7 +1,5 @@
 """A server with the LeaderWorkerSet CRD accepts the operator's sets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

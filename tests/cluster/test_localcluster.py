@@ -1,7 +1,5 @@
 """The local cluster runs pods on a real control plane as a kubelet would, from start to end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

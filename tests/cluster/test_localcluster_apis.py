@@ -1,7 +1,5 @@
 """The local cluster serves APIs that its Kubernetes 1.20 server lacks: policy/v1, and CRDs with CEL rules."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Containers of the local cluster: their inputs, the reasons why they do not start, and their logs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """No process outlives its pod or the cluster, checked over the whole machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

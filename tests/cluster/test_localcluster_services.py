@@ -1,7 +1,5 @@
 """Services of the local cluster route only to the ready pods that they select."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import urllib.request

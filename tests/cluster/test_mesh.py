@@ -1,7 +1,5 @@
 """The operator's process with a mesh's certificates, and an engine that accepts no other client."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """/metrics checked by TokenReview and SubjectAccessReview of a real API server, with the operator's own rights."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import time

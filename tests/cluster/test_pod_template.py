@@ -1,7 +1,5 @@
 """engine.podTemplate on a real API server (Kubernetes 1.20, RBAC, admission): resulting pods and required rights."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The status shows rejections by a real API server and its admission plugins (Kubernetes 1.20), with field and text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A claim and the Job that fills it, on a real API server (Kubernetes 1.20) with its controllers and admission."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Event
 from typing import Any

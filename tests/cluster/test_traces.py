@@ -1,7 +1,5 @@
 """The operator's process sends its traces, the last ones at its end, while it uses a real API server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

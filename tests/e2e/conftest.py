@@ -1,7 +1,5 @@
 """One cluster with an operator and engines of a tiny model, shared by all files that do not test cluster startup."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -3,8 +3,6 @@
 Cheap engines (`kvpilot_localcluster.engines.faulty`) suffice, because the test checks only who writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

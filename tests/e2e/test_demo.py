@@ -1,7 +1,5 @@
 """The README's demo without a terminal: every step of the story is checked against its record."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The story on GPUs, with cheap engines and GPUs that do not exist: every step happens, and everything is measured."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of faults on GPUs, with cheap engines and GPUs that do not exist: each fault ends, and is counted."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@ No pods run, because the test checks only who writes. Services change all the ti
 do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

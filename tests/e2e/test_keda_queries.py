@@ -1,7 +1,5 @@
 """Queries of the KEDA example. Prometheus' own engine (promtool) evaluates them over pages of a small fleet."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Two faster tests run every time. tests/unit/test_decide_rollout.py kills between
 tests/faults/test_unprobed_pods.py uses a real API server and the operator's process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,7 +1,5 @@
 """The pilot in a real cluster with real engines: replicas, a canary under live load, and continued observation."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import os

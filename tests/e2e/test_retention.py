@@ -1,7 +1,5 @@
 """A bounded cache in a real cluster with real engines: a window that forgets is rolled back, a wider one promoted."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The fault of one service appears in the API or a condition, and the others stay served.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

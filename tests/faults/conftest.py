@@ -1,7 +1,5 @@
 """One cluster of cheap engines and one operator for all fault tests. Each test leaves both healthy."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 

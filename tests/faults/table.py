@@ -4,8 +4,6 @@ python tests/faults/table.py                  # measures all
 python tests/faults/table.py --record FILE    # only the table, from a run with KVPILOT_FAULTS_RECORD=FILE
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

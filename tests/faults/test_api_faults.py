@@ -3,8 +3,6 @@
 The operator acts on users' changes soon after the fault, and no request to a service fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -40,7 +38,7 @@ class Changes:
         self.world, self.new, self.old, self.replicas = world, f"new-{number}", f"old-{number}", -1
 
     @classmethod
-    async def prepared(cls, world: FaultyWorld) -> Changes:
+    async def prepared(cls, world: FaultyWorld) -> "Changes":
         """Create the service to delete while there is no fault yet."""
         changes = cls(world)
         await world.create(changes.old, 0)

@@ -1,7 +1,5 @@
 """The operator's clock jumps by an hour in either direction. No decision changes, and pressure stays visible."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """The eviction API, which node drains use, obeys a service's disruption budget."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpilot_operator.cluster.objects import Object, Ref

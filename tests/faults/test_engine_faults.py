@@ -1,7 +1,5 @@
 """Engines with broken metrics or probes delay no other service and change no decision, and are read again later."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -3,8 +3,6 @@
 Only their leaders take requests, a canary adds one group, and a group with an ended pod is recreated.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 

@@ -1,7 +1,5 @@
 """A real proxy copies live requests to a canary in a step of 0%, and every user is answered by what serves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """A write into a broken network does not arrive after the network recovers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

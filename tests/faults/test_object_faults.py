@@ -3,8 +3,6 @@
 In each case the requested objects exist afterwards, and no other service is delayed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import time

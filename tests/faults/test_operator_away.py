@@ -1,7 +1,5 @@
 """While no operator runs, new pods of the serving revision get requests, and those of an unprobed canary get none."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -3,8 +3,6 @@
 Each of them leads to a typed error, soon, with little memory and a short message.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

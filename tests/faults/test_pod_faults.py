@@ -3,8 +3,6 @@
 The pilot recognizes an outage and changes nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

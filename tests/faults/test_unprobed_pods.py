@@ -3,8 +3,6 @@
 The tests cover a whole canary and a rollback, wherever the operator is killed.
 """
 
-from __future__ import annotations
-
 import pytest
 import pytest_asyncio
 

@@ -4,8 +4,6 @@ Everything lies below one folder. Containers share this machine's network, so ea
 127.0.0.1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Lock files as pip reads them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

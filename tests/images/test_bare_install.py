@@ -1,7 +1,5 @@
 """`pip install .` without extras, in a new environment: each command works, or names the extra that it needs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

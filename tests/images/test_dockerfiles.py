@@ -1,7 +1,5 @@
 """Checks of the Dockerfiles' text that need no builder, and a linter's."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

@@ -4,8 +4,6 @@ The Dockerfiles' own bases come from registries. The base here has the same Pyth
 image's additions (see `image_builder`).
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

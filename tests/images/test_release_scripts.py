@@ -1,7 +1,5 @@
 """Release scripts: the audit distinguishes a vulnerability from a missing answer, and all packages are hashed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The wheel alone: its content, and the operator in an environment without torch and vLLM."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

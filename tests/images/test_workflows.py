@@ -1,7 +1,5 @@
 """The workflow files pass the linter, pin every action by commit, and give jobs only the rights that they need."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

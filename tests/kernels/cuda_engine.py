@@ -4,8 +4,6 @@ FlashAttention, and vLLM's kernel that merges partial results, run only on GPUs.
 after the last token by zero, so that a NaN in the padding shows.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ error, and the nearest stored value of a stretched scale. Of 1,440 rows of one t
 tie.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK

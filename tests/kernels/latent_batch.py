@@ -1,7 +1,5 @@
 """Small batches of latent pages on a CPU: realistic entries, ragged sequences, poison in all unused memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """Sequences with a recent window, in pages and rings of one pool. The CPU or the GPU code stores them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -15,8 +15,6 @@ the summed squares is one standard deviation. No input reaches `DEVIATIONS` of t
 batches, the furthest was off by 1.4, and half by less than 0.25.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpilot_kernels.factors import Factors

@@ -1,7 +1,5 @@
 """Packed pages reject bad input before any write. The error names the field."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

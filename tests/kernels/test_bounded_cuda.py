@@ -1,7 +1,5 @@
 """A bounded cache through the CUDA backend's metadata and interpreted kernels, with FlashAttention in plain torch."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The CUDA backend's steps on a CPU: real metadata, our kernels interpreted, and FlashAttention in plain torch."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Decode with several query tokens per sequence. Each sees the tokens up to itself, and pages are read once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

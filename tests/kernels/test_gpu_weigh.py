@@ -1,7 +1,5 @@
 """Weigh: each stretch of a sequence gets the attention that a plain softmax gives to its tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Heavy hitters through the CUDA backend's metadata and interpreted kernels, with FlashAttention in plain torch."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A NaN in a stored value makes every answer that attends to it NaN, and leaves all others unchanged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Attention with a recent window, compared with its definition, query by query."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

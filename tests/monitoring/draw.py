@@ -1,7 +1,5 @@
 """Draw a dashboard's panels from a Prometheus as figures for docs/. The figures are not screenshots."""
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, datetime
 from pathlib import Path

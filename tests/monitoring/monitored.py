@@ -1,7 +1,5 @@
 """A real operator in a pod, a real vLLM that it manages, and a real Prometheus that discovers and scrapes both."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -119,7 +117,7 @@ class Prometheus:
 
     @classmethod
     @asynccontextmanager
-    async def up(cls, folder: Path) -> AsyncIterator[Prometheus]:
+    async def up(cls, folder: Path) -> "AsyncIterator[Prometheus]":
         """Run Prometheus with the documented scrape configuration for the targets in `folder`/targets.json."""
         config, address = folder / "prometheus.yml", f"127.0.0.1:{free_port()}"
         times = {"scrape_interval": SCRAPES, "scrape_timeout": SCRAPES, "evaluation_interval": "1s"}
@@ -171,7 +169,7 @@ class Monitored:
 
     @classmethod
     @asynccontextmanager
-    async def up(cls, folder: Path) -> AsyncIterator[Monitored]:
+    async def up(cls, folder: Path) -> "AsyncIterator[Monitored]":
         """Start everything, and wait until the service is Ready."""
         tiny_llama()
         cluster = LocalCluster(folder / "cluster")

@@ -1,7 +1,5 @@
 """The expressions of our dashboards and rules, and the names in them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Dashboards and alerts are valid PromQL, and use only existing metrics and labels."""
 
-from __future__ import annotations
-
 import copy
 import re
 import subprocess

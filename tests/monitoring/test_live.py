@@ -1,7 +1,5 @@
 """A real Prometheus, set up as the docs say, fills the dashboards, and the commands of the runbooks work unchanged."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

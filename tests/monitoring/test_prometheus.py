@@ -3,8 +3,6 @@
 `test_live.py` does the same with a running operator and engine, which have no rollback and no denied dtype.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Engines that exchange pages, each in its own process."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

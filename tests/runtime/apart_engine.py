@@ -3,8 +3,6 @@
 `python -m apart_engine ADDRESS` connects to a Unix socket, and answers each line of JSON with one line.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Extension of the workers of engines that exchange pages (vLLM's `worker_extension_cls`)."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LMCache's cache server, in its own process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Process that reports its environment to a test of `support.own_process`, and then changes its state or waits."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Engine like `apart_engine` that shares pages through LMCache. Its steps include the copies to and from LMCache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import apart_engine

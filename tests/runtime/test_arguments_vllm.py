@@ -1,7 +1,5 @@
 """Our parser of vLLM's arguments has the same options as vLLM's own parser, and reads any arguments the same way."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

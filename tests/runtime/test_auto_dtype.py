@@ -1,7 +1,5 @@
 """The dtype that `auto` becomes for a checkpoint, and the size of its cache, compared with the pinned vLLM."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Backend classes from the table of formats: any process finds them by path, and each has one dtype."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Batches with a bounded cache: the tokens that each new token sees, computed in pieces and by the CPU backend."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

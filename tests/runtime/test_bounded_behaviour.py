@@ -1,7 +1,5 @@
 """vLLM's cache manager with our bounded subclasses, which inherit its changes, keeps to the bound."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ The pool is smaller than one stream. Prompts come in chunks, requests are preemp
 overwritten at once.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import chain

@@ -1,7 +1,5 @@
 """`--retention` in kvpilot-serve: valid values, incompatible options that it names, and the memory that it needs."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

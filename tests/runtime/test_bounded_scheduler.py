@@ -1,7 +1,5 @@
 """vLLM's cache manager with a bound: freed pages, admission, prefix hits and capacity."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

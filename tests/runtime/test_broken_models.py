@@ -1,7 +1,5 @@
 """A broken model ends kvpilot-serve with one JSON line and exit code 78, never with a traceback."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

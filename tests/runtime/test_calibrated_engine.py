@@ -1,7 +1,5 @@
 """A calibration file in a real engine: the engine applies its factors, and refuses another model's file at start."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

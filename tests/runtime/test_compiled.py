@@ -1,7 +1,5 @@
 """An engine loads compiled code from a claim completely or not at all, only from the same kind, and always starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

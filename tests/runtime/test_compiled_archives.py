@@ -1,7 +1,5 @@
 """The archive of compiled code survives concurrent writers, and unpacks no file outside its folder."""
 
-from __future__ import annotations
-
 import os
 import tarfile
 import tempfile

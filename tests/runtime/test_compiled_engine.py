@@ -1,7 +1,5 @@
 """A pod with real vLLM runs the code that another pod compiled."""
 
-from __future__ import annotations
-
 import hashlib
 import tarfile
 import time

@@ -1,7 +1,5 @@
 """A supported version of vLLM is served, a newer one with a warning. If vLLM lacks a part, the error names it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import re

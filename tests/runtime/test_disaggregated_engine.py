@@ -4,8 +4,6 @@ Both engines calibrate themselves. Free blocks are full of other rows, so that a
 if the package `nixl` is installed.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import chain

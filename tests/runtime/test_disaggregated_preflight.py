@@ -1,7 +1,5 @@
 """Options that preflight and backend refuse if pages are transferred by NIXL or LMCache."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 Host memory holds a fraction of the active conversations, and the GPU's cache even less.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

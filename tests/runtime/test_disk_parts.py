@@ -1,7 +1,5 @@
 """Parts of the disk tier: the index of places in the file, the file itself, and the threads that use it."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

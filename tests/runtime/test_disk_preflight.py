@@ -1,7 +1,5 @@
 """The disk tier in kvpilot-serve: the options that it refuses, and the arguments that it passes to vLLM."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The disk tier as vLLM's tiering manager calls it, with host memory for a few chunks and a file of fewer or more."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 import time

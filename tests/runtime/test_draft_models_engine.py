@@ -3,8 +3,6 @@
 The layers of a draft model have the served model's dtype and pages in its pool, but no recent window.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The operator refuses every spelling of a vLLM option in spec.engine.extraArgs, or checks it as that option."""
 
-from __future__ import annotations
-
 from argparse import Action
 from collections.abc import Iterator
 from importlib import import_module

@@ -5,8 +5,6 @@ Requests are sent together and computed in chunks, and half of them share a pref
 with preemptions. One process serves all models, one after another.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

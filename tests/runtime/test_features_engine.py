@@ -5,8 +5,6 @@ Prompts are read from quantized pages and there is no window, so an answer depen
 with any dtype.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

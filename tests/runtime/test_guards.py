@@ -1,7 +1,5 @@
 """Errors that our backends return to vLLM in engines that start without preflight."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any

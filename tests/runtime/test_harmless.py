@@ -1,7 +1,5 @@
 """vLLM keeps every attribute when kvpilot is installed, unless the process uses one of our dtypes or options."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -4,8 +4,6 @@ The pool is too small for all requests. Prompts come in chunks, requests are pre
 and freed pages are overwritten at once.
 """
 
-from __future__ import annotations
-
 import random
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention masses of pages, the requests that are measured, and the order of keys in vLLM's backends."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

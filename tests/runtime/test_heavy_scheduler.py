@@ -1,7 +1,5 @@
 """vLLM's cache manager with heavy hitters: freed and held pages, and requests that end or restart."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Offloading worker on a CPU, with vLLM's own descriptions of a transfer: bytes return unchanged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ PaliGemma represents such models. vLLM imports some of the others only if torchv
 with a window, for which vLLM's own CPU backend does not support such images.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Import paths that vLLM gets as text name modules with the right classes."""
 
-from __future__ import annotations
-
 import ast
 from importlib.util import find_spec
 from pathlib import Path

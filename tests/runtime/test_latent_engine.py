@@ -1,7 +1,5 @@
 """Multi-head latent attention in a real engine on a CPU with latent pages, compared with an oracle without pages."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

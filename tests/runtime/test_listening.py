@@ -1,7 +1,5 @@
 """An engine listens on its pod's address families: IPv4, IPv6 or both."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from typing import Any

@@ -4,8 +4,6 @@ The engines calibrate themselves, and their free blocks are full of other rows. 
 is installed.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Facts about a model for the operator: from config.json through kvpilot-serve's environment to a metric."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

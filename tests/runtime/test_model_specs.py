@@ -1,7 +1,5 @@
 """Layers of published models (published.json), compared with the KV-cache specs that vLLM builds for them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

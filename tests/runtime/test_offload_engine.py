@@ -4,8 +4,6 @@ The engine's cache holds a fraction of the active conversations, so most hits of
 full of other tokens' rows when a request gets them, even if its pages were loaded.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines that are forked from a process with vLLM behave as if they were started separately."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

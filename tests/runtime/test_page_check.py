@@ -1,7 +1,5 @@
 """The page check at an engine's start: on every platform, with three requests, one of them beyond its limit."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Two stages of pipeline parallelism calibrate themselves: the text passes both, and each has its own factors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`kvpilot-prefetch` against a hub on loopback: fetched files, kept files, and refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Image tokens in a step and the later tokens that they see, for any images and chunks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Options that change config, weights or GPUs: preflight follows them, or warns and leaves the check to vLLM."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Preflight judges a hub model by its config.json, from the client's cache or fetched into it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

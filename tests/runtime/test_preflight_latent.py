@@ -1,7 +1,5 @@
 """Preflight of dtypes of multi-head latent attention: models, platforms and options."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

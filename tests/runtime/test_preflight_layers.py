@@ -1,7 +1,5 @@
 """Models of unknown type: preflight takes the layers that vLLM itself builds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Preflight on machines whose properties are unknown: it warns, and leaves the check to vLLM."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 from typing import Any

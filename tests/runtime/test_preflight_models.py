@@ -1,7 +1,5 @@
 """Preflight of models, machines and options: our dtypes on GPUs, mixed layers, calibration."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each dtype has its own vLLM on the CPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The engine preempts requests, finds prefixes in its cache and cuts prompts into 
 (`kvpilot_smallmodels.oracle`) computes each request alone in plain transformers.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

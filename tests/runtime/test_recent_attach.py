@@ -1,7 +1,5 @@
 """Layers that get a ring, the spec of its pages, and the reasons why other layers get none."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from types import SimpleNamespace

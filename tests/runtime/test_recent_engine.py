@@ -4,8 +4,6 @@ Rings are full of other tokens' rows when a request gets them. The test records 
 oracle knows the window and the ring's content at every position.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

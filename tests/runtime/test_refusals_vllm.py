@@ -1,7 +1,5 @@
 """vLLM itself also refuses features that our backend does not support, when it starts without preflight."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines that calibrate themselves find the same factors of the built-in text at every start, and report them."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

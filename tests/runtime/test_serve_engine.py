@@ -1,7 +1,5 @@
 """kvpilot-serve and our backend in real vLLM: capacity and drain."""
 
-from __future__ import annotations
-
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor

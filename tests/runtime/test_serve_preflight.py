@@ -1,7 +1,5 @@
 """Invalid requests are refused before vLLM is imported: a JSON line with field, value and remedy, exit code 78."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An engine that drains finishes all requests that it has received, even those that wait for the end of its step."""
 
-from __future__ import annotations
-
 import queue
 from types import SimpleNamespace
 from typing import Any

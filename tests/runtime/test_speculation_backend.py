@@ -4,8 +4,6 @@ The stand-in for the model runner drafts right and wrong tokens, and rejects the
 change rows, and restart in other pages. As in vLLM, all pages and rings come from one pool, which is never cleared.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass

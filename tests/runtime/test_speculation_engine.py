@@ -1,7 +1,5 @@
 """Speculative decoding in a real engine: greedy answers equal those without it, for all drafts and rejections."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import chain

@@ -1,7 +1,5 @@
 """Features of vLLM with our dtypes: impossible combinations are refused before vLLM starts, and all others pass."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ As in `test_recent_engine.py`, requests share prefixes, come in chunks and are p
 tokens' rows. A rank that read another rank's factors or rows would give other answers.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

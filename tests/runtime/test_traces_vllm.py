@@ -1,7 +1,5 @@
 """A real vLLM's spans join the trace of the probe that sends it requests, with the options of docs/tracing.md."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two kvpilot-serve processes, as on two nodes, form one engine: each computes one rank."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The dtypes that we exclude, compared with the pinned vLLM: its backends on GPUs that are absent, and on this CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.abc

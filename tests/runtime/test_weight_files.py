@@ -1,7 +1,5 @@
 """Weight files of a model: preflight and planner count the files that vLLM's own loader reads, each once."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """The hash by which an engine identifies its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

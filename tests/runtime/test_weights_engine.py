@@ -5,8 +5,6 @@ test measures how far an answer's tokens are below the oracle's best ones. With 
 distance is nearly zero. With `k4v4` it is as large as with 16-bit weights, and smaller if the oracle has the codec.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

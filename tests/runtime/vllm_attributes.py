@@ -4,8 +4,6 @@ The process imports vLLM and every module that the plugin may wrap. It registers
 and reports the attributes that have become other objects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Server on loopback whose answers a test defines, and a client for it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Self

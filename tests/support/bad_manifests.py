@@ -4,8 +4,6 @@ Two tests share this table: tests/unit/test_api_faults.py for the operator's own
 for the real API server.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Factors that an engine should compute from the built-in calibration text, computed without an engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

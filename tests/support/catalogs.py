@@ -4,8 +4,6 @@ The validators themselves cannot be installed here: operator-sdk and opm for a b
 practices), and Artifact Hub for a chart. Each function returns the faults as texts.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Collector of OTLP spans over HTTP on loopback. OpenTelemetry's own definitions decode the requests."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """CRDs of other projects, reduced to the fields that tests need."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

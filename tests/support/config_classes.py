@@ -7,8 +7,6 @@ The first command skips configs with a model_type that transformers does not kno
 of each decoder class, with the name of its model class.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

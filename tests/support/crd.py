@@ -1,7 +1,5 @@
 """The installed CRD, and the API server's defaulting."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ operator, and tests/cluster/test_crd_modern.py for the API server. An object for
 the server lists all faults of an object. Fields of podTemplate are Kubernetes' own and have no cases.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence

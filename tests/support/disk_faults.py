@@ -3,8 +3,6 @@
 The tier's file has no name, so the functions use its file descriptor in the engine's own process.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

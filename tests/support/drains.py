@@ -1,7 +1,5 @@
 """Evictions as a drain of a node asks for them."""
 
-from __future__ import annotations
-
 import asyncio
 
 from kvpilot_localcluster.rest import ApiError

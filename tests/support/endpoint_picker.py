@@ -7,8 +7,6 @@ gateway reports the endpoint that served the request. The picker also answers gR
 https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/docs/proposals/004-endpoint-picker-protocol
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import Counter

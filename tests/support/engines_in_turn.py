@@ -4,8 +4,6 @@
 line of stdout.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

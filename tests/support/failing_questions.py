@@ -3,8 +3,6 @@
 It is raised at the end of the question, when every decision is made.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The operator speaks plain HTTP to the proxy. The proxy connects to the API serve
 that need the true state ask the API server directly.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -67,7 +65,7 @@ class FaultyApi:
 
     @classmethod
     @asynccontextmanager
-    async def between(cls, server: str, tls: ssl.SSLContext) -> AsyncIterator[FaultyApi]:
+    async def between(cls, server: str, tls: ssl.SSLContext) -> "AsyncIterator[FaultyApi]":
         """Listen on a free loopback port until the block ends."""
         proxy = cls(server, tls)
         app = web.Application(client_max_size=16 * 1024 * 1024)

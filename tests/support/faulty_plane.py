@@ -1,7 +1,5 @@
 """Faults of control-plane processes and of nodes: killed, restarted, or paused."""
 
-from __future__ import annotations
-
 import base64
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Measurements of the fault tests, one JSON object per line, in the file that KVPILOT_FAULTS_RECORD names."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

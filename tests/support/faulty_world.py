@@ -1,7 +1,5 @@
 """A cluster of cheap engines with the real operator, in which tests can make every part fail."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -58,7 +56,7 @@ class FaultyWorld:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def up(cls, folder: Path) -> AsyncIterator[FaultyWorld]:
+    async def up(cls, folder: Path) -> "AsyncIterator[FaultyWorld]":
         """Start everything, and stop it at the end."""
         table = folder / "images.yaml"
         images = [cheap_image(folder, IMAGE), cheap_image(folder / "hungry", HUNGRY_IMAGE, HUNGRY, PROGRAM)]

@@ -4,8 +4,6 @@
 It serves tests that need engines but do not test their start. tests/e2e/test_demo.py starts engines as users do.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """Minimal gateway that splits requests by the weights of one HTTPRoute, read from the API server."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
@@ -97,7 +95,7 @@ class Gateway:
         self.url = ""
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[Gateway]:
+    async def serving(self) -> "AsyncIterator[Gateway]":
         """Serve on a free loopback port."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._forward)

@@ -15,8 +15,6 @@ Inline PTX works on 32-bit registers, which hold neighbours of the last dimensio
 that `kvpilot_kernels.gpu.decode`, `gpu.mla` and their parts use. Others raise an AttributeError or a ValueError.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator
@@ -36,7 +34,7 @@ POISON = 0xFF
 class Block(np.ndarray[Any, Any]):
     """Value of a kernel. Values are immutable: `x += y` makes a new one."""
 
-    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Block:
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> "Block":
         return block(array)
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # no overloads: every type that + takes
@@ -44,7 +42,7 @@ class Block(np.ndarray[Any, Any]):
 
     __isub__ = __imul__ = __itruediv__ = __ior__ = __iand__ = None  # type: ignore[assignment]
 
-    def to(self, dtype: Any, bitcast: bool = False) -> Block:
+    def to(self, dtype: Any, bitcast: bool = False) -> "Block":
         """Convert, or reinterpret the same bits."""
         return block(self.view(dtype) if bitcast else self.astype(dtype))
 
@@ -69,17 +67,17 @@ class Pointer:
         self.memory, self.offsets, self.dtype = memory, np.asarray(offsets, np.int64), np.dtype(dtype)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Pointer:
+    def of(cls, tensor: torch.Tensor) -> "Pointer":
         """Return a pointer to the first element of a tensor. Its end is the tensor's last element."""
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         flat = tensor.as_strided((last + 1,), (1,)) if tensor.numel() else tensor.flatten()
         return cls(flat.numpy().view(np.uint8), 0, flat.numpy().dtype)
 
-    def __add__(self, elements: Any) -> Pointer:
+    def __add__(self, elements: Any) -> "Pointer":
         steps = np.asarray(elements).astype(np.int64) * self.dtype.itemsize
         return Pointer(self.memory, self.offsets + steps, self.dtype)
 
-    def to(self, kind: PointerType) -> Pointer:
+    def to(self, kind: PointerType) -> "Pointer":
         """Return the same addresses with another type."""
         return Pointer(self.memory, self.offsets, kind.dtype)
 
@@ -122,29 +120,29 @@ class Shared:
         self.data = data
 
     @classmethod
-    def allocate(cls, dtype: Any, shape: list[int], layout: Any) -> Shared:
+    def allocate(cls, dtype: Any, shape: list[int], layout: Any) -> "Shared":
         """Stand in for `gl.allocate_shared_memory`."""
         data = np.empty(shape, dtype)
         data.view(np.uint8)[...] = POISON
         return cls(data)
 
-    def index(self, i: Any) -> Shared:
+    def index(self, i: Any) -> "Shared":
         """Return one of the buffers along the first dimension."""
         if not 0 <= i < self.data.shape[0]:
             raise IndexError(f"buffer {i} of {self.data.shape[0]}")
         return Shared(self.data[operator.index(i)])
 
-    def slice(self, start: int, length: int) -> Shared:
+    def slice(self, start: int, length: int) -> "Shared":
         """Return a part of the first dimension."""
         if start + length > self.data.shape[0]:
             raise IndexError(f"{start} to {start + length} of {self.data.shape[0]}")
         return Shared(self.data[start : start + length])
 
-    def permute(self, order: list[int]) -> Shared:
+    def permute(self, order: list[int]) -> "Shared":
         """Return the dimensions in another order."""
         return Shared(self.data.transpose(order))
 
-    def reshape(self, shape: list[int]) -> Shared:
+    def reshape(self, shape: list[int]) -> "Shared":
         """Return the same elements in another shape."""
         seen = self.data.view()
         seen.shape = tuple(shape)  # raises if numpy would have to copy

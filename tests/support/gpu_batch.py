@@ -1,7 +1,5 @@
 """Small batches for the GPU kernels on a CPU, with fixed launch parameters and poison in all unused memory."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 

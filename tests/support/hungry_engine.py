@@ -6,8 +6,6 @@ It stands for an engine whose attention buffers fit at every usual length, and n
 when an allocation fails. HUNGRY_LIMIT_MIB is its limit. Into the file HUNGRY_LAST_WORDS it writes the fatal length.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 For a pool it asks the pool's endpoint picker, as Envoy does. For a Service it uses the Ready pods in turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -167,7 +165,7 @@ class InferenceGateway:
         self._random = random.Random(0)
 
     @contextlib.asynccontextmanager
-    async def following(self) -> AsyncIterator[InferenceGateway]:
+    async def following(self) -> "AsyncIterator[InferenceGateway]":
         """Follow the route and its backends until the block ends."""
         async with contextlib.AsyncExitStack() as stack:
             for name, pods in self._pods.items():

@@ -1,7 +1,5 @@
 """InferencePool of the Gateway API Inference Extension, reduced to the fields that tests need."""
 
-from __future__ import annotations
-
 from kvpilot_operator.api.names import INFERENCE_POOL_API
 from kvpilot_operator.cluster.objects import Object
 from support.community_kinds import definition

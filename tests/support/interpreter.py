@@ -1,7 +1,5 @@
 """Triton's interpreter for our tests, with one bug fixed and repeated work cached."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

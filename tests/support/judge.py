@@ -1,7 +1,5 @@
 """Check that an engine's answers match attention with a recent window, for any schedule of its requests."""
 
-from __future__ import annotations
-
 from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.stepped_engine import Asked, Told
 

@@ -1,7 +1,5 @@
 """Kill the operator with SIGKILL after each new kind of write."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -24,7 +22,7 @@ class Killer:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def of(cls, world: FaultyWorld, name: str, worth: Callable[[str], bool]) -> AsyncIterator[Killer]:
+    async def of(cls, world: FaultyWorld, name: str, worth: Callable[[str], bool]) -> "AsyncIterator[Killer]":
         """Kill and restart the operator after each write for `name` that satisfies `worth`, until the block ends."""
         killer = cls(world, name, worth)
         world.api.on_write = killer._written

@@ -1,7 +1,5 @@
 """Checks of manifests against the official client's models."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 This module also checks invariants of the resulting status.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

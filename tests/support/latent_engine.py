@@ -4,8 +4,6 @@
 `serve` as the last line of stdout.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass

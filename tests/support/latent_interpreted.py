@@ -3,8 +3,6 @@
 The process must start with TRITON_INTERPRET=1.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

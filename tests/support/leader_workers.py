@@ -5,8 +5,6 @@ controller creates the pods itself, and the cluster's StatefulSet controller mus
 owners. StatefulSet NAME owns the leaders. Each leader owns a StatefulSet of its own name, which owns its workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -66,7 +64,7 @@ class LeaderWorkerSets:
         """Leaders that were deleted because a pod of their group had ended."""
 
     @contextlib.asynccontextmanager
-    async def kept(self) -> AsyncIterator[LeaderWorkerSets]:
+    async def kept(self) -> "AsyncIterator[LeaderWorkerSets]":
         """Reconcile again and again until the block ends."""
         task = asyncio.create_task(self._run())
         try:

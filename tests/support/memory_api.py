@@ -1,7 +1,5 @@
 """In-memory API server that checks UIDs and resource versions, with an operator's cache, decide and Actor."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Engines behind a service mesh's sidecar: mutual TLS with workload certificates, in front of plain HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

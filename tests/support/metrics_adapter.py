@@ -3,8 +3,6 @@
 It reads the metrics pages of operator and engines, as Prometheus would, and records the queries.
 """
 
-from __future__ import annotations
-
 import json
 import ssl
 import threading

@@ -1,7 +1,5 @@
 """Parser of a whole metrics page at once."""
 
-from __future__ import annotations
-
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 

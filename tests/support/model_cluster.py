@@ -3,8 +3,6 @@
 It runs the real decide and the real Actor. At any write it can kill the operator, which then loses all its memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -97,7 +95,7 @@ class ModelCluster:
     """Parts of the snapshot that cannot be observed now."""
     unanswered: tuple[Question, ...] = ()
     """Questions that the test makes fail. A failure of any other question is a bug in decide."""
-    watch: Callable[[ModelCluster], None] = lambda _: None
+    watch: "Callable[[ModelCluster], None]" = lambda _: None
     """Callback after every write, to check properties that hold at every moment."""
     engines: ModelEngines = field(default_factory=ModelEngines)
     refuses: Callable[[dict[str, Any]], str | None] = lambda _: None

@@ -1,7 +1,5 @@
 """Engines of a model cluster: pods that need a GPU and time to start, and their metrics under load."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Model hub on loopback for the Hugging Face client: a model's list of files, and their content, also by range."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping

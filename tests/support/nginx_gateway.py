@@ -4,8 +4,6 @@ A small controller writes nginx's configuration from the route and the Ready pod
 requests are split and copied by a program that knows nothing of kvpilot.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -85,7 +83,7 @@ class NginxGateway:
         """The rule in effect."""
 
     @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[NginxGateway]:
+    async def serving(self) -> "AsyncIterator[NginxGateway]":
         """Serve until the block ends."""
         async with contextlib.AsyncExitStack() as stack:
             for pods in self._pods.values():

@@ -1,7 +1,5 @@
 """Observer over a cache and engines that tests fill by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

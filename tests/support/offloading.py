@@ -5,8 +5,6 @@ When a store is submitted, the hook reads its bytes from the layers' caches. It 
 The hook follows chunks by their keys when they go to a disk and return to another block.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Services on a real API server with a real operator process: helpers to create a service and to read its status."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvpilot_localcluster.rest import HANGS, ApiError, Rest, until

@@ -1,7 +1,5 @@
 """Two operator processes, each behind its own simulated network cable, one API server, and its audit log of writes."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os

@@ -3,8 +3,6 @@
 The process is forked from one that has imported vLLM (`support.vllm_forks`). It always ends when its caller ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os
@@ -44,7 +42,7 @@ _servers: dict[frozenset[tuple[str, str]], _Server] = {}
 _turn, _starting = threading.Lock(), threading.Lock()
 
 
-def ask(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **environment: str) -> Any:
+def ask(module: str, asked: "DataclassInstance | list[Any] | dict[str, Any]", **environment: str) -> Any:
     """Return the answer of a module's `main`. `environment` adds to the variables that keep an engine small.
 
     Raises:
@@ -56,7 +54,9 @@ def ask(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **en
     return json.loads(out.splitlines()[-1])
 
 
-def run(module: str, asked: DataclassInstance | list[Any] | dict[str, Any], **environment: str) -> tuple[int, str, str]:
+def run(
+    module: str, asked: "DataclassInstance | list[Any] | dict[str, Any]", **environment: str
+) -> tuple[int, str, str]:
     """Do as `ask`, and return the exit status, all output on stdout and all output on stderr, even after a failure."""
     # Prompts read quantized pages, unless the question says otherwise.
     variables = {**_quiet(), "KVPILOT_PREFILL_FROM_PAGES": "1", **environment}

@@ -1,7 +1,5 @@
 """Commands in the shell blocks of a documentation page, and the options that the programs support."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

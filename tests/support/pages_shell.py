@@ -1,7 +1,5 @@
 """Shell blocks of documentation pages, run in bash against the local cluster, as a reader pastes them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """JSON plans that `kvpilot plan` prints."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

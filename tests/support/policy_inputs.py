@@ -1,7 +1,5 @@
 """Inputs of the policy for tests: one replica whose memory is full, and the changes that tests make to it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any

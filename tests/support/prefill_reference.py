@@ -1,7 +1,5 @@
 """Reference in float64 for the attention of one prefill chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

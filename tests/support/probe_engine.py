@@ -1,7 +1,5 @@
 """HTTP server with just enough of vLLM's API for a probe. Tests choose how well it answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Ready pods that match the selector of an InferencePool or a Service."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -37,7 +35,7 @@ class ReadyPods:
         self._pods: dict[str, Object] = {}
 
     @contextlib.asynccontextmanager
-    async def following(self) -> AsyncIterator[ReadyPods]:
+    async def following(self) -> "AsyncIterator[ReadyPods]":
         """Follow the backend until the block ends."""
         async with asyncio.TaskGroup() as group:
             tasks = [

@@ -1,7 +1,5 @@
 """Replacement for the predictions of a draft model, because random weights predict badly."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rights on a real API server, which applies a new role binding only a moment after it stored it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvpilot_localcluster.rest import Rest, until

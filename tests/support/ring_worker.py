@@ -1,7 +1,5 @@
 """Methods for a stepped engine's workers, one worker per rank (vLLM's `worker_extension_cls`)."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trials whose traffic an HTTPRoute splits among InferencePools or Services, with kills of the operator."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

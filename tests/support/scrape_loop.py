@@ -1,7 +1,5 @@
 """Metrics pages of a revision's pods, and the scrape loop that passes them to `plausible_sample`."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace

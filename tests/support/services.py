@@ -1,7 +1,5 @@
 """Builders of Snapshots for tests of decide: a service with defaults, its pods, samples and status."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

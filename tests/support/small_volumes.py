@@ -1,7 +1,5 @@
 """File systems of a given size, for tests that fill a disk."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 the last line of stdout.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

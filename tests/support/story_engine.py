@@ -3,8 +3,6 @@
 It uses only the standard library, as its base does (`kvpilot_localcluster.engines.faulty`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """A test's namespace of the local cluster: its pods, their logs, and time limits for waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of a folder, by their relative paths."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """A service with a running canary in a model cluster, and the invariants of its trial."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

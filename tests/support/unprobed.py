@@ -1,7 +1,5 @@
 """A constant stream of requests, as from a gateway, and the check that none reaches a pod before its probes passed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -8,8 +8,6 @@ No kvpilot module is imported before the environment of a question is set, and q
 forked process ends with its caller. All end with the process that holds this one's stdin open.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

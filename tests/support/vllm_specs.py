@@ -5,8 +5,6 @@ Run by `support.own_process`, because vLLM cannot discard the models that it bui
 ...}`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Folders of weights: safetensors files with a real header, and the index beside them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterable

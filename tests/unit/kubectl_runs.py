@@ -1,7 +1,5 @@
 """A loopback API server with one service, and `kubectl kvpilot` run against it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -3,8 +3,6 @@
 It keeps one collection of services and merges patches into them. `answers`, by method and path, take precedence.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Mapping

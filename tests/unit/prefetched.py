@@ -1,7 +1,5 @@
 """Services whose volume claim a Job fills before engines start, that Job, and decisions about both."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

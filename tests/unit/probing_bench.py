@@ -1,7 +1,5 @@
 """A prober with a cluster of its own, and sound engines for it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

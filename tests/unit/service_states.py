@@ -1,7 +1,5 @@
 """Builders that bring a service into every state in the table of docs/conditions.md."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A service that was promoted to a dtype in a model cluster, with the probe runs on its serving replicas."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Objects written by the operator's own rules, and what `kubectl kvpilot` prints for them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """The operator keeps a new baseline and only a few old ones, even if it fails to list or delete the old ones."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

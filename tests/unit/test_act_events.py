@@ -1,7 +1,5 @@
 """A repeated event raises a count instead of adding an object. Failed events never block the work that they report."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """The operator never writes or deletes objects that the service does not own, even if they are older."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """A decision's writes have an order that survives a crash at any point, and never override a user's edit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

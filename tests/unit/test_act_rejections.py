@@ -1,7 +1,5 @@
 """A rejection by the API server is reported within one reconcile, delays nothing else, and is retried."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress

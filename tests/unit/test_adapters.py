@@ -1,7 +1,5 @@
 """model.adapters: the LoRA adapters that engines load, and their names in the status."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

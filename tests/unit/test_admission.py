@@ -1,7 +1,5 @@
 """Only pods of the serving revision, and of a canary that has passed its probes, may get requests."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The CRD follows API conventions: every field is bounded and described, none is a float, dtypes have one list."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from itertools import permutations

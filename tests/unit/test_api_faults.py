@@ -1,7 +1,5 @@
 """The operator names the fault in an object that the API server accepted, without revealing a secret."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The spec's structs parse stored objects and apply the same defaults as the API server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

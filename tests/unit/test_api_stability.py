@@ -1,7 +1,5 @@
 """docs/api-stability.md lists exactly the fields, labels, enum values and pages of the current API."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The CRD keeps every status field that the operator writes. The server prunes a field that it does not know."""
 
-from __future__ import annotations
-
 import json
 import typing
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The CRD's schema and the docs list every enum value that the operator writes into the status."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Pauses between retries double up to a maximum, and retries never stop."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 from hypothesis import given

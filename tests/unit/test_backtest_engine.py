@@ -1,7 +1,5 @@
 """The request-level engine loses no request, never exceeds its blocks, and preempts only if blocks run out."""
 
-from __future__ import annotations
-
 import json
 import random
 

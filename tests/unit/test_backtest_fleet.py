@@ -1,7 +1,5 @@
 """The interval model agrees with the request-level model, and the pilots of a fleet decide every minute."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Prometheus history becomes a load. The error for a broken history names field, value and remedy."""
 
-from __future__ import annotations
-
 import json
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The HorizontalPodAutoscaler's algorithm, compared with the worked examples of its documentation."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

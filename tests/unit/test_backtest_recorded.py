@@ -1,7 +1,5 @@
 """A recorded load may use any known column names. Errors about a broken file name line, column and remedy."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

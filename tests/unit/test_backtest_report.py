@@ -1,7 +1,5 @@
 """The backtest runs one load under every policy and prints a report. Its benchmark adds rivals and verdicts."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """llm-d's saturation rules, compared with the worked examples of their documentation, and the HPA that follows them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

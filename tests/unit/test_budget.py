@@ -1,7 +1,5 @@
 """Permits to read input: calls that hang block no other tenant, and no permit is lost or counted twice."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """The cache never returns to an older version, whatever its source, and drops objects that a list lacks."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """The cache's HTTP client, with a loopback server that gives the good and bad answers of API servers."""
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import AsyncIterator
 from typing import Any

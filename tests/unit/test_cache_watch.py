@@ -1,7 +1,5 @@
 """Watches and their reflectors, with a loopback server that gives the good and bad answers of API servers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """`make check` refuses commit subjects and Markdown lines or pages that are too long, and names their place."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

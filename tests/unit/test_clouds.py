@@ -1,7 +1,5 @@
 """Checks of the pages in docs/clouds that need no cloud account."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Each recipe in CONTRIBUTING.md names one or two files that exist, and names that these files define."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The disruption budget keeps enough replicas available and never blocks a node drain for ever."""
 
-from __future__ import annotations
-
 import pytest
 from kubernetes.aio.client import V1PodDisruptionBudgetSpec
 

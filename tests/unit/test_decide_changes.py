@@ -1,7 +1,5 @@
 """The Event, the journal, the conditions and `kubectl kvpilot` name the spec fields that a rollout changes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Error rates of the test that compares canary and stable, by simulation with fixed seeds."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

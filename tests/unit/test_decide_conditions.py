@@ -1,7 +1,5 @@
 """Ready is True only if engines answer behind our own Service. A rejection stays visible until it is resolved."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

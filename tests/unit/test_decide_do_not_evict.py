@@ -1,7 +1,5 @@
 """The operator asks cluster autoscalers to leave a pod alone only while the pod is being judged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

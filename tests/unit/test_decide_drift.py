@@ -1,7 +1,5 @@
 """The operator acts once on drift after a promotion. A false or single alarm never counts against the dtype."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

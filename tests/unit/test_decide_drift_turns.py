@@ -1,7 +1,5 @@
 """After a promotion the operator probes serving replicas one by one: when a run is due, and which replica is next."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Calibration factors that differ within a revision, and the recent window that engines report."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Dtypes that the hardware, the model or missing calibration exclude."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The forecast of how a step changes the time between two tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

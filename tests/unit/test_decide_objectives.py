@@ -1,7 +1,5 @@
 """Latency objectives: percentiles from buckets, the reaction to a missed objective, and savings while one is met."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

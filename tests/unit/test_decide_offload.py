@@ -1,7 +1,5 @@
 """Host memory for evicted prefixes: when it is better than a dtype or a replica, and hits by tier."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The step that the policy takes under memory pressure, and the steps that it skips."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

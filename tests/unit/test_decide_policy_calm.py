@@ -1,7 +1,5 @@
 """The policy removes replicas and raises precision after the pressure is gone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Steps that the policy never takes in any situation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The policy settles under a constant load."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A probe's result counts only for the pod that was probed, even if pods come and go meanwhile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

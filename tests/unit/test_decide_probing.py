@@ -1,7 +1,5 @@
 """Sources of 16-bit answers: stored ones are found again, and new ones come only from the right replica."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

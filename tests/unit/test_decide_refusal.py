@@ -1,7 +1,5 @@
 """The operator reads from a container's last output why an engine did not start, even if that output is malformed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """If the API server rejects a trial's engines, stable is unaffected, and the trial continues once they are accepted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The status quotes the API server's rejections, and adds a remedy for objects that kvpilot renders."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Engines that report a KV-cache dtype other than the requested one are neither probed nor promoted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

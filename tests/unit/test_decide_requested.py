@@ -1,7 +1,5 @@
 """A person's requests about one trial (annotation kvpilot.io/canary) in a model cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 

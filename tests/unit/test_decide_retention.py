@@ -1,7 +1,5 @@
 """A bounded cache is compared with answers from an unbounded one, and rolls out like any other change."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two revisions replace each other replica by replica."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Dtype changes from start to end in a model cluster. The operator may be killed at any write."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache

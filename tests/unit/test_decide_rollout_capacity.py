@@ -1,7 +1,5 @@
 """Sources of a canary's GPU in a model cluster: a spare GPU, a replaced replica, a changed replica count."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Trials in a model cluster that the user pauses or changes, or during which the operator is killed."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

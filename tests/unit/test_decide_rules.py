@@ -1,7 +1,5 @@
 """The rules of a decision are pure functions of one frozen context, which renders and plans only once."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from dataclasses import FrozenInstanceError, replace

@@ -1,7 +1,5 @@
 """After a scale-in that left too few replicas, the policy does not repeat it for a day."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from kvpilot_operator.decide.load.saturation import HOLD, SOON, backing_off, backoff

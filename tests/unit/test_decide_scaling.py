@@ -1,7 +1,5 @@
 """Sources of the replica count, and the times at which it is reset."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from hypothesis import given

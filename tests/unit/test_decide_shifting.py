@@ -1,7 +1,5 @@
 """A canary under live traffic in a model cluster: its steps, their verdicts, and a user's route."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """A surge adds replicas within a minute. Their number follows from the arrival rate and a replica's throughput."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import replace
 from datetime import timedelta

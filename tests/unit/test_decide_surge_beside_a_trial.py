@@ -1,7 +1,5 @@
 """A surge ends the trial of a smaller dtype, because new replicas come first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """A policy decision becomes a target dtype, a replica count and a journal entry, or no change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

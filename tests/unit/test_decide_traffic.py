@@ -1,7 +1,5 @@
 """Traffic: valid canary steps, the Service's selector, and changes of a user's HTTPRoute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """A 16-bit engine with unstable answers is no reference: canaries cannot pass, no dtype is denied, users are told."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvpilot_operator.decide import decide

@@ -1,7 +1,5 @@
 """Verdicts on canaries from the statistics of their probes. test_probe_sequential.py tests the test behind them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

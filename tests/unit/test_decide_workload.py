@@ -1,7 +1,5 @@
 """Metrics identify the resource that limits a service."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Without kvCache.mode, or after its removal, the operator does not change a service's dtype."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`make demo` and `make install` name a failure's cause and remedy in one line, and leave no process behind."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """`kvpilot_demo --gpu` names what is missing before it starts anything, and keeps partial results."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

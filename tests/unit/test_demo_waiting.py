@@ -1,7 +1,5 @@
 """The demo waits as long as it sees progress, and reports what it saw."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

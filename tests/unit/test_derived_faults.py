@@ -1,7 +1,5 @@
 """The operator refuses an object with a field beyond a schema limit, because the object may be older than the limit."""
 
-from __future__ import annotations
-
 from kvpilot_operator.api.faults import faults
 from support.derived_manifests import Wrong, derived, leaves, service_with
 

@@ -1,7 +1,5 @@
 """Every command in the docs can be pasted, and does what its page says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fields, chart values and options that the docs name exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

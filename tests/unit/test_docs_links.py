@@ -1,7 +1,5 @@
 """Links in the docs lead to existing files, and links to decisions have the right number."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The audit-log check finds each write that a replica made outside its term as leader."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

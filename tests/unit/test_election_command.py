@@ -1,7 +1,5 @@
 """Command-line flags of the operator that configure leader election."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpilot_operator.options import parse_arguments

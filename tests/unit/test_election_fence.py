@@ -1,7 +1,5 @@
 """The write fence: when a write may start, its time limit, and the list of writes in flight."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

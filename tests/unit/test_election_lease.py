@@ -1,7 +1,5 @@
 """Lease rules: which replica may claim the Lease, when, and with which content."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """Every socket between operator and API server is closed if its data stays unacknowledged for too long."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

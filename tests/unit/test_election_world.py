@@ -6,8 +6,6 @@ flight may land at any moment before its deadline, whether it is answered or not
 unless they are lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

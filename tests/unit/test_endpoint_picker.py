@@ -1,7 +1,5 @@
 """The tests' endpoint picker follows the endpoint picker protocol. gRPC's own client checks this."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any

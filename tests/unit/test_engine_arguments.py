@@ -1,7 +1,5 @@
 """The operator parses spec.engine.extraArgs as vLLM does, by the same rules as kvpilot-serve."""
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 

@@ -1,7 +1,5 @@
 """The installation has defaults for engines, and a service's own values replace them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

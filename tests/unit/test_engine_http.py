@@ -1,7 +1,5 @@
 """Every part of an engine's HTTP answer has a limit: interim answers, headers, chunk extensions and trailers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

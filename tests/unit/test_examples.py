@@ -1,7 +1,5 @@
 """Kubernetes accepts the autoscaling examples, and each one fits the service that it scales."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

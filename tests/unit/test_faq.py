@@ -1,7 +1,5 @@
 """Figures in docs/faq.md match the pages that it links to."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each row of docs/features.md names existing tests, or says that no test ran."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No free port is handed out twice, even if its engine takes a minute to listen."""
 
-from __future__ import annotations
-
 import random
 import socket
 import subprocess

@@ -3,8 +3,6 @@
 Both endpoints are real HTTP servers here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Kubernetes accepts the manifests of the gate, and the commands in their containers yield its verdict."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Output of `kvpilot probe` for people: progress on a terminal, and bars of damage by position."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """`make check` names each file that differs from the output of `make generate`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Users of `gpu_users` with a server that counts their requests, and the figures of a level."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

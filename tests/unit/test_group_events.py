@@ -1,7 +1,5 @@
 """Reasons for missing pods of a group come from StatefulSets' Events, which the operator reads at a limited rate."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

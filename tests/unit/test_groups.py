@@ -1,7 +1,5 @@
 """Replicas over several nodes: revisions are LeaderWorkerSets, only leaders are engines, and trials stay the same."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

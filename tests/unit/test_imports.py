@@ -3,8 +3,6 @@
 The import contracts in pyproject.toml check the order of the packages.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

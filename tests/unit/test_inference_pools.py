@@ -1,7 +1,5 @@
 """InferencePools: one for stable and one for the canary. They switch together with the Services and serve the route."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

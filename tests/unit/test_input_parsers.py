@@ -3,8 +3,6 @@
 benchmarks/operator/parsers.py measures the cost of the same texts. Here they are cut, joined and changed at random.
 """
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Callable

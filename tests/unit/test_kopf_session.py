@@ -3,8 +3,6 @@
 No answer of the server ends the watch. If a service is deleted while the watch is interrupted, it disappears.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

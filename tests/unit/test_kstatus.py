@@ -3,8 +3,6 @@
 The tools are kstatus' rules, Argo CD's script and Flux's expressions. The table of that page has the expected verdicts.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """`kubectl kvpilot` changes a service: pause, resume, undeny, and requests for the canary; export changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

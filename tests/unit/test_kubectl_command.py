@@ -1,7 +1,5 @@
 """`kubectl kvpilot` as a command: its arguments, its output and its exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

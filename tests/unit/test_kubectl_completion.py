@@ -1,7 +1,5 @@
 """Completion of `kubectl kvpilot` in a shell: commands, options, and the names in the cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

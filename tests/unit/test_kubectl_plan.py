@@ -1,7 +1,5 @@
 """`kubectl kvpilot plan SERVICE` runs `kvpilot plan` with values from the service's spec and the nodes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

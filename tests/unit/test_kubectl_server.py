@@ -1,7 +1,5 @@
 """`kubectl kvpilot` and its API server: whatever the server answers, or does not answer, is said in one line."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

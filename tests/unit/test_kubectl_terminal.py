@@ -1,7 +1,5 @@
 """Terminal output of `kubectl kvpilot`: no text can inject control codes, and no JSON shape raises an exception."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """Views of `kubectl kvpilot` on a service whose status the operator's own rules wrote."""
 
-from __future__ import annotations
-
 import copy
 import re
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """A service whose newest spec was refused comes back in another cluster with the spec that served."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

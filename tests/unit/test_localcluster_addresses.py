@@ -1,7 +1,5 @@
 """Two local clusters on one machine share no address, and a stopped cluster releases its addresses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders in which the local cluster keeps its downloads and builds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Variables, quantities and paths of containers expand as in a kubelet."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

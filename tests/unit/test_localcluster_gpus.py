@@ -1,7 +1,5 @@
 """The local cluster's node finds GPUs, labels itself, and gives each GPU one owner."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

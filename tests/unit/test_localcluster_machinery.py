@@ -1,7 +1,5 @@
 """Parts of the local cluster that need no cluster for their tests: builds, processes and endpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

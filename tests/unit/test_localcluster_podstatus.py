@@ -1,7 +1,5 @@
 """The node agent derives a pod's status from the states of its containers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Processes of the local cluster's pods: their start, their reported state, and their complete removal."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

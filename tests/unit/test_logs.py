@@ -1,7 +1,5 @@
 """Log lines are JSON and name their service, whatever text the message contains."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """The operator reaches meshed engines by mutual TLS with current certificates, and all others by plain HTTP."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import AsyncIterator

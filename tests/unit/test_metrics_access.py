@@ -1,7 +1,5 @@
 """/metrics with authentication: verdicts are cached for a minute, and clients that guess tokens block no others."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator

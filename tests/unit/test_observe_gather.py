@@ -1,7 +1,5 @@
 """A Snapshot of the cluster and of the engines' pages: only our own pods are scraped, and missing values are None."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The accelerator of a node, read from labels and resources as clouds and vendors set them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

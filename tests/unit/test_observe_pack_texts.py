@@ -1,7 +1,5 @@
 """The operator reads only the texts of a service's own probe packs, up to a limit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

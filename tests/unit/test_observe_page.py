@@ -3,8 +3,6 @@
 The pages in data/ come from a real engine, reduced to the relevant lines.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

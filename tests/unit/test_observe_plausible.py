@@ -1,7 +1,5 @@
 """Impossible counters of an engine are ignored, and the operator names a pod that keeps reporting them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A Sample counts an engine's work between two pages exactly once, even after a restart."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

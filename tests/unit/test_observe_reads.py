@@ -1,7 +1,5 @@
 """Reads from the API server for a Snapshot: their number, and the result of an unusual or missing answer."""
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Scrapes of many engines run at once. Engines that hang, drip or send large pages delay none of the others."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tracemalloc

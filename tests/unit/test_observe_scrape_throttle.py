@@ -1,7 +1,5 @@
 """Engines that answer well are scraped often, and failing ones rarely. Large pages cost extra."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Scrapes are kept at even distances, as far back as the spec needs, within limits. No event is lost."""
 
-from __future__ import annotations
-
 import gc
 import random
 import tracemalloc

@@ -1,7 +1,5 @@
 """Every spec that the API server accepts gets a complete decision: no tenant's text makes a rule fail."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

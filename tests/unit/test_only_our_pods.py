@@ -1,7 +1,5 @@
 """Scrapes and probes reach only pods of a service's own Deployments, and follow no redirects."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

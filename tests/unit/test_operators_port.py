@@ -1,7 +1,5 @@
 """The operator listens on the address families of its pod: IPv4, IPv6 or both."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

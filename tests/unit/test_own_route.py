@@ -1,7 +1,5 @@
 """The operator creates its own HTTPRoute and weights it like a user's. It never adopts a foreign route."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

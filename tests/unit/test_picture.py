@@ -1,7 +1,5 @@
 """README's picture is drawn from the recording of a command, complete and in its colours."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

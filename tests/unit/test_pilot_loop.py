@@ -1,7 +1,5 @@
 """The loop over all services gives each one its turn, and reloads a cache that is out of date."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Invariants after every write under random load, faults, spec edits and operator restarts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """`kvpilot plan -f FILE` plans the engine that the operator renders for a service."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every pod of the operator passes Pod Security "restricted". The test checks each rule of the standard."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

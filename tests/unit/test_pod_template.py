@@ -1,7 +1,5 @@
 """engine.podTemplate: the fields that users may add to engine pods, and those that they may not change."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The Job that fills a claim: its state in status and conditions, and its progress from its metrics page."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Prices by kind of GPU: validation, and the reported cost of a service. No decision depends on a price."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

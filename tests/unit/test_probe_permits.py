@@ -1,7 +1,5 @@
 """Probes that hang hold no place of others, and a probe that failed is tried again later and later."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace

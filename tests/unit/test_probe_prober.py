@@ -1,7 +1,5 @@
 """The prober captures baselines, finds stored ones again, and measures only against its own."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 

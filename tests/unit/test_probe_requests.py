@@ -1,7 +1,5 @@
 """Requests of a probe to an engine: one at a time, by priority, from host memory, and up to a full context."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Error rates of the sequential test, by simulation with fixed seeds, from measured damage and from heavier tails."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

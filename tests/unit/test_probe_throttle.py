@@ -1,7 +1,5 @@
 """A probe yields to users: it waits for them for a time, goes on like one more user, and never hangs."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

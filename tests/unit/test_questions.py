@@ -1,7 +1,5 @@
 """If a rule of a reconcile fails, its service reports it, and all other rules still run."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import cache

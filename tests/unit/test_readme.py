@@ -1,7 +1,5 @@
 """README is short, its commands can be pasted, and its figures are those of the benchmarks' pages."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The operator keeps its state of a service in one record, which lives as long as the service."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import functools

@@ -1,7 +1,5 @@
 """The objects that the operator renders for a service."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpilot_formats import dtypes

@@ -1,7 +1,5 @@
 """A replica leads as soon as the API server grants the Lease, and releases it when it stops."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import time

@@ -1,7 +1,5 @@
 """Issue forms and the owners file have the format that GitHub reads, and name only existing files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

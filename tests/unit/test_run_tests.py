@@ -1,7 +1,5 @@
 """scripts/run_tests.py, which CI relies on, runs every part, counts every failure, and prints the total at the end."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

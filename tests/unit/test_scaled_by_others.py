@@ -1,7 +1,5 @@
 """An HPA or KEDA scales a service through /scale, down to zero and back, and the operator follows."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

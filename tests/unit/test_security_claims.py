@@ -1,7 +1,5 @@
 """docs/security-claims.md lists how much kvpilot trusts each party. Each line names the tests that verify it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """The site's script names what is missing before it installs anything. Its lock file has the versions of install.sh."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Decisions from gauges that no counter confirms, and from averages that would hide a full engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta

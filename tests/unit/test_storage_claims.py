@@ -1,7 +1,5 @@
 """The volume claim that a service requests: its content, its users, and when it is written."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The Job that fills a volume claim before engines start: its content, and when it runs."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The operator's metrics about services describe each service, disappear with it, and are bounded in number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The operator's metrics about its own process: reconciles, queue, requests and scrapes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

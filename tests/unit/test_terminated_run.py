@@ -1,7 +1,5 @@
 """A terminated test run ends every process that it started."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 Each test passes arbitrary Unicode to a text function, with an address and its password in the middle.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Spans of reconciles, scrapes and probes: their content, and the data that they never contain."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Spans reach a collector. If they cannot, the log names the environment variable at fault."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Every limit holds after each single write, and the trial ends as without the disturbance.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from functools import cache
 from typing import Any

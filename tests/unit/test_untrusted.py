@@ -1,7 +1,5 @@
 """External text can neither control a terminal nor leak a password, wherever kvpilot shows it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Numbers in external text are parsed correctly or rejected, without an exception."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """`kvpilot validate` judges manifests as the API server and the operator do, without either."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every kvpilot command prints the installed version of kvpilot."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import entry_points, version

@@ -1,7 +1,5 @@
 """The worked example shows the commands of its script, and only conditions, fields and columns that exist today."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

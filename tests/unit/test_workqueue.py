@@ -1,7 +1,5 @@
 """The work queue: one reconcile per service at a time, changed services first but none starved, and back-off."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable

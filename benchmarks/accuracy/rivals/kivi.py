@@ -7,8 +7,6 @@ float16.
 The original keeps the last tokens in 16 bits until a group is full. Here they are quantized as a short group.
 """
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.accuracy.codec import Codec, half, min_max

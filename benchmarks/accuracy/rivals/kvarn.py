@@ -14,8 +14,6 @@ The original keeps the first tile of a sequence, and the unfinished tile, in 16 
 `exact_ends` does the same. Without it the unfinished tile is quantized as a short tile.
 """
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.accuracy.codec import Codec, half, min_max

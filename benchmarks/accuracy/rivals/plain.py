@@ -12,8 +12,6 @@ the scale 1 that vLLM uses without a calibrated checkpoint; values beyond 448 sa
 with z in the four lowest mantissa bits of the float32 step.
 """
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.accuracy.codec import Codec, half, min_max

@@ -10,8 +10,6 @@ Values: not rotated; asymmetric round-to-nearest with one float16 step and minim
 vLLM also keeps the first and last two layers in 16 bits. Here all layers are quantized, also for the number of bits.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

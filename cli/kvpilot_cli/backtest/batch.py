@@ -1,7 +1,5 @@
 """Data structures of a simulated engine: requests, the pool of KV blocks, and the decoding batch."""
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator

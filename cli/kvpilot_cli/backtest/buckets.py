@@ -1,7 +1,5 @@
 """Bucket bounds of vLLM 0.32's histograms, and finer bounds for reports. Times are in seconds, lengths in tokens."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`kvpilot backtest`: run loads through the pilot, and report as text and JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Simulate one load request by request under each policy. The result is one row of the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Decode reads every cached token once, so its time is linear in K. Prefill comput
 each token before it.
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated

@@ -13,8 +13,6 @@ reuses. The oldest prefixes are overwritten first, from their ends.
 The Python time for a step does not grow with the batch (see `batch`).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta

@@ -7,8 +7,6 @@ values between scrapes are interpolated. These metrics are used:
 - vllm:prompt_tokens_total and vllm:generation_tokens_total give the mean lengths.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The seed determines the start, turns, lengths and pauses of every session, so ev
 turn starts after the previous answer and a pause. So on a slow service a session takes longer, and a timeout ends it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol

@@ -4,8 +4,6 @@ The fields hold what the operator would keep in the status. Probes cannot be sim
 simulation counts its time and its GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime

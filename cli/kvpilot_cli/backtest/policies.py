@@ -1,7 +1,5 @@
 """Policies that control a simulated service: the pilot, and fixed replicas. Each acts after every scrape."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta

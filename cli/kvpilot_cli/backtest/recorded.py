@@ -4,8 +4,6 @@ FORMS has the supported column names: our own, and those of published traces. Ot
 show shared prefixes, so each request becomes a session of its own and finds no cached prefix.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json
@@ -77,7 +75,7 @@ class Recorded:
         for number, (start, prompt, output) in enumerate(zip(self.arrival, self.prompt, self.output, strict=True)):
             yield Session(number, float(start), ((int(prompt), int(output), 0.0),))
 
-    def scaled(self, size: float, seed: int) -> Recorded:
+    def scaled(self, size: float, seed: int) -> "Recorded":
         """Return a load with `size` times as many requests.
 
         Above 1, copies arrive within a minute of the original. Below 1, requests are drawn at random. The daily curve

@@ -1,7 +1,5 @@
 """Table of a backtest for people, and its figures in JSON for programs."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Run every load under every policy on two processes, and tell the progress on stderr once it takes long."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 import time

@@ -5,8 +5,6 @@ room. A new session goes to the replica with the fewest requests. A new replica 
 time counts from the start until it has drained.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ than KV heads, each GPU has one head, so some heads are copied. A latent cache (
 of it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvpilot_cli.plan.facts import Model, PlanError

@@ -3,8 +3,6 @@
 MODEL is a folder with a config.json, or a name of the built-in table. FILE holds a service. See docs/planning.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Facts about a model's architecture that determine its memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

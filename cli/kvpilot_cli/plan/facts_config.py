@@ -1,7 +1,5 @@
 """Read the facts about a model from the config.json that transformers writes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GPUs for `kvpilot plan`: the operator's table by name, and the GPUs' bfloat16 throughput."""
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

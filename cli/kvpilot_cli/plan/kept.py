@@ -1,7 +1,5 @@
 """Parts of a plan for a bounded cache (`kvCache.retention`) and for host memory (`kvCache.offload`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from kvpilot_cli.plan.capacity import Cache

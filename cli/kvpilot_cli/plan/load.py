@@ -9,8 +9,6 @@ The plan takes the fewest replicas that meet three limits: the requested time pe
 FILL, and vLLM's limit of running sequences. All of these are averages, so FILL leaves room for bursts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvpilot_cli.plan.speed import Speed

@@ -1,7 +1,5 @@
 """Make a plan: how many sequences fit for every KV-cache dtype and context, and how many replicas a load needs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from kvpilot_cli.plan.capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes

@@ -4,8 +4,6 @@ models.yaml has well-known models with their exact number of parameters. publish
 models of docs/models.md, from which `facts_config` computes the facts.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Output of a plan: tables of at most 120 columns for people, and JSON for programs."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Sequence

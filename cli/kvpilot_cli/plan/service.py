@@ -1,7 +1,5 @@
 """Arguments of `kvpilot plan` for a QuantizedLLMService: the engine that the operator would start for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

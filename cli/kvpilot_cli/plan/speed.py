@@ -9,8 +9,6 @@ every token that it attends to. The efficiencies were measured on an H200. The m
 GPUs, sampling and the scheduler.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvpilot_cli.plan.capacity import Cache

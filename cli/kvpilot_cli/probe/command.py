@@ -7,8 +7,6 @@ count against it. See docs/accuracy-gate.md.
 Exit codes: 0 passed, 1 regressed, 2 no measurement or a wrong argument, 3 inconclusive.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

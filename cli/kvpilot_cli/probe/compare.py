@@ -1,7 +1,5 @@
 """Compare two engines by the operator's own code: capture the baseline, measure noise and damage, and judge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime

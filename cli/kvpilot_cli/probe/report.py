@@ -1,7 +1,5 @@
 """Report of a comparison: a table for people, and JSON for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

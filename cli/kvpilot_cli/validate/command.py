@@ -4,8 +4,6 @@ It applies the CRD's schema, all its CEL rules, and the operator's own checks. S
 Exit codes: 0 all accepted, 1 some refused, 2 a wrong argument, an unreadable file, or nothing to judge.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

@@ -3,8 +3,6 @@
 tests/cluster/test_crd_modern.py runs the same manifests against the real server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The CRD's schema of this version, and the API server's defaulting."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache

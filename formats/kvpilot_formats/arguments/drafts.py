@@ -1,7 +1,5 @@
 """Speculative decoding in vLLM's arguments, and the draft methods that our dtypes support."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from kvpilot_formats.arguments.parser import Arguments

@@ -5,8 +5,6 @@ items. It also accepts `--option.key value` for one key of a JSON value. A parse
 option. So this module follows vLLM's parser and argparse step by step, and a property test compares both.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -4,8 +4,6 @@ Each rule is written here once. `first_on` applies the rules to arguments. `firs
 of an engine that kvpilot-serve did not start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 

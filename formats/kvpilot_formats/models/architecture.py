@@ -1,7 +1,5 @@
 """Properties of a model that decide the size of its KV cache, and those that our dtypes do not support."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """Reader of config.json. Missing fields get the defaults of transformers' config classes."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Kind of each layer of a model, from lists in its config or from a rule of its config class."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

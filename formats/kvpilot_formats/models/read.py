@@ -1,7 +1,5 @@
 """Reader of a config.json that returns an `Architecture` with the layers that vLLM would build."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace

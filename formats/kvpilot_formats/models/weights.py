@@ -1,7 +1,5 @@
 """Weight files that vLLM's default loader reads, and their size. Other copies in the folder do not count."""
 
-from __future__ import annotations
-
 import json
 import struct
 from fnmatch import fnmatch

@@ -3,8 +3,6 @@
 They read only shapes, types and strides, and never wait for a GPU. `kvpilot_kernels.check` is for all other pages.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpilot_formats.latent import RANK, ROPE, LatentFormat

@@ -9,8 +9,6 @@ A score is the sum of q . x over the latent and the RoPE part. The output uses o
 unpacked once for both products.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpilot_formats.latent import RANK, ROPE_BITS, LatentFormat

@@ -5,8 +5,6 @@ own Hadamard matrix H. The mean costs nothing at decode: q . mean is the same fo
 it. An output contains the mean once, because probabilities sum to one. The scale divides queries and outputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +29,10 @@ class LatentFactors:
                 raise ValueError(f"{name} is {tuple(getattr(self, name).shape)}; give one number for {ENTRY} channels")
 
     @classmethod
-    def identity(cls, device: torch.device | str = "cpu") -> LatentFactors:
+    def identity(cls, device: torch.device | str = "cpu") -> "LatentFactors":
         """Return factors that change nothing."""
         return cls(torch.zeros(ENTRY, device=device), torch.ones(ENTRY, device=device))
 
-    def to(self, device: torch.device | str) -> LatentFactors:
+    def to(self, device: torch.device | str) -> "LatentFactors":
         """Return the same factors on another device."""
         return LatentFactors(self.mean.to(device), self.scale.to(device))

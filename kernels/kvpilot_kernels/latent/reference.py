@@ -7,8 +7,6 @@ In the absorbed form all heads share a token's entry e = (latent, rope), and its
 Entries are read back from their format and rotated back. There is no paging and no optimization.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpilot_formats.latent import RANK, ROPE_BITS, LatentFormat

@@ -7,8 +7,6 @@ softmax divides by. k and v are read back from the group format (`quantize`) and
 paging and no optimization.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -8,8 +8,6 @@ Sources: Sylvester (1867) for powers of two, H_2n = H_2 (x) H_n; Paley (1933), c
 residues mod 11, for H_12; their Kronecker product for D = 96 = 12 * 8 and 192 = 12 * 16.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -18,8 +18,6 @@ because all tokens have it. So at 2 bits the codes stay, and the stored scale be
 which makes <x, x'> = <x, x> at the cost of a little more squared error per token (`docs/decisions/0002`).
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK, ZERO_BITS, ZERO_STEPS

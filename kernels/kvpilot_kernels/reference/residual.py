@@ -8,8 +8,6 @@ The largest |x / s + z - c| of a group decides its exponent e in 0..2: groups wi
 `kvpilot_formats.layouts` has the layout.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpilot_formats.layouts import RING_REACH

@@ -1,7 +1,5 @@
 """Attention of whole sequences with a recent window, in differentiable torch."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.checkpoint import checkpoint
 

@@ -9,8 +9,6 @@ work: requests hold blocks while they run, and counters count. POST /faults with
 of `Faults`. The environment variable FAULTY_ENGINE may hold such an object for the start.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

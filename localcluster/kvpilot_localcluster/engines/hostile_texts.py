@@ -3,8 +3,6 @@
 The hostile ones are known to harm parsers.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import zlib

@@ -1,7 +1,5 @@
 """Real vLLM on this machine's CPU, started by kvpilot-serve as in the image."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

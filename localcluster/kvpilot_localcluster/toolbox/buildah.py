@@ -1,7 +1,5 @@
 """buildah and runc, which build and start images without a daemon, in private folders."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 It has a hundred dependencies, so it gets its own virtual environment.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Its successors check more, but no package index has them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

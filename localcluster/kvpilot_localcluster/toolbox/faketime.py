@@ -1,7 +1,5 @@
 """libfaketime, which gives a program another wall clock by LD_PRELOAD."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

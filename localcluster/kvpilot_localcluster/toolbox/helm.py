@@ -1,7 +1,5 @@
 """Real helm, to lint, render and install the chart."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping
 from functools import partial

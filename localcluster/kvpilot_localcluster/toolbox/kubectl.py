@@ -1,7 +1,5 @@
 """kubectl, which includes kustomize."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

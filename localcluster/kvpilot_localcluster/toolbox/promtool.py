@@ -1,7 +1,5 @@
 """Real prometheus and promtool, to test rules and expressions, and to scrape."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,8 +4,6 @@ If a message repeats within an hour, only the count of its core/v1 Event rises (
 kubectl shows that count, but not all versions show the `series` of events.k8s.io/v1.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from datetime import datetime, timedelta

@@ -4,8 +4,6 @@ Each write carries the object's uid, so the server refuses the write if another 
 apply cannot require that an object is new. So the operator first claims a free name with a plain create.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ If a quota, a webhook or a field check refuses an object, the next decision take
 temporary errors, such as a conflict or an unreachable server, end the reconcile.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Remember the refused objects of a service, and when to write them again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Removal of the readiness gate from a serving Deployment, so that its later pods need no operator."""
 
-from __future__ import annotations
-
 from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, deployment_name
 from kvpilot_operator.cluster.client import Cluster

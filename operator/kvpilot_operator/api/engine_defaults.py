@@ -1,7 +1,5 @@
 """The administrator's defaults for engine fields that services do not set (`--engine-defaults`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

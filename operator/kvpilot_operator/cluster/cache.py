@@ -1,7 +1,5 @@
 """A cache of one kind of objects as small views, which a watch and our own writes keep current."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Hashable
 from typing import Generic, NamedTuple, TypeVar

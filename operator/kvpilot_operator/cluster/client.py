@@ -1,7 +1,5 @@
 """A client of the API server. It takes and returns plain JSON objects, and raises typed errors."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -36,7 +34,7 @@ class Cluster:
     @classmethod
     async def connect(
         cls, fence: WriteFence | None = None, agent: str = "kvpilot-operator", on_request: OnRequest | None = None
-    ) -> Cluster:
+    ) -> "Cluster":
         """Connect with KUBECONFIG, the default kubeconfig or the pod's service account. Audit logs show `agent`."""
         try:
             config.load_incluster_config()
@@ -47,7 +45,7 @@ class Cluster:
         give_up_early(api)
         return cls(api, fence, on_request)
 
-    def telling(self, on_write: OnWrite) -> Cluster:
+    def telling(self, on_write: OnWrite) -> "Cluster":
         """Return a client that shares these connections, and calls `on_write` after every write."""
         other = copy.copy(self)
         other._on_write = on_write

@@ -1,7 +1,5 @@
 """The fence that every write must pass. It closes by the clock, so a process that was suspended cannot write late."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import sys
@@ -32,7 +30,7 @@ class WriteFence:
         self._uncertain_until = -math.inf
 
     @classmethod
-    def opened(cls) -> WriteFence:
+    def opened(cls) -> "WriteFence":
         """Return a fence that is always open, for a process without other replicas."""
         fence = cls()
         fence.open(math.inf, math.inf)

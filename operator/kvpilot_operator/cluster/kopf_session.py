@@ -5,8 +5,6 @@ that is not JSON. This session turns each of these into a broken connection, aft
 again (docs/upstream/kopf-watch-errors.patch).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@ it sends a renewal. Other replicas start theirs after they see the Lease change,
 takes a Lease while the holder relies on it, even if wall clocks are wrong.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

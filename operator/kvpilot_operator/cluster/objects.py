@@ -1,7 +1,5 @@
 """Kubernetes objects as JSON: their REST paths and their versions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ class Ref(NamedTuple):
     name: str
 
     @classmethod
-    def to(cls, manifest: Mapping[str, Any]) -> Ref:
+    def to(cls, manifest: Mapping[str, Any]) -> "Ref":
         """Return the reference to the object that a manifest describes."""
         metadata = manifest["metadata"]
         return cls(manifest["apiVersion"], manifest["kind"], metadata["namespace"], metadata["name"])

@@ -1,7 +1,5 @@
 """Requests to the API server, with the official client's connections and credentials. Writes pass the fence."""
 
-from __future__ import annotations
-
 import math
 import socket
 import ssl

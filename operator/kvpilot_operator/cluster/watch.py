@@ -1,7 +1,5 @@
 """Keep a Store equal to a collection of the API server: list, watch, resume, and list again after errors."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -1,7 +1,5 @@
 """Serve /healthz, /readyz and /metrics of the operator itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

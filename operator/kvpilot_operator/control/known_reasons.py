@@ -1,7 +1,5 @@
 """Reasons that may be labels of metrics. Other reasons, from engines or webhooks, could add any number of series."""
 
-from __future__ import annotations
-
 from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, Reason, Stage, WorkloadKind
 from kvpilot_probes.errors import ProbeError

@@ -1,7 +1,5 @@
 """Lifecycle of one replica of the operator: it stands by, leads while it holds the Lease, and hands over."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
@@ -45,7 +43,7 @@ class Leader:
     ready: asyncio.Event
     """Event for /readyz. It is set when all watched objects have been read, or earlier by the election."""
 
-    async def start(self) -> Leader:
+    async def start(self) -> "Leader":
         """Start watches, reconciles, scrapes and probes."""
         cluster, telemetry, options = self.cluster, self.telemetry, self.options
         server = ServerFacts(assigns_users=await cluster.serves(OPENSHIFT_SECURITY_API))

@@ -1,7 +1,5 @@
 """The operator's log: one JSON object a line, for log collectors and for people with `jq`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Run the control loop of the fleet: `observe` makes snapshots, `decide` makes decisions, and `act` writes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

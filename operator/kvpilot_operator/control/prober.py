@@ -1,7 +1,5 @@
 """Run probes in the background: at most one for each service, under shared permits, and yielding to users' requests."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

@@ -3,8 +3,6 @@
 A word, such as a dtype, a stage or a reason, is a label. Only the current word has a series, with the value 1.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

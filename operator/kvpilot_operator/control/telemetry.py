@@ -1,7 +1,5 @@
 """The operator's own Prometheus metrics and spans: of its work, its process, and its view of each service."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The work queue. A service has at most one reconcile at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

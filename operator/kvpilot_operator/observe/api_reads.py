@@ -1,7 +1,5 @@
 """Periodic reads of the API server that replace a watch: served APIs, Events of pod groups, and autoscalers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

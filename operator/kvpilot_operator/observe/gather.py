@@ -1,7 +1,5 @@
 """Build one service's Snapshot from the fleet's cache, and scrape the fleet's engines."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ kopf's watch supplies the services, and our own watches supply their objects (do
 stores the API server's answer to each write, so no reconcile sees a state from before our own writes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The name of an NVIDIA GPU comes from GPU feature discovery or GKE. Other acceler
 name is missing from the tables, it does not rule out any dtype.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +49,7 @@ _MAX_NAME = 128  # limit of GPU names in the API, such as status.history[].gpu
 class NodeCache:
     """A cache of node facts. It has no watch, but reads each node again from time to time."""
 
-    def __init__(self, cluster: Cluster, clock: Callable[[], datetime]) -> None:
+    def __init__(self, cluster: "Cluster", clock: Callable[[], datetime]) -> None:
         self._cluster = cluster
         self._clock = clock
         self._read: dict[str, tuple[datetime, NodeFacts]] = {}

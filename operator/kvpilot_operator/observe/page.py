@@ -3,8 +3,6 @@
 Every value is checked, because a broken or hostile engine may write anything.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -14,8 +14,6 @@ A stalled engine has work, but its counters and its cache use stay constant. (A 
 fills blocks.) Its pod is left out, and the other pods are judged as if it did not exist.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

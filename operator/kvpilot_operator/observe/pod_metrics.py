@@ -1,7 +1,5 @@
 """The numbers of one pod's metrics page, and the increments between two of its pages. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

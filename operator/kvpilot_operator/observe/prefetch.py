@@ -1,7 +1,5 @@
 """The Job that downloads weights to a PersistentVolumeClaim: its status, its pod, and the bytes it reports."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any

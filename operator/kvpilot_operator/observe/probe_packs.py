@@ -1,7 +1,5 @@
 """Probe packs of a service: built-in packs, and its own packs from ConfigMaps."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

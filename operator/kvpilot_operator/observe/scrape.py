@@ -1,7 +1,5 @@
 """Fetch the engines' metrics pages, within limits on time, size, memory and concurrency."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl

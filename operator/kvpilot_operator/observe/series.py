@@ -4,8 +4,6 @@ Its time is linear in the bytes of any page, because possessive quantifiers prev
 compares it with prometheus_client's parser.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Set

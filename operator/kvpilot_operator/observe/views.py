@@ -1,7 +1,5 @@
 """Convert Kubernetes' JSON to the views of a Snapshot. Pure, and tolerant of fields that are not set yet."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

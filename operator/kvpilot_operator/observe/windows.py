@@ -1,7 +1,5 @@
 """The recent scrapes of every revision, kept in memory: a restart forgets them."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
@@ -66,7 +64,7 @@ class _Merged:
     sample: Sample
     scrapes: int = 1
 
-    def merge(self, other: _Merged) -> None:
+    def merge(self, other: "_Merged") -> None:
         """Merge a later sample: add up the flows, average the gauges, and take everything else from the later one."""
         ours, theirs = self.sample, other.sample
         if not theirs.pods:

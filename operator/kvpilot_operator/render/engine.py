@@ -1,7 +1,5 @@
 """The pod template of one revision: the engine, its start, its probes, its drain and its end."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

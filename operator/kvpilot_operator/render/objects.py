@@ -1,7 +1,5 @@
 """Builders of a service's objects, except the pod template of its engines and its Job."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping, Sequence
 from datetime import datetime

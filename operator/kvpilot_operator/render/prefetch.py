@@ -1,7 +1,5 @@
 """The Job that fills the weights' claim before engines start. Its pod is like an engine's, with another command."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ Weights of a rule are relative to one another. So during a trial, all weights of
 becomes V x 100. After the trial, the original weights are computed from the scaled ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +35,7 @@ class Backend(NamedTuple):
     kinds: Kinds = SERVICES
 
     @property
-    def canary(self) -> Backend:
+    def canary(self) -> "Backend":
         """Return the backend that takes the canary's share."""
         return self._replace(name=canary_service(self.name))
 

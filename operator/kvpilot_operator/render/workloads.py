@@ -1,7 +1,5 @@
 """Kinds of workloads that run the pods of one revision, and all differences between them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

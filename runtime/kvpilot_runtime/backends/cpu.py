@@ -5,8 +5,6 @@ values, and then `forward` with the whole batch. Sequences with one new token, p
 together, one row per token. The other sequences prefill one by one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -9,8 +9,6 @@ and the partial results are merged by their log-sums. For heads of more than 256
 support, we have our own kernel.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Step metadata of the CUDA backend, made once for all layers: rows that decode, and contexts to read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar

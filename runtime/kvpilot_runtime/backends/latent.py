@@ -5,8 +5,6 @@ pages, in the chunks that vLLM plans. Then we expand the entries to each head's 
 `latent_cuda` store entries, and decode in the absorbed form.
 """
 
-from __future__ import annotations
-
 import os
 from abc import abstractmethod
 from dataclasses import replace
@@ -63,7 +61,7 @@ class LatentImpl:
         refuse_beside(get_current_vllm_config(), (*rules.BESIDE_ANY, *rules.BESIDE_LATENT))
 
     @abstractmethod
-    def pages_of(self, kv_cache: torch.Tensor) -> LatentPages | GpuLatentPages:
+    def pages_of(self, kv_cache: torch.Tensor) -> "LatentPages | GpuLatentPages":
         """Return a layer's cache, uint8 [blocks, block_size, row_bytes], as latent pages."""
 
     def do_kv_cache_update(

@@ -1,7 +1,5 @@
 """Backend of multi-head latent attention (MLA) on a CPU: latent pages, computed in plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

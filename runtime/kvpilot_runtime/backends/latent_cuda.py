@@ -4,8 +4,6 @@ vLLM first stores a step's entries and then absorbs the queries. Split-KV decode
 CUDA graph. Prompts attend by vLLM's fastest prefill backend, to contexts that `latent` reads from the pages.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ dtype has its own class, such as `kvpilot_runtime.backends.cuda.K4V4Backend`. `c
 table of formats, in each process that imports or unpickles it.
 """
 
-from __future__ import annotations
-
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -118,7 +116,7 @@ class PackedBackend(OurBackend):
     """
 
     fmt: ClassVar[formats.Format]
-    ring_backend: ClassVar[type[RingBackend]]
+    ring_backend: "ClassVar[type[RingBackend]]"
     remedies: ClassVar[dict[str, str]] = {
         "sliding window not supported": "a sliding-window layer is not supported (keep these in 16 bits: "
         "--kv-cache-dtype-skip-layers sliding_window)",

@@ -7,8 +7,6 @@ requests of different lengths, and attends to them in one step. The result must 
 overwritten.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any

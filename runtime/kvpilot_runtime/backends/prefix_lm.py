@@ -1,7 +1,5 @@
 """Images whose tokens attend to each other in both directions, as in Gemma 3 and PaliGemma."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ vLLM counts memory that is allocated while it loads weights, so the first layer 
 block size is known, the builder releases the reservation and makes the buffers that captured graphs read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

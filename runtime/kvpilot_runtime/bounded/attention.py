@@ -6,8 +6,6 @@ attends to exactly the sinks and the window, and never reads freed pages. If the
 different pages, the sequence is cut into several causal sequences (`pieces`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any

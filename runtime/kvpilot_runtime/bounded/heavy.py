@@ -4,8 +4,6 @@ A page's mass is the attention that its tokens receive, summed over query heads 
 layer's attention, so decode kernels stay unchanged. One query in `EVERY` is measured, and counts `EVERY` times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain

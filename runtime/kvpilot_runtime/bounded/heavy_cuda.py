@@ -5,8 +5,6 @@ does nothing. Chunks of prompts are measured together, in a few launches per lay
 with prefill's kernel and into its workspace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Page masses, the attention that pages get: their formula, and their measurement on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ masses. Only the scheduler decides. A worker reads only pages that the step's me
 page. Requests that end, restart or are preempted need no message.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ admits requests and computes capacity. Our manager also keeps the first pages. W
 `num_retained_tokens` stops vLLM 0.33 from clearing block-table entries below the window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

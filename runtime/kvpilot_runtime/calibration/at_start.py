@@ -8,8 +8,6 @@ Each tensor-parallel rank keeps the factors of its heads, and each pipeline stag
 text and number of ranks give the same factors.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention in the step in which an engine calibrates itself. Each sequence attends to itself and is recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

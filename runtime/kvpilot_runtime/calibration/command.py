@@ -5,8 +5,6 @@ position, so a mean from short texts is harmful at positions far beyond their le
 compare the factors with those that an engine finds by itself (`held_out`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

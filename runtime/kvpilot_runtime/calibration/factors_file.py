@@ -5,8 +5,6 @@ A file is safetensors with the float32 tensors `layers.{i}.key_mean`, `.key_scal
 model, and `load` refuses a file of another model, which would give wrong answers without an error.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -67,7 +65,7 @@ class ModelFacts:
     config_sha256: str
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelFacts:
+    def of(cls, config: Mapping[str, Any]) -> "ModelFacts":
         """Read the facts from a config.json, from its nested text config if there is one.
 
         Raises:
@@ -89,7 +87,7 @@ class ModelFacts:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> ModelFacts:
+    def read(cls, folder: Path) -> "ModelFacts":
         """Read the facts of the model in `folder`.
 
         Raises:
@@ -116,7 +114,7 @@ class Calibration:
                              f"{VARIABLE}")  # fmt: skip
         return self.layers[int(found[1])]
 
-    def shard(self, rank: int, size: int) -> Calibration:
+    def shard(self, rank: int, size: int) -> "Calibration":
         """Return the factors of one tensor-parallel rank's KV heads. With more ranks than heads, ranks share heads.
 
         Raises:

@@ -6,8 +6,6 @@ gradients of the log-likelihood with respect to both. The model itself draws the
 contributes no gradient for keys and values inside its window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measurement of the damage by a quantized cache, in a transformers model, on text that was held out of the fit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +29,7 @@ class Attention:
     sliding_window: int | None
 
     @classmethod
-    def of(cls, module: Any, options: dict[str, Any]) -> Attention:
+    def of(cls, module: Any, options: dict[str, Any]) -> "Attention":
         """Read the parameters from a call of transformers' attention function."""
         window = options.get("sliding_window") or getattr(module, "sliding_window", None)
         return cls(float(options["scaling"]), float(options.get("softcap") or 0.0), window)

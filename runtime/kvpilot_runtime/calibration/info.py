@@ -4,8 +4,6 @@
 weights were replaced later, the reason is `WeightsChanged`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Factors of this process's engine: this rank's share of a calibration file, and a hash over all ranks."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 `text.txt` has prose, code, tables, chats and several writing systems.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A page can be read only with the factors that it was quantized with. So a class 
 lets pages travel only between engines that agree on their terms (`transfer.terms`).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field

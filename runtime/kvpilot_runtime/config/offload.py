@@ -6,8 +6,6 @@ Connectors between engines are supported if `connectors` lists them. Others are 
 without their factors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvpilot_runtime.config import connectors

@@ -1,7 +1,5 @@
 """Arguments of kvpilot-serve that our dtypes support or refuse, by the rules of `kvpilot_formats.arguments`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from kvpilot_formats import arguments as vllm

@@ -8,8 +8,6 @@ preemption and prefix hits do not change answers.
 so chunks, preemption and prefix hits can change answers.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ kvpilot-serve reads the model's config before it becomes vLLM and passes it on i
 publishes it as ``kvpilot_model_info{head_dim,kv_heads,layers,window_layers,mla} 1``.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ A worker writes the labels to a file, and the API server reads them. The file's 
 which vLLM's first process sets for the others.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

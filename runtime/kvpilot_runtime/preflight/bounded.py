@@ -1,7 +1,5 @@
 """Check of a bounded cache before vLLM is imported. The engine repeats it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from kvpilot_formats import formats, models

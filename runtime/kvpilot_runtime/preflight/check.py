@@ -3,8 +3,6 @@
 For a model in a folder it takes well under a second. For a model on the hub it first fetches config.json.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

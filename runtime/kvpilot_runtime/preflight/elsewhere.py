@@ -4,8 +4,6 @@ Preflight follows `--hf-overrides`, `--hf-config-path` and `--hf-token`. For the
 option in a warning. So it never refuses an engine because of a number that vLLM would not use.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping

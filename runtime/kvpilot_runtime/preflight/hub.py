@@ -1,7 +1,5 @@
 """Requests to the hub about a model, before an engine downloads it, and refusals for errors that no retry can fix."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Model classes of the installed vLLM, read from its source text, because importing vLLM takes seconds."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util

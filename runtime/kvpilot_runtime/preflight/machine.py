@@ -1,7 +1,5 @@
 """Properties of this machine: the platform of the installed vLLM, and the memory that an engine may use."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

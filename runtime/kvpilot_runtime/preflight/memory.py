@@ -1,7 +1,5 @@
 """Check that weights, one request's KV cache and the engine fit into memory. Sizes are estimated without vLLM."""
 
-from __future__ import annotations
-
 import math
 import os
 

@@ -1,7 +1,5 @@
 """Reader of a model's folder, without torch: config.json and the size of its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType

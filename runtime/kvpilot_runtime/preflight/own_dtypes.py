@@ -1,7 +1,5 @@
 """Checks of requests with our dtypes: options, recent window and model. Each raises PreflightError for a fault."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Input and result of a preflight."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

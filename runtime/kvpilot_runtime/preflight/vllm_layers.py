@@ -1,7 +1,5 @@
 """Layers of a model whose type kvpilot does not know, as vLLM builds them in a separate process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

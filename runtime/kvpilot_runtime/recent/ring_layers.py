@@ -5,8 +5,6 @@ vLLM puts every layer with a KV cache into a group, and each group has a block t
 step's tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass, fields

@@ -3,8 +3,6 @@
 Unpickling a `RingSpec` imports this module, which registers it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

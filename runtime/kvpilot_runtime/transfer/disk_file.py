@@ -4,8 +4,6 @@ Because it has no name, other engines cannot find it, and its space is freed whe
 `refused` finds a claim that is too small before an engine takes a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

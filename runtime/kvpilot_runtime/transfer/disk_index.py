@@ -4,8 +4,6 @@ Only one thread uses it. A place stays taken until its transfers end, even if no
 may still read or write it.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Offloading to vLLM's tiers (0.32): host memory, and our own file below it (`disk_tier`)."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ file has a fixed size, no other engine can find it, and every chunk has a checks
 tokens are computed again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A disk may fail, corrupt data or never answer. Bytes that were read reach host m
 the write. If a read does not end in time, its job stops waiting, and its bytes never reach host memory.
 """
 
-from __future__ import annotations
-
 import mmap
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Additions to vLLM's offloading to host memory: requests that must load from it, and a worker for CPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvpilot_runtime.config.offload import FROM_HOST

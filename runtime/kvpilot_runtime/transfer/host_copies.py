@@ -4,8 +4,6 @@ vLLM's own worker copies only with CUDA. With ours, an engine on a CPU offloads 
 but lets a machine without a GPU test all of offloading except vLLM's own copies.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -6,8 +6,6 @@ ring, as after any prefix hit. The engine sends a chunk in one message. So if an
 chunk or nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@
 If a check fails, the prompt is computed here.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 A page can be read only with the layout, dtype and factors that it was quantized with.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

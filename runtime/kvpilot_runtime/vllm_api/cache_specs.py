@@ -4,8 +4,6 @@
 prints the result of `specs` as JSON on the last line of stdout, and loads no weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

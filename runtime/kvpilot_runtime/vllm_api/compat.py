@@ -1,7 +1,5 @@
 """Supported versions of vLLM, and everything that differs between them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from collections.abc import Callable

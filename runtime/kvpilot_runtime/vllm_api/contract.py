@@ -4,8 +4,6 @@ A tested version (`compat.RUN_ON`) has every part that we use. Newer versions ar
 lacks a part, and `page_check` compares a step's output with a computation in float64.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

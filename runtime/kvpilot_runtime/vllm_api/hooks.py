@@ -4,8 +4,6 @@
 backend of a dtype on a CPU, so the platform's choice is wrapped. Other dtypes keep vLLM's choice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

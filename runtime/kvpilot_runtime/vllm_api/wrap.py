@@ -1,7 +1,5 @@
 """Replacement of functions of vLLM. `wrap` is the only place of kvpilot that does it."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -8,8 +8,6 @@ with score s gets exp2(s - L) of a query's attention. So only keys are read agai
 A flag on the device decides if a step is weighed. So a CUDA graph may contain the launch, which mostly does nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -147,13 +145,13 @@ def weigh_kernel(
             tl.store(to + t // TOKENS, tl.load(to + t // TOKENS) + tl.sum(tl.sum(mass, 1), 0))
 
 
-def stretch(shape: Shape) -> int:
+def stretch(shape: "Shape") -> int:
     """Return the number of tokens of a stretch. Splits are multiples of it."""
     choice = shape.cut().choice
     return choice.grain or choice.tile
 
 
-def weigh(pages: GpuPages, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, wanted: torch.Tensor,
+def weigh(pages: "GpuPages", block_table: torch.Tensor, seq_lens: torch.Tensor, plan: "Plan", wanted: torch.Tensor,
           total: torch.Tensor) -> None:  # fmt: skip
     """Add the attention that each stored token got in the step that `plan` has just decoded from `pages`.
 

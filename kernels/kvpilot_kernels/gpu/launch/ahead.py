@@ -5,8 +5,6 @@ the assembler and the C compiler. These run without Python's global lock, so thr
 results go to the kernels' own caches, where the real launch finds them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -3,8 +3,6 @@
 A `Plan` holds what all layers of a step share: the splits of decode, and memory for partial results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Attention of heads of 512 elements to keys and values in 16 bits: the launch of `prefill.head512`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 

@@ -12,8 +12,6 @@
 docs/benchmarks/kernel-resources.md lists registers and spills of the kernels for common shapes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from math import gcd, inf

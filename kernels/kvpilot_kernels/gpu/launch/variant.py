@@ -5,8 +5,6 @@ than the kernels of a small step, so outside a CUDA graph the GPU would wait for
 compiled program for each kind of arguments, and passes later arguments directly to its compiled launcher.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

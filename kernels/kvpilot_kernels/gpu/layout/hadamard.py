@@ -10,8 +10,6 @@ their signs are 0. Other signs are +-1, exact in bfloat16. `rotate` divides by t
 interpreter cannot round to bfloat16, so it gets float32.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

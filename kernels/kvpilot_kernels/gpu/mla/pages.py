@@ -3,8 +3,6 @@
 A `LatentPlan` holds what all layers of a step share: the splits of decode, and memory for partial results.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ They follow from registers and shared memory (docs/benchmarks/kernel-resources.m
 on an H200 (docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times alternatives.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import gcd
 

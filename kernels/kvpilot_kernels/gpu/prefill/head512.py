@@ -5,8 +5,6 @@ It is needed because FlashAttention 2 and 3 have no kernel for heads of more tha
     o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t        lse_i = log(sum_t exp(cap(scale * q_i . k_t)))
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
