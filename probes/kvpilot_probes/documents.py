@@ -41,7 +41,7 @@ class Document(Generic[Chapter]):
         self.read: list[Chapter] = []
         self.ends: list[int] = []
 
-    async def _rendered(self, chapter: Chapter | None, question: str) -> array[int]:
+    async def _rendered(self, chapter: Chapter | None, question: str) -> "array[int]":
         found: Tokenized = await self._engine.tokenize(self._chat(chapter, question), self._tools)
         return array("I", found.tokens)
 
@@ -73,7 +73,7 @@ class Document(Generic[Chapter]):
                     "tokenizer and its chat template"
                 )
 
-    async def tail(self, question: str) -> array[int]:
+    async def tail(self, question: str) -> "array[int]":
         """Return the tokens that ask this question at the end of the chat."""
         return (await self._rendered(None, question))[self._head :]
 

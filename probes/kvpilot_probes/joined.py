@@ -31,7 +31,7 @@ class Joined(Sequence[int]):
         return self._document[at] if at < self._size else self._tail[at - self._size]
 
 
-def shared(first: array[int], second: array[int]) -> int:
+def shared(first: "array[int]", second: "array[int]") -> int:
     """Return the number of tokens that both begin with."""
     low, high = 0, min(len(first), len(second))
     while low < high:

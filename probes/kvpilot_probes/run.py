@@ -184,9 +184,10 @@ async def _measure(
         await _bounded(order, followed, settings.concurrency)
         failed = allowed is not None and decide(seen, planned, allowed).answer == Answer.FAILED
         results = await _bounded(() if failed else baseline.prompts, solved, settings.concurrency)
-        worst = stats.worst_prompt(compared)
-        shown = None if worst is None else baseline.prompts[worst]
-        sample = shown and await throttle.beside_users(engine, lambda one: _sample(one, throttle, shown))
+        sample = None
+        if (worst := stats.worst_prompt(compared)) is not None:
+            shown = baseline.prompts[worst]
+            sample = await throttle.beside_users(engine, lambda one: _sample(one, throttle, shown))
     return stats.summarise(
         compared,
         requests=requests + (sample is not None),
