@@ -14,35 +14,28 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import cycle, islice, zip_longest
+from itertools import zip_longest
 from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
 from kvpilot_probes import stats, tasks
-from kvpilot_probes.client import EngineClient, Progress
+from kvpilot_probes.client import EngineClient
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_probes.errors import (
-    ContextNotHeld,
-    EngineRefused,
-    EngineUnreachable,
     MalformedAnswer,
     ProbeError,
 )
 from kvpilot_probes.generated import Rendered, check_alike, fingerprint, most_resumes, rendered, sent_first
-from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.packs import ProbePrompt
 from kvpilot_probes.results import Done, compared_tasks
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
-from kvpilot_probes.session import TOP_K, USUAL, Settings, Throttle, allow, probing
+from kvpilot_probes.session import MAX_RESUMES, TOP_K, USUAL, Settings, Throttle, allow, probing
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 # vLLM's pages hold at least 16 tokens, so a shorter half of a prompt would fill no page.
 MIN_HALF_TOKENS = 16
-# The longest prompt that fills a context. Its text takes 2 MiB of the operator's memory.
-MAX_FILLED_TOKENS = 262_144
-FILL_ANSWER_TOKENS = 8
-FILL_SECONDS = 600.0
 
 
 async def capture(
@@ -67,7 +60,7 @@ async def capture(
         positions = sum(r.answer for r in found)
         check_limits([r.tokens for r in found], positions)
         allow(deadline, settings, sum(len(r.tokens) for r in found), positions + tasks.cost(r.task for r in found))
-        answers = await _bounded(found, answered, settings.concurrency)
+        answers = await bounded(found, answered, settings.concurrency)
     return Baseline(identity, model, dtype, tuple(answers), left_out, tokenizer=tokenizer)
 
 
@@ -99,44 +92,6 @@ def _in_turns(baseline: Baseline, turn: int) -> list[int]:
         buckets.setdefault(prompt.bucket, []).append(index)
     turned = [indices[turn % len(indices) :] + indices[: turn % len(indices)] for indices in buckets.values()]
     return [index for row in zip_longest(*turned) for index in row if index is not None]
-
-
-async def fill_context(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> int:
-    """Send one prompt that fills the model's context, and return its tokens; raises `ContextNotHeld`.
-
-    Buffers of attention grow with the context, so an engine can run out of memory there alone.
-    """
-    fixed = replace(settings, deadline_seconds=FILL_SECONDS)
-    async with probing(base_url, model, fixed) as (usual, _, _):
-        length = (await usual.tokenize((Message("user", "."),))).max_model_len
-        size = max(1, min(length - FILL_ANSWER_TOKENS, MAX_FILLED_TOKENS))
-        # Reversed prompts begin with other tokens than the kept ones, so the prefix cache does not shorten the work.
-        tokens = cycle(token for prompt in baseline.prompts for token in reversed(prompt.tokens))
-        engine = replace(usual, read_seconds=FILL_SECONDS)
-        working = asyncio.create_task(_report(settings.progress))
-        try:
-            async with aclosing(
-                engine.decode(array("I", islice(tokens, size)), FILL_ANSWER_TOKENS, 1, past_end=True)
-            ) as steps:
-                sound = [bool(step.logprobs.top) async for step in steps]
-            if not all(sound):
-                raise MalformedAnswer(f"{engine.base_url}: the logprobs are not numbers")
-        except (EngineRefused, EngineUnreachable, MalformedAnswer) as error:
-            raise ContextNotHeld(
-                f"the engine failed at a prompt of {size} tokens in its context of {length}: {error}; lower "
-                "spec.model.maxModelLen, or leave it more memory by --gpu-memory-utilization or "
-                "--max-num-batched-tokens in spec.engine.extraArgs"
-            ) from error
-        finally:
-            working.cancel()
-    return size
-
-
-async def _report(progress: Progress) -> None:
-    """Report progress each second: an engine is silent while it reads a long prompt."""
-    while True:
-        progress()
-        await asyncio.sleep(1.0)
 
 
 async def _measure(
@@ -175,15 +130,15 @@ async def _measure(
             if skipped(prompt):
                 return
             judged, asked = await throttle.beside_users(
-                engine, lambda one: _follow(one, throttle, index, prompt, settings)
+                engine, lambda one: follow(one, throttle, index, prompt, settings.max_resumes)
             )
             compared.extend(judged)
             seen.extend(stats.by_bucket(judged))
             requests += asked
 
-        await _bounded(order, followed, settings.concurrency)
+        await bounded(order, followed, settings.concurrency)
         failed = allowed is not None and decide(seen, planned, allowed).answer == Answer.FAILED
-        results = await _bounded(() if failed else baseline.prompts, solved, settings.concurrency)
+        results = await bounded(() if failed else baseline.prompts, solved, settings.concurrency)
         sample = None
         if (worst := stats.worst_prompt(compared)) is not None:
             shown = baseline.prompts[worst]
@@ -228,8 +183,8 @@ async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> 
     )
 
 
-async def _follow(
-    engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, settings: Settings
+async def follow(
+    engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, max_resumes: int = MAX_RESUMES
 ) -> tuple[list[stats.Compared], int]:
     """Decode along the baseline's answer. Return the compared positions and the number of requests."""
     answer = prompt.answer
@@ -237,7 +192,7 @@ async def _follow(
     compared: list[stats.Compared] = []
     requests = await _ask_half(engine, throttle, prompt)
     start, resumes = 0, -1
-    most = most_resumes(prompt.tokens, settings.max_resumes)
+    most = most_resumes(prompt.tokens, max_resumes)
     while start < len(answer) and resumes < most:
         reached = start
         context = array("I", prompt.tokens) + forced[:start]
@@ -285,7 +240,7 @@ async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselineProm
     return stats.AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[: stats.MAX_TEXT])
 
 
-async def _bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:
+async def bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:
     """Run `work` on all items, at most `concurrency` at a time. The first `ProbeError` cancels the others."""
     gate = asyncio.Semaphore(concurrency)
 

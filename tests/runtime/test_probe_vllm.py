@@ -17,18 +17,20 @@ from typing import Any
 import pytest
 
 from kvpilot_cli.probe import command
-from kvpilot_localcluster.engines.real import HANGS
+from kvpilot_localcluster.engines.real import HANGS, Engine
 from kvpilot_operator.api.spec import parse
 from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import described, judge
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_probes import codec, packs
+from kvpilot_probes import codec, packs, pressure
 from kvpilot_probes.client import http_client
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import EngineUnreachable
+from kvpilot_probes.pressure import FILL_ANSWER_TOKENS, Filled, Pool, fill
 from kvpilot_probes.results import baseline_worse, candidate_worse
-from kvpilot_probes.run import FILL_ANSWER_TOKENS, capture, control, fill_context, measure
+from kvpilot_probes.run import capture, control, measure
+from kvpilot_probes.sequential import Allowed, Answer, decide
 from kvpilot_probes.session import GiveWay, Settings
 from kvpilot_probes.stats import Measurement
 from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
@@ -212,18 +214,31 @@ async def test_an_engine_behind_a_meshs_mutual_tls_is_read_and_probed_like_one_b
             await measure(meshed.url, MODEL, kept, settings=SETTINGS)
 
 
-def test_a_canary_answers_a_prompt_that_fills_its_context(tmp_path: Path) -> None:
-    prompts = packs.load(["builtin/structured"])[:3]
+def test_a_canary_is_judged_while_prompts_fill_its_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only this test's machine may be slow: the run ends as soon as the bucket has a verdict.
+    monkeypatch.setattr(pressure, "PRESSURE_SECONDS", 0.9 * pressure.FILL_SECONDS)
+    prompts = packs.load(["builtin/structured"])
+    usage = []
 
-    async def story(url: str) -> Baseline:
-        return await capture(url, MODEL, prompts, identity="test", dtype="k4v4", settings=SETTINGS)
+    async def story(running: Engine) -> Filled:
+        kept = await capture(running.url, MODEL, prompts, identity="test", dtype="k4v4", settings=SETTINGS)
 
-    with engine(tiny_llama(), "k4v4", tmp_path, "--kv-cache-memory-bytes=64M") as running:
-        kept = asyncio.run(story(running.url))
-        before = running.metric("vllm:prompt_tokens_total")
-        filled = asyncio.run(fill_context(running.url, MODEL, kept))
-        read = running.metric("vllm:prompt_tokens_total") - before
-    assert filled == read == CONTEXT - FILL_ANSWER_TOKENS
+        async with scraping() as scraper:
+
+            async def look() -> Pool:
+                page = await scraper.scrape(ServiceKey("default", "chat"), running.url, lambda _: None)
+                usage.append(page.usage)
+                return Pool(page.capacity_tokens, page.usage)
+
+            allowed = Allowed(kl=0.5, disagreement=0.5)
+            return await fill(running.url, MODEL, kept, look=look, allowed=allowed, settings=SETTINGS)
+
+    with engine(tiny_llama(), "k4v4", tmp_path, "--kv-cache-memory-bytes=4M", "--max-num-seqs=64") as running:
+        filled = asyncio.run(story(running))
+    assert filled.context == CONTEXT - FILL_ANSWER_TOKENS
+    assert max(usage) >= 0.9
+    assert filled.seen and {seen.bucket for seen in filled.seen} == {"pressure"}
+    assert decide(filled.seen, ["pressure"], Allowed(kl=0.5, disagreement=0.5)).answer != Answer.FAILED
 
 
 def test_a_probe_gives_way_to_queued_users_and_yet_gets_its_figures_while_they_wait(tmp_path: Path) -> None:

@@ -100,9 +100,9 @@ def stream(writer: Writer, *events: bytes) -> None:
 
 
 async def counting(path: str, body: Body, writer: Writer) -> None:
-    """Answer like a sound engine: the greedy token is the number of tokens before it."""
-    if path == "/tokenize":
-        respond(writer, tokens_of(body))
+    """Answer like a sound engine: the greedy token is the number of tokens before it. It has no metrics."""
+    if path in ("/tokenize", "/metrics"):
+        respond(writer, tokens_of(body) if path == "/tokenize" else b"")
         return
     start = len(body["prompt"])
     steps = range(start, start + body["max_tokens"])

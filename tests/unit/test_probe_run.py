@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,11 +10,14 @@ from kvpilot_probes import codec, session, stats
 from kvpilot_probes.codec import Baseline, BaselinePrompt
 from kvpilot_probes.errors import (
     BaselineTooLarge,
+    EngineUnreachable,
+    MalformedAnswer,
     NothingFits,
     ProbeTimeout,
 )
 from kvpilot_probes.packs import Message, ProbePrompt
 from kvpilot_probes.run import capture, control, measure
+from kvpilot_probes.sequential import Allowed, Answer, decide
 from kvpilot_probes.session import Settings
 from kvpilot_probes.stats import Logprobs
 from support.probe_engine import (
@@ -31,6 +35,8 @@ from support.probe_engine import (
     stream,
     tokens_of,
 )
+
+ALLOWED = Allowed(kl=0.02, disagreement=0.03)
 
 
 async def test_the_engine_that_was_captured_shows_no_damage_against_itself() -> None:
@@ -78,6 +84,67 @@ async def test_an_engine_that_always_differs_is_total_damage_within_a_bounded_nu
     assert found.requests == 2 * 13 + 1
     assert (found.positions, found.top1_agreement_permille) == (26, 0)
     assert found.mean_kl_micronats > 5_000_000
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "NaN"])
+async def test_one_logprob_that_is_no_number_fails_a_candidate(value: object) -> None:
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        start = len(body["prompt"])
+        steps = range(start, start + body["max_tokens"])
+        stream(
+            writer,
+            *(event(f"token_id:{i}", {f"token_id:{i}": -0.1, "token_id:9999": value if i == 6 else -3}) for i in steps),
+        )
+
+    async with engine(handler) as url:
+        found = await measure(url, "m", baseline(prompts=8), allowed=ALLOWED, settings=SETTINGS)
+    outcome = decide(found.seen, found.planned, ALLOWED, ended=True)
+    assert outcome.answer == Answer.FAILED
+    # The first proof ends the run.
+    assert found.prompts <= 2
+
+
+async def test_the_order_of_logprobs_is_no_damage() -> None:
+    async def handler(_path: str, body: Body, writer: Writer) -> None:
+        start = len(body["prompt"])
+        steps = range(start, start + body["max_tokens"])
+        stream(writer, *(event(f"token_id:{i}", {"token_id:9999": -3.0, f"token_id:{i}": -0.1}) for i in steps))
+
+    async with engine(handler) as url:
+        found = await measure(url, "m", baseline(prompts=8), allowed=ALLOWED, settings=SETTINGS)
+    assert (found.mean_kl_micronats, found.prompts) == (0, 8)
+    assert decide(found.seen, found.planned, ALLOWED).answer == Answer.PASSED
+
+
+@pytest.mark.parametrize("answered", [0, 3])
+async def test_a_stream_that_breaks_off_is_no_verdict(answered: int) -> None:
+    async def handler(_path: str, body: Body, writer: Writer) -> None:
+        start = len(body["prompt"])
+        steps = range(start, start + answered)
+        respond(writer, b"".join(event(f"token_id:{i}", {f"token_id:{i}": -0.1}) for i in steps) + b'data: {"choi')
+
+    async with engine(handler) as url:
+        with pytest.raises((MalformedAnswer, EngineUnreachable)):
+            await measure(url, "m", baseline(), allowed=ALLOWED, settings=SETTINGS)
+
+
+async def test_a_brief_run_skips_sound_buckets_and_begins_elsewhere_at_each_turn() -> None:
+    kept = replace(baseline(prompts=12), prompts=tuple(
+        replace(p, bucket=("a", "b")[i % 2], tokens=(i, 2, 3)) for i, p in enumerate(baseline(prompts=12).prompts)
+    ))  # fmt: skip
+    asked: list[int] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        if len(body["prompt"]) == 3:
+            asked.append(body["prompt"][0])
+        await counting(path, body, writer)
+
+    async with engine(handler) as url:
+        for turn, first in ((0, [0, 1, 2, 3]), (4, [8, 9, 10, 11])):
+            asked.clear()
+            settings = Settings(tokens=8, concurrency=1, brief=True, turn=turn)
+            found = await measure(url, "m", kept, allowed=ALLOWED, settings=settings)
+            assert (found.prompts, found.planned, asked[:4]) == (10, ("a", "b"), first)
 
 
 async def test_a_model_without_a_chat_template_is_asked_in_plain_text() -> None:

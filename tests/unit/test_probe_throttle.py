@@ -150,4 +150,4 @@ async def test_what_is_waited_is_bounded_over_the_whole_run() -> None:
     looks = [v for _ in range(500) for v in (1.0, 1.0, 1.0, 0.0)]
     found = await gently(queueing(*looks, asked=asked), 200, 0.2)
     assert found.prompts == 200
-    assert 3 < asked.count("/metrics") < 4 * 200
+    assert asked.count("/metrics") < 4 * 200

@@ -21,7 +21,7 @@ from kvpilot_operator.budget import CANARY_PROBE, CHECK, Permits
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.decide import allowed, control_fault, described, judge
-from kvpilot_operator.errors import PermitLost
+from kvpilot_operator.errors import PermitLost, ScrapeError
 from kvpilot_operator.observe.probe_packs import PackTexts, probe_prompts
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.decision import (
@@ -37,10 +37,13 @@ from kvpilot_operator.state.decision import (
 )
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.tracing import Span, Tracer, span, trace_headers
-from kvpilot_probes import codec, run
+from kvpilot_probes import codec, pressure, run
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import ContextNotHeld, MalformedBaseline
+from kvpilot_probes.pressure import Pool
+from kvpilot_probes.sequential import Allowed
 from kvpilot_probes.session import GiveWay, Settings
+from kvpilot_probes.stats import Measurement
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +186,7 @@ class Prober:
             judged = judge(found, control, spec.accuracy)
             told.set_attributes({"kvpilot.probe.verdict": judged.verdict, "kvpilot.probe.reason": judged.reason})
             if judged.verdict == Verdict.PASSED and not request.serving:
-                return await _filled(key, request, baseline, settings) or found
+                return await self._filled(key, request, baseline, found, limits, settings)
             return found
         try:
             kept = await self._kept(key, uid, request.config_map)
@@ -226,6 +229,41 @@ class Prober:
             return ProbeFailed(fault.reason, f"pod {request.pod}: {fault.message}")
         return Captured(captured)
 
+    async def _filled(
+        self,
+        key: ServiceKey,
+        request: Measure,
+        baseline: Baseline,
+        found: Measurement,
+        limits: Allowed,
+        settings: Settings,
+    ) -> Found:
+        """Fill the canary's context and pool before any user does. Return its failure, or the measurement with it."""
+        extra = {"service": str(key), "probe": request.identity}
+
+        async def look() -> Pool:
+            try:
+                page = await self._scraper.scrape(key, request.url, lambda _: None)
+            except ScrapeError:
+                return Pool(0, 0.0)
+            return Pool(page.capacity_tokens, page.usage)
+
+        try:
+            filled = await pressure.fill(
+                request.url, request.model, baseline, look=look, allowed=limits, settings=settings
+            )
+        except ContextNotHeld as error:
+            log.warning("the context is not held: %s", error, extra=extra)
+            return ProbeFailed(Reason.ENGINE_CRASHED, f"pod {request.pod}: {error}")
+        log.info("the canary has answered a prompt of %d tokens", filled.context, extra=extra)
+        return replace(
+            found,
+            seen=(*found.seen, *filled.seen),
+            planned=(*found.planned, pressure.PRESSURE),
+            tokens=found.tokens + filled.tokens,
+            milliseconds=found.milliseconds + filled.milliseconds,
+        )
+
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
         """Return settings that make a probe yield to users. A serving replica gets one request at a time."""
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
@@ -237,18 +275,6 @@ class Prober:
             return Settings(priority=priority, give_way=give_way)
         usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
         return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()))
-
-
-async def _filled(key: ServiceKey, request: Measure, baseline: Baseline, settings: Settings) -> ProbeFailed | None:
-    """Fill the canary's context once, before any user does. Return its failure, or None."""
-    extra = {"service": str(key), "probe": request.identity}
-    try:
-        tokens = await run.fill_context(request.url, request.model, baseline, settings=settings)
-    except ContextNotHeld as error:
-        log.warning("the context is not held: %s", error, extra=extra)
-        return ProbeFailed(Reason.ENGINE_CRASHED, f"pod {request.pod}: {error}")
-    log.info("the canary has answered a prompt of %d tokens", tokens, extra=extra)
-    return None
 
 
 def _about(spec: Spec, request: Request) -> dict[str, str]:

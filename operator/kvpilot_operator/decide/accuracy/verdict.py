@@ -9,7 +9,7 @@ from kvpilot_operator.state.accuracy import Baseline
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.status import clip
 from kvpilot_probes.results import baseline_worse, candidate_worse
-from kvpilot_probes.sequential import Allowed, Answer, decide
+from kvpilot_probes.sequential import ALL, Allowed, Answer, decide
 from kvpilot_probes.stats import MICRO, Measurement
 
 # Characters shown of a prompt and of each answer, so that all three fit into an Event.
@@ -68,7 +68,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     if outcome.answer == Answer.FAILED:
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, f"{outcome.failed}: {numbers}", excess, covered)
     if outcome.answer == Answer.GO_ON:
-        text = f"{numbers}; too few to decide about {', '.join(outcome.open)}: name more or longer probe sets"
+        text = f"{numbers}; too few to decide about {', '.join(outcome.open) or ALL}: name more or longer probe sets"
         return Judgement(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, text, excess, covered)
     return Judgement(Verdict.PASSED, Reason.WITHIN_LIMITS, numbers, excess, covered)
 

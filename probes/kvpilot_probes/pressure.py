@@ -1,0 +1,161 @@
+"""Fill a canary before its users do: its context with one prompt, and then its pool of KV pages with many.
+
+Buffers of attention grow with the context, so an engine can run out of memory there alone. A full pool evicts and
+preempts, which can damage answers that are right on an idle engine. So kept prompts are judged while others fill it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import chain, count, cycle, islice
+from typing import NamedTuple
+
+from kvpilot_probes.client import EngineClient, Progress
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.errors import ContextNotHeld, EngineRefused, EngineUnreachable, MalformedAnswer
+from kvpilot_probes.packs import Message
+from kvpilot_probes.run import bounded, follow
+from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
+from kvpilot_probes.session import USUAL, Settings, Throttle, probing
+from kvpilot_probes.stats import by_bucket
+
+PRESSURE = "pressure"
+# The longest prompt that fills a context. Its text takes 2 MiB of the operator's memory.
+MAX_FILLED_TOKENS = 262_144
+FILL_ANSWER_TOKENS = 8
+FILL_SECONDS = 600.0
+# A larger pool is not filled: it would take longer than PRESSURE_SECONDS.
+MAX_POOL_TOKENS = 1_048_576
+PRESSURE_SECONDS = 90.0
+# Share of the pool that the fillers' prompts take. Their answers take the rest, which causes preemptions.
+FILLED = 0.95
+FULL = 0.9
+# Most decoded tokens for which a filler holds its pages. It is less in short contexts.
+HOLD_TOKENS = 512
+# Kept prompts in flight: enough of them fit into the rest of the pool before the answers take it.
+JUDGED_AT_ONCE = 8
+LOOK_SECONDS = 0.5
+# An engine that has answered a prompt so often, while its pool was not full, does not get full.
+MAX_TURNS = 3
+
+
+class Pool(NamedTuple):
+    """The tokens that an engine's KV pages hold (0 if unknown), and the share of the pages in use."""
+
+    tokens: int
+    usage: float
+
+
+class Filled(NamedTuple):
+    """The tokens of the prompt that filled the context, and the damage to prompts while the pool was full."""
+
+    context: int
+    seen: tuple[Seen, ...] = ()
+    tokens: int = 0
+    milliseconds: int = 0
+
+
+Look = Callable[[], Awaitable[Pool]]
+
+
+async def fill(
+    base_url: str,
+    model: str,
+    baseline: Baseline,
+    *,
+    look: Look | None = None,
+    allowed: Allowed | None = None,
+    settings: Settings = USUAL,
+) -> Filled:
+    """Fill the context, and then the pool if `look` tells its size. Raise `ContextNotHeld` if the engine fails."""
+    began = time.monotonic()
+    fixed = replace(settings, deadline_seconds=FILL_SECONDS)
+    async with probing(base_url, model, fixed) as (usual, throttle, _):
+        length = (await usual.tokenize((Message("user", "."),))).max_model_len
+        size = max(1, min(length - FILL_ANSWER_TOKENS, MAX_FILLED_TOKENS))
+        patient = replace(usual, read_seconds=FILL_SECONDS)
+        working = asyncio.create_task(_report(settings.progress))
+        try:
+            await _hold(patient, baseline, 0, size, FILL_ANSWER_TOKENS)
+            seen = (
+                ()
+                if look is None or allowed is None
+                else await _press(patient, throttle, baseline, size, look, allowed)
+            )
+        except (EngineRefused, EngineUnreachable, MalformedAnswer) as error:
+            raise ContextNotHeld(
+                f"the engine failed at a prompt of {size} tokens in its context of {length}, or while such prompts "
+                f"filled its KV cache: {error}; lower spec.model.maxModelLen, or leave it more memory by "
+                "--gpu-memory-utilization or --max-num-batched-tokens in spec.engine.extraArgs"
+            ) from error
+        finally:
+            working.cancel()
+    return Filled(size, seen, throttle.spent, round((time.monotonic() - began) * 1000))
+
+
+async def _press(
+    engine: EngineClient, throttle: Throttle, baseline: Baseline, size: int, look: Look, allowed: Allowed
+) -> tuple[Seen, ...]:
+    """Return the damage to kept prompts while the pool is full, and nothing if it does not get full in time."""
+    room, seen = await look(), list[Seen]()
+    if not 0 < room.tokens <= MAX_POOL_TOKENS:
+        return ()
+    hold = min(HOLD_TOKENS, size // 4)
+    fillers = math.ceil(FILLED * room.tokens / (size - hold))
+    each = int(FILLED * room.tokens / fillers)
+
+    full = asyncio.Event()
+
+    async def fill_again(number: int) -> None:
+        turns = count()
+        while full.is_set() or next(turns) < MAX_TURNS:
+            throttle.spent += each + hold
+            await _hold(engine, baseline, number, each, hold)
+
+    async def judge(index: int) -> None:
+        if decide(seen, (PRESSURE,), allowed).answer == Answer.GO_ON:
+            prompt = replace(baseline.prompts[index], bucket=PRESSURE)
+            seen.extend(by_bucket((await follow(engine, throttle, index, prompt))[0]))
+
+    async def judge_all() -> None:
+        while (await look()).usage < FULL:
+            await asyncio.sleep(LOOK_SECONDS)
+        full.set()
+        shortest = sorted(range(len(baseline.prompts)), key=lambda index: len(baseline.prompts[index].tokens))
+        await bounded(shortest, judge, JUDGED_AT_ONCE)
+
+    tasks = [asyncio.create_task(work) for work in (judge_all(), *(fill_again(n + 1) for n in range(fillers)))]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=PRESSURE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return tuple(seen)
+
+
+async def _hold(engine: EngineClient, baseline: Baseline, number: int, size: int, answer: int) -> None:
+    """Send one prompt of `size` tokens, and read `answer` tokens. Each number begins at another token.
+
+    Reversed prompts begin with other tokens than the kept ones, so the prefix cache does not shorten the work.
+    """
+    tokens = cycle(chain.from_iterable(reversed(prompt.tokens) for prompt in baseline.prompts))
+    content = array("I", islice(tokens, number, number + size))
+    async with aclosing(engine.decode(content, answer, 1, past_end=True)) as steps:
+        if not all([bool(step.logprobs.top) async for step in steps]):
+            raise MalformedAnswer(f"{engine.base_url}: the logprobs are not numbers")
+
+
+async def _report(progress: Progress) -> None:
+    """Report progress each second: an engine is silent while it reads a long prompt."""
+    while True:
+        progress()
+        await asyncio.sleep(1.0)

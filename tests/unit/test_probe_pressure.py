@@ -1,0 +1,109 @@
+"""A canary is judged while its pool is full, before any user's request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvpilot_probes import pressure
+from kvpilot_probes.errors import ContextNotHeld
+from kvpilot_probes.pressure import FILL_ANSWER_TOKENS, PRESSURE, Filled, Pool, fill
+from kvpilot_probes.sequential import Allowed, Answer, decide
+from kvpilot_probes.session import Settings
+from support.probe_engine import Body, Handler, Writer, baseline, counting, engine, event, respond, stream, tokens_of
+
+CONTEXT = 2048
+ALLOWED = Allowed(kl=0.02, disagreement=0.03)
+
+
+class Engine:
+    """An engine that is full from the moment when two long prompts are in flight. `full` answers short ones then."""
+
+    def __init__(self, full: Handler = counting, room: int = 2 * CONTEXT) -> None:
+        self.full, self.room = full, room
+        self.long: list[list[int]] = []
+        self.short = 0
+        self.pressed = asyncio.Event()
+
+    async def look(self) -> Pool:
+        return Pool(self.room, float(self.pressed.is_set()))
+
+    async def handler(self, path: str, body: Body, writer: Writer) -> None:
+        if path == "/tokenize":
+            respond(writer, tokens_of(body))
+        elif len(body["prompt"]) < 1000:
+            self.short += 1
+            await (self.full if self.pressed.is_set() else counting)(path, body, writer)
+        else:
+            self.long.append(body["prompt"])
+            if len(self.long) == 3:
+                self.pressed.set()
+            if len(self.long) > 1:
+                await self.pressed.wait()
+                await asyncio.sleep(0.05)
+            await counting(path, body, writer)
+
+    async def fill(self) -> Filled:
+        async with engine(self.handler) as url:
+            settings = Settings(tokens=8)
+            return await fill(url, "m", baseline(prompts=20), look=self.look, allowed=ALLOWED, settings=settings)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure, "LOOK_SECONDS", 0.01)
+
+
+async def test_prompts_are_judged_while_long_ones_hold_the_pool() -> None:
+    one = Engine()
+    filled = await one.fill()
+    assert filled.context == len(one.long[0]) == CONTEXT - FILL_ANSWER_TOKENS
+    # Three of them take 95% of the pool.
+    assert {len(prompt) for prompt in one.long[1:]} == {1297}
+    # Other first tokens keep the prefix cache from sharing their pages.
+    assert len({tuple(prompt[:3]) for prompt in one.long[1:4]}) == 3
+    assert {seen.bucket for seen in filled.seen} == {PRESSURE}
+    # No more than its verdict needs, and what was in flight.
+    assert 5 <= len(filled.seen) <= 4 + pressure.JUDGED_AT_ONCE
+    assert decide(filled.seen, [PRESSURE], ALLOWED).answer == Answer.PASSED
+
+
+async def test_damage_that_only_a_full_pool_shows_fails_the_canary_by_that_name() -> None:
+    async def garbage(_path: str, body: Body, writer: Writer) -> None:
+        stream(writer, *[event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0})] * body["max_tokens"])
+
+    outcome = decide((await Engine(garbage).fill()).seen, ["general", PRESSURE], ALLOWED, ended=True)
+    assert (outcome.answer, outcome.failed) == (Answer.FAILED, PRESSURE)
+
+
+@pytest.mark.parametrize("room", [0, pressure.MAX_POOL_TOKENS + 1])
+async def test_a_pool_of_unknown_or_very_large_size_is_not_filled(room: int) -> None:
+    one = Engine(room=room)
+    assert (await one.fill()).seen == ()
+    assert len(one.long) == 1
+
+
+async def test_a_pool_that_does_not_get_full_shows_nothing_and_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure, "FULL", 2.0)
+    one = Engine()
+    assert (await one.fill()).seen == ()
+    assert one.short == 0
+    assert len(one.long) <= 1 + 3 * pressure.MAX_TURNS
+
+
+async def test_a_full_pool_ends_in_time_although_its_engine_answers_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure, "PRESSURE_SECONDS", 0.5)
+
+    async def silent(_path: str, _body: Body, _writer: Writer) -> None:
+        await asyncio.sleep(600)
+
+    assert (await Engine(silent).fill()).seen == ()
+
+
+async def test_an_engine_that_dies_of_a_full_pool_does_not_hold_its_context() -> None:
+    async def dies(_path: str, _body: Body, writer: Writer) -> None:
+        writer.transport.abort()
+
+    with pytest.raises(ContextNotHeld, match="while such prompts filled its KV cache"):
+        await Engine(dies).fill()
