@@ -4,8 +4,6 @@ Buffers of attention grow with the context, so an engine can run out of memory t
 preempts, which can damage answers that are right on an idle engine. So kept prompts are judged while others fill it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """A canary is judged while its pool is full, before any user's request."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
