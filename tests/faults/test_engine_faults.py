@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvpilot_localcluster.engines.faulty import BLOCK_TOKENS, BLOCKS, CONTEXT
-from kvpilot_probes.run import FILL_ANSWER_TOKENS
+from kvpilot_probes.pressure import FILL_ANSWER_TOKENS
 from support.faulty_record import record
 from support.faulty_world import HUNGRY_IMAGE, IMAGE, until
 
