@@ -1,7 +1,7 @@
 """Damage of each prompt by KV-cache dtype, for the gate's error rates: `python -m benchmarks.accuracy.gate_prompts`.
 
 One vLLM after the other serves SmolLM2-135M on the CPU. The first one has a 16-bit cache and gives the reference.
-Beside the built-in packs, 28 prompts ask for a summary of a piece of our documentation. The program writes
+Besides the default packs, 28 prompts ask for a summary of a piece of our documentation. The program writes
 docs/benchmarks/gate-prompts.json, from which tests/unit/test_probe_sequential.py draws.
 """
 

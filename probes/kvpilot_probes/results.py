@@ -7,17 +7,18 @@ from typing import Literal
 
 import msgspec
 
-# Largest probability that two equally good engines differ by so many tasks. Three buckets together stay below 1/1000.
+# Largest probability that one of two equally good engines solves so many fewer tasks of a bucket, if tasks are
+# independent. The three built-in buckets together add at most 1/1000 to sequential.FALSE_ALARM.
 FALSE_ALARM = 1 / 3000
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A task with an answer of at most `tokens` tokens. `wanted` is JSON that depends on the kind.
+    """A task with an answer of at most `tokens` tokens. `wanted` is JSON. Its content depends on `kind`:
 
     - `text`: the text that the answer must contain.
     - `call`: the expected `name` and `arguments` of a tool call, and the `schema` of its arguments.
     - `list`: the first number of an arithmetic sequence, its step, and the number of numbers.
-    - `open`: null. Only loops are looked for.
+    - `open`: null. The answer is checked only for loops.
     """
 
     kind: Literal["text", "call", "list", "open"]
@@ -26,7 +27,11 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Results of one task: parts that were asked and solved, and long answers that were asked and did not loop."""
+    """Results of one task over all its answers.
+
+    - `asked`, `solved`: checked parts, and those that are right.
+    - `long`, `sound`: long answers, and those that do not loop.
+    """
 
     asked: int = 0
     solved: int = 0
@@ -36,7 +41,7 @@ class Done(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """Tasks of one bucket, and how many of them both engines have solved."""
+    """The number of tasks of one bucket, and how many of them each engine has solved."""
 
     bucket: str
     asked: int
@@ -45,7 +50,10 @@ class Tasks:
 
 
 def compared_tasks(results: Iterable[tuple[str, Done | None, Done | None]]) -> tuple[Tasks, ...]:
-    """Add up the results of the baseline and the candidate in each bucket. Loops have a bucket `NAME-loops`."""
+    """Add up the results in each bucket. `results` has a bucket, the baseline's result and the candidate's result.
+
+    Loops are counted in a bucket of their own, `NAME-loops`.
+    """
     sums: dict[str, Tasks] = {}
     for bucket, baseline, candidate in results:
         if baseline is None or candidate is None:
@@ -70,7 +78,11 @@ def baseline_worse(found: Tasks) -> bool:
 
 
 def _chance(asked: int, more: int, fewer: int) -> float:
-    """Return the probability of at most `fewer` solved tasks if both engines are equally good (Fisher's exact test)."""
+    """Return the probability of at most `fewer` solved tasks if both engines are equally good.
+
+    This is the one-sided exact test of Fisher. Each engine has answered `asked` tasks, and the engines have solved
+    `more` and `fewer` of them.
+    """
     both = more + fewer
     ways = sum(math.comb(asked, i) * math.comb(asked, both - i) for i in range(fewer + 1))
     return ways / math.comb(2 * asked, both)

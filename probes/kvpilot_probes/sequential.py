@@ -1,13 +1,13 @@
-"""Decide prompt by prompt and bucket by bucket if a cache is sound: go on, passed or failed. Pure.
+"""Decide after each prompt, and in each bucket, if a cache has passed, has failed or needs more prompts. Pure.
 
-Every test bets against "the mean damage is healthy" and multiplies its wealth by each prompt's outcome:
+Every test is a bet against "the mean damage is healthy". Each prompt multiplies the wealth of the bet:
 
     wealth = product of (1 + x / m) / 2,    x: mean damage of a prompt,    m: largest mean that counts as healthy.
 
 This is the betting martingale of Waudby-Smith and Ramdas (2024, JRSS B 86:1, section 4) with half of the largest bet.
-Damage is never negative, so the expected factor is at most 1 while the mean of x is at most m, however heavy its tail
-is. By Ville's inequality the wealth then ever reaches 1/a with a probability of at most a. The boundaries are those of
-Wald's sequential test (1945, Annals of Mathematical Statistics 16:117), and all tests share FALSE_ALARM equally.
+Damage is never negative. So the expected factor is at most 1 if the expected x is at most m, however heavy its tail is.
+By Ville's inequality, the wealth then ever reaches 1/a with a probability of at most a. The boundaries are those of
+Wald's sequential test (1945, Annals of Mathematical Statistics 16:117). All bets share FALSE_ALARM equally.
 """
 
 import math
@@ -16,17 +16,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-# Largest probability of failing a canary whose mean damage is healthy in every bucket.
+# Largest probability that the bets of one run fail a canary whose mean damage is healthy in every bucket. Tests of tasks
+# (results.FALSE_ALARM) and the bucket `pressure` add to it (docs/accuracy-error-rates.md).
 FALSE_ALARM = 1 / 1000
-# Largest probability of calling a bucket sound whose damage is at the limit, if E[2 / (1 + x / m)] <= 1. That holds for
-# exponential tails, and for log-normal ones up to a standard deviation of 1.5 means (docs/decisions/0078).
+# Largest probability of calling a bucket sound whose damage is at the limit, if E[2 / (1 + x / m)] <= 1. With noise up to
+# a tenth of the limit, that holds for exponential damage, and for log-normal damage with a standard deviation of up to
+# 1.5 means (docs/accuracy-error-rates.md).
 MISS = 1 / 20
 # Damage up to this share of the limit counts as healthy. Between it and the limit, a long test may end either way.
 HEALTHY = 0.5
-# A single prompt with this many times the allowed damage fails alone: bets need several prompts, but such damage may
-# hit one prompt of a bucket only. Sound caches stay far below it (docs/accuracy-error-rates.md).
+# A single prompt with more than this many times the allowed damage fails a canary. Bets need several prompts, but such
+# damage may hit only one prompt of a bucket. Measured caches stay below it (docs/accuracy-error-rates.md).
 OUTLIER = 25
-# Fewer prompts can prove nothing: each one at most halves the wealth.
+# With fewer prompts no bucket can be sound, because one prompt at most halves the wealth.
 MIN_PROMPTS = math.ceil(math.log2(1 / MISS))
 ALL = "all prompts"
 _TINY = 1e-9
@@ -59,7 +61,12 @@ class Answer(Enum):
 
 
 class Outcome(NamedTuple):
-    """The answer, the bucket that failed, and the buckets that were shown to be sound and those that were not."""
+    """The answer and its buckets.
+
+    - `failed`: the bucket that failed the test, or None.
+    - `sound`: the buckets that were shown to be sound.
+    - `open`: all other buckets.
+    """
 
     answer: Answer
     failed: str | None
@@ -89,11 +96,11 @@ class _Bet:
 
 
 def decide(seen: Sequence[Seen], buckets: Collection[str], allowed: Allowed, *, ended: bool = False) -> Outcome:
-    """Return the answer to the damage `seen` so far. `ended` says that no prompt is left.
+    """Return the answer to the damage `seen` so far. `ended` is True if no prompt is left.
 
-    All prompts together are tested like a bucket, and so is their disagreement, for which the limit itself is healthy.
-    At the end, a bucket without a proof stays open. It holds back a pass only if its mean is beyond the limit, and the
-    odds are against it by 1 / MISS. All prompts together must have a mean within the limit.
+    All prompts together are tested like a bucket. So is their disagreement, which is healthy up to the limit itself. A
+    bucket that is neither sound nor failed at the end stays open. It prevents a pass only if its mean is beyond the
+    limit and its wealth is above 1 / MISS. For a pass, the mean over all prompts must be within the limit.
     """
     bound = (len(buckets) + 2) / FALSE_ALARM
     limit = allowed.kl + allowed.noise_kl

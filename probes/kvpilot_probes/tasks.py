@@ -1,8 +1,8 @@
-"""Tasks with answers that can be checked exactly, answered without teacher forcing, and loops in long answers.
+"""Let an engine solve tasks without teacher forcing, check the answers exactly, and find loops in long answers.
 
-A teacher-forced answer is read again after each difference, which hides errors that add up over a generation. A task's
-answer is the engine's own from its first token to its last. The baseline answers the same tasks, so a model that cannot
-solve them fails no canary.
+A teacher-forced answer resumes from the baseline's tokens after each difference. That hides errors that add up over a
+generation. The answer to a task is the engine's own from the first token to the last. The baseline answers the same
+tasks, so a canary of a model that cannot solve them does not fail.
 """
 
 import json
@@ -16,9 +16,9 @@ from kvpilot_probes.results import Done, Task
 from kvpilot_probes.schemas import matches
 from kvpilot_probes.session import Throttle
 
-# Each task is answered at temperature 0, and once by chance with a fixed seed.
+# Each task gets two answers: a greedy one, and a sampled one with a fixed seed.
 SAMPLINGS: tuple[dict[str, object], ...] = ({"temperature": 0}, {"temperature": 0.7, "seed": 20})
-# A list is checked in parts, so that an error halfway leaves half of it solved.
+# A list is checked in parts, so that an error in the middle does not make the whole list wrong.
 PARTS = 4
 # An answer loops if its last tokens repeat with a period of at most this many.
 _PERIOD = 64
@@ -26,12 +26,12 @@ _LOOP_TOKENS = 192
 
 
 def cost(tasks: Iterable[Task | None]) -> int:
-    """Return the most tokens that the answers to these tasks have."""
+    """Return the largest number of tokens that all answers to these tasks can have."""
     return len(SAMPLINGS) * sum(task.tokens for task in tasks if task is not None)
 
 
 async def done(engine: EngineClient, throttle: Throttle, prompt: Sequence[int], task: Task | None) -> Done | None:
-    """Let the engine answer a task, and check its answers."""
+    """Return the engine's results of a task, or None without a task. `prompt` has the token ids of the task's prompt."""
     if task is None:
         return None
     asked = solved = long = sound = 0
@@ -57,7 +57,7 @@ async def _generated(
 
 
 def checked(task: Task, text: str) -> list[bool]:
-    """Return which parts of a task an answer solves."""
+    """Return for each part of a task if the answer solves it. An open task has no parts."""
     wanted = json.loads(task.wanted)
     if task.kind == "open":
         return []
@@ -84,7 +84,10 @@ def is_call(text: str, wanted: dict[str, object]) -> bool:
 
 
 def right_parts(text: str, first: int, step: int, count: int) -> list[bool]:
-    """Return which quarters of an arithmetic sequence a text has right. It may start at any of the first numbers."""
+    """Return for each of PARTS parts of an arithmetic sequence if the text has it right.
+
+    The sequence has `count` numbers and begins with `first`. The text may begin up to 32 numbers later.
+    """
     found = [int(number) for number in re.findall(r"\d{1,18}", text)]
     begin = found[0] if found and (found[0] - first) % step == 0 and 0 <= found[0] - first <= 32 * step else first
     part = max(1, count // PARTS)
@@ -93,6 +96,6 @@ def right_parts(text: str, first: int, step: int, count: int) -> list[bool]:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Return True if the last tokens of an answer repeat the same few tokens."""
+    """Return True if the last 192 tokens of an answer repeat with a period of at most 64 tokens."""
     end = list(tokens[-_LOOP_TOKENS:])
     return len(end) == _LOOP_TOKENS and any(end[period:] == end[:-period] for period in range(1, _PERIOD + 1))

@@ -178,7 +178,7 @@ class FaultyWorld:
             "kvCache": {"mode": "Fixed", "dtype": "auto"},
             "scaling": {"mode": "External", "minReplicas": 0, "maxReplicas": 8},
             "drain": {"preStopSeconds": 1, "timeoutSeconds": 20},
-            # The default packs decode ten times as many tokens, which cheap engines stretch over minutes.
+            # The four default packs decode about five times as many tokens, which takes cheap engines minutes.
             "accuracy": {"probeSets": ["builtin/general"]},
         }
         metadata = {"name": name, "namespace": NAMESPACE}
