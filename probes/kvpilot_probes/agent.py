@@ -1,4 +1,4 @@
-"""The pack `builtin/agent`: rounds of tool calls and results, and a decisive call at their end. Made from a seed."""
+"""The pack `builtin/agent`, made from a seed: rounds of tool calls and results, then a request that is checked."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -31,13 +31,13 @@ _LEAD = (
 
 
 def chat(chapter: Sequence[Message] | None, question: str) -> Sequence[Message]:
-    """Return a chat with these rounds that ends with a request."""
+    """Return a chat that has the rounds of `chapter`, or none, and ends with the request `question`."""
     hello = (Message("user", _LEAD), Message("assistant", "I am ready."))
     return [*hello, *(chapter or ()), Message("user", question)]
 
 
 def rounds(seed: int, many: int) -> Iterator[Sequence[Message]]:
-    """Yield chapters of this many rounds: a request, a call, its result and a sentence about it."""
+    """Yield chapters of `many` rounds. A round is a request, a call, its result and a sentence about the result."""
     rng = Random(seed)  # noqa: S311 - repeatable texts, nothing secret
     while True:
         yield [message for _ in range(many) for message in _round(rng)]
@@ -68,7 +68,7 @@ def _request(rng: Random) -> tuple[str, dict[str, dict[str, object]]]:
 
 
 def decisive(seed: int, many: int) -> list[tuple[str, Task]]:
-    """Return requests for the end of the chat, with the calls that solve them."""
+    """Return `many` requests for the end of the chat, and for each one the task to make the right call."""
     rng = Random(seed)  # noqa: S311 - repeatable texts, nothing secret
     found = []
     for _ in range(many):

@@ -1,7 +1,8 @@
-"""Long prompts of an exact number of tokens, made of short chats that the engine's own chat template renders.
+"""Make long prompts with an exact number of tokens, from short chats that the engine's own chat template renders.
 
-A chat is rendered once without and once with each *chapter*, a piece of text or a few turns. The tokens that a chapter
-adds are then joined. So a prompt of 131,072 tokens needs no large answer of /tokenize, and any length can be made.
+A *chapter* is a piece of text or a few turns. The engine renders a chat once without a chapter, and once with each
+chapter. The tokens that the chapters add are then joined. So even a prompt of 131,072 tokens needs only small answers
+of /tokenize, and can have any length.
 """
 
 from array import array
@@ -16,15 +17,17 @@ from kvpilot_probes.packs import Message
 
 Chapter = TypeVar("Chapter")
 
-# A tokenizer that gives no tokens for a chapter would never fill a prompt.
+# Give up after this many chapters that add no tokens: a broken tokenizer would never fill a prompt.
 _MOST_EMPTY = 8
 
 
 class Document(Generic[Chapter]):
-    """The tokens of a chat that grows by chapters.
+    """The token ids of a chat that grows by chapters.
 
-    - `chat`: function that returns the messages of a chat with this chapter, or without one, and with this question.
-    - `read`, `ends`: the chapters, and the number of tokens up to the end of each.
+    - `chat`: function that returns the messages of a chat with a given chapter (or None) and a given question.
+    - `tokens`: token ids so far, without the question.
+    - `read`: chapters so far.
+    - `ends`: number of tokens up to the end of each chapter.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Document(Generic[Chapter]):
         self.ends.append(len(self.tokens))
 
     async def grow(self, length: int) -> None:
-        """Add chapters up to this length. Raise `PackError` if the engine gives no tokens for chapters."""
+        """Add chapters until there are `length` tokens. Raise `PackError` if chapters add no tokens."""
         empty = 0
         while len(self.tokens) < length:
             before = len(self.tokens)
@@ -74,13 +77,13 @@ class Document(Generic[Chapter]):
                 )
 
     async def tail(self, question: str) -> "array[int]":
-        """Return the tokens that ask this question at the end of the chat."""
+        """Return the tokens that end the chat with this question."""
         return (await self._rendered(None, question))[self._head :]
 
     async def cut(self, length: int, tail: Sequence[int], skipped: int = 0) -> Sequence[int] | None:
-        """Return a prompt of exactly this length that ends with this tail, or None if the tail leaves it no chapter.
+        """Return a prompt of exactly `length` tokens that ends with `tail`, or None if no text would fit.
 
-        `skipped` tokens of the chapters are left out, so that the prompt shares no prefix with others.
+        Leave out the first `skipped` tokens of the chapters, so that prompts do not share a prefix.
         """
         size = length - len(tail)
         await self.grow(size + skipped)
@@ -91,5 +94,5 @@ class Document(Generic[Chapter]):
         return self.tokens[: self._head] + self.tokens[self._head + skipped : size + skipped] + array("I", tail)
 
     def end_at(self, size: int) -> None:
-        """Forget all tokens after this many, but keep the head."""
+        """Drop all tokens after the first `size`, but keep the head of the chat."""
         del self.tokens[max(size, self._head) :]

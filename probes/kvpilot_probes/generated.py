@@ -1,6 +1,6 @@
-"""Prompts whose length depends on the engine: texts that fill its context, and lengths around its blocks and chunks.
+"""Make the prompts that depend on the engine: texts that fill its context, and lengths around its blocks and chunks.
 
-Everything is made from fixed seeds, so the same engine gets the same prompts.
+Fixed seeds make every prompt, so engines with the same tokenizer, chat template and context get the same prompts.
 """
 
 import hashlib
@@ -17,20 +17,23 @@ from kvpilot_probes.packs import FILLER, Fill, Message, ProbePrompt
 from kvpilot_probes.prose import Chapter
 from kvpilot_probes.results import Task
 
-# Fill at most this much of a context. One document of this length is kept, and most engines read it once.
+# Largest number of tokens of a context to fill. Prompts share one document of this length, which an engine with a
+# prefix cache computes once.
 MAX_CONTEXT = 131_072
-# Most prompt tokens that resumed answers to one prompt send again.
+# Largest number of prompt tokens to send again for the resumed answers to one prompt.
 RESUMED_TOKENS = 262_144
-# Lengths of long contexts as divisors of the whole, and the questions at each. A bucket needs five prompts for a proof.
+# Divisors of the whole context that give the lengths of long prompts, and the number of questions at each length. A
+# bucket needs five prompts to be called sound (sequential.MIN_PROMPTS).
 SHARES = (8, 2, 1)
 QUESTIONS = 5
-# Our pages hold 64 tokens and vLLM's 16 to 128. Every length modulo 64 occurs once, and takes a short answer.
+# Our pages hold 64 tokens, and vLLM's 16 to 128. Use every length modulo 64 once. Answers are short, because these
+# prompts are many.
 RESIDUES = 64
 RESIDUE_TOKENS = 8
 _SHORTEST = 128
 # vLLM's usual sizes of --max-num-batched-tokens: a longer prompt is read in chunks.
 CHUNKS = (2048, 8192)
-# Prompts of these buckets are sent to an engine that has not read their first half.
+# For prompts of these buckets, do not send the first half alone before the whole prompt.
 FRESH = ("residue", "chunk")
 HIT = "hit"
 # The agent's rounds fill three quarters of the context, up to this many tokens.
@@ -44,7 +47,7 @@ _CHAPTERS = 64
 
 
 class Rendered(NamedTuple):
-    """A prompt with its tokens, the number of tokens of its answer, and its task."""
+    """A prompt with its token ids, the length of its answer in tokens, and its task or None."""
 
     prompt: ProbePrompt
     tokens: Sequence[int]
@@ -53,32 +56,35 @@ class Rendered(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The tokens of the engine's context that a pack may use, and those of a usual answer."""
+    """The number of tokens of the engine's context that a pack may use, and the length of a usual answer in tokens."""
 
     context: int
     answer: int
 
 
 def most_resumes(tokens: Sequence[int], usual: int) -> int:
-    """Return how often an answer may be resumed. An engine without a prefix cache reads the prompt each time."""
+    """Return how often an answer may be resumed: at most `usual` times, and less often for long prompts.
+
+    An engine without a prefix cache computes the prompt anew each time.
+    """
     return min(usual, max(1, RESUMED_TOKENS // max(len(tokens), 1)))
 
 
 def sent_first(bucket: str, tokens: Sequence[int]) -> Sequence[int]:
-    """Return the part of a prompt that is sent alone before the whole, so that the engine finds it in its cache."""
+    """Return the part of a prompt to send alone before the whole, so that the engine finds its pages in the cache."""
     if bucket in FRESH:
         return ()
     return tokens if bucket == HIT else tokens[: len(tokens) // 2]
 
 
 async def fingerprint(engine: EngineClient) -> tuple[str, int]:
-    """Return a hash of the engine's tokens for a fixed text, and the length of its context."""
+    """Return a hash of the token ids that the engine gives a fixed text, and the length of its context in tokens."""
     found = await engine.tokenize_text(_SAMPLE)
     return hashlib.sha256(array("I", found.tokens).tobytes()).hexdigest()[:10], found.max_model_len
 
 
 async def check_alike(engine: EngineClient, baseline: Baseline) -> None:
-    """Raise `EnginesDiffer` if the engine reads other tokens than the baseline's, or cannot hold its prompts."""
+    """Raise `EnginesDiffer` if the engine's tokenizer differs from the baseline's, or its context is too short."""
     if not baseline.tokenizer:
         return
     tokenizer, context = await fingerprint(engine)
@@ -100,8 +106,8 @@ async def rendered(
 ) -> tuple[list[Rendered], tuple[str, ...]]:
     """Return all prompts with their tokens, and the names of built-in prompts that the engine's context cannot hold.
 
-    Call `progress` after each prompt or pack. Raise `NothingFits` if the context cannot hold one of the
-    service's own prompts, or none of all.
+    Call `progress` after each prompt or pack. Raise `NothingFits` if the context cannot hold one of the user's own
+    prompts, or cannot hold any prompt.
     """
     found: list[Rendered] = []
     left_out: list[str] = []
@@ -135,7 +141,7 @@ async def _one(engine: EngineClient, prompt: ProbePrompt, room: Room) -> list[Re
 
 
 async def _filled(engine: EngineClient, prompt: ProbePrompt, fill: Fill, room: Room) -> Sequence[int] | None:
-    """Return the tokens of a prompt with filler of the length and with the fact at the depth that it asks for."""
+    """Return the tokens of a prompt whose filler has the length and the fact's position that `fill` asks for."""
 
     def chat(chapter: Chapter | None, _question: str) -> Sequence[Message]:
         text = chapter.text if chapter is not None else "~"
@@ -158,9 +164,9 @@ def _diary(chapter: Chapter | None, question: str) -> Sequence[Message]:
 
 
 async def _long_context(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return questions after 1/8, 1/2 and all of the context. Each asks for a fact that the shorter texts do not have.
+    """Return questions after texts of 1/8, 1/2 and all of the context. Each asks for a fact that shorter texts lack.
 
-    All texts begin equally, so an engine with a prefix cache reads the longest one once.
+    All texts begin equally, so an engine with a prefix cache computes the longest one only once.
     """
     most = min(room.context - room.answer, MAX_CONTEXT)
     document = Document(engine, _diary, prose.chapters(_SEED, max(12, most // _CHAPTERS)))
@@ -189,14 +195,17 @@ def _question(chapter: Chapter, *, backwards: bool) -> str:
 
 
 def _spread(chapters: Sequence[Chapter]) -> list[tuple[Chapter, bool]]:
-    """Return up to QUESTIONS chapters over the whole range. Few chapters are asked in both directions."""
+    """Return up to QUESTIONS chapters, spread evenly, each with True if its question asks from the code to the locker.
+
+    If there are fewer chapters than QUESTIONS, some chapters get a question in each direction.
+    """
     some = min(len(chapters), QUESTIONS)
     both = [(chapters[i * len(chapters) // some], False) for i in range(some)] + [(c, True) for c in chapters]
     return both[:QUESTIONS]
 
 
 async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return prompts of every length modulo RESIDUES, of lengths around chunks, and some that are sent twice."""
+    """Return prompts of every length modulo RESIDUES, prompts around the sizes of chunks, and prompts to send twice."""
     document = Document(engine, _diary, prose.chapters(_SEED + 1, 256))
     question = "Tell in one sentence what happened."
     await document.grow(1)

@@ -1,16 +1,16 @@
-"""Prompts that share a long prefix, kept once."""
+"""Keep a long prefix that several prompts share only once."""
 
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-# A shorter common prefix is kept with each prompt.
+# Keep a shorter common prefix with each prompt: sharing it would save little.
 _MIN_SHARED = 1024
 
 
 class Joined(Sequence[int]):
-    """The first `size` tokens of a document, and a tail. Prompts of one document share its memory."""
+    """The first `size` tokens of a document, followed by a tail. Prompts of one document share its memory."""
 
     __slots__ = ("_document", "_size", "_tail")
 
@@ -32,7 +32,7 @@ class Joined(Sequence[int]):
 
 
 def shared(first: "array[int]", second: "array[int]") -> int:
-    """Return the number of tokens that both begin with."""
+    """Return the length of the longest common prefix, in tokens."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -41,14 +41,14 @@ def shared(first: "array[int]", second: "array[int]") -> int:
 
 
 class Prefix(NamedTuple):
-    """The first `size` tokens of the prompt with this index. The index is -1 if there are none."""
+    """The first `size` tokens of the prompt with the index `document`, which is -1 without a shared prefix."""
 
     document: int
     size: int
 
 
 def prefixes(prompts: Sequence[Sequence[int]]) -> list[Prefix]:
-    """Return the longest prefix that each prompt shares with an earlier one."""
+    """Return for each prompt the longest prefix that it shares with an earlier prompt."""
     found: list[Prefix] = []
     long: list[tuple[int, array[int]]] = []
     for index, prompt in enumerate(prompts):

@@ -35,7 +35,7 @@ MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
 MAX_NAME = 40
 FILLER = "{{filler}}"
-# Part of the identity of generated packs. Change it if their prompts change.
+# Edition of the generated packs, a part of a baseline's identity. Change it if the prompts of these packs change.
 GENERATION = "1"
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 4, 60, 60
@@ -72,7 +72,12 @@ class _Pack(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Filler in place of `{{filler}}`: `percent` of the context, with `fact` at `depth` percent of the filler."""
+    """Filler in place of `{{filler}}`.
+
+    - `percent`: length of the whole prompt, in percent of the context.
+    - `depth`: position of the fact, in percent of that length.
+    - `fact`: sentence that the prompt asks for.
+    """
 
     percent: int
     depth: int
@@ -81,11 +86,12 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class ProbePrompt:
-    """One chat that ends with a user's turn, or a generated pack (without messages).
+    """One chat that ends with a user's turn, or a whole generated pack, which has no messages.
 
     - `tools`: JSON list of the functions that the model may call.
     - `bucket`: the case that the prompt tests. Damage is judged in each bucket.
-    - `context`: most tokens of the engine's context to use, or 0 for all.
+    - `fill`: filler in the messages, or None.
+    - `context`: largest number of tokens of the engine's context to use, or 0 for all.
     """
 
     pack: str
@@ -102,10 +108,13 @@ def load(
     config_maps: Mapping[str, Mapping[str, str]] | None = None,
     context_tokens: int = 0,
 ) -> tuple[ProbePrompt, ...]:
-    """Return the prompts of `probe_sets` (`builtin/NAME` or `configmap/NAME`) in order.
+    """Return the prompts of the named packs, in order.
 
-    `config_maps` maps the name of a ConfigMap to its data. Long prompts use at most `context_tokens` of the engine's
-    context, or all of it if the number is 0. A generated pack is one prompt without messages.
+    A generated pack is returned as one prompt without messages, because its prompts depend on the engine.
+
+    - `probe_sets`: names, `builtin/NAME` or `configmap/NAME`.
+    - `config_maps`: data of each ConfigMap, by its name.
+    - `context_tokens`: largest part of the engine's context that long prompts use, in tokens; 0 means all.
 
     Raises:
         PackError: a pack is missing, invalid or too large.

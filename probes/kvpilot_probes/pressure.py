@@ -1,7 +1,8 @@
-"""Fill a canary before its users do: its context with one prompt, and then its pool of KV pages with many.
+"""Fill a canary before its users do: its context with one prompt, and then its pool of KV pages with many prompts.
 
-Buffers of attention grow with the context, so an engine can run out of memory there alone. A full pool evicts and
-preempts, which can damage answers that are right on an idle engine. So kept prompts are judged while others fill it.
+Buffers of attention grow with the context, so an engine may run out of memory only at a full context. An engine with a
+full pool evicts and preempts, which can damage answers that are right on an idle engine. So the baseline's prompts are
+judged again while long prompts, the fillers, keep the pool full.
 """
 
 import asyncio
@@ -24,34 +25,41 @@ from kvpilot_probes.session import USUAL, Settings, Throttle, probing
 from kvpilot_probes.stats import by_bucket
 
 PRESSURE = "pressure"
-# The longest prompt that fills a context. Its text takes 2 MiB of the operator's memory.
+# The longest prompt that fills a context. Its JSON takes 2 MiB of the operator's memory.
 MAX_FILLED_TOKENS = 262_144
 FILL_ANSWER_TOKENS = 8
 FILL_SECONDS = 600.0
 # A larger pool is not filled: it would take longer than PRESSURE_SECONDS.
 MAX_POOL_TOKENS = 1_048_576
 PRESSURE_SECONDS = 90.0
-# Share of the pool that the fillers' prompts take. Their answers take the rest, which causes preemptions.
+# Share of the pool that the fillers' prompts take. The fillers' answers take the rest, which causes preemptions.
 FILLED = 0.95
 FULL = 0.9
-# Most decoded tokens for which a filler holds its pages. It is less in short contexts.
+# Largest length of a filler's answer, in tokens: the engine holds the filler's pages that long. In short contexts, the
+# answer has a quarter of the context.
 HOLD_TOKENS = 512
-# Kept prompts in flight: enough of them fit into the rest of the pool before the answers take it.
+# Judged prompts in flight: few enough to fit into the rest of the pool, before the fillers' answers take it.
 JUDGED_AT_ONCE = 8
 LOOK_SECONDS = 0.5
-# An engine that has answered a prompt so often, while its pool was not full, does not get full.
+# Give up after a filler has been answered this many times and the pool is still not full.
 MAX_TURNS = 3
 
 
 class Pool(NamedTuple):
-    """The tokens that an engine's KV pages hold (0 if unknown), and the share of the pages in use."""
+    """The capacity of an engine's KV pages in tokens (0 if unknown), and the share of the pages in use (0 to 1)."""
 
     tokens: int
     usage: float
 
 
 class Filled(NamedTuple):
-    """The tokens of the prompt that filled the context, and the damage to prompts while the pool was full."""
+    """Results of filling a canary.
+
+    - `context`: tokens of the prompt that filled the context.
+    - `seen`: damage to prompts while the pool was full.
+    - `tokens`: tokens that the fillers and the judged prompts took, answers included.
+    - `milliseconds`: duration.
+    """
 
     context: int
     seen: tuple[Seen, ...] = ()
@@ -71,7 +79,7 @@ async def fill(
     allowed: Allowed | None = None,
     settings: Settings = USUAL,
 ) -> Filled:
-    """Fill the context, and then the pool if `look` tells its size. Raise `ContextNotHeld` if the engine fails."""
+    """Fill the context, and then the pool if `look` returns its size. Raise `ContextNotHeld` if the engine fails."""
     began = time.monotonic()
     fixed = replace(settings, deadline_seconds=FILL_SECONDS)
     async with probing(base_url, model, fixed) as (usual, throttle, _):
@@ -100,7 +108,10 @@ async def fill(
 async def _press(
     engine: EngineClient, throttle: Throttle, baseline: Baseline, size: int, look: Look, allowed: Allowed
 ) -> tuple[Seen, ...]:
-    """Return the damage to kept prompts while the pool is full, and nothing if it does not get full in time."""
+    """Return the damage to the baseline's prompts while the pool is full.
+
+    The result is empty if the pool does not become full in time, or if its size is unknown or too large.
+    """
     room, seen = await look(), list[Seen]()
     if not 0 < room.tokens <= MAX_POOL_TOKENS:
         return ()
@@ -141,9 +152,10 @@ async def _press(
 
 
 async def _hold(engine: EngineClient, baseline: Baseline, number: int, size: int, answer: int) -> None:
-    """Send one prompt of `size` tokens, and read `answer` tokens. Each number begins at another token.
+    """Send one prompt of `size` tokens, and read an answer of `answer` tokens. Each `number` gives another prompt.
 
-    Reversed prompts begin with other tokens than the kept ones, so the prefix cache does not shorten the work.
+    The prompt has the tokens of the baseline's prompts in reverse order. So it shares no prefix with them, and the
+    prefix cache does not shorten the work.
     """
     tokens = cycle(chain.from_iterable(reversed(prompt.tokens) for prompt in baseline.prompts))
     content = array("I", islice(tokens, number, number + size))
@@ -153,7 +165,7 @@ async def _hold(engine: EngineClient, baseline: Baseline, number: int, size: int
 
 
 async def _report(progress: Progress) -> None:
-    """Report progress each second: an engine is silent while it reads a long prompt."""
+    """Report progress each second, because an engine sends nothing while it prefills a long prompt."""
     while True:
         progress()
         await asyncio.sleep(1.0)

@@ -1,4 +1,4 @@
-"""Prose made from a seed: sentences without meaning, with facts that can be asked for."""
+"""Make prose from a seed: sentences without meaning, with facts that prompts can ask for."""
 
 from collections.abc import Iterator
 from random import Random
@@ -21,7 +21,7 @@ _WHEN = ("In the morning", "Before noon", "At the end of the day", "On the follo
 
 
 class Chapter(NamedTuple):
-    """A text with one fact: locker `number` has the code `code`."""
+    """A text that contains one fact: the locker `number` has the code `code`."""
 
     text: str
     number: int
@@ -29,7 +29,7 @@ class Chapter(NamedTuple):
 
 
 def chapters(seed: int, words: int) -> Iterator[Chapter]:
-    """Yield chapters of at least this many words. Each has its own locker."""
+    """Yield chapters of at least `words` words. Each chapter has the code of another locker."""
     rng = Random(seed)  # noqa: S311 - repeatable texts, nothing secret
     number = 100
     while True:

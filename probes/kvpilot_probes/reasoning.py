@@ -1,4 +1,4 @@
-"""The pack `builtin/reasoning`: short tasks with exact answers, and long answers that must not go astray. Seeded."""
+"""The pack `builtin/reasoning`, made from a seed: short tasks with exact answers, and long answers without loops."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron"
 
 
 class Made(NamedTuple):
-    """A chat and its task."""
+    """A prompt of the pack: its name, its chat and its task."""
 
     name: str
     messages: tuple[Message, ...]
@@ -28,7 +28,7 @@ class Made(NamedTuple):
 
 
 def tasks(seed: int, long_tokens: int) -> list[Made]:
-    """Return tasks. Long answers have at most `long_tokens` tokens."""
+    """Return the pack's prompts. The long answers have at most `long_tokens` tokens."""
     rng = Random(seed)  # noqa: S311 - repeatable texts, nothing secret
     found = [made for i in range(EACH) for made in (_sum(rng, i), _sorting(rng, i), _retrieval(rng, i))]
     found += [_list(rng, i, long_tokens) for i in range(_LISTS)]
@@ -36,7 +36,10 @@ def tasks(seed: int, long_tokens: int) -> list[Made]:
 
 
 def _shown(name: str, rows: Sequence[tuple[str, str]]) -> Made:
-    """Return a chat that shows how all rows but the last are solved, and asks for the last."""
+    """Return a chat that solves all `rows` but the last as examples, and then asks the last one.
+
+    A row is a question and its solution.
+    """
     turns = [(Message("user", asked), Message("assistant", solved)) for asked, solved in rows]
     asked, wanted = rows[-1]
     chat = (*(message for turn in turns[:-1] for message in turn), Message("user", asked))
@@ -64,7 +67,7 @@ def _retrieval(rng: Random, index: int) -> Made:
 
 def _list(rng: Random, index: int, tokens: int) -> Made:
     first, step = rng.randint(100, 199), rng.randint(2, 4)
-    # A number takes at most four tokens and its separator two, even where each digit is a token.
+    # A number and its separator take at most six tokens, even if each digit is a token.
     count = max(8, tokens // 6)
     shown = ", ".join(str(first + step * i) for i in range(12))
     text = (

@@ -1,4 +1,4 @@
-"""JSON schemas of tools' arguments: the common part of JSON Schema that tool calls use."""
+"""Check tools' arguments by the part of JSON Schema that tool calls commonly use."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def fault(schema: object, where: str = "parameters") -> str | None:
-    """Return what is wrong with a schema, or None. Keywords that this module does not know are allowed."""
+    """Return a description of the schema's first error, or None. Unknown keywords are allowed."""
     if not isinstance(schema, Mapping):
         return f"{where} must be a mapping"
     kinds = schema.get("type", [])
@@ -38,7 +38,7 @@ def fault(schema: object, where: str = "parameters") -> str | None:
 
 
 def matches(schema: object, value: object) -> bool:
-    """Return True if a value follows a schema without a fault."""
+    """Return True if a value follows a valid schema. Ignore unknown keywords."""
     if not isinstance(schema, Mapping):
         return True
     kinds = schema.get("type", [])

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-# Largest probability that the bets of one run fail a canary whose mean damage is healthy in every bucket. Tests of tasks
-# (results.FALSE_ALARM) and the bucket `pressure` add to it (docs/accuracy-error-rates.md).
+# Largest probability that the bets of one run fail a canary whose mean damage is healthy in every bucket. Tests of
+# tasks (results.FALSE_ALARM) and the bucket `pressure` add to it (docs/accuracy-error-rates.md).
 FALSE_ALARM = 1 / 1000
-# Largest probability of calling a bucket sound whose damage is at the limit, if E[2 / (1 + x / m)] <= 1. With noise up to
-# a tenth of the limit, that holds for exponential damage, and for log-normal damage with a standard deviation of up to
-# 1.5 means (docs/accuracy-error-rates.md).
+# Largest probability of calling a bucket sound whose damage is at the limit, if E[2 / (1 + x / m)] <= 1. With noise up
+# to a tenth of the limit, that holds for exponential damage, and for log-normal damage with a standard deviation of up
+# to 1.5 means (docs/accuracy-error-rates.md).
 MISS = 1 / 20
 # Damage up to this share of the limit counts as healthy. Between it and the limit, a long test may end either way.
 HEALTHY = 0.5

@@ -31,7 +31,7 @@ def cost(tasks: Iterable[Task | None]) -> int:
 
 
 async def done(engine: EngineClient, throttle: Throttle, prompt: Sequence[int], task: Task | None) -> Done | None:
-    """Return the engine's results of a task, or None without a task. `prompt` has the token ids of the task's prompt."""
+    """Return the engine's results of a task, or None without a task. `prompt` has token ids."""
     if task is None:
         return None
     asked = solved = long = sound = 0
