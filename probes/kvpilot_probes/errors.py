@@ -16,7 +16,7 @@ class PackTooLarge(PackError):
 
 
 class NothingFits(PackError):
-    """No prompt of the packs fits the model's context."""
+    """The model's context cannot hold one of the user's own prompts, or cannot hold any prompt."""
 
 
 class EngineUnreachable(ProbeError):
@@ -41,7 +41,7 @@ class EnginesDiffer(ProbeError):
 
 
 class ContextNotHeld(ProbeError):
-    """The engine failed at a prompt that fills the model's context."""
+    """The engine failed at a prompt that fills the model's context, or while such prompts filled its KV cache."""
 
 
 class ProbeTimeout(ProbeError):

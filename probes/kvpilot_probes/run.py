@@ -69,8 +69,9 @@ async def measure(
 ) -> stats.Measurement:
     """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if the probe fails.
 
-    With `allowed`, buckets take turns, and no prompt is asked after the sequential test has failed the engine. With
-    `settings.brief`, none is asked of a bucket that is sound: other runs ask the prompts that this one skips.
+    The run takes prompts from all buckets in turn. With `allowed`, it stops once the sequential test has failed the
+    engine. With `settings.brief` too, it skips the remaining prompts of a sound bucket. Other runs send those prompts,
+    because they have another `settings.turn`.
     """
     order = _in_turns(baseline, settings.turn)
     return await _measure(base_url, model, baseline, order, settings, allowed)
@@ -86,7 +87,10 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
 
 
 def _in_turns(baseline: Baseline, turn: int) -> list[int]:
-    """Return the prompts' indices: the first of each bucket, then the second of each. `turn` rotates each bucket."""
+    """Return the prompts' indices: the first prompt of each bucket, then the second of each, and so on.
+
+    `turn` rotates the prompts within each bucket.
+    """
     buckets: dict[str, list[int]] = {}
     for index, prompt in enumerate(baseline.prompts):
         buckets.setdefault(prompt.bucket, []).append(index)
@@ -220,7 +224,7 @@ async def follow(
 
 
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
-    """Put the part of the prompt that its bucket asks for into the engine's prefix cache. Return the requests sent."""
+    """Send the part of a prompt that the prefix cache shall have. Return the number of requests, 0 or 1."""
     half = sent_first(prompt.bucket, prompt.tokens)
     if len(half) < MIN_HALF_TOKENS:
         return 0

@@ -18,9 +18,10 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Rule by which a probe waits while users' requests are queued: `seconds` in total, and then no longer.
+    """Rule by which a probe waits while users' requests are queued.
 
-    `waiting` returns the number of queued requests.
+    - `waiting`: function that returns the number of queued requests.
+    - `seconds`: longest wait of a run in total.
     """
 
     waiting: Callable[[], Awaitable[float]]
@@ -37,10 +38,11 @@ class Throttle:
         self.spent = 0
 
     async def beside_users(self, engine: EngineClient, ask: Callable[[EngineClient], Awaitable[T]]) -> T:
-        """Return the answer of `ask`, which gets the client to use.
+        """Call `ask` with the client to use, and return its answer.
 
-        At first users go first: the run waits for their queue, and asks at its low priority. An engine whose queue
-        never ends would not serve that priority, so the rest of the run then asks like one more user.
+        The run first waits until no users' requests are queued, and sends its own with low priority. If the queue never
+        ends, an engine would never serve that priority. So when the wait is used up, the rest of the run sends requests
+        like one more user.
         """
         await self._let_users_go_first()
         if engine.priority is not None and self._yields:
@@ -86,13 +88,14 @@ class Settings:
     - `concurrency`: requests in flight.
     - `deadline_seconds`: limit of the whole run; None derives it from the number of tokens.
     - `max_resumes`: most new requests of a prompt after divergences.
+    - `give_way`: rule by which the run waits for users' requests, or None.
     - `priority`: vLLM's priority of the requests; larger numbers are served later.
     - `api_key`: key of a gateway in front of the engine.
     - `progress`: callback after each token or other answer.
-    - `tasks`: let the engine solve the baseline's tasks, which takes most of the decoded tokens.
+    - `tasks`: let a measured engine solve the baseline's tasks, which takes most of the decoded tokens.
     - `from_host`: make an engine that offloads read the prompt's KV pages from host memory.
-    - `brief`: ask no more prompts of a bucket that is sound.
-    - `turn`: number that rotates the prompts of each bucket, so that brief runs ask different ones.
+    - `brief`: skip the remaining prompts of a bucket that is sound.
+    - `turn`: number that rotates the prompts of each bucket, so that brief runs send different prompts.
     """
 
     tokens: int = DEFAULT_TOKENS

@@ -107,8 +107,8 @@ class Measurement:
 
     `stderr_kl_micronats` is the standard error of the mean, with prompts as clusters; it is 0 for a single prompt.
     `tokens` counts the prompt tokens and the requested tokens of all requests. `seen` has the damage of each prompt in
-    the order of the answers, and `planned` all buckets of the baseline. `tasks` has the solved tasks of both engines in
-    each bucket.
+    the order of the answers. `planned` names the buckets to judge. `tasks` counts the tasks that each engine has
+    solved, by bucket.
     """
 
     prompts: int
