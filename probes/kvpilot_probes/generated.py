@@ -21,7 +21,8 @@ from kvpilot_probes.results import Task
 MAX_CONTEXT = 131_072
 # Most prompt tokens that resumed answers to one prompt send again.
 RESUMED_TOKENS = 262_144
-# Lengths of long contexts as divisors of the whole, and the questions at each. A bucket needs five prompts for a proof.
+# Long contexts have 1/8, 1/2 and all of the context's length, with up to five questions each. With fewer than five
+# prompts without damage, the sequential test cannot find a bucket sound.
 SHARES = (8, 2, 1)
 QUESTIONS = 5
 # Our pages hold 64 tokens and vLLM's 16 to 128. Every length modulo 64 occurs once, and takes a short answer.

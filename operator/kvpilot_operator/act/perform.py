@@ -277,7 +277,10 @@ def _hash(manifest: Manifest) -> bytes:
 
 
 def _removed(s: Snapshot, manifest: Manifest) -> Manifest | None:
-    """Return a patch of `spec` without a field that an apply would leave, because another field manager co-owns it."""
+    """Return a merge patch of `spec` that removes a field which kvpilot no longer sets; None if there is none.
+
+    An apply would leave such a field, because another field manager co-owns it.
+    """
     seen = s.objects.get((manifest["kind"], manifest["metadata"]["name"]))
     if manifest["kind"] == "InferencePool" and seen is not None and seen.picker:
         return {"endpointPickerRef": None} if "endpointPickerRef" not in manifest["spec"] else None

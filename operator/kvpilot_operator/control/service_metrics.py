@@ -78,8 +78,14 @@ FAMILIES = (
         "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, because their scrapes failed in a row."
     ),
     Family("kvpilot_prefetch_phase", "1 for the phase of the claim of cache.prefetch.", ("phase",)),
-    Family("kvpilot_prefetch_downloaded_bytes", "Bytes of the weights on the claim, until it is filled."),
-    Family("kvpilot_prefetch_size_bytes", "Bytes of all weights, until the claim is filled."),
+    Family(
+        "kvpilot_prefetch_downloaded_bytes",
+        "Bytes of weights on the claim of cache.prefetch; absent once it is filled.",
+    ),
+    Family(
+        "kvpilot_prefetch_size_bytes",
+        "Bytes of weights that cache.prefetch downloads; absent once the claim is filled.",
+    ),
     Family("kvpilot_option_replicas", "Replicas after a step of the last decision.", ("action", "dtype", "outcome")),
     Family(
         "kvpilot_option_capacity_tokens",
