@@ -277,10 +277,7 @@ def _hash(manifest: Manifest) -> bytes:
 
 
 def _removed(s: Snapshot, manifest: Manifest) -> Manifest | None:
-    """Return a merge patch of `spec` that removes a field which kvpilot no longer sets; None if there is none.
-
-    An apply would leave such a field, because another field manager co-owns it.
-    """
+    """Return a merge patch that removes a field which kvpilot no longer sets, but another field manager co-owns."""
     seen = s.objects.get((manifest["kind"], manifest["metadata"]["name"]))
     if manifest["kind"] == "InferencePool" and seen is not None and seen.picker:
         return {"endpointPickerRef": None} if "endpointPickerRef" not in manifest["spec"] else None
