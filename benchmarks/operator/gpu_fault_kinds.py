@@ -88,10 +88,10 @@ async def memory(bench: Bench) -> None:
     try:
         if await asyncio.to_thread(_said, hog) != "ready":
             raise FaultFailed("the process that should take the GPU's memory has ended")
-        bench.row.in_flight = await requests_of(engine)
-        bench.strike(engine)
         bench.row.done += f" ({await asyncio.to_thread(_said, hog, 'go')} bytes stayed free)"
         for more in ({}, {"prompt_logprobs": 1}):
+            bench.row.in_flight = await requests_of(engine)
+            bench.strike(engine)
             said = await _longest(bench, engine, more)
             bench.row.done += f"; the prompt{' with prompt_logprobs' if more else ''}: {said}"
             with contextlib.suppress(FaultFailed):

@@ -22,8 +22,8 @@ from kvpilot_probes.results import Task
 MAX_CONTEXT = 131_072
 # Largest number of prompt tokens to send again for the resumed answers to one prompt.
 RESUMED_TOKENS = 262_144
-# Divisors of the whole context that give the lengths of long prompts, and the number of questions at each length. A
-# bucket needs five prompts to be called sound (sequential.MIN_PROMPTS).
+# Long contexts have 1/8, 1/2 and all of the context's length, with up to five questions each. With fewer than five
+# prompts without damage, the sequential test cannot find a bucket sound.
 SHARES = (8, 2, 1)
 QUESTIONS = 5
 # Our pages hold 64 tokens, and vLLM's 16 to 128. Use every length modulo 64 once. Answers are short, because these

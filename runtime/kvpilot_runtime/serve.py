@@ -131,7 +131,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
     if found.faults:
         raise PreflightError("BadArguments", f"argument {found.faults[0].place + 1}: {found.faults[0].message}")
     if found.on("--config"):
-        raise PreflightError("BadArguments", "--config: the arguments that are checked here would override its file; leave it out, and write the file's options as arguments")  # fmt: skip  # noqa: E501
+        raise PreflightError("BadArguments", "--config is not supported: kvpilot-serve passes options such as --dtype to vLLM, which would override the file; remove --config, and write the file's options as arguments")  # fmt: skip  # noqa: E501
     checked = [action.option_strings[-1] for action in parser._actions]
     written = ((one.name, one.values) for one in found.given if one.name in checked)
     known = parser.parse_args([f"{name}={','.join(values)}" if values else name for name, values in written])

@@ -2,10 +2,9 @@
 
     o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t    over the tokens t that query i attends to
 
-with cap(x) = softcap * tanh(x / softcap), or x without a cap. A sink adds a logit without a value to the sum that
-softmax divides by. k and v are read back from the group format (`quantize`) and rotated back (`hadamard`). There is no
-paging and no optimization.
-"""
+with cap(x) = softcap * tanh(x / softcap), or x without a cap. An attention sink here is one logit of a head, not a
+token: it adds exp(logit) to the sum that softmax divides by, and has no value. k and v are read back from the group
+format (`quantize`) and rotated back (`hadamard`). There is no paging and no optimization."""
 
 from collections.abc import Sequence
 

@@ -277,7 +277,7 @@ def _hash(manifest: Manifest) -> bytes:
 
 
 def _removed(s: Snapshot, manifest: Manifest) -> Manifest | None:
-    """Return a patch of `spec` without a field that an apply would leave, because another field manager co-owns it."""
+    """Return a merge patch that removes a field which kvpilot no longer sets, but another field manager co-owns."""
     seen = s.objects.get((manifest["kind"], manifest["metadata"]["name"]))
     if manifest["kind"] == "InferencePool" and seen is not None and seen.picker:
         return {"endpointPickerRef": None} if "endpointPickerRef" not in manifest["spec"] else None

@@ -41,10 +41,7 @@ FAMILIES = (
     Family("kvpilot_refused_objects", "Objects and pods of the service that the API server refuses.", ("reason",)),
     Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1."),
     Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas."),
-    Family(
-        "kvpilot_recent_tokens",
-        "Recent window: last tokens of each sequence that the engines read at 8 bits; 0 for no window.",
-    ),
+    Family("kvpilot_recent_tokens", "Last tokens of each sequence that engines read at 8 bits; 0 for no window."),
     Family(
         "kvpilot_prefix_hit_ratio",
         "Share of prompt tokens that a tier held, 0 to 1, for services with kvCache.offload.",
@@ -53,11 +50,7 @@ FAMILIES = (
     Family("kvpilot_retention", "1 for the policy by which the engines free pages of a sequence.", ("policy",)),
     Family("kvpilot_active_dtype", "1 for the serving KV-cache dtype.", ("dtype",)),
     Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot recommends.", ("dtype",)),
-    Family(
-        "kvpilot_denied_until_timestamp_seconds",
-        "Time until which a denied KV-cache dtype is not tried again.",
-        ("dtype",),
-    ),
+    Family("kvpilot_denied_until_timestamp_seconds", "Time until which a KV-cache dtype is denied.", ("dtype",)),
     Family("kvpilot_replicas", "Replicas of all revisions, the canary's included, by their specs."),
     Family("kvpilot_ready_replicas", "Ready engine pods."),
     Family("kvpilot_desired_replicas", "Target number of replicas."),
@@ -74,12 +67,10 @@ FAMILIES = (
     Family("kvpilot_engine_metrics_timestamp_seconds", "Time of the last scrape of the service's engines."),
     Family("kvpilot_doubted_pods", "Pods with implausible metrics."),
     Family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape."),
-    Family(
-        "kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, because their scrapes failed in a row."
-    ),
+    Family("kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, after several failed scrapes."),
     Family("kvpilot_prefetch_phase", "1 for the phase of the claim of cache.prefetch.", ("phase",)),
-    Family("kvpilot_prefetch_downloaded_bytes", "Bytes of the weights on the claim, until it is filled."),
-    Family("kvpilot_prefetch_size_bytes", "Bytes of all weights, until the claim is filled."),
+    Family("kvpilot_prefetch_downloaded_bytes", "Bytes of weights on the claim; absent once the claim is filled."),
+    Family("kvpilot_prefetch_size_bytes", "Bytes of all weights to download; absent once the claim is filled."),
     Family("kvpilot_option_replicas", "Replicas after a step of the last decision.", ("action", "dtype", "outcome")),
     Family(
         "kvpilot_option_capacity_tokens",
@@ -89,11 +80,7 @@ FAMILIES = (
     Family("kvpilot_canary_stage", "1 for the current stage of a canary.", ("stage", "dtype")),
     Family("kvpilot_canary_deadline_timestamp_seconds", "Time at which the canary's stage or step is given up."),
     Family("kvpilot_canary_weight_ratio", "Share of the requests that the canary gets, 0 to 1."),
-    Family(
-        "kvpilot_last_canary_timestamp_seconds",
-        "Time at which the last canary ended, with its result.",
-        ("dtype", "verdict", "reason"),
-    ),
+    Family("kvpilot_last_canary_timestamp_seconds", "Time when the last canary ended.", ("dtype", "verdict", "reason")),
     Family("kvpilot_probe_excess_kl_nats", "Excess KL divergence of the last probe over its control.", ("dtype",)),
     Family("kvpilot_probe_top1_agreement_ratio", "Share of tokens of the last probe that agree, 0 to 1.", ("dtype",)),
     Family("kvpilot_probe_failures", "Periodic probes in a row that failed."),

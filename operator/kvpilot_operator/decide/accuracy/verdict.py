@@ -46,13 +46,9 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         f"p99 {found.p99_kl_micronats / 1000:.0f}, top-1 agreement {found.top1_agreement_permille / 10:.1f}% "
         f"(limit {needed / 10:.1f}%), {found.positions} positions of {found.prompts} prompts"
     )
-    covered = "; ".join(
-        [
-            ", ".join(outcome.sound) or "nothing",
-            *([f"not: {', '.join(outcome.open)}"] if outcome.open else []),
-            f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s",
-        ]
-    )
+    uncovered = f"not: {', '.join(outcome.open)}; " if outcome.open else ""
+    cost = f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s"
+    covered = f"{', '.join(outcome.sound) or 'nothing'}; {uncovered}{cost}"
     for tasks in found.tasks:
         if baseline_worse(tasks):
             text = (
