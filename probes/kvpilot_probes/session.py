@@ -41,8 +41,8 @@ class Throttle:
         """Call `ask` with the client to use, and return its answer.
 
         The run first waits until no users' requests are queued, and sends its own with low priority. If the queue never
-        ends, an engine would never serve that priority. So when the wait is used up, the rest of the run sends requests
-        like one more user.
+        ends, an engine would never serve that priority. So when the wait is used up, or a request of low priority gets
+        no answer, the rest of the run sends requests like one more user.
         """
         await self._let_users_go_first()
         if engine.priority is not None and self._yields:
