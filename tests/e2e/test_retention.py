@@ -25,18 +25,16 @@ async def test_a_bound_that_forgets_is_rolled_back_and_one_longer_than_the_probe
         await bounded_to(world, 32)
         status = await until(world, lambda s: "canary" not in s and "history" in s)
         last, measured = status["history"][0], status["accuracy"]["last"]
-        print(last["message"], measured["sample"], sep="\n")
+        print(last["message"])
         assert (last["verdict"], last["reason"]) == ("Failed", "AccuracyRegressed")
         assert measured["excessKLMicronats"] > 20_000
         # The dtype did no damage, and the serving revision has kept every token.
         assert "denied" not in status["kvCache"]
-        assert "retention" not in status["kvCache"]
         assert status["accuracy"]["baseline"]["controlTop1AgreementPermille"] > 990
 
         await bounded_to(world, 960)  # longer than any prompt of the pack with its answer
-        status = await until(world, lambda s: s["kvCache"].get("retention") == "SinksAndWindow")
+        status = await until(world, lambda s: "canary" not in s and s["history"][0]["verdict"] == "Passed")
         print(status["history"][0]["message"])
-        assert status["history"][0]["verdict"] == "Passed"
         assert status["accuracy"]["last"]["excessKLMicronats"] < 1_000
         assert {d["reason"] for d in status["decisions"]} >= {"AccuracyRegressed", "BaselineCaptured", "CanaryPassed"}
 

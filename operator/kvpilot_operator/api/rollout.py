@@ -67,8 +67,8 @@ class Accuracy(Record, frozen=True):
     prompts.yaml of a ConfigMap of this namespace). A change captures the baseline anew."""
     max_excess_kl_millinats: Annotated[int, Meta(ge=0, le=100_000)] = 20
     """By how many thousandths of a nat the mean KL divergence of the canary from the baseline may be above that of the
-    baseline from itself (the control run), in each bucket of prompts. Up to half of it, at most 1 in 1,000 canaries
-    fails."""
+    baseline from itself (the control run), in each bucket of prompts. Damage up to half of it fails at most 2 in 1,000
+    canaries."""
     min_top1_agreement_percent: Percent = 97
     """Percentage of positions at which canary and baseline find the same token most likely, lowered by what the control
     run itself disagrees. A canary is below it only beyond doubt, at an error of 1 in 1,000."""
