@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from metrics_adapter import Adapter, page, serving
 
 from kvpilot_localcluster import audit
 from kvpilot_localcluster.addresses import free_port
@@ -23,7 +24,6 @@ from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.rest import until
 from kvpilot_operator.api.names import API_VERSION, DO_NOT_EVICT_ANNOTATION, REVISION_LABEL, SERVICE_LABEL
-from support.metrics_adapter import Adapter, page, serving
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -6,11 +6,11 @@ from collections import Counter
 
 import httpx
 import pytest
+from nginx_gateway import SERVED_BY, NginxGateway
 
 from kvpilot_operator.api.names import ENGINE_PORT, REVISION_LABEL
 from support.faulty_world import NAMESPACE, until
 from support.gateway import ROUTE_CRD
-from support.nginx_gateway import SERVED_BY, NginxGateway
 from support.routed import a_users_route
 from support.unprobed import ACCURACY, DRAIN, ends
 
