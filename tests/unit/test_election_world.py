@@ -314,13 +314,9 @@ def test_a_lease_is_not_released_while_a_write_without_an_answer_may_still_land(
 class Careless(Timing):
     """Leader that goes on writing long after its Lease has expired."""
 
-    @property
-    def renew_deadline(self):
-        return 60.0
-
-    @property
-    def write_deadline(self):
-        return 64.0
+    def __init__(self, lease):
+        super().__init__(lease)
+        self.renew_deadline, self.write_deadline = 60.0, 64.0
 
 
 def test_this_world_would_see_a_leader_that_ignores_its_deadlines():
