@@ -12,6 +12,21 @@ Object = dict[str, Any]
 # Names of all these kinds are DNS-1123 subdomains.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _MAX_NAME = 253
+_KINDS = {
+    "v1": ("Pod", "Service", "ConfigMap", "PersistentVolumeClaim", "Event", "Node"),
+    "authentication.k8s.io/v1": ("TokenReview",),
+    "authorization.k8s.io/v1": ("SubjectAccessReview",),
+    "coordination.k8s.io/v1": ("Lease",),
+    "autoscaling/v1": ("HorizontalPodAutoscaler",),
+    "batch/v1": ("Job",),
+    "apps/v1": ("Deployment", "ReplicaSet"),
+    "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
+    "policy/v1": ("PodDisruptionBudget",),
+    "gateway.networking.k8s.io/v1": ("HTTPRoute",),
+    "inference.networking.k8s.io/v1": ("InferencePool",),
+    "kvpilot.io/v1alpha1": ("QuantizedLLMService",),
+}
+"""The only kinds that the operator reads or writes, by API version."""
 
 
 class Ref(NamedTuple):
@@ -39,6 +54,8 @@ def path_of(api_version: str, kind: str, namespace: str = "", name: str | None =
 
     Raise BadName for an impossible name. A tenant may have chosen it, and `..` would lead to another path.
     """
+    if kind not in _KINDS.get(api_version, ()):
+        raise KeyError((api_version, kind))
     root = "/api/v1" if api_version == "v1" else f"/apis/{api_version}"
     within = f"/namespaces/{_segment(kind, namespace)}" if namespace else ""
     return f"{root}{within}/{kind.lower()}s" + (f"/{_segment(kind, name)}" if name is not None else "")
