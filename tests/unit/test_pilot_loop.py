@@ -29,7 +29,6 @@ class World:
     """Pilot over a cache that the test fills. Scrapes can hang or fail, and scrapes and writes are counted."""
 
     def __init__(self, services: int, scrape_seconds: float = 0.1) -> None:
-        self.engines = 3 * services
         self.scraped: Counter[str] = Counter()
         self.times: list[float] = []
         self.hanging: set[str] = set()
@@ -41,6 +40,7 @@ class World:
         self.refused: tuple[Rejection, ...] = ()
         self.decided: list[Any] = []
         self.cache = InformerCache(None, ())  # type: ignore[arg-type]  # nothing is watched
+        self.cache.pods = range(3 * services)  # type: ignore[assignment]  # the pilot only counts them
         self.cache.run = self._nothing  # type: ignore[method-assign]
         self.cache.filled = self._at_once  # type: ignore[method-assign]
         self.on_result: Any = None
