@@ -116,9 +116,7 @@ _ADAPTERS = ("--lora-modules", "--enable-lora")
 
 def _arguments(spec: Spec) -> Iterator[Fault]:
     """Yield the faults of extraArgs: reserved options in any spelling, and options that contradict another field.
-
-    kvpilot-serve checks its command line by the same rules. Messages quote no argument's value, which may be secret.
-    """
+    kvpilot-serve checks its command line by the same rules. Messages quote no argument's value, which may be secret."""
     arguments = spec.engine.arguments
     found = [*arguments.faults, *rules.reserved(arguments), *_contradictions(arguments, spec)]
     for place, item in enumerate(spec.engine.extra_args):

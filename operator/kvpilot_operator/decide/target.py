@@ -108,10 +108,8 @@ def _laddered(c: Context) -> Target:
 
 
 def _start_dtype(c: Context, stable: Stable) -> str | None:
-    """Return kvCache.startDtype if the service should try it now, without memory pressure, else None.
-
-    The service tries it while its dtype has never changed, unless this dtype has already failed or is ruled out.
-    """
+    """Return kvCache.startDtype if the service should try it now, without memory pressure, else None. The service tries
+    it while its dtype has never changed, unless this dtype has already failed or is ruled out."""
     kv, dtype = c.status.kv_cache, c.spec.kv_cache.start_dtype
     # Wait until engines answer. If there were none, the new revision would serve at once, without a probe.
     serves = stable.ever_ready and stable.revision in c.snapshot.deployments

@@ -186,9 +186,7 @@ def _best(
     samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float, float]]
 ) -> tuple[float, float, float] | None:
     """Return the three sums of `of` over the stretch with the largest ratio of the first sum to the second, or None.
-
-    The samples are cut into stretches about as long as the window (`seconds`).
-    """
+    The samples are cut into stretches about as long as the window (`seconds`)."""
     best: tuple[float, float, float] | None = None
     sums, later = (0.0, 0.0, 0.0), samples[-1].time
     for s in reversed(samples):

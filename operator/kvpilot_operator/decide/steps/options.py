@@ -100,10 +100,8 @@ def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
 
 
 def _down(s: PolicyInput, rung: Rung, enough: float | None = None) -> Weighed:
-    """Weigh a smaller dtype: to get more memory or, with `enough`, to give back a replica.
-
-    enough: number of replicas that the present load needs with the serving dtype.
-    """
+    """Weigh a smaller dtype to get more memory, or to give back a replica. In the second case, `enough` is the number
+    of replicas that the present load needs with the serving dtype."""
     limit = s.spec.kv_cache.pressure.high_percent
     effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, limit, peak=enough is not None)
     closed = _dtype_closed(s, rung, effect.itl, climb=False)

@@ -119,10 +119,8 @@ def _answering(s: PolicyInput) -> str:
 
 
 def _release(s: PolicyInput) -> PolicyDecision:
-    """Give back a replica or take a larger dtype, because hardly any request waits.
-
-    If KV memory is what keeps the replica, take a smaller dtype first.
-    """
+    """Give back a replica or take a larger dtype, because hardly any request waits. If KV memory is what keeps the
+    replica, take a smaller dtype first."""
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"
     fewer = options.scale_in(s)
