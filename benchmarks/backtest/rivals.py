@@ -1,23 +1,23 @@
 """Autoscalers beside the pilot: `python -m benchmarks.backtest.rivals` takes the options of `kvpilot backtest`.
 
-It prints a Markdown table and verdicts. The rivals are Kubernetes' HorizontalPodAutoscaler and llm-d's autoscaler, each
-with a fixed dtype.
+It prints Markdown. The rivals are Kubernetes' HorizontalPodAutoscaler and llm-d's autoscaler, each with a fixed dtype.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from benchmarks.backtest.hpa import Hpa
-from benchmarks.backtest.verdicts import markdown
 from benchmarks.backtest.wva import Wva
 from kvpilot_cli.backtest.command import main
-from kvpilot_cli.backtest.compare import POLICIES, Start, Starter
+from kvpilot_cli.backtest.compare import POLICIES, Row, Start, Starter
 from kvpilot_cli.backtest.costs import Profile
 from kvpilot_cli.backtest.policies import SCRAPE
+from kvpilot_cli.backtest.report import HEADER, cells, explained
 from kvpilot_cli.backtest.service import Objective, Service
+from kvpilot_cli.backtest.verdicts import RULE, told
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.samples import Sample
 
@@ -103,6 +103,13 @@ def _rivals(name: str, dtype: str) -> dict[str, Starter]:
 
 RIVALS: Mapping[str, Starter] = {**_rivals("bf16", "auto"), **_rivals("fp8", "fp8")}
 """Policies by name: dtype, and the autoscaler. A number at the end is another target in requests a replica."""
+
+
+def markdown(rows: Sequence[Row], objective: Objective) -> str:
+    """Return the table, the rule of the verdicts, and the verdicts."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    lines += ["| " + " | ".join(cells(r)) + " |" for r in rows]
+    return "\n".join([*lines, "", f"{explained(objective)} {RULE}", "", *(f"- {one}" for one in told(rows))])
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 
 from kvpilot_cli.backtest.compare import Row
-from kvpilot_cli.backtest.report import HEADER, cells, explained
-from kvpilot_cli.backtest.service import Objective
 
 EVEN_PERCENT = 2.0
 """Largest difference of two prices, in percent, at which they count as equal."""
@@ -13,6 +11,10 @@ MORE_PERCENT = 1.0
 _WORDS = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
 SERVED_PERCENT = 99.0
 """Smallest percentage of good requests at which a policy counts as able to serve the load."""
+RULE = (
+    f"A load is served from {SERVED_PERCENT:g}% good requests on; among policies that serve it, fewer GPU-hours for a "
+    "million good requests are ahead."
+)
 
 
 def judge(pilot: Row, other: Row) -> str:
@@ -57,15 +59,8 @@ def summary(rows: Sequence[Row]) -> str:
     return f"Verdict: the pilot serves {served} of {len(pilots)} loads; of {len(pairs)} comparisons: {counts}"
 
 
-def markdown(rows: Sequence[Row], objective: Objective) -> str:
-    """Return the table, the rule of the verdict, and the verdicts."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    lines += ["| " + " | ".join(cells(r)) + " |" for r in rows]
-    rule = (
-        f"A load is served from {SERVED_PERCENT:g}% good requests on; among policies that serve it, fewer GPU-hours "
-        "for a million good requests are ahead."
-    )
+def told(rows: Sequence[Row]) -> list[str]:
+    """Return the verdict on each load, and the one over all loads; empty without a pilot to compare."""
     loads = dict.fromkeys(r.load for r in rows)
-    told = [verdict([r for r in rows if r.load == load]) for load in loads]
-    lines += ["", f"{explained(objective)} {rule}", "", *(f"- {one}" for one in (*told, summary(rows)) if one)]
-    return "\n".join(lines)
+    found = [verdict([r for r in rows if r.load == load]) for load in loads]
+    return [one for one in (*found, summary(rows)) if one]
