@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.operator.gpu_service import POLL_SECONDS, Bench, Engine, FaultFailed, Row, requests_of, send
+from benchmarks.operator.gpu_engines import Engine, requests_of, send
+from benchmarks.operator.gpu_service import POLL_SECONDS, Bench, FaultFailed, Row
 
 GOOD = "k4v4"
 _LONG_STAGES = ("Starting", "Probing", "Shifting")
@@ -38,29 +39,33 @@ sys.stdin.readline()
 
 async def kill(bench: Bench) -> None:
     """Kill an engine in mid-stream."""
-    engine = await bench.busy()
-    bench.strike(engine)
-    send(signal.SIGKILL, engine.processes())
-    await bench.left(engine, 60)
-    await bench.recovered(engine, START_SECONDS)
+    await _replaced(bench, _sends(signal.SIGKILL), 60)
 
 
 async def terminate(bench: Bench) -> None:
     """Delete an engine's pod in mid-stream."""
-    engine = await bench.busy()
-    bench.strike(engine)
-    await bench.delete(engine)
-    await bench.left(engine, 60)
-    await bench.recovered(engine, START_SECONDS)
+    await _replaced(bench, bench.delete, 60)
 
 
 async def stop(bench: Bench) -> None:
     """Stop all processes of an engine, until its liveness probe has replaced them."""
+    await _replaced(bench, _sends(signal.SIGSTOP), 120)
+
+
+async def _replaced(bench: Bench, strike: Callable[[Engine], Awaitable[None]], leave_seconds: float) -> None:
+    """Strike an engine that streams answers. Wait until it leaves the Service, and until both engines are ready."""
     engine = await bench.busy()
     bench.strike(engine)
-    send(signal.SIGSTOP, engine.processes())
-    await bench.left(engine, 120)
+    await strike(engine)
+    await bench.left(engine, leave_seconds)
     await bench.recovered(engine, START_SECONDS)
+
+
+def _sends(number: signal.Signals) -> Callable[[Engine], Awaitable[None]]:
+    async def strike(engine: Engine) -> None:
+        send(number, engine.processes())
+
+    return strike
 
 
 async def hang(bench: Bench) -> None:

@@ -62,7 +62,7 @@ async def measure(bench: Bench, names: Sequence[str], save: Callable[[Row], None
             # A request that was in flight at the end may still fail.
             await asyncio.sleep(_SETTLE_SECONDS)
         except BaseException as error:
-            # Cancellation at the end of the lent time is a failure, too.
+            # A cancellation, for example at a time limit, is a failure, too.
             row.error = f"{type(error).__name__}: {error}"
             raise
         finally:

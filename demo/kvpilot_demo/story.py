@@ -150,7 +150,7 @@ class Story:
             if self._size.grown:
                 await self._step("the users leave; kvpilot takes the replica back", self._shrinks)
         except BaseException as error:
-            # Cancellation at the end of the lent time is a failure, too.
+            # A cancellation, for example at a time limit, is a failure, too.
             self.record.failure = f"{self._title}: {type(error).__name__}: {error}"
             raise
         finally:

@@ -56,10 +56,9 @@ class _Tokenized(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """A served model name. A LoRA adapter has its base model as `parent`."""
+    """A served model name."""
 
     id: Annotated[str, Meta(min_length=1, max_length=512)]
-    parent: str | None = None
 
 
 class _Models(msgspec.Struct):
