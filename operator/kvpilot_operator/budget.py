@@ -31,15 +31,17 @@ class InputLimits:
 # permits.
 METRICS = InputLimits("a page of metrics", 1 * _MIB, permits=256, share=64)
 METRICS_SOCKET_BYTES = 32 * _KIB
-# Limits of lines. The longest one of vLLM 0.32 (cache_config_info) has 1.1 KiB, and a rank has about 300 lines.
+# Limits of length and number of lines. vLLM 0.32's longest line (cache_config_info) has 1.1 KiB, and each rank has
+# about 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
 # Read a chunk in steps of this many lines, which take at most 0.7 ms. Other ready tasks run between steps.
 METRICS_STEP_LINES = 256
 METRICS_STEPS = 4
-# Work is counted in lines (2.5 us each), plus a line for each 128 bytes. At 2,000 a second, 20 ranks (14,000) of a pod
-# can be scraped every 7 s, and the largest allowed page (24,576) every 12.3 s.
+# A page costs one unit for each line (2.5 us of CPU time), and one more for each 128 bytes. Each pod may cost 2,000
+# units a second. So a page of 20 ranks (14,000 units) can be read every 7 s, and the largest page (24,576 units) every
+# 12.3 s.
 METRICS_WORK_BYTES = 128
 METRICS_WORK_PER_SECOND = 2_000
 
@@ -56,7 +58,8 @@ CANARY_PROBE = InputLimits("a probe of a canary", READ_BYTES, permits=16, share=
 # Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them.
 CHECK = InputLimits("a check of a replica", READ_BYTES, permits=16, share=8)
 
-# A review costs two requests to the API server. With its own share, an address that tries tokens cannot starve others.
+# A review costs two requests to the API server. Each client address has its own share, so one that tries many tokens
+# cannot starve the others.
 TOKEN_REVIEW = InputLimits("a review of a token", 0, permits=4, share=2)
 
 
@@ -75,7 +78,10 @@ class Permits:
 
     @contextlib.asynccontextmanager
     async def of(self, tenant: Hashable, patience_seconds: float = math.inf) -> AsyncIterator[Callable[[], None]]:
-        """Hold a permit for the block, and yield a function that reports progress. Raise PermitLost after silence."""
+        """Hold a permit for the block, and yield a function that reports progress.
+
+        Raise PermitLost if the block reports no progress for `patience_seconds` while others wait.
+        """
         loop, moved = asyncio.get_running_loop(), math.inf
         ours = self._tenants.setdefault(tenant, asyncio.Semaphore(self._share))
 

@@ -19,7 +19,7 @@ class Gpu:
     memory_mib: int
     """`memory.total` of `nvidia-smi`, with the factory setting of ECC."""
     bandwidth_gb_s: int
-    """Peak by the data sheet. Forecasts multiply it by a measured efficiency (latency.py)."""
+    """Peak memory bandwidth by the data sheet. Forecasts multiply it by a measured efficiency (latency.py)."""
     compute_capability: tuple[int, int]
 
 
@@ -81,7 +81,7 @@ def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
 
 
 def price_key(kind: str) -> str:
-    """Return the name by which prices are kept: that of GPUS, or the label of an unknown GPU without its vendor."""
+    """Return the key of a GPU's price: its name in GPUS, or for an unknown GPU its label without the vendor."""
     gpu = _BY_NAME.get(kind.lower()) or by_product(kind)
     return gpu.name if gpu is not None else kind.removeprefix("NVIDIA-")
 

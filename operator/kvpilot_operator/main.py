@@ -101,7 +101,8 @@ class Operator:
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
         self._closing.push_async_callback(self._cluster.close)
-        # A standby needs a client without a fence, and renewals must not wait behind a fleet's reads.
+        # The election needs a client of its own. A standby must write the Lease although the fence is closed, and
+        # renewals must not wait behind the fleet's reads.
         beside = await Cluster.connect(WriteFence.opened(), agent, self._telemetry.api_request)
         self._closing.push_async_callback(beside.close)
         access = MetricsAccess(beside) if options.metrics_authentication else None

@@ -42,7 +42,8 @@ class Events:
         self._posted: dict[Event, _Posted] = {}
 
     async def post(self, s: Snapshot, event: Event) -> None:
-        """Post an event, or raise its count. Only log a failure, because the status also has the decision."""
+        """Post an event, or raise its count. Log a failure without raising it, because the status also has the
+        decision."""
         try:
             await self._post(s, event)
         except ClusterError as error:

@@ -72,7 +72,7 @@ def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
 
 
 async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
-    """Check that the service owns the objects that new pods need (`named`), before a workload starts them.
+    """Check, before a workload starts new pods, that the service owns the objects that they need (`named`).
 
     Raise NotStarted if an object is missing or has another owner, and Conflict as `own` does.
     """

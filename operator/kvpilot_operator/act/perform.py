@@ -33,7 +33,7 @@ from kvpilot_probes.codec import Baseline
 
 log = logging.getLogger(__name__)
 
-# Baselines to keep for each service. It may return to an earlier model or probe set.
+# Baselines to keep for each service, because a service may return to an earlier model or probe set.
 MAX_KEPT = 4
 # Read at most this many ConfigMaps, because anyone may put our label on any number of them.
 MAX_SEEN = 64
@@ -68,7 +68,8 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Carry out a decision. Stop if the API server refuses the baseline, because the status would name it."""
+        """Carry out a decision. If the API server refuses the baseline, stop: the status would name a missing
+        ConfigMap."""
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
         waits = self._waits(s, decision)
@@ -213,7 +214,7 @@ class Actor:
         """Apply a manifest, unless it was applied not long ago and the object has not changed since."""
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
-        # The snapshot shows if the Job exists, as long as the spec asks for it.
+        # While the spec asks for a prefetch Job, the snapshot shows whether the Job exists.
         there = s.prefetch is not None if kind == "Job" else kind not in _WATCHED or (seen is not None and seen.owned)
         same = last is not None and last.content == content and self._clock() < last.due
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
@@ -284,7 +285,7 @@ def _removed(s: Snapshot, manifest: Manifest) -> Manifest | None:
     there = s.deployments.get(manifest["metadata"]["labels"].get(REVISION_LABEL, ""))
     if manifest["kind"] != LEADER_WORKER_SET.name or there is None or not there.has_gate:
         return None
-    # The claim has set the gate.
+    # The create that claimed the name has also set the gate. An apply without the gate does not remove it.
     gated = "readinessGates" in LEADER_WORKER_SET.pod_template(manifest)["spec"]
     return None if gated else {"leaderWorkerTemplate": {"leaderTemplate": {"spec": {"readinessGates": None}}}}
 

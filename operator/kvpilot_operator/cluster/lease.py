@@ -82,9 +82,8 @@ class Candidate:
     def claim(self, wall: datetime, now: float) -> Object:
         """Return the Lease to write, to claim or renew it. The server refuses the write if the Lease has changed since.
 
-        If the Lease is missing, somebody may have deleted it while a leader still relies on it. So
-        another replica that creates the Lease is `blind`: it does not lead yet, but claims the Lease again after its
-        whole duration.
+        If the Lease is missing, somebody may have deleted it while a leader still relies on it. So another replica that
+        creates the Lease is `blind`: it does not lead yet, but claims the Lease again after its whole duration.
         """
         self.blind = self._found is None and self.left(now) <= 0
         time, spec = _micro_time(wall), self._spec

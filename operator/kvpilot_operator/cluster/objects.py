@@ -50,9 +50,9 @@ class Ref(NamedTuple):
 
 
 def path_of(api_version: str, kind: str, namespace: str = "", name: str | None = None) -> str:
-    """Return the REST path of a collection (of all namespaces without `namespace`), or of one object in it.
+    """Return the REST path of a collection, or of one object in it. Without `namespace`, cover all namespaces.
 
-    Raise BadName for an impossible name. A tenant may have chosen it, and `..` would lead to another path.
+    Raise BadName for an impossible name. A tenant may have chosen the name, and `..` would lead to another path.
     """
     if kind not in _KINDS.get(api_version, ()):
         raise KeyError((api_version, kind))

@@ -60,7 +60,7 @@ _MAX_WAIT_SECONDS = 86_400
 # Messages of HTTP 500 answers that a retry does not cure: an unknown field, a webhook without an answer.
 _LASTING = ("failed to create typed patch object", "failed calling webhook")
 
-# Most causes of a refusal that are kept. A service's status cannot hold more.
+# Largest number of causes to keep for one refusal. A service's status cannot hold more.
 _MAX_CAUSES = 8
 
 REMEDIES = {
@@ -107,7 +107,7 @@ class Transport:
     async def read(self, request: Request, *, most: float = math.inf, verb: str = "") -> bytes:
         """Send a request and return the answer's bytes. Raise OverBudget if there are more than `most`.
 
-        A write does not wait for the fence to open, but raises NotLeader.
+        If the fence is closed, a write raises NotLeader at once.
         """
         status, began = 0, time.perf_counter()
         try:

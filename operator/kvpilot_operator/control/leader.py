@@ -188,7 +188,7 @@ class Replica:
         await self._election.stand_by()
         self._hold = asyncio.create_task(self._election.hold())
         await first_of(self._begin(), asyncio.shield(self._hold))
-        assert self.leader is not None  # noqa: S101 - a hold that is over has raised
+        assert self.leader is not None  # noqa: S101 - `first_of` raises if the hold ends first
         return self.leader
 
     async def ended(self) -> None:

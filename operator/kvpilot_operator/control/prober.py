@@ -47,8 +47,8 @@ from kvpilot_probes.stats import Measurement
 
 log = logging.getLogger(__name__)
 
-# Pause before the same probe runs again, doubled with each failure. Decisions do not count the failures of some probes,
-# such as the early capture of a baseline.
+# Pause before the same probe runs again. It doubles with each failure. Decisions do not count failures of some probes,
+# such as the early capture of a baseline, so only this pause limits their retries.
 BACKOFF = Backoff(15.0, 900.0)
 
 Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
@@ -238,7 +238,8 @@ class Prober:
         limits: Allowed,
         settings: Settings,
     ) -> Found:
-        """Fill the canary's context and pool before any user does. Return its failure, or the measurement with it."""
+        """Fill the canary's context and its KV pool before users can. Return the failure, or `found` plus these
+        answers."""
         extra = {"service": str(key), "probe": request.identity}
 
         async def look() -> Pool:

@@ -29,7 +29,10 @@ _MOST = 50
 
 @dataclass(eq=False)
 class Served:
-    """A cache of the APIs that the server serves. It asks about APIs that a spec needs; `always` has other facts."""
+    """A cache of the optional APIs that the server serves. It asks only about APIs that a spec needs.
+
+    `always` has the facts that do not depend on a spec.
+    """
 
     cluster: Cluster
     always: ServerFacts
@@ -52,7 +55,8 @@ class Served:
 
 
 def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
-    """Return the faults of a spec that this API server cannot fulfil. `groups` tells if it serves LeaderWorkerSets."""
+    """Return the faults of a spec that this API server cannot fulfil. `groups` is True if it serves
+    LeaderWorkerSets."""
     if spec is None or spec.engine.nodes == 1 or groups:
         return ()
     text = (
@@ -65,7 +69,8 @@ def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
 
 @dataclass(eq=False)
 class GroupEvents:
-    """A reader of Events that say why a LeaderWorkerSet lacks pods. Its StatefulSets report the reason only there."""
+    """A reader of Events that say why a LeaderWorkerSet lacks pods. Its StatefulSets report the reason only in
+    Events."""
 
     cluster: Cluster
     elapsed: Callable[[], float]
@@ -74,7 +79,7 @@ class GroupEvents:
     async def refusals(
         self, key: ServiceKey, workloads: Iterable[DeploymentView], leaders: Sequence[PodView]
     ) -> dict[str, str]:
-        """Return the reason why pods cannot be created, by revision that lacks pods."""
+        """Return why pods cannot be created, for each revision that lacks pods and has a known reason."""
         lacking = {view.revision: incomplete(key, view, leaders) for view in workloads}
         asked = {revision: name for revision, name in lacking.items() if name is not None}
         told = {revision: await self._refusal(key.namespace, name) for revision, name in asked.items()}
@@ -101,14 +106,16 @@ class Autoscalers:
     _read: dict[str, tuple[float, Mapping[str, str]]] = field(default_factory=dict)
 
     async def of(self, key: ServiceKey, spec: Spec | None) -> str | None:
-        """Return the kind and name of an autoscaler that scales a service which kvpilot scales, too."""
+        """Return kind and name of an autoscaler that also scales this service. Return None if kvpilot does not scale
+        it."""
         if spec is None or spec.scaling.mode != "Operator":
             return None
         read, known = self._read.get(key.namespace, (-math.inf, {}))
         if self.elapsed() - read >= AUTOSCALER_SECONDS:
             now = self.elapsed()
             self._read = {one: told for one, told in self._read.items() if now - told[0] < FORGET_SECONDS}
-            # Note the time first: services of one namespace are read at the same time.
+            # Set the time before the read, so that reconciles of the namespace's other services do not list again
+            # meanwhile.
             self._read[key.namespace] = (now, known)
             known = await self._by_service(key.namespace)
             self._read[key.namespace] = (now, known)
@@ -121,7 +128,7 @@ class Autoscalers:
 
 
 def _maker(autoscaler: Object) -> str:
-    """Return the object that a user must change: KEDA makes a HorizontalPodAutoscaler of a ScaledObject."""
+    """Return kind and name of the object that a user must change: the ScaledObject if KEDA made the autoscaler."""
     about = autoscaler["metadata"]
     owners = (one for one in about.get("ownerReferences") or () if one.get("kind") == "ScaledObject")
     kind, name = next((("ScaledObject", one.get("name")) for one in owners), ("HorizontalPodAutoscaler", about["name"]))

@@ -223,8 +223,10 @@ class Observer:
 
 
 async def _observed(question: Question, reading: Awaitable[T], otherwise: T, failed: list[Unanswered]) -> T:
-    """Return the reading. If it fails, add the question to `failed` and return `otherwise`. Re-raise the error if the
-    whole API server is unavailable or throttles."""
+    """Return the reading. If it fails, add the question to `failed` and return `otherwise`.
+
+    Re-raise the error if the whole API server is unavailable or throttles.
+    """
     try:
         return await reading
     except Exception as error:

@@ -84,8 +84,8 @@ class Owned(Generic[V]):
 class InformerCache:
     """The informer cache. It calls `on_change` with a service whenever the service or its objects change.
 
-    `host_access` and `engines` are as in `--allow-host-access` and `--engine-defaults`. With `mesh`, engines in a mesh
-    are reached by the mesh's mutual TLS.
+    `host_access` and `engines` have the values of `--allow-host-access` and `--engine-defaults`. With `mesh`, the
+    operator reaches engines in a mesh by the mesh's mutual TLS.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ _HISTOGRAMS = {
 # Collect these figures for each engine of a page, too.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# Of these counters, count the series with such labels separately, too.
+# For each of these counters, also add up separately the series whose labels pass the test.
 _PARTS: Mapping[str, Callable[[Mapping[str, str]], bool]] = {
     _WAITING_BY_REASON: lambda labels: labels.get("reason") == "capacity",
     _COUNTED["finished"]: lambda labels: labels.get("finished_reason") == "error",
@@ -68,7 +68,7 @@ _PARTS: Mapping[str, Callable[[Mapping[str, str]], bool]] = {
 }
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTS, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
-# Failed requests may lower these sums.
+# Failed requests may lower these sums, so a negative value is not an error.
 _SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _HISTOGRAMS.values())])
 _INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
 WANTED = frozenset(name.encode() for name in (_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))

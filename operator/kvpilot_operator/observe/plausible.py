@@ -29,7 +29,8 @@ _T = TypeVar("_T", int, str)
 # A contradiction must last this long, and over this many consecutive pages, to count.
 LASTING_SECONDS = 15.0
 LASTING_PAGES = 4
-# Longer than LASTING_SECONDS: if all layers have a window or a state, even a long prompt stops filling blocks.
+# Longer than LASTING_SECONDS, because a model with only window or state layers stops filling blocks during a long
+# prompt.
 STALLED_SECONDS = 30.0
 
 # Compare pods only if there are this many. With fewer, it is unclear which pod is wrong.

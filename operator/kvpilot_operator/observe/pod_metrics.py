@@ -150,7 +150,8 @@ def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float
     def step(was: float, now_is: float) -> float:
         return now_is if fresh or now_is < was else now_is - was
 
-    # A request that fails before its first token lowers vLLM's sums of seconds, so a lower sum is no reset.
+    # A request that fails before its first token lowers vLLM's sums of seconds. So a lower sum does not show a reset,
+    # but a lower number of finished requests does.
     reset = fresh or new.finished < old.finished
     errors = step(old.errors, new.errors)
     # An engine's error is also an HTTP 500, unless the answer had begun. So neither count alone includes all errors.

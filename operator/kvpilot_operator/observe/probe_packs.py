@@ -50,10 +50,10 @@ class PackTexts:
         self._turns = asyncio.Semaphore(CONFIG_MAPS)
 
     async def of(self, key: ServiceKey, spec: Spec) -> dict[str, Mapping[str, str]]:
-        """Return the data of the ConfigMaps in `spec.accuracy.probeSets`, by name. Raise PackTooLarge.
+        """Return the data of the ConfigMaps in `spec.accuracy.probeSets`, by name. Leave out missing ConfigMaps.
 
-        Leave out missing ConfigMaps. Without `prompts.yaml`, the data has some other keys with empty texts, for the
-        message.
+        If a ConfigMap lacks `prompts.yaml`, return some of its other keys with empty texts, so that the error can name
+        them. Raise PackTooLarge if the packs exceed PACKS_BYTES.
         """
         found: dict[str, Mapping[str, str]] = {}
         left = PACKS_BYTES
@@ -97,7 +97,8 @@ class PackTexts:
 
 
 def texts_of(answer: bytes) -> dict[str, str]:
-    """Return the pack in a ConfigMap's JSON, or some other keys with empty texts. Raise ClusterError for other JSON."""
+    """Return the pack in a ConfigMap's JSON, else some of its keys with empty texts. Raise ClusterError for other
+    JSON."""
     try:
         data = msgspec.json.decode(answer, type=_ConfigMap).data or {}
         text = data.get(CONFIG_MAP_KEY)

@@ -28,9 +28,10 @@ T = TypeVar("T")
 
 
 class Scraper:
-    """A client for engines' metrics pages, which its owner closes. `identity` is for engines that require TLS.
+    """A client for engines' metrics pages. Its owner must close it. `identity` is for engines that require TLS.
 
-    It uses no proxy from the environment, no cookies and no compression: a few compressed KiB may unpack to gigabytes.
+    The client uses no proxy from the environment, no cookies and no compression: a few compressed KiB may unpack to
+    gigabytes.
     """
 
     def __init__(self, identity: Identity | None = None) -> None:
@@ -95,8 +96,10 @@ class Scraper:
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
     async def _feed(self, page: SeriesReader[T], chunk: bytes, limit: asyncio.Timeout) -> None:
-        """Feed a chunk in steps, and let other ready tasks run between them. The engine's time stands still meanwhile,
-        because it did not cause this wait."""
+        """Feed a chunk in steps, and let other ready tasks run between them.
+
+        The engine's time limit stands still meanwhile, because the engine did not cause this wait.
+        """
         clock = asyncio.get_running_loop().time
         came, until = clock(), limit.when() or 0.0
         limit.reschedule(None)

@@ -1,4 +1,4 @@
-"""The recent scrapes of every revision, kept in memory: a restart forgets them."""
+"""The recent scrapes of every revision. They exist only in memory, so a restart of the operator loses them."""
 
 import logging
 from collections import Counter, deque
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 _PRESSURE_BUCKETS = 24
 # Samples in a canary's step. The comparison cuts a step into up to 10 slices of time, and each needs samples.
 _STEP_BUCKETS = 20
-# Longest bucket of the near window. With longer ones, samples could be 60 s apart (`STALE_SECONDS`), which is a gap.
+# Longest bucket of the near window. With longer buckets, two samples could be 60 s (`STALE_SECONDS`) apart, which
+# counts as a gap.
 _LONGEST_BUCKET_SECONDS = 45.0
 # Most samples in the near window (up to a day), and samples in the far window.
 _MOST_BUCKETS = 2400
@@ -100,7 +101,7 @@ class _Series:
 
     known: Mapping[str, Known] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
-    """Contradictions in the last pages, which `news` was given."""
+    """Contradictions that the last call of `news` was given."""
     far: deque[_Merged] = field(default_factory=deque)
     near: deque[_Merged] = field(default_factory=deque)
 

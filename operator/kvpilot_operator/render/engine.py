@@ -51,7 +51,8 @@ def revision(template: dict[str, Any]) -> str:
 
 
 def claim_label(service: str, spec: Spec) -> dict[str, str]:
-    """Return the label of pods that must run on one node, because kvpilot's claim for weights is a disk; else {}."""
+    """Return the label of pods that must share a node, because kvpilot's claim for weights is a disk. Else return
+    {}."""
     return {names.CLAIM_LABEL: names.weights_claim(service)} if spec.cache.on_one_node else {}
 
 
@@ -115,7 +116,7 @@ def _resources(spec: Spec) -> dict[str, dict[str, str]]:
 
 
 def _grown(quantity: str, gib: int) -> str:
-    """Add `gib` GiB to a quantity of memory. Return the sum in the largest of GiB, MiB and bytes without a fraction."""
+    """Return a quantity of memory plus `gib` GiB, in the largest unit (GiB, MiB or bytes) that gives a whole number."""
     # Import it here, because it loads the whole client in 0.15 s, and `kvpilot plan` does not need that.
     from kubernetes.utils.quantity import parse_quantity
 
@@ -202,7 +203,8 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
     if model.revision is not None and model.source.startswith("hf://"):
         arguments.append(f"--revision={model.revision}")
     stored = dtypes.parse(dtype)
-    # Drop sliding_window, the default, with latent dtypes: latent layers have no window, and the engine refuses it.
+    # Drop sliding_window, the default, for latent dtypes: latent layers have no window, and the engine refuses the
+    # name.
     skipped = [layer for layer in spec.kv_cache.skip_layers if not stored.latent or layer != "sliding_window"]
     if skipped and stored.bits_per_element() < 16:
         arguments.append(f"--kv-cache-dtype-skip-layers={','.join(skipped)}")
@@ -221,7 +223,8 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
 
 
 def _adapters(spec: Spec) -> list[str]:
-    """Return the arguments that load the adapters. Unless extraArgs sets a limit, one step may serve all of them."""
+    """Return the arguments that load the adapters. Unless extraArgs sets a limit, one engine step may use all of
+    them."""
     if not spec.model.adapters:
         return []
     modules = [f"{one.name}={_adapter_location(one)}" for one in spec.model.adapters]
@@ -260,8 +263,10 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 
 
 def _compiled(spec: Spec) -> str:
-    """Return the folder for compiled code. It is never on a claim only for weights, because engines that share that
-    claim would run the code."""
+    """Return the folder for compiled code, or "" if there is none.
+
+    It is never on a claim that is only for weights, because every engine that shares the claim would run the code.
+    """
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH
     return f"{_WEIGHTS_PATH}/kvpilot-compiled" if spec.cache.weights and spec.model.source.startswith("hf://") else ""

@@ -47,8 +47,10 @@ def workload(
     nodes: int = 1,
     has_gate: bool = True,
 ) -> dict[str, Any]:
-    """Return the workload of one revision. A replica spans `nodes` nodes. With `has_gate`, its pods do not become Ready
-    before the operator admits them."""
+    """Return the workload of one revision. Each replica spans `nodes` nodes.
+
+    With `has_gate`, pods do not become Ready before the operator admits them.
+    """
     gates = {"readinessGates": [{"conditionType": names.ADMITTED}]} if has_gate else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (names.REVISION_LABEL, names.DTYPE_LABEL)}
     revision, kind = labels[names.REVISION_LABEL], kind_for(nodes)

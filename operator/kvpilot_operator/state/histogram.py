@@ -41,7 +41,10 @@ class Histogram:
 
     @classmethod
     def together(cls, histograms: Sequence["Histogram"]) -> "Histogram":
-        """Return the sum, without histograms whose buckets differ from the last non-empty one (another version)."""
+        """Return the sum of the histograms that have the same buckets as the last non-empty one.
+
+        Leave out the others, because another engine version made them.
+        """
         full = [h for h in histograms if h.count]
         same = [h for h in full if h.bounds == full[-1].bounds]
         if len(same) < 2:

@@ -41,7 +41,8 @@ class Flows:
 
     @classmethod
     def together(cls, flows: Sequence[Self]) -> Self:
-        """Return the sum of `flows`, without histograms whose buckets differ from the last (another engine version)."""
+        """Return the sum of `flows`. Histograms with other buckets than the last come from another version: skip
+        them."""
         columns: Iterator[tuple[Any, ...]] = zip(*map(_FIGURES, flows), strict=True)
         sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
         return cls(*sums)

@@ -99,12 +99,13 @@ class Snapshot:
     engine_defaults: bool = False
     """True if the installation has defaults for engines."""
     rolling: str | None = None
-    """With such defaults, another service of the namespace whose pods are being replaced, without a change of dtype."""
+    """Name of a service in the namespace whose pods are being replaced without a change of dtype, or None. Only with
+    engine defaults."""
     server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions whose observation failed. Their fields are empty."""
+    """Questions whose observation failed. The fields that they would fill are empty."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
     """Cause of failed scrapes, by name of the pod. These pods are scraped less often."""
     gpu_hour_micros: int | None = None

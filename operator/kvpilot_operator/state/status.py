@@ -300,8 +300,10 @@ _QUOTING = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, Con
 
 
 def without_figures(status: Status) -> Status:
-    """Return a status with known figures of the engines at 0, and without messages that quote figures. Decisions
-    stay."""
+    """Return the status with known figures of engines set to 0 and without messages that quote figures.
+
+    If two statuses are equal after this, they differ at most in figures.
+    """
     kv, replace = status.kv_cache, msgspec.structs.replace
     known: dict[str, Any] = {
         name: None if getattr(kv, name) is None else 0 for name in ("capacity_tokens", "usage_percent")
