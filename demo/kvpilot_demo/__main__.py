@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _faults(options: argparse.Namespace) -> list[str]:
-    """Return the reasons why the story on GPUs cannot run here."""
+    """Return the reasons why the story on GPUs cannot run on this machine. Without --gpu there are none."""
     if not options.gpu:
         return []
     found = [] if options.imagined_gpus else gpus.found_faults()

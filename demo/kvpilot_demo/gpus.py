@@ -1,4 +1,4 @@
-"""Story on GPUs: checks before anything starts, the service's manifest, and a start of each engine beside the first."""
+"""The demo on GPUs: checks of the machine, the service's manifest, and compilation for later dtypes."""
 
 import asyncio
 import copy
@@ -21,10 +21,10 @@ from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.render.engine import pod_template
 
 NEEDED = 3
-"""GPUs of the story: two replicas and a canary."""
+"""Number of GPUs that the demo needs: two for replicas, and one for a canary."""
 _FREE_MIB = 16_000
 _IDLE_MIB = 1_024
-"""Memory that a driver takes on an idle GPU, at most."""
+"""Most memory, in MiB, that the driver itself takes on an idle GPU."""
 _TORCH = """
 import importlib.metadata, importlib.util, json, torch
 if importlib.util.find_spec("vllm") is None:
@@ -40,12 +40,12 @@ Torch = tuple[str, str | None, int]
 
 
 def faults(gpus: Sequence[Gpu], driver_cuda: str, torch: Torch | str) -> list[str]:
-    """Return a message for each problem that keeps the story from running on these GPUs, with its remedy.
+    """Return a message for each problem that keeps the demo from running on these GPUs, with its remedy.
 
     Args:
         gpus: all GPUs of the machine.
         driver_cuda: newest CUDA version that the driver supports.
-        torch: the facts about torch, or the error of its import.
+        torch: versions and number of GPUs that torch reports, or the error of its import.
     """
     found = []
     if len(gpus) < NEEDED:
@@ -96,7 +96,7 @@ def found_faults() -> list[str]:
 
 
 def _torch() -> Torch | str:
-    # In its own process, because CUDA in this one would take memory on a GPU.
+    # Run it in a separate process, because CUDA in this process would take memory on a GPU.
     try:
         done = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=240, check=False)
     except subprocess.TimeoutExpired:
@@ -116,7 +116,7 @@ def _programs() -> list[str]:
 
 
 def manifest(*, imagined: bool) -> Object:
-    """Return the service of the story. With `imagined`, its engines run on CPUs and GPUs are only counted."""
+    """Return the manifest of the demo's service. With `imagined`, engines run on CPUs, and GPUs are only counted."""
     made: Object = yaml.safe_load((ROOT / "examples" / "smollm2-gpu.yaml").read_text())
     if imagined:
         cpu = yaml.safe_load(EXAMPLE.read_text())["spec"]
@@ -128,7 +128,7 @@ def manifest(*, imagined: bool) -> Object:
 
 
 async def compiled(world: DemoService, note: Callable[[str], None]) -> None:
-    """Let engines of the later dtypes compile on free GPUs, and end them.
+    """Start an engine for each later dtype on a free GPU, so that it compiles its code. Then end these engines.
 
     All engines share one folder for compiled code, as with spec.cache.compileClaimName in a cluster.
 

@@ -4,8 +4,8 @@
 
 Each request opens its own connection, so that it reaches the pods that the Service selects at that moment. A failed
 request is counted and not retried, because a real user would have seen the failure. Prompts are parts of Python's
-documentation. They start at different tokens, because a shared prefix in the cache would save the memory that the load
-should take. With a `Talk`, a user then goes on with the same conversation, as in a chat.
+documentation. Each prompt starts at a different token, because a shared prefix would save the cache memory that the
+load should fill. With a `Talk`, a user continues the same conversation, as in a chat.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from kvpilot_probes.stats import percentile
 # Pause after a failure. Otherwise a user whose connection is refused would retry without end at full speed.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=900.0, sock_read=900.0)
-# The text has about 12,000 tokens, so there are as many different prompts. A demo uses fewer.
+# A prompt can start at any token of the text. It has about 12,000 tokens, and a demo sends fewer prompts.
 CORPUS_CHARACTERS = 60_000
 KEPT_FAILURES = 100
 KEPT_TIMES = 300_000
@@ -35,12 +35,12 @@ KEPT_TIMES = 300_000
 
 @dataclass(frozen=True)
 class Talk:
-    """Conversations that come back. Lengths are in tokens, times in seconds.
+    """Conversations of several requests, as in a chat.
 
     Attributes:
-        asked: length of each question after the first prompt.
+        asked: tokens of each question after the first prompt.
         turns: number of requests before a new conversation begins.
-        thought: mean time between an answer and the next question; exponentially distributed.
+        thought: mean seconds between an answer and the next question; exponentially distributed.
     """
 
     asked: int
@@ -58,7 +58,7 @@ class LoadError(Exception):
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the start. Of each duration, in seconds, it keeps the newest KEPT_TIMES values."""
+    """Counts of requests and tokens, and the newest KEPT_TIMES values of each duration in seconds."""
 
     ok: int = 0
     failed: int = 0
@@ -144,7 +144,7 @@ class Load:
                 self._tasks[index] = asyncio.create_task(self._user(index))
 
     def phase(self) -> Stats:
-        """Begin a phase. Return the counts of the requests that end in it, which go on until the next phase."""
+        """Begin a phase, and return its counts. They include each request that ends before the next phase begins."""
         self._phase = Stats()
         return self._phase
 
@@ -211,7 +211,10 @@ class Load:
             stats.failures.append(f"after {time.monotonic() - self._began:.1f} s: {text[:300]}")
 
     def _part(self, count: int, before: list[int]) -> list[int]:
-        """Return `before` and the next part of the text, which wraps around. No part repeats before all were used."""
+        """Return `before` plus the next `count` tokens of the text, which wraps around.
+
+        Start at another token each time, until every token has been a start.
+        """
         if not self._offsets:
             self._offsets.extend(self._random.sample(range(len(self._corpus)), len(self._corpus)))
         start = self._offsets.popleft()
@@ -219,7 +222,7 @@ class Load:
         return before + [self._corpus[(start + i) % size] for i in range(count)]
 
     async def _request(self, prompt: list[int]) -> list[int]:
-        """Send a prompt, and return the tokens of the answer; none unless the engine tells them."""
+        """Send a prompt, and return the tokens of the answer. Return none if the engine does not report token ids."""
         # Answers have random lengths. Otherwise all users would end together and leave the cache empty.
         wanted = self._random.randint(self._output_tokens // 2 + 1, self._output_tokens * 3 // 2)
         body = {
@@ -260,7 +263,7 @@ class Load:
             stats.prompt_tokens += len(prompt)
             stats.output_tokens += answered
             stats.first_token.append(times[0] - sent)
-            # An event may bring several tokens. Each then counts with its share of the time.
+            # An event may bring several tokens. Divide the time since the last event equally among them.
             for (a, b), count in zip(pairwise(times), counts[1:], strict=True):
                 stats.between_tokens.extend([(b - a) / count] * count)
         return tokens

@@ -17,7 +17,7 @@ class Observation:
     Attributes:
         status: the status of the QuantizedLLMService; empty before the operator has written it.
         pods: the service's engine pods.
-        work: number of lines in the engines' logs, without reads of health and metrics; 0 if unknown.
+        work: number of lines in the engines' logs, without requests for health and metrics; 0 if unknown.
     """
 
     status: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Patience:
 
 
 def work_lines(log: str) -> int:
-    """Count the lines of an engine's log, except those about reads of its health and metrics."""
+    """Count the lines of an engine's log, except those about GET requests (health and metrics)."""
     return sum('"GET /' not in line for line in log.splitlines())
 
 

@@ -2,8 +2,9 @@
 
     PYTHONPATH=demo:localcluster python3.11 -m kvpilot_demo.prepare [options of kvpilot_demo]
 
-This module uses only the standard library, because it installs the packages. Two lanes run in parallel. One compiles
-the control plane. The other installs packages, converts the model, and lets it answer a first question.
+This module uses only the standard library, because it installs the packages itself. Two threads (lanes) work in
+parallel. One compiles the control plane. The other installs packages, converts the model, and lets it answer a first
+question.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from kvpilot_localcluster.causes import PROXIES, cause
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv/bin/python"
 SAYS = "> "
-"""Prefix of a line of a stage's output that should appear on the screen."""
+"""Prefix of those output lines of a stage that the screen shows."""
 _NEWS = re.compile(r"\s*(\d+)% (.*)")
 _WORTH_TELLING = 5.0
 _PLAIN_EVERY = 15.0
@@ -34,7 +35,7 @@ _PLAIN_EVERY = 15.0
 
 @dataclass
 class Stage:
-    """Command with its progress.
+    """One command of the preparation, and its progress.
 
     Attributes:
         title: name on the screen.
@@ -124,13 +125,13 @@ class Lane:
 
 
 def lanes(*, local: bool) -> list[Lane]:
-    """Return the lanes of a first run. A stage whose result exists already ends at once."""
+    """Return the lanes of a first run. A stage whose result exists already does nothing and ends."""
     install = [Stage("install packages", ["scripts/install.sh"], 60)]
     if not local:
         return [Lane("packages", install)]
     model = [str(PYTHON), "-m", "kvpilot_smallmodels.models", "smollm2-135m"]
     compiling = [sys.executable, "-c", "from kvpilot_localcluster.build import tell; tell(newer=False)"]
-    # The compilation runs under `nice`, because the other lane shows the first answer of the model.
+    # Compile under `nice`, so that the model's first answer in the other lane does not wait.
     stages = [*install, Stage("convert the model", model, 25)]
     if build.find(newer=False) is None:
         stages.append(Stage("a first answer", [str(PYTHON), "-m", "kvpilot_demo.preview"], 45))
@@ -222,7 +223,7 @@ def prepare(options: list[str]) -> int:
         print(f"The demo failed at: {failed.at.title}\n  why: {why}\n  log: {failed.log}", file=sys.stderr)
         return 1
     if local:
-        # The demo itself uses only loopback addresses, where a proxy would only disturb.
+        # The demo itself uses only loopback addresses, which a proxy could not reach.
         for name in PROXIES:
             os.environ.pop(name, None)
     return 0

@@ -19,7 +19,7 @@ from kvpilot_demo.load import Stats
 
 _KEPT_NOTES = 14
 _EVENT_WIDTH = 150
-# These columns change all the time. In plain mode, a line is printed only if another column has changed.
+# These columns change all the time. In plain mode, print a line only if another column has changed.
 _RESTLESS = ("CACHE USED", "ANSWERED")
 Row = list[tuple[str, str]]
 
@@ -56,7 +56,7 @@ class Screen:
 
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
-        """Show that a step starts, and in the end how long it took."""
+        """Show that a step starts, and at its end how long it took."""
         step = _Step(title, time.monotonic())
         self._steps.append(step)
         if self.plain:
@@ -83,7 +83,7 @@ class Screen:
         self.note(text if len(text) <= _EVENT_WIDTH else f"{text[: _EVENT_WIDTH - 3]}...")
 
     def waits_for(self, what: str, state: str) -> None:
-        """Show what the step waits for, and the progress."""
+        """Show what the current step waits for, and the state of the service."""
         waiting = f"waits for {what} ({state})"
         if self.plain and waiting != self._waiting:
             self._line(f"   {waiting}")

@@ -1,6 +1,6 @@
 """Steps of the demo. A step ends when it observes its expected effect, and fails if there is no more progress.
 
-The story on GPUs has more steps. Its load stays during all of them, grows, and leaves at the end.
+The demo on GPUs has more steps. Its load continues between the steps, grows, and stops before the last step.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ class Size:
 
     Attributes:
         users: number of users that fill the 16-bit cache.
-        grown: number of users that one engine cannot serve, whatever its dtype; 0 to leave out the steps of a growing
-            load.
+        grown: number of users that one engine cannot serve, whatever its dtype. With 0, the story has no steps of a
+            growing load.
         rounds: number of answers for each user in a step that only measures.
-        patient: True if only a time without progress ends a wait.
-        standstill: seconds of such a time, or of a whole wait.
+        patient: True if a wait may take any time as long as there is progress.
+        standstill: most seconds without progress; unless `patient`, most seconds of a whole wait.
     """
 
     users: int = 12
@@ -48,12 +48,12 @@ class Size:
     standstill: float = STANDSTILL
 
 
-# With longer prompts or shorter answers, prompts would fill the engine's steps, and memory would not be its limit.
+# Keep prompts short and answers long. Otherwise the limit would be the tokens of an engine's step, not its KV memory.
 ON_GPUS = Size(
     24, 6000, 500, Talk(asked=200, turns=2, thought=0.5), grown=96, rounds=8, patient=False, standstill=300.0
 )
 IMAGINED = Size(12, 400, 48, Talk(asked=20, turns=4, thought=0.5), grown=48)
-"""Load for engines on CPUs, in a story with GPUs that do not exist."""
+"""Load for engines on CPUs, in a story whose node only claims to have GPUs."""
 
 
 class StoryFailed(DemoError):
@@ -94,15 +94,15 @@ class Record:
     stages: dict[str, float] = field(default_factory=dict)
     """Seconds of each stage of each canary."""
     trial_seconds: dict[str, float] = field(default_factory=dict)
-    """Pod-seconds beside the replicas in each trial, by dtype. With one GPU a pod, they are GPU-seconds."""
+    """Pod-seconds of additional pods in each trial, by dtype. With one GPU a pod, they are GPU-seconds."""
     users: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Counts and latencies of the users in each step, from the clients' side."""
+    """Counts and latencies that the simulated users saw in each step."""
     failure: str = ""
     """Step that failed, and why; empty after a success."""
 
     @property
     def capacity_ratio(self) -> float:
-        """Return the capacity in tokens after the change of dtype, divided by that before. vLLM reports both."""
+        """Return the capacity in tokens after the change of dtype over that before it, both reported by vLLM."""
         return self.capacity_after / max(self.capacity_before, 1)
 
     def as_json(self) -> dict[str, Any]:
@@ -111,10 +111,10 @@ class Record:
 
 
 class Story:
-    """Run of the demo's steps with one service. A Screen shows it.
+    """Run of the demo's steps with one service, shown on a Screen.
 
     Attributes:
-        beside: work to do beside the start of the first engine.
+        beside: work to do while the first engine starts.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Story:
             if self._size.grown:
                 await self._step("the users leave; kvpilot takes the replica back", self._shrinks)
         except BaseException as error:
-            # A cancellation, for example at a time limit, is a failure, too.
+            # A cancellation, for example at a time limit, is a failure, too, so catch BaseException.
             self.record.failure = f"{self._title}: {type(error).__name__}: {error}"
             raise
         finally:
@@ -251,7 +251,7 @@ class Story:
 
     async def _shrinks(self) -> None:
         await self._end_load()
-        # Without a load, kvpilot may already try the 16-bit dtype again. Count only engines of the stable one.
+        # Without a load, kvpilot may already try the 16-bit dtype again. Its canary is not counted here.
         await self._until(lambda o: o.engines(GOOD) == 1, "a calm time, and the end of the second engine")
 
     async def _catches(self) -> None:
@@ -263,7 +263,7 @@ class Story:
         self.record.bad_probe = seen.status["accuracy"]["last"]
         self.record.bad_canary = seen.trial
         self.record.denied = seen.status["kvCache"].get("denied", [])
-        # Undo the change: kvpilot would next roll out the stable dtype without its window.
+        # Undo the change now. Otherwise kvpilot would next roll out the stable dtype without its recent window.
         await self._world.patch({"spec": {"kvCache": UNDONE}})
         self._screen.note("You undo the change. Nothing has to restart.")
         await self._until(lambda _: bool(self._answers()), "an Event with both answers")
@@ -304,7 +304,8 @@ class Story:
         """Observe the service until `seen` is true, and return that observation.
 
         Raises:
-            StoryFailed: there was no progress for `STANDSTILL` seconds.
+            StoryFailed: there was no progress for `standstill` seconds, or the whole wait took longer (see
+                `Size.patient`).
         """
         patience = Patience(self._size.standstill)
         while True:
@@ -314,7 +315,7 @@ class Story:
                 return found
             self._screen.waits_for(what, found.summary)
             answered = self._load.stats.ok + self._load.stats.failed if self._load else 0
-            # GPUs are dear: on them, each wait has a limit even if something moves.
+            # GPUs are expensive. There, each wait has a limit even if there is progress.
             if patience.ended((found.sign, answered) if self._size.patient else what, time.monotonic()):
                 said = "; ".join(f"{c['type']}={c['status']} {c['reason']}" for c in found.status.get("conditions", ()))
                 still = "and nothing has moved for" if self._size.patient else "for more than"
@@ -323,7 +324,7 @@ class Story:
             await asyncio.sleep(0.5)
 
     def _measure(self, found: Observation) -> None:
-        """Add the time since the last observation to the stage of the canary, and to the cost of its trial."""
+        """Add the time since the last observation to the canary's stage, and its pod-seconds to the trial."""
         now, record, canary = time.monotonic(), self.record, found.at("canary")
         passed, self._seen = now - self._seen if self._seen else 0.0, now
         if canary:
@@ -335,7 +336,7 @@ class Story:
 
     async def _watch(self) -> None:
         while True:
-            # If the cluster cannot be read, the running step reports it. The screen just tries again.
+            # If the cluster cannot be read, the running step reports the error. Here, just try again.
             with contextlib.suppress(KvpilotError):
                 await self._look()
             await asyncio.sleep(1.0)

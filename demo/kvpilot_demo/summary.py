@@ -35,7 +35,7 @@ def summary(record: Record, limit: int, size: Size | None = None) -> list[tuple[
 
 
 def figures(record: Record) -> list[tuple[str, str]]:
-    """Return what was measured as lines (title, text); partial after a failure."""
+    """Return the measurements as lines (title, text). After a failure, return those made so far."""
     lines = [("Step", f"{seconds:6.1f} s  {title}") for title, seconds in record.seconds.items()]
     lines += [("Stage", f"{seconds:6.1f} s  {stage}") for stage, seconds in record.stages.items()]
     lines += [("Trial", f"{dtype}: {seconds:.0f} GPU-seconds") for dtype, seconds in record.trial_seconds.items()]

@@ -79,7 +79,7 @@ class UserCluster(DemoService):
 
 @contextlib.contextmanager
 def current_context(folder: Path) -> Iterator[None]:
-    """Use kubectl's present context until the block ends, even if the user switches to another one.
+    """Pin kubectl's current context until the block ends, even if the user switches to another one meanwhile.
 
     Raises:
         DemoError: kubectl is missing or has no context.
@@ -134,7 +134,7 @@ def kubectl(*arguments: str) -> str:
 
 def _start_proxy(port: int, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
-        # In its own session the proxy does not get Ctrl-C from the terminal. The demo ends it.
+        # In a session of its own the proxy does not get Ctrl-C from the terminal. The demo ends the proxy itself.
         command = ["kubectl", "proxy", f"--port={port}"]
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 

@@ -76,7 +76,7 @@ class World(DemoService):
             newer: True to start the server that enforces CEL rules, too. Its build takes as long as all others
                 together.
             example: the service's manifest; by default that of examples/smollm2.yaml.
-            resources: resources of the node beside the machine's. They need not exist.
+            resources: additional resources of the node, such as GPUs. They need not exist.
         """
         local = await asyncio.to_thread(
             LocalCluster, folder, table=table, resources=resources, report=report, newer=newer
@@ -107,7 +107,8 @@ class World(DemoService):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
-                # In its own session the operator does not get Ctrl-C from the terminal. The demo ends it.
+                # In a session of its own the operator does not get Ctrl-C from the terminal. The demo ends the operator
+                # itself.
                 start_new_session=True,
             )
 

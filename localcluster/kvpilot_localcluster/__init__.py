@@ -1,4 +1,4 @@
-"""Real Kubernetes control plane and a cluster with one node, all as local processes. Demo, benchmarks and tests use it.
+"""A real Kubernetes control plane and one node, as local processes, for the demo, the benchmarks and the tests.
 
     with LocalCluster(Path("run")) as cluster:      # kvpilot_localcluster.cluster
         cluster.rest.get("/api/v1/nodes")           # or any client, with cluster.kubeconfig

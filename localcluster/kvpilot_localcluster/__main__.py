@@ -99,7 +99,7 @@ def _logs(args: argparse.Namespace) -> None:
 
 
 def _terminated(_: int, __: FrameType | None) -> None:
-    # As an exception, SIGTERM lets every context manager clean up.
+    # Raise an exception on SIGTERM, so that every context manager cleans up.
     raise SystemExit(143)
 
 

@@ -1,4 +1,4 @@
-"""Loopback addresses and ports for pods and Services. No two users on this machine have the same one at a time."""
+"""Loopback addresses and ports for pods and Services. No two clusters on this machine use the same one at a time."""
 
 import contextlib
 import random
@@ -10,17 +10,17 @@ from pathlib import Path
 from kvpilot_localcluster.errors import LocalClusterError, StartFailed
 
 _MOST_HELD = 64
-# The ports that were returned most recently. Their owners may not listen yet.
+# Locks of the ports that were returned last. Their new owners may not listen yet, so nobody else may get them.
 _held: deque[socket.socket] = deque()
 
 
 def reserve(name: str, numbers: Iterable[int]) -> tuple[int, socket.socket]:
-    """Claim the first number that no process on this machine has claimed under this name.
+    """Lock the first number that no process on this machine has locked under this name.
 
-    Return the number with its lock, a socket. Closing the socket releases the number.
+    Return the number and its lock, a socket. Closing the socket releases the number.
 
     Raises:
-        LocalClusterError: all numbers are claimed.
+        LocalClusterError: all numbers are locked.
     """
     for number in numbers:
         # An abstract socket serves as a lock. The kernel releases it even if its owner is killed.
@@ -66,8 +66,8 @@ class Addresses:
 def free_port(address: str = "127.0.0.1") -> int:
     """Return a free TCP port that was not returned to anyone on this machine recently.
 
-    The port is below the kernel's range for outgoing connections. A port within that range could be taken by any client
-    before its new owner listens, and an engine takes a minute until it does.
+    The port is below the kernel's range for outgoing connections. Any client could take a port within that range before
+    the new owner listens, and an engine takes a minute until it listens.
 
     Raises:
         StartFailed: none of the tried ports is free.

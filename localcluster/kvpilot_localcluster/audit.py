@@ -79,12 +79,12 @@ def _time(text: str) -> datetime:
 
 @dataclass(frozen=True)
 class Term:
-    """Period in which one replica held the Lease. `released` and `followed` are None if they have not happened.
+    """A period in which one replica held the Lease.
 
     Attributes:
         claimed: time when the API server received this replica's claim.
-        released: time when it received this replica's release.
-        followed: time when it received the next replica's claim.
+        released: time when it received this replica's release; None if there was none.
+        followed: time when it received the next replica's claim; None if there was none.
     """
 
     holder: str
@@ -93,7 +93,7 @@ class Term:
     followed: datetime | None
 
     def covers(self, write: Write) -> bool:
-        """Return True if the write began after the claim, and ended before another replica could write."""
+        """Return True if the write began in this term, and ended before the next replica's claim."""
         return (
             self.claimed <= write.received
             and (self.released is None or write.received < self.released)
@@ -121,7 +121,7 @@ def terms(log: Sequence[Write], lease: str) -> list[Term]:
 
 
 def misplaced(log: Sequence[Write], lease: str, identity: Callable[[Write], str | None]) -> list[str]:
-    """Describe each write by a replica outside its terms. `identity` returns a write's replica, or None for others."""
+    """Describe each write by a replica outside its terms. `identity` returns a write's replica, or None for a user."""
     held = terms(log, lease)
     faults = []
     for write in log:

@@ -28,7 +28,7 @@ Report = Callable[[str, float], None]
 """Callback that gets the name of a step, and the finished fraction of the whole build (0 to 1)."""
 
 MINIMUM = (1, 29)
-"""Oldest Kubernetes version that kvpilot supports. If the core is older, separate servers add the newer APIs."""
+"""Oldest Kubernetes version that kvpilot supports. If the core is older, separate servers add the missing APIs."""
 
 _FETCH_WEIGHT = 8.0
 
@@ -50,7 +50,7 @@ class Binaries:
 
     @property
     def missing(self) -> list[str]:
-        """Describe the programs that a cluster still needs. Return the empty string if it has all."""
+        """Describe each program that a cluster lacks. Return an empty list if it has all."""
         lacks = {
             "kube-controller-manager (Deployments make no pods, nothing is collected)": self.kube_controller_manager,
             "kube-scheduler (pods stay unbound)": self.kube_scheduler,
@@ -74,7 +74,8 @@ def builds_folder() -> Path:
 def find(*, newer: bool = True) -> Binaries | None:
     """Return the programs of KUBEBUILDER_ASSETS or the cache, or None if they must be built.
 
-    With `newer`, they include the server that enforces CEL rules. Its build takes longer than all others together.
+    With `newer`, the programs include the server that enforces CEL rules. Its build takes longer than all others
+    together.
 
     Raises:
         MissingTool: KUBEBUILDER_ASSETS is set, but etcd or a kube-apiserver of 1.29 or newer is missing there.
@@ -86,7 +87,7 @@ def find(*, newer: bool = True) -> Binaries | None:
 
 
 def progress(*, newer: bool = True) -> Iterator[Progress]:
-    """Build the programs that `find` does not return, and yield the progress. Return at once if there are none.
+    """Build the programs that `find` misses, and yield the progress. Return at once if none is missing.
 
     Raises:
         MissingTool: a system tool is missing; the message names it and its package.

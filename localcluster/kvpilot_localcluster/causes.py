@@ -1,7 +1,9 @@
-"""Find the cause of a failed download or build in its log, and tell it in one line with the remedy.
+"""Find the cause of a failed download or build in its log, and name the remedy.
 
-python -m kvpilot_localcluster.causes LOG # prints the cause of the failure at the end of the log python -m
-kvpilot_localcluster.causes --room 5 FOLDER # fails if the folder's disk has less than 5 GB free
+Print the cause of the failure at the end of LOG, or fail if FOLDER's disk has less than 5 GB free:
+
+    python -m kvpilot_localcluster.causes LOG
+    python -m kvpilot_localcluster.causes --room 5 FOLDER
 """
 
 import os
@@ -16,7 +18,7 @@ from kvpilot_localcluster.cache import cache_folder
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _FULL = re.compile(r"No space left on device|Disk quota exceeded", re.IGNORECASE)
 _PROXY = re.compile(r"proxy", re.IGNORECASE)
-# Texts of failures that do not name a remedy themselves.
+# Texts in logs that do not name the remedy, and the remedy.
 _KNOWN = {
     "No matching distribution found for torch": "pip finds no CPU build of torch: add the index of PyTorch's CPU "
     "builds to pip's configuration (extra-index-url)",

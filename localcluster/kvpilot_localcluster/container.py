@@ -1,9 +1,13 @@
 """Start, adopt, await and end one run of a container's process. All of its state is in the run's folder.
 
-The folder holds the files of shim.py. If an agent is killed, the next agent finds one of three states there. With an
-exit record, the run has ended. With a running shim, the agent watches it again. With neither, the process was never
-started, or its shim was killed. Once a shim that was told to end the process is gone, the process and all its children
-have ended. Only then may the folder be removed.
+The folder holds the files of shim.py. If an agent is killed, the next agent finds one of three states there:
+
+- An exit record: the run has ended.
+- A running shim: the agent watches the shim again.
+- Neither: the process was never started, or somebody killed its shim.
+
+When a shim that was told to end the process is gone, the process and all its children have ended. Only then may the
+folder be removed.
 """
 
 import asyncio
@@ -28,7 +32,7 @@ _LOG_BYTES, _LOG_LINES, _FILE_BYTES = 2048, 80, 4096
 
 @dataclass(frozen=True)
 class Command:
-    """Process of a container: its arguments, variables and working folder. Paths are those of this machine."""
+    """Command of a container: arguments, variables and working folder. Paths are those of this machine."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -95,7 +99,7 @@ class Process:
     def shim(self) -> procs.ProcessId | None:
         """Return the shim if it runs, else None.
 
-        While it runs, the process will start, is running, or has children that run.
+        While the shim runs, the process will start, is running, or has children that run.
         """
         if self._shim is not None:
             self._shim.poll()
@@ -130,14 +134,14 @@ class Process:
         return found
 
     async def wait(self) -> Run:
-        """Wait until the process and all its descendants have ended. The process may be an adopted one."""
+        """Wait until the process and all its descendants have ended. An earlier agent may have started it."""
         while (shim := self.shim) is not None:
             await exited(shim.pid)
         found = self.run()
         return found if found is not None and found.finished is not None else self._lost()
 
     def _lost(self) -> Run:
-        """Handle a shim that died without a record: end its remaining processes, and write and return a record."""
+        """Handle a shim that died without a record: kill its remaining processes, then write and return a record."""
         procs.kill_all_of(self.folder, self.log)
         state = self._record("state.json")
         now = time.time()

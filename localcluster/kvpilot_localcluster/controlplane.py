@@ -4,9 +4,9 @@ Services get addresses from a range 127.N.0.0/16. The API server accepts such a 
 these addresses (`localcluster.services`). Loopback addresses have two consequences. The Endpoints API refuses them, so
 the endpoints controller is off, and only EndpointSlices exist. And other machines cannot reach the cluster.
 
-kvpilot needs Kubernetes 1.29, but the core is 1.20. Two servers behind the core's aggregator add what is missing. A
+kvpilot needs Kubernetes 1.29, but the core is 1.20. Two servers behind the core's aggregator add the missing APIs. A
 newer apiextensions-apiserver keeps all CRDs and enforces their CEL rules, and `localcluster.policy` serves policy/v1.
-Without the first server, the core keeps the CRDs and ignores their CEL rules.
+Without the first of them, the core keeps the CRDs and ignores their CEL rules.
 """
 
 import atexit
@@ -84,7 +84,7 @@ class ControlPlane:
         return Rest.of_kubeconfig(self.kubeconfig)
 
     def user(self, name: str) -> Path:
-        """Create an administrator who has this name in the audit log. Return the path of its kubeconfig."""
+        """Create an administrator whose name in the audit log is `name`. Return the path of its kubeconfig."""
         certs.certificate(self.folder, name, f"/O=system:masters/CN={name}")
         return certs.kubeconfig(self.folder, name, self.rest.server)
 
@@ -249,7 +249,7 @@ class ControlPlane:
             "apiextensions-apiserver",
             str(self._binaries.apiextensions_apiserver),
             f"--etcd-servers={self._store}",
-            # The core must not see these definitions, so this server uses its own prefix in etcd.
+            # The core must not see these CRDs, so this server uses a prefix of its own in etcd.
             "--etcd-prefix=/modern",
             "--bind-address=127.0.0.1",
             f"--secure-port={port}",

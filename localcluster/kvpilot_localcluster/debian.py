@@ -1,6 +1,6 @@
 """Fetch Debian packages into a private folder, without root rights and without changes to the machine's own apt.
 
-The archive is the one in the sources of the machine's apt, with another suite. So this module names no host.
+The archive's address comes from the machine's apt sources. Only the suite is another one.
 """
 
 import re
@@ -106,7 +106,7 @@ class Archive:
         return sorted(set(re.findall(r"(?m)^'[^']+' (\S+) ", listed)))
 
     def closure(self, packages: Sequence[str], pattern: str) -> list[str]:
-        """Return the packages that apt would install with these on an empty system, if their name matches `pattern`."""
+        """Return the packages that apt would install on an empty system, if their names match `pattern`."""
         plan = self._apt("install", "--simulate", "--no-install-recommends", *packages)
         return sorted({name for name in re.findall(r"(?m)^Inst (\S+)", plan) if re.fullmatch(pattern, name)})
 
@@ -132,7 +132,7 @@ class Archive:
             "Dir::State::Lists": self.folder / "lists",
             "Dir::State::status": self.folder / "status",
             "Dir::Cache": self.folder / "cache",
-            # If apt runs as root, it downloads as another user, who may not write below a home folder.
+            # As root, apt downloads as another user by default, who may not write below a home folder.
             "APT::Sandbox::User": "root",
         }
         flags = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]

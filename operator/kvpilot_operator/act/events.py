@@ -42,8 +42,7 @@ class Events:
         self._posted: dict[Event, _Posted] = {}
 
     async def post(self, s: Snapshot, event: Event) -> None:
-        """Post an event, or raise its count. Log a failure without raising it, because the status also has the
-        decision."""
+        """Post an event, or raise its count. Log a failure but do not raise it: the status also has the decision."""
         try:
             await self._post(s, event)
         except ClusterError as error:

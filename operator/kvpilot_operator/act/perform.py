@@ -68,7 +68,7 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Carry out a decision. If the API server refuses the baseline, stop: the status would name a missing
+        """Carry out a decision. Stop if the API server refuses the baseline: the status would name a missing
         ConfigMap."""
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return

@@ -238,8 +238,7 @@ class Prober:
         limits: Allowed,
         settings: Settings,
     ) -> Found:
-        """Fill the canary's context and its KV pool before users can. Return the failure, or `found` plus these
-        answers."""
+        """Fill the canary's context and KV pool before users can. Return the failure, or `found` with these answers."""
         extra = {"service": str(key), "probe": request.identity}
 
         async def look() -> Pool:

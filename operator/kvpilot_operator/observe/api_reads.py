@@ -55,8 +55,7 @@ class Served:
 
 
 def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
-    """Return the faults of a spec that this API server cannot fulfil. `groups` is True if it serves
-    LeaderWorkerSets."""
+    """Return faults of a spec that this API server cannot fulfil. `groups` is True if it serves LeaderWorkerSets."""
     if spec is None or spec.engine.nodes == 1 or groups:
         return ()
     text = (
@@ -69,8 +68,7 @@ def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
 
 @dataclass(eq=False)
 class GroupEvents:
-    """A reader of Events that say why a LeaderWorkerSet lacks pods. Its StatefulSets report the reason only in
-    Events."""
+    """A reader of Events that say why a LeaderWorkerSet lacks pods. Its StatefulSets report that only in Events."""
 
     cluster: Cluster
     elapsed: Callable[[], float]
@@ -106,8 +104,7 @@ class Autoscalers:
     _read: dict[str, tuple[float, Mapping[str, str]]] = field(default_factory=dict)
 
     async def of(self, key: ServiceKey, spec: Spec | None) -> str | None:
-        """Return kind and name of an autoscaler that also scales this service. Return None if kvpilot does not scale
-        it."""
+        """Return kind and name of an autoscaler of this service; None if there is none, or kvpilot does not scale."""
         if spec is None or spec.scaling.mode != "Operator":
             return None
         read, known = self._read.get(key.namespace, (-math.inf, {}))

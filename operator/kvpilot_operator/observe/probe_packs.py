@@ -97,8 +97,7 @@ class PackTexts:
 
 
 def texts_of(answer: bytes) -> dict[str, str]:
-    """Return the pack in a ConfigMap's JSON, else some of its keys with empty texts. Raise ClusterError for other
-    JSON."""
+    """Return the pack in a ConfigMap's JSON, else some keys with empty texts. Raise ClusterError for other JSON."""
     try:
         data = msgspec.json.decode(answer, type=_ConfigMap).data or {}
         text = data.get(CONFIG_MAP_KEY)

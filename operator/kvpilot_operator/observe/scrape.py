@@ -31,7 +31,7 @@ class Scraper:
     """A client for engines' metrics pages. Its owner must close it. `identity` is for engines that require TLS.
 
     The client uses no proxy from the environment, no cookies and no compression: a few compressed KiB may unpack to
-    gigabytes.
+        gigabytes.
     """
 
     def __init__(self, identity: Identity | None = None) -> None:

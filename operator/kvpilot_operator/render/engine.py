@@ -51,8 +51,7 @@ def revision(template: dict[str, Any]) -> str:
 
 
 def claim_label(service: str, spec: Spec) -> dict[str, str]:
-    """Return the label of pods that must share a node, because kvpilot's claim for weights is a disk. Else return
-    {}."""
+    """Return the label of pods that must share a node because kvpilot's claim for weights is a disk, else {}."""
     return {names.CLAIM_LABEL: names.weights_claim(service)} if spec.cache.on_one_node else {}
 
 
@@ -223,8 +222,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
 
 
 def _adapters(spec: Spec) -> list[str]:
-    """Return the arguments that load the adapters. Unless extraArgs sets a limit, one engine step may use all of
-    them."""
+    """Return the arguments that load the adapters. Unless extraArgs sets a limit, one engine step may use all."""
     if not spec.model.adapters:
         return []
     modules = [f"{one.name}={_adapter_location(one)}" for one in spec.model.adapters]

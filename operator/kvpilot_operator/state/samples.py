@@ -41,8 +41,7 @@ class Flows:
 
     @classmethod
     def together(cls, flows: Sequence[Self]) -> Self:
-        """Return the sum of `flows`. Histograms with other buckets than the last come from another version: skip
-        them."""
+        """Return the sum of `flows`. Skip histograms of another engine version: their buckets differ from the last."""
         columns: Iterator[tuple[Any, ...]] = zip(*map(_FIGURES, flows), strict=True)
         sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
         return cls(*sums)

@@ -99,8 +99,7 @@ class Snapshot:
     engine_defaults: bool = False
     """True if the installation has defaults for engines."""
     rolling: str | None = None
-    """Name of a service in the namespace whose pods are being replaced without a change of dtype, or None. Only with
-    engine defaults."""
+    """With engine defaults, name of a service in the namespace that replaces its pods without a change of dtype."""
     server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
