@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/check_prose.py
 
-Print one line for each fault and exit with 1 if there is one. Commits up to BASE are history and stay as they are. A
-clone that does not hold BASE, such as a shallow one, and a folder without git have no commits to check.
+Print one line for each fault and exit with 1 if there is one. Skip commits up to BASE, which are history. A shallow
+clone without BASE and a folder without git have no commits to check.
 """
 
 import re
@@ -18,11 +18,11 @@ SUBJECT_LIMIT = 72
 LINE_LIMIT = 120
 PAGE_LIMIT = 200
 GENERATED = ("docs/reference/", "docs/models")
-"""Pages, or folders of pages, that a script writes: tables without a limit."""
+"""Path prefixes of pages that a script writes. They have no limits."""
 LONG_LINES: tuple[str, ...] = ()
-"""Pages that still hold lines beyond the limit. Remove yours once it passes."""
+"""Pages that may still have longer lines. Remove a page from here once it passes."""
 LONG_PAGES: tuple[str, ...] = ()
-"""Pages of docs/ that are still longer than the limit. Remove yours once it passes."""
+"""Pages of docs/ that may still be longer. Remove a page from here once it passes."""
 VERBS_FILE = "scripts/commit_verbs.txt"
 """The verbs that a commit subject may begin with."""
 
@@ -49,8 +49,8 @@ def commits(root: Path, base: str) -> list[tuple[str, str]]:
 def long_lines(text: str) -> Iterator[tuple[int, int]]:
     """Yield number and length of each line beyond the limit.
 
-    Tables and code blocks may be as wide as they are. The target of a link does not count: a reader does not see it. A
-    command in backticks does not count either: a reader copies it whole.
+    Tables and code blocks have no limit. The target of a link does not count, because a reader does not see it. A
+    command in backticks does not count either, because a reader copies it whole.
     """
     fence = ""
     for number, line in enumerate(text.splitlines(), start=1):

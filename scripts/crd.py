@@ -1,4 +1,4 @@
-"""Make the CustomResourceDefinition of the operator's structs (`make generate`).
+"""Generate the CustomResourceDefinition from the operator's structs (`make generate`).
 
 `kvpilot_operator.api.spec` and `kvpilot_operator.state.status` define types, defaults, limits, descriptions and rules.
 `kvpilot_operator.api.pod_template` defines the allowed fields of a Pod's template.
@@ -111,7 +111,7 @@ def root_schema() -> Json:
 
 
 def description(kind: Any) -> str:
-    """Return the description of a type: its annotation's, or the docstring of the struct that it is or lists."""
+    """Return a type's description: that of its annotation, else the docstring of its struct or of its items' struct."""
     if isinstance(kind, Meta):
         return kind.description or ""
     if isinstance(kind, type) and issubclass(kind, Record):
@@ -121,7 +121,7 @@ def description(kind: Any) -> str:
 
 @cache
 def _texts(record: type[Record]) -> Mapping[str, str]:
-    """Return the texts below the fields of a struct and its bases, by the names of the fields."""
+    """Return the docstrings of the fields of a struct and its bases, by field name."""
     found = {}
     for base in reversed([one for one in record.__mro__ if issubclass(one, Record) and one is not Record]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -236,7 +236,7 @@ def _of_client(kind: Any, path: str) -> Json:
 
 _ENGINES = "V1PodSpec.containers"
 MOST_ITEMS = 16
-"""Bounds on list items and map keys, which the API server uses to estimate the cost of CEL rules."""
+"""Most items of a list and keys of a map. The API server uses it to estimate the cost of CEL rules."""
 _TEXT: Json = {"type": "string", "maxLength": 4096}
 _TEXT_OR_NUMBER: Json = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}
 
@@ -264,7 +264,7 @@ _HEADER = (
 
 
 def judged() -> Json:
-    """Return the part of the schema that judges an object: no status, no descriptions."""
+    """Return the schema by which `kvpilot validate` checks an object, without the status and without descriptions."""
     schema: Json = _bare(definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
     kept = {name: schema["properties"][name] for name in ("metadata", "spec")}
     return {**schema, "properties": kept}

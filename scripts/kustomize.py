@@ -29,7 +29,7 @@ Identity = tuple[str, str, str, str]
 
 
 def rendered(chart: Path, values: Mapping[str, Any], *flags: str) -> list[Manifest]:
-    """Return the objects of the chart without Helm's own labels, keep annotation and tests."""
+    """Return the chart's objects. Leave out Helm's own labels, the annotation that keeps CRDs, and tests."""
     plain = {**values, "crds": {"keep": False}}
     found = render(chart, plain, "--skip-tests", *flags, namespace=NAMESPACE)
     for labels in _labels(found):
@@ -43,7 +43,7 @@ def _labels(node: Any) -> Iterator[dict[str, str]]:
         if isinstance(node.get("labels"), dict):
             yield node["labels"]
         for key, child in node.items():
-            # A CRD's schema may have a field named "labels".
+            # A CRD's schema may have a field named "labels", so skip `versions`.
             if key != "versions":
                 yield from _labels(child)
     elif isinstance(node, list):

@@ -1,7 +1,9 @@
-"""Write everything that follows from the API's structs and charts/kvpilot (`make generate`).
+"""Write all files that are made from the API's structs and charts/kvpilot (`make generate`).
 
-Structs -> crds/ and the schema of `kvpilot validate`; crds/ and LICENSE -> the chart; values.yaml -> the table in the
-chart's README.md; the chart -> config/ (kustomize) and bundle/ (OLM).
+- The structs give crds/ and the schema of `kvpilot validate`.
+- crds/ and LICENSE are copied into the chart.
+- values.yaml gives the table in the chart's README.md.
+- The chart gives config/ (kustomize) and bundle/ (OLM).
 """
 
 import json

@@ -13,7 +13,7 @@ BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->\n"
 
 
 def table() -> str:
-    """Return the metrics of a registry, without those of the process."""
+    """Return the table of the operator's own metrics, without those of the Python process."""
     labels = {f.name: ("namespace", "name", *f.labels) for f in FAMILIES}
     return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *sorted(_rows(labels)), ""])
 

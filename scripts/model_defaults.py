@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/model_defaults.py formats/kvpilot_formats/models/defaults.json
 
-The script instantiates the classes instead of parsing their source. Each is made with its defaults, and with other
-lengths and windows. The resulting kinds of layers are recorded as a rule of `layers.py`.
+The script instantiates the classes instead of parsing their source. It makes each config with the defaults, and with
+other pattern lengths and windows. From the resulting kinds of layers it derives a rule of `layers.py`.
 """
 
 import json
@@ -73,7 +73,7 @@ def _defaults(cls: type[PreTrainedConfig], config: Any) -> dict[str, Any]:
         if value is not None and isinstance(value, bool | int | float | tuple | list):
             found[field] = list(value) if isinstance(value, tuple) else value
     if getattr(config, "is_heterogeneous", False):
-        # Some classes give their full layers another head_dim only through an argument.
+        # In some classes, only the config of each layer shows that full-attention layers have another head_dim.
         full = [c for c, k in zip(config.per_layer_config, config.layer_types, strict=True) if k == "full_attention"]
         if full and full[0].head_dim != declared.get("head_dim"):
             found["global_head_dim"] = full[0].head_dim
@@ -81,7 +81,7 @@ def _defaults(cls: type[PreTrainedConfig], config: Any) -> dict[str, Any]:
 
 
 def _made(cls: type[PreTrainedConfig], **arguments: Any) -> list[str] | None:
-    """Return the kinds of layers that the class yields."""
+    """Return the kinds of layers of the config that the class makes of these arguments, or None if it has none."""
     try:
         config: Any = cls(**arguments)
     except Exception:
@@ -108,16 +108,16 @@ def _rule(kind: str, cls: type[PreTrainedConfig]) -> dict[str, Any] | None:
         if after == ["full_attention"] * 5 + ["sliding_attention"] * (LAYERS - 5):
             return {"after": "max_window_layers"}
     if set(made) == {"full_attention"}:
-        # Some classes have a window and do not use it.
+        # Some classes have a window but do not use it.
         return {"none": True} if "sliding_window" in known else None
     period = next((made[:n] for n in range(1, 9) if all(made[i] == made[i % n] for i in range(LAYERS))), None)
     if period is None:
-        # Configs of such models list the kinds of their layers.
+        # Kinds without a period have no rule, but the configs of such models list them.
         return {"period": ["unnamed"]}
     rule: dict[str, Any] = {"period": period}
     for field in LENGTHS:
         for odd in (0, -1):
-            # The class follows this field if a period of seven has its odd layer in the usual place.
+            # The class follows this field if 7 gives a period of seven layers, with the odd layer at the same end.
             seven = [period[1 if odd == 0 else 0]] * 7 if len(period) > 1 else period * 7
             seven[odd] = period[odd]
             if len(set(period)) == 2 and _made(cls, **base, **{field: 7}) == [seven[i % 7] for i in range(LAYERS)]:

@@ -1,6 +1,8 @@
-"""Write docs/models.md and its two tables from published.json of `kvpilot plan`: models and the dtypes that they take.
+"""Write docs/models.md and its two tables of models and the dtypes that they take.
 
-.venv/bin/python scripts/models_page.py cli/kvpilot_cli/plan/published.json docs/models.md
+    .venv/bin/python scripts/models_page.py cli/kvpilot_cli/plan/published.json docs/models.md
+
+The models come from published.json, which `kvpilot plan` also reads.
 """
 
 import json
@@ -117,7 +119,7 @@ def of_latents(facts: Architecture) -> str:
 
 
 def size(facts: Architecture, dtype: str, refusal: str | None) -> str:
-    """Return the bytes of a token, if this dtype can serve the model."""
+    """Return the bytes of a token in this dtype, or "-" if the dtype cannot serve the model."""
     if facts.other_layers or (formats.parse(dtype).ours and refusal is not None):
         return "-"
     if facts.index_bytes and dtype != "auto":

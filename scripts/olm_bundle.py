@@ -19,7 +19,7 @@ PACKED = ("Service", "PodDisruptionBudget")
 """Kinds that the bundle keeps unchanged beside the ClusterServiceVersion."""
 
 _OPENSHIFT = ("--api-versions", "security.openshift.io/v1")
-"""Values for pods without a fixed user, which OpenShift refuses. For other clusters the image names a user."""
+"""Helm flags for pods without a fixed user, because OpenShift refuses one. On other clusters the image names a user."""
 
 _CATEGORIES = {"ai-machine-learning": "AI/Machine Learning"}
 """OperatorHub's name of each Artifact Hub category."""

@@ -53,7 +53,8 @@ def record(target: Path, command: list[str]) -> int:
 
 
 def _read(reader: int) -> bytes:
-    """Return all output until the command ends. On Linux the terminal then reports an error instead of an end."""
+    """Return all output until the command ends. On Linux, the terminal then fails instead of reporting an end of
+    file."""
     said = bytearray()
     with contextlib.suppress(OSError):
         while piece := os.read(reader, 65536):
@@ -63,10 +64,10 @@ def _read(reader: int) -> bytes:
 
 
 def draw(recording: str, start: str) -> str:
-    """Return the picture of a recording, from the first line that has `start` on.
+    """Return the picture of a recording, from the first line that contains `start`.
 
     Raises:
-        ValueError: no line has it.
+        ValueError: no line contains it.
     """
     command, *lines = recording.rstrip().splitlines()
     first = next((number for number, line in enumerate(lines) if start in line), None)

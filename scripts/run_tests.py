@@ -92,7 +92,7 @@ class Run:
         self._join()
 
     def _join(self) -> None:
-        # If a signal interrupts Thread.join(), Python treats a running thread as finished.
+        # If a signal interrupts Thread.join(), Python treats a running thread as finished. So poll instead.
         while any(worker.is_alive() for worker in self._workers):
             time.sleep(0.1)
 

@@ -23,9 +23,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 TASKS = ("Install", "Run a first service", "Choose a dtype", "Judge accuracy", "Operate", "Extend")
 EVERY = 24
-"""Distance between the pages that are opened on a phone: each takes seconds on a busy machine."""
+"""Check only every 24th page at a phone's width, because each takes seconds on a busy machine."""
 PATIENCE_MS = 60_000
-"""Limit in milliseconds, only against hanging."""
+"""Longest wait in milliseconds. It only ends a check that hangs."""
 
 
 class Fault(Exception):

@@ -70,7 +70,7 @@ class Outward(Treeprocessor):
         self.page = docs / INDEX
 
     def run(self, root: Element) -> None:
-        """Rewrite the links of the current page, and bars that a table's code had to escape."""
+        """Rewrite the links of the current page, and unescape `|` in code within tables."""
         for code in (code for cell in root.iter("td") for code in cell.iter("code")):
             code.text = AtomicString((code.text or "").replace("\\|", "|"))
         for link in root.iter("a"):
@@ -90,7 +90,7 @@ class OutwardExtension(Extension):
         self.outward = outward
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 - Markdown's own name
-        """Register between Markdown's inline patterns (20) and mkdocs' links (0)."""
+        """Let `outward` run after Markdown's inline patterns (priority 20) and before mkdocs' links (0)."""
         md.treeprocessors.register(self.outward, "outward", 10)
 
 
@@ -98,7 +98,7 @@ _outward: Outward
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Set everything that YAML cannot hold."""
+    """Set the options that a YAML file cannot express."""
     global _outward
     docs, repository = Path(config.docs_dir).resolve(), str(config.repo_url).rstrip("/")
     _outward = Outward(docs, repository)
@@ -111,6 +111,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Indent lists as mkdocs' Markdown asks for, and name the page whose links come next."""
+    """Indent lists as mkdocs' Markdown requires, and tell `Outward` which page it gets next."""
     _outward.page = Path(config.docs_dir).resolve() / page.file.src_uri
     return mdformat.text(markdown, options={"wrap": "keep"}, extensions={"mkdocs", "tables"})

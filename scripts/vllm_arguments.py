@@ -21,9 +21,11 @@ def real_parser() -> Any:
 
 
 def table(parser: Any) -> dict[str, dict[str, Any]]:
-    """Return other names, the negative name and the number of values ("1", "0", "?", "+") of each option.
+    """Return facts of each option, in the parser's order.
 
-    The order is the parser's.
+    - `also`: other names
+    - `off`: the name that negates it
+    - `takes`: number of values: "1", "0", "?" or "+"
     """
     found = {}
     for action in parser._actions:

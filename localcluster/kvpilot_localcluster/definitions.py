@@ -55,7 +55,7 @@ def undefine(server: Rest, definition: Definition) -> None:
 
 
 class Aggregation:
-    """Routes of an older core API server. By these, it forwards requests for newer APIs to servers on localhost."""
+    """Routes by which an older core API server forwards requests for newer APIs to servers on localhost."""
 
     def __init__(self, core: Rest) -> None:
         self._core = core
@@ -72,14 +72,14 @@ class Aggregation:
         self._core.create("/api/v1/namespaces/kube-system/services", {"metadata": {"name": _BACKEND}, "spec": spec})
 
     def stop(self) -> None:
-        """End the thread that follows new definitions, after its next answer."""
+        """End the thread that follows new definitions, once its current watch returns."""
         self._stopped.set()
 
     def route(self, group: str, version: str, port: int, *, priority: int = 1000, version_priority: int = 1) -> None:
         """Forward requests for this version of a group to the server at `port`.
 
         The route replaces the core's own version, if there is one. Clients prefer the version with the highest
-        priority; the core's own versions have at least 9.
+        priority. The core's own versions have at least 9.
         """
         name = f"{version}.{group}"
         body: dict[str, Any] = {
@@ -106,7 +106,7 @@ class Aggregation:
             self._core.call("PUT", f"{_ROUTES}/{name}", body)
 
     def take_definitions(self, newer: Rest, port: int) -> None:
-        """From now on, let the server `newer` at `port` store all CRDs and serve their objects."""
+        """Route all CRDs and their objects to the server `newer` at `port` from now on."""
         self.route("apiextensions.k8s.io", "v1", port, priority=16700, version_priority=20)
         # The aggregator reports Available before it uses the route. So create a definition that only `newer` has, and
         # wait until the aggregator returns it.

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace $(NAME) by the variable's value, and $$ by one dollar sign. An unknown $(NAME) is not changed."""
+    """Replace $(NAME) by the variable's value, and $$ by one dollar sign. Keep an unknown $(NAME) as it is."""
 
     def one(found: re.Match[str]) -> str:
         if found[0] == "$$":
@@ -36,7 +36,7 @@ def environment(
     allocatable: Mapping[str, str],
     base: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the environment variables that the container's spec defines. Later ones may refer to earlier ones.
+    """Return the environment variables that the container's spec defines. A value may refer to earlier variables.
 
     Args:
         container: one container of the pod's spec.
@@ -157,9 +157,9 @@ def divided(quantity: str, divisor: str) -> str:
 
 
 def limit_or_allocatable(container: Mapping[str, Any], resource: str, allocatable: Mapping[str, str]) -> str:
-    """Return the quantity of a resourceFieldRef: limits.X or requests.X of the container.
+    """Return the quantity that a resourceFieldRef names: limits.X or requests.X of the container.
 
-    Without a limit it is the node's allocatable quantity.
+    If the container has no such limit, return the node's allocatable quantity.
     """
     part, _, name = resource.partition(".")
     value = container.get("resources", {}).get(part, {}).get(name)

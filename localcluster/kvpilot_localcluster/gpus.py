@@ -37,7 +37,7 @@ class Gpu:
 
 
 def find() -> list[Gpu]:
-    """Return the machine's GPUs; none without a driver.
+    """Return the machine's GPUs. Return none without a driver.
 
     Raises:
         LocalClusterError: nvidia-smi fails or its answer cannot be read.
@@ -90,7 +90,7 @@ def parse(listing: str, apps: str = "") -> list[Gpu]:
 
 
 def labels(gpus: Sequence[Gpu], cuda: str) -> dict[str, str]:
-    """Return the Node's labels that GPU feature discovery would set for its GPUs, which are of one kind."""
+    """Return the labels that GPU feature discovery would set on the Node. All GPUs must be of one kind."""
     if not gpus:
         return {}
     first, own = gpus[0], "nvidia.com"
@@ -109,7 +109,7 @@ def labels(gpus: Sequence[Gpu], cuda: str) -> dict[str, str]:
 
 
 def assign(devices: Sequence[str], owners: Mapping[Owner, Sequence[str]], owner: Owner, count: int) -> tuple[str, ...]:
-    """Return `count` devices for a container: those that it has, else the first ones that nobody has.
+    """Return `count` devices for a container: those that it already has, else the first free ones.
 
     Raises:
         InvalidPod: too few devices are free.
@@ -126,14 +126,14 @@ def assign(devices: Sequence[str], owners: Mapping[Owner, Sequence[str]], owner:
 
 
 class Devices:
-    """GPUs of a node. Owners are recorded in the pods' folders, so they outlive the agent and end with the folder."""
+    """GPUs of a node. Each pod's folder records its GPUs, so the record outlives the agent and ends with the folder."""
 
     def __init__(self, count: int, pods: Path) -> None:
         self._all = [str(index) for index in range(count)]
         self._pods = pods
 
     def variables(self, pod: str, container: Mapping[str, object]) -> dict[str, str]:
-        """Return the variables by which CUDA shows a container its own GPUs, and no others.
+        """Return the variables by which CUDA shows a container only its own GPUs.
 
         Raises:
             InvalidPod: too few devices are free.

@@ -21,7 +21,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class Image:
-    """Local program that replaces an image. images.yaml explains the fields."""
+    """Local program that replaces an image. images.yaml explains each field."""
 
     match: tuple[str, ...]
     entrypoint: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Part of a kubelet's HTTPS API that returns container logs, for `kubectl logs`. No other part is needed here."""
+"""The part of a kubelet's HTTPS API that returns container logs, for `kubectl logs`."""
 
 import asyncio
 import ssl
@@ -8,8 +8,8 @@ from pathlib import Path
 from aiohttp import web
 
 LogFolder = Callable[[str, str], Path | None]
-"""Function that returns a pod's log folder by namespace and name, or None for an unknown pod. It has a folder for each
-container.
+"""Function that returns a pod's log folder by namespace and name, or None for an unknown pod. The log folder has one
+folder for each container.
 """
 
 _PAUSE = 0.2

@@ -14,13 +14,13 @@ Like a kubelet, it handles:
 After a kill -9 of the agent, its processes continue. The next agent with the same folder adopts them, and no container
 ever runs twice.
 
-It isolates nothing: processes share this machine's files, users, process table and network. Only paths in commands and
-variables are rewritten (see paths.py). Every pod has its own loopback address, to which its programs must bind.
-Resource requests count for scheduling but limit nothing. The agent pulls no images: a table names local programs. It
-writes ConfigMap and Secret volumes only once, at the pod's start.
+The agent isolates nothing: processes share this machine's files, users, process table and network. Only paths in
+    commands and variables are rewritten (see paths.py). Every pod has its own loopback address, to which its programs
+    must bind. Resource requests count for scheduling but limit nothing. The agent pulls no images, because a table
+    names local programs. It writes ConfigMap and Secret volumes only once, at the pod's start.
 
-It has no exec, attach or port-forward, no postStart hooks, no sidecar or ephemeral containers, no gRPC probes, and no
-service account tokens in the usual place. It is only for tests and the demo, never for production.
+The agent has no exec, attach or port-forward, no postStart hooks, no sidecar or ephemeral containers, no gRPC probes,
+and no service account tokens in the usual place. It is only for tests and the demo, never for production.
 """
 
 import asyncio
@@ -68,11 +68,11 @@ class Options:
             pods.
         name: the Node's name.
         table: the image table.
-        resources: allocatable resources to add or change, e.g. {"nvidia.com/gpu": "4"}. They need not exist. Without
-            an entry for GPUs, the node has those of the machine.
+        resources: allocatable resources to add or change, e.g. {"nvidia.com/gpu": "4"}. They need not exist. Without an
+            entry for GPUs, the node has the machine's GPUs.
         labels: additional labels of the Node.
         backoff: back-off of container restarts.
-        services: True to forward Services, too.
+        services: True if the agent also forwards Services.
         stop_grace: seconds that processes get to end when the agent is stopped.
         starter: process that started the cluster. When it has ended for any reason, the agent ends the cluster.
         control_plane: the control plane's run folder, which the agent needs to end the cluster.
@@ -122,7 +122,7 @@ class Agent:
         self._node = Node(kube, options.name, options.folder, table, options.backoff, self._resources, devices)
         self._addresses = Addresses(options.folder)
         self._pods: dict[str, PodWorker] = {}
-        # Pods that this agent has ended. Until the watch reports their deletion, its other events about them are stale.
+        # Pods that this agent has ended. Ignore stale events about them until the watch reports their deletion.
         self._ended: set[str] = set()
         self._port = 0
         self._forwarder = Forwarder(kube, self._node.services)
@@ -262,7 +262,7 @@ class Agent:
         self._pods[uid] = PodWorker(self._node, pod, address, forget)
 
     def _recorded(self, uid: str) -> str | None:
-        """Return the address that an earlier agent gave to a pod, but had not reported yet."""
+        """Return the address that an earlier agent recorded for a pod but may not have reported, or None."""
         try:
             return str(json.loads((self._options.folder / "pods" / uid / "pod.json").read_text())["address"])
         except (OSError, ValueError, KeyError):

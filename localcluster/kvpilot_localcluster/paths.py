@@ -15,7 +15,7 @@ _AFTER = r"(?=$|[/\s:,;\"'()\[\]{}<>|&])"
 def rewrite(text: str, folders: Mapping[str, str]) -> str:
     """Replace container paths at the start of paths in `text` by machine paths.
 
-    `folders` maps the former to the latter. A container path must match whole names.
+    `folders` maps container paths to machine paths. A container path matches only whole file names.
     """
     if not folders:
         return text

@@ -98,7 +98,7 @@ class PodWorker:
         return worker
 
     def observe(self, pod: Json) -> None:
-        """Take over the pod's newest version. If the pod is being deleted, begin to end it."""
+        """Store the pod's newest version. If the pod is being deleted, begin to end it."""
         if int(pod["metadata"]["resourceVersion"]) >= int(self._pod["metadata"]["resourceVersion"]):
             self._pod = pod
             if pod["spec"].get("readinessGates"):
@@ -111,7 +111,7 @@ class PodWorker:
             self._ending = asyncio.create_task(self._end())
 
     def vanished(self) -> None:
-        """End the processes of a pod that the API server no longer has, within two seconds."""
+        """End the processes of a pod that the API server no longer has. They get two seconds."""
         self._deadline = min(self._deadline or time.monotonic() + 2, time.monotonic() + 2)
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
@@ -203,7 +203,7 @@ class PodWorker:
         status = self._status()
         if status == self._published:
             return
-        # The uid prevents a write to a new pod with the same name.
+        # With the uid, the write cannot reach a new pod of the same name.
         patch = {"metadata": {"uid": self._pod["metadata"]["uid"]}, "status": status}
         self.observe(await self._node.kube.call("PATCH", f"{self._path}/status", patch, content=STRATEGIC))
         self._published = status
@@ -212,7 +212,7 @@ class PodWorker:
         return max(0.0, (self._deadline or 0.0) - time.monotonic())
 
     async def _end(self) -> None:
-        # First report the pod as not ready, because traffic must stop before its processes end.
+        # Report the pod as not ready first, because traffic must stop before the processes end.
         self._dirty.set()
         await cancelled(self._running)
         await asyncio.gather(*(worker.end(self._left) for worker in self._mains + self._inits))
@@ -235,6 +235,6 @@ class PodWorker:
         self._forget()
 
     async def abandon(self, grace: float) -> None:
-        """End the pod's processes when the node shuts down. The API server gets no report."""
+        """End the pod's processes because the node shuts down. Report nothing to the API server."""
         await cancelled(self._running, self._publishing, *filter(None, [self._ending]))
         await asyncio.gather(*(worker.kill(grace) for worker in self._mains + self._inits))

@@ -53,7 +53,7 @@ class Node:
 async def command(
     node: Node, pod: Json, home: Path, mounted: Mapping[str, Path], spec: Mapping[str, Any], message_file: Path
 ) -> Command:
-    """Return the command that runs a container of the pod.
+    """Return the command that runs the container `spec` of the pod.
 
     Raises:
         UnknownImage: the image table has no such image.
@@ -76,7 +76,7 @@ async def command(
     )
     folders = dict(image.folders) | volumes.mounts(spec, mounted)
     folders[spec.get("terminationMessagePath") or "/dev/termination-log"] = str(message_file)
-    # Do not rewrite `base`: the image's settings already have paths of this machine.
+    # Rewrite only `wanted`: the image's own settings already have paths of this machine.
     variables = base | {name: rewrite(value, folders) for name, value in wanted.items()}
     variables |= node.devices.variables(metadata["uid"], spec)
     first = [*(spec.get("command") or image.entrypoint), *(spec.get("args") or [])]

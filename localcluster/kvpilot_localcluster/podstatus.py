@@ -173,14 +173,14 @@ def pod_status(
     """Return the status of a pod.
 
     Args:
-        pod: the pod as last seen. If a condition has not changed, its time is taken from there.
+        pod: the pod as last seen. An unchanged condition keeps the time that it has there.
         inits: the init containers.
         mains: the other containers.
         address: the pod's IP address.
         host: the node's IP address.
-        started: time when the node took the pod, in seconds since the epoch.
+        started: time when the node accepted the pod, in seconds since the epoch.
         now: present time in seconds since the epoch.
-        going: True if the pod is being deleted. Then it is not ready.
+        going: True if the pod is being deleted, and so is not ready.
     """
     before = {entry["type"]: entry for entry in pod.get("status", {}).get("conditions", [])}
     gates = {

@@ -1,8 +1,8 @@
 """Server of the API policy/v1, for a core that has only policy/v1beta1. It translates PodDisruptionBudgets.
 
-It runs behind the core's aggregator. The two versions have the same structure. `unhealthyPodEvictionPolicy` (Kubernetes
-1.27) is dropped, because 1.20 would refuse it, and its disruption controller does not support it. Evictions are a
-subresource of pods and do not go through this server.
+The core's aggregator sends it requests. Both versions have the same structure. The server drops
+`unhealthyPodEvictionPolicy` (Kubernetes 1.27), because version 1.20 refuses the field, and its disruption controller
+does not support it. Evictions are a subresource of pods and do not go through this server.
 """
 
 import http.client
@@ -36,7 +36,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class PolicyServer:
-    """Server for requests from the aggregator. It acts with the identity of the user that the aggregator names."""
+    """Server for requests from the aggregator. It sends them to the core as the user that the aggregator names."""
 
     def __init__(self, core: Rest, folder: Path) -> None:
         """Listen with the certificate in `folder`. Accept only clients whose certificate the CA there has signed."""
@@ -102,7 +102,7 @@ def _handler(core: Rest) -> type[BaseHTTPRequestHandler]:
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _pass_on  # noqa: N815 - the base class asks for these names
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Write nothing, because the core's own log has the requests."""
+            """Log nothing, because the core logs the same requests."""
 
     return Handler
 
@@ -118,7 +118,7 @@ def _older(body: bytes) -> bytes:
 
 
 def _budgets_alone(body: bytes) -> bytes:
-    """Remove PodSecurityPolicies and the verb `watch` from a list of resources, because they are not translated."""
+    """Remove PodSecurityPolicies and the verb `watch` from a list of resources, because this server lacks them."""
     if b'"APIResourceList"' not in body:
         return body
     found = json.loads(body)

@@ -24,7 +24,7 @@ class Target:
     Attributes:
         address: the pod's IP address.
         ports: the container's named ports.
-        command: the container's command. Exec actions get its environment and folders.
+        command: the container's command. Exec actions use its environment and folders.
     """
 
     address: str
@@ -108,7 +108,7 @@ async def _exec(command: list[str], target: Target) -> str:
 async def probe(
     spec: Mapping[str, Any], target: Target, verdict: Callable[[bool, str], Awaitable[None]], *, initially: bool | None
 ) -> None:
-    """Probe forever. Report each change of the result, and each failure from the failure threshold on.
+    """Probe forever. Report each change of the result, and every failure once the failure threshold is reached.
 
     Args:
         spec: a Probe object.

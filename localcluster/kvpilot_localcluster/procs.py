@@ -1,7 +1,7 @@
 """Child processes with a unique identity: the pid together with the start time.
 
-The kernel may reuse a recorded pid for another process. With the start time (clock ticks since boot, field 22 of
-/proc/PID/stat) the identity is unique. So a record is safe to use even if its writer was killed by kill -9.
+The kernel may give the pid of an ended process to another one. Together with the start time (clock ticks since boot,
+field 22 of /proc/PID/stat) the pid is unique. So a record is safe to use even if its writer was killed by kill -9.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "LOCALCLUSTER_RUN"
-"""Environment variable of every process of a container, also of probes and hooks: the folder of the run."""
+"""Environment variable that holds the run's folder, in every process of a container, probes and hooks included."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ProcessId:
 
     @property
     def alive(self) -> bool:
-        """Return True if exactly this process, or a thread of it, still runs. A zombie does not run."""
+        """Return True if exactly this process, or a thread of it, still runs. A zombie counts as ended."""
         return start_time(self.pid) == self.start
 
     def signal(self, number: int, *, group: bool = False) -> bool:
@@ -52,7 +52,7 @@ def start_time(pid: int) -> int | None:
         return None
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
     fields = stat[stat.rindex(")") + 2 :].split()
-    # The main thread is a zombie as soon as it has ended. The process keeps its sockets until its last thread ends.
+    # The main thread becomes a zombie when it ends. The process keeps its sockets until its last thread ends.
     over = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
     return None if over else int(fields[19])
 
@@ -81,10 +81,10 @@ def read_record(path: Path) -> ProcessId | None:
 
 
 def kill_all_of(*places: Path) -> set[int]:
-    """Kill our processes that belong to one of these folders or log files. Wait for their end and return their IDs.
+    """Kill our processes that belong to one of these folders or log files. Wait for their end and return their pids.
 
-    This also finds processes without a record or a living parent. It looks at the variable `MARK` and at the files to
-    which they write, because a process that sets its title overwrites its environment.
+    This finds processes by the variable `MARK`, even without a record or a living parent. A process that sets its title
+    overwrites its environment, so this also finds processes by the files to which they write.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + 10
@@ -107,7 +107,7 @@ def _all_of(places: Sequence[bytes]) -> list[int]:
 
 
 def _told(entry: Path) -> Iterator[bytes]:
-    """Yield the paths that tell to which container or record a process belongs."""
+    """Yield the paths that show to which container or record a process belongs."""
     mark = MARK.encode() + b"="
     # Other users' processes cannot be read, and any process may end meanwhile.
     with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ def spawn(
     cwd: Path | None = None,
     stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own session. Append its output to `log`, and write its identity to `record`."""
+    """Start a process in a session of its own. Append its output to `log`, and write its identity to `record`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         child = subprocess.Popen(
@@ -153,7 +153,7 @@ def end(record: Path, *, grace: float = 10.0) -> bool:
         found.signal(signal.SIGTERM, group=True)
         deadline = time.monotonic() + grace
         while found.alive and time.monotonic() < deadline:
-            # Our own child would remain a zombie, so reap it. Other processes are reaped by their parents.
+            # A child of ours stays a zombie until we reap it. Parents of other processes reap theirs.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(found.pid, os.WNOHANG)
             time.sleep(0.02)

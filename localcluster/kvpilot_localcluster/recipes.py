@@ -1,11 +1,13 @@
 """Recipes that build the control plane's programs from Debian packages. Each is a list of steps that can be resumed.
 
 core: Kubernetes 1.20.2 and etcd of bookworm. The source package contains the vendored libraries. bookworm's Go 1.19
-builds it after two repairs. The vendored reflect2 1.0.1 crashes at the first custom resource on Go 1.18 and newer, so
-bookworm's 1.0.2 replaces it. The generated OpenAPI file is not in the package, so it is generated.
+    builds it after two repairs:
 
-modern: apiextensions-apiserver, the server that enforces CEL rules. It comes from sid's golang-k8s packages, and is
-built with Go from PyPI.
+- The vendored reflect2 1.0.1 crashes at the first custom resource on Go 1.18 and newer. bookworm's 1.0.2 replaces it.
+- The package lacks the generated OpenAPI file. A step generates it.
+
+modern: apiextensions-apiserver, the server that enforces CEL rules. It comes from sid's golang-k8s packages, and Go
+    from PyPI builds it.
 """
 
 import os
@@ -48,14 +50,14 @@ class BuildStep:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Build with its inputs.
+    """A build: its packages, its steps and its programs.
 
     Attributes:
         name: core or modern.
         suite: Debian suite of its packages.
         programs: files that it creates in bin/.
         packages: function that returns the binary packages to fetch, after an update of the package lists.
-        source: source package to fetch, too.
+        source: source package to fetch in addition; None if there is none.
         steps: steps in order. Packages are fetched before the first one.
     """
 
@@ -75,7 +77,8 @@ def _unpack_core(work: Path) -> Iterator[float]:
     shutil.rmtree(tree, ignore_errors=True)
     tree.parent.mkdir(parents=True, exist_ok=True)
     (description,) = (work / "apt" / "debs").glob("kubernetes_*.dsc")
-    # dpkg-source cannot check the signature without the uploader's key. apt has already checked the archive's.
+    # dpkg-source cannot check the signature without the uploader's key. apt has already checked the archive's
+    # signature.
     run(["dpkg-source", "--no-check", "-x", str(description), str(tree)])
     yield 0.9
     vendored = tree / "vendor" / "github.com" / "modern-go" / "reflect2"
@@ -87,7 +90,7 @@ def _unpack_core(work: Path) -> Iterator[float]:
 
 
 def _stamp_version(tree: Path) -> None:
-    # In GOPATH mode with vendored packages linker flags cannot set the version, so edit the source.
+    # In GOPATH mode with vendored packages, linker flags cannot set the version. So edit the source.
     for part in ("client-go/pkg", "component-base"):
         file = tree / "staging/src/k8s.io" / part / "version/base.go"
         text = re.sub(r'(?m)^(\s+gitMajor string)( = "")? ', r'\1 = "1" ', file.read_text())
@@ -107,7 +110,7 @@ def _generate_openapi(work: Path) -> Iterator[float]:
         *("-r", str(work / "violations")),
     ]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    # The generator fails on style violations in the API. So check that its output file exists instead.
+    # The generator reports failure for style violations in the API. So check instead that it wrote its file.
     if not (tree / "pkg/generated/openapi/zz_generated.openapi.go").exists():
         raise BuildFailed(f"openapi-gen wrote no file: {done.stderr[-2000:]}")
 
@@ -141,7 +144,8 @@ def _offline(work: Path, gopath: Path, goroot: Path) -> dict[str, str]:
         "GOTOOLCHAIN": "local",
         "GOFLAGS": "",
         "CGO_ENABLED": "0",
-        # Compilers run only briefly and memory suffices. Their garbage collection would take a tenth of their time.
+        # Garbage collection would take a tenth of a compiler's time. Compilers run only briefly, so their memory
+        # suffices.
         "GOGC": "400",
     }
 
@@ -157,7 +161,8 @@ def modern_environment(work: Path) -> dict[str, str]:
 
 
 def _compile(work: Path, tree: Path, environment: Mapping[str, str], output: str, *packages: str) -> Iterator[float]:
-    """Compile programs into the folder `output`. In one call they share packages, and linking overlaps compiling."""
+    """Compile programs into the folder `output`. One call for all shares packages and overlaps linking and
+    compiling."""
     listing = subprocess.run(
         ["go", "list", "-deps", *packages], cwd=tree, env=environment, capture_output=True, text=True, check=False
     )

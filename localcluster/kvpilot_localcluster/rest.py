@@ -13,9 +13,7 @@ from typing import Any
 import yaml
 
 HANGS = 300.0
-"""Seconds after which a wait counts as hanging: ten times 30 s, the usual limit on idle cores. Slower waits have their
-own limit.
-"""
+"""Default limit of a wait in seconds: ten times the 30 s that suffice on idle cores."""
 
 
 class ApiError(Exception):
@@ -43,7 +41,8 @@ class Rest:
     def of_files(cls, server: str, authority: Path, certificate: Path, key: Path) -> "Rest":
         """Return a client that trusts one certificate authority and uses one client certificate."""
         context = ssl.create_default_context(cafile=str(authority))
-        # Newer Python versions require key identifiers in strict mode, and certificates of openssl here have none.
+        # In strict mode, newer Python versions require key identifiers, and the certificates that openssl made here
+        # have none.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         context.load_cert_chain(str(certificate), str(key))
         return cls(server, context)

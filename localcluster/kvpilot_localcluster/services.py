@@ -1,4 +1,4 @@
-"""Forwarder in user space: every ClusterIP Service answers at its own address on loopback.
+"""Forwarder in user space: every Service with a ClusterIP answers at its own loopback address.
 
 The API server assigns cluster IPs from a range inside 127.0.0.0/8, so the forwarder can listen on a Service's address.
 It sends each new connection to a random ready endpoint of the real controller's EndpointSlices. It skips an endpoint
@@ -50,7 +50,7 @@ def ready_endpoints(service: Mapping[str, Any], port: Mapping[str, Any], slices:
             entry["port"] for entry in one.get("ports") or [] if (entry.get("name") or "") == port.get("name", "")
         ]
         for endpoint in one.get("endpoints") or []:
-            # By the API's definition, an unknown state counts as ready.
+            # By the API's definition, a missing condition counts as ready.
             if (endpoint.get("conditions") or {}).get("ready") is not False:
                 found |= {(address, number) for address in endpoint["addresses"] for number in numbers}
     return sorted(found)
@@ -167,7 +167,7 @@ class Forwarder:
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy one direction of a connection. At its end, close the other side."""
+    """Copy one direction of a connection. At its end, close the other side for writing."""
     try:
         while data := await reader.read(65536):
             writer.write(data)

@@ -1,13 +1,14 @@
-"""Shim between the node agent and one container's process. The process survives the agent, and its end is recorded.
+"""Shim between the node agent and one container's process. The process survives the agent, and the shim records its
+end.
 
-The script's only argument is a folder with spec.json (argv, env, cwd, log). It waits for a byte on standard input,
-which the agent sends after it has recorded the shim. So an unrecorded shim starts nothing. The shim writes state.json
-(pid and start time) when the process runs, and exit.json (exit code, times) as its last action. Both are renamed into
-place.
+The script's only argument is a folder with spec.json (argv, env, cwd, log). The shim waits for a byte on standard
+input, which the agent sends after it has recorded the shim. So an unrecorded shim starts nothing. The shim writes
+state.json (pid and start time) when the process runs, and exit.json (exit code, times) as its last action. It writes
+each under another name and then renames it.
 
-The shim passes SIGTERM on to the process, and kills it at SIGUSR1. It is the subreaper of all descendants of the
-process, in any session or group, and ends only after all of them have ended, as in a container. Signals that arrive
-before the process runs are not lost. If the shim itself is killed, the kernel kills the process.
+The shim passes SIGTERM on to the process, and kills the process at SIGUSR1. It is the subreaper of all descendants of
+the process, in any session or group, and ends only after all of them have ended, as in a container. Signals that arrive
+before the process runs are not lost. If somebody kills the shim, the kernel kills the process.
 """
 
 import ctypes
@@ -60,7 +61,7 @@ def _become(spec: dict[str, Any], complaint: int, shim: int) -> None:
 
 
 def _end_descendants() -> None:
-    # Wait for orphaned descendants, too. As the subreaper, we are their parent.
+    # Kill orphaned descendants, too. As the subreaper, we are their parent.
     while True:
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)

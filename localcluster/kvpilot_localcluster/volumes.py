@@ -26,7 +26,7 @@ def decoded(kind: str, thing: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 async def prepare(pod: Mapping[str, Any], folder: Path, fetch: Fetch) -> dict[str, Path]:
-    """Create every volume of a pod below `folder`, and return their paths by name.
+    """Create every volume of a pod below `folder`, and return the path of each volume by its name.
 
     ConfigMaps and Secrets are written once. Later changes have no effect.
 

@@ -14,7 +14,7 @@ from kvpilot_localcluster.podstatus import ContainerView, Run
 from kvpilot_localcluster.probes import Target, act, probe
 from kvpilot_localcluster.tasks import cancelled
 
-# After a preStop hook that used up the grace period, a kubelet gives the process this many more seconds.
+# If a preStop hook used up the grace period, give the process this many more seconds, as a kubelet does.
 _LEAST_GRACE = 2.0
 
 
@@ -68,7 +68,7 @@ class ContainerWorker:
         return Process(self._folder / str(number), self._logs / f"{number}.log", policy)
 
     def _adopt(self, before: Mapping[str, Any]) -> None:
-        """Adopt the runs of an earlier agent. A container that still runs keeps its readiness."""
+        """Adopt the runs of an earlier agent. A container that still runs keeps its readiness from `before`."""
         self._show()
         if self.view.running:
             self.view = replace(self.view, ready=before.get("ready", False), started=before.get("started", False))
@@ -129,7 +129,7 @@ class ContainerWorker:
         self._set(waiting=("ErrImagePull", message))
         await asyncio.sleep(2)
         self._set(waiting=("ImagePullBackOff", message))
-        # An agent reads the image table only at its start, so an unknown image remains unknown.
+        # An agent reads the image table only once, at its start. So an unknown image remains unknown.
         await asyncio.Event().wait()
 
     def _target(self, process: Process) -> Target:
@@ -185,8 +185,8 @@ class ContainerWorker:
         """End the container: preStop, SIGTERM, and SIGKILL when the grace period is over.
 
         Args:
-            grace: function that returns the remaining grace period in seconds. It is called repeatedly, because the
-                period may be shortened.
+            grace: function that returns the remaining grace period in seconds. Call it repeatedly, because the API
+                server may shorten the period.
         """
         processes = self._processes()
         if not processes or processes[-1].shim is None:

@@ -18,7 +18,7 @@ class Server:
     Attributes:
         url: the server's address.
         cluster: a client for it.
-        asked: the requests.
+        asked: requests that came in.
         told: the client's reports of requests.
         wrote: the client's reports of writes.
     """

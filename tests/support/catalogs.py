@@ -78,7 +78,7 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def bundle_faults(bundle: Bundle) -> list[str]:
-    """Return a catalog's objections to a bundle; none means that it is accepted."""
+    """Return a catalog's objections to a bundle, or an empty list if it accepts the bundle."""
     rules: tuple[Callable[[Bundle], Iterator[str]], ...] = (_parts, _about, _examples, _install, _owned, _metadata)
     return [fault for rule in rules for fault in rule(bundle)]
 
@@ -208,7 +208,8 @@ def _metadata(bundle: Bundle) -> Iterator[str]:
 
 
 def chart_faults(about: Json) -> list[str]:
-    """Return Artifact Hub's objections to a Chart.yaml with its annotations; none means that it is accepted."""
+    """Return Artifact Hub's objections to a Chart.yaml with its annotations, or an empty list if it accepts the
+    chart."""
     hub = {
         name.removeprefix("artifacthub.io/"): value
         for name, value in about["annotations"].items()
@@ -241,7 +242,7 @@ def _chart(hub: dict[str, str]) -> Iterator[str]:
 
 
 def repository_faults(repository: Json) -> list[str]:
-    """Return Artifact Hub's objections to an artifacthub-repo.yml; none means that it is accepted."""
+    """Return Artifact Hub's objections to an artifacthub-repo.yml, or an empty list if it accepts the file."""
     return list(_repository(repository))
 
 

@@ -1,12 +1,12 @@
-"""Cheap engine for fault tests, without a model. It has only the part of vLLM's API that operator, probes and load use.
+"""Cheap engine without a model, for fault tests. It has the part of vLLM's API that operator, probes and load use.
 
 It is a separate program that uses only the standard library, so that a dozen can start at once:
 
     python faulty.py --port=8000 --kv-cache-dtype=auto --served-model-name=m --shutdown-timeout=10
 
-It listens at KVPILOT_SERVE_HOST, and ignores all other arguments of kvpilot-serve. Its metrics are consistent with its
-work: requests hold blocks while they run, and counters count. POST /faults with a JSON object changes the named fields
-of `Faults`. The environment variable FAULTY_ENGINE may hold such an object for the start.
+It listens at KVPILOT_SERVE_HOST, and ignores all other arguments of kvpilot-serve. Its metrics match its work: running
+requests hold blocks, and counters rise. POST /faults with a JSON object changes the named fields of `Faults`. The
+environment variable FAULTY_ENGINE may hold such an object for the start.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Faults:
-    """Present faults of an engine."""
+    """The faults that an engine has now."""
 
     metrics: str = ""
     """Fault of /metrics: `garbage`, `huge` (10 MB), `endless`, `hang`, `drip` (a byte a second), `bomb` (compressed),
@@ -45,11 +45,11 @@ class Faults:
     only_dtype: str = ""
     """If set, `completions` and `reports` apply only to an engine with this dtype."""
     usage: float = -1.0
-    """Number that /metrics reports instead of the running and waiting requests; negative for the true number."""
+    """KV-cache use that /metrics reports with `running` and `waiting`; negative to report the true numbers."""
     running: int = 0
     waiting: int = 0
     stalled: bool = False
-    """True if the running requests generate no tokens. Otherwise each generates one between two scrapes."""
+    """True if running requests generate no tokens while `usage` is set. Else each generates one between scrapes."""
     eat_mib: int = 0
     """Memory in MiB that the engine allocates."""
 

@@ -1,7 +1,4 @@
-"""Valid and hostile texts that a tenant may send, each of about the requested number of bytes.
-
-The hostile ones are known to harm parsers.
-"""
+"""Valid texts and texts that harm parsers, such as a tenant may send. Each has about the requested number of bytes."""
 
 import itertools
 import json
@@ -15,7 +12,7 @@ Make = Callable[[int], bytes]
 
 REAL = PAGE_LATER.read_bytes()
 USAGE = b"vllm:kv_cache_usage_perc"
-# Every spec has another number. Otherwise the operator would take its verdict from a cache.
+# A different number for each spec. Otherwise the operator would take its verdict about an equal spec from a cache.
 _SERIAL = itertools.count()
 
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpilot_localcluster.addresses import free_port
 
 HANGS = 900
-"""Seconds after which an engine's start, answer or end counts as hanging. Each takes at most 90 s on idle cores."""
+"""Seconds after which an engine's start, answer or end counts as hanging. Idle cores need at most 90 s for each."""
 # Run the worker in the engine's process. vLLM does so by default with one GPU, but on a CPU it starts another process,
 # which takes many seconds.
 _VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

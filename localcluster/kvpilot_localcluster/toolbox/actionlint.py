@@ -42,7 +42,7 @@ def _fetch(package: str, folder: Path) -> None:
 
 
 def _node(folder: Path) -> tuple[str, list[str]]:
-    """Return the machine's own node and npm, else those of a PyPI package that contains both."""
+    """Return the machine's node and npm if it has both, else those of a PyPI package."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node and npm:
         return node, [npm]

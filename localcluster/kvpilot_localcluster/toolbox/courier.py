@@ -1,4 +1,4 @@
-"""operator-courier, with those bundle checks of the Operator Framework that a Python package offers.
+"""operator-courier, a Python package with some bundle checks of the Operator Framework.
 
 Its successors check more, but no package index has them.
 """

@@ -1,4 +1,4 @@
-"""libfaketime, which gives a program another wall clock by LD_PRELOAD."""
+"""libfaketime, a library for LD_PRELOAD that gives a program another wall clock."""
 
 import shutil
 from pathlib import Path

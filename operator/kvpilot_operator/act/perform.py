@@ -68,8 +68,7 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Carry out a decision. Stop if the API server refuses the baseline: the status would name a missing
-        ConfigMap."""
+        """Carry out a decision. Stop if the API server refuses the baseline: the status would name a missing one."""
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
         waits = self._waits(s, decision)
