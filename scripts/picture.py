@@ -53,8 +53,7 @@ def record(target: Path, command: list[str]) -> int:
 
 
 def _read(reader: int) -> bytes:
-    """Return all output until the command ends. On Linux, the terminal then fails instead of reporting an end of
-    file."""
+    """Return all output until the command ends. On Linux, the terminal then reports an error instead of an end."""
     said = bytearray()
     with contextlib.suppress(OSError):
         while piece := os.read(reader, 65536):

@@ -1,6 +1,6 @@
-"""JSON client without types, with the few calls that the node agent and the forwarder need.
+"""JSON client with the few calls that the node agent and the forwarder need.
 
-These two programs mostly pass objects on. Typed models would convert them twice and drop unknown fields.
+Both programs mostly pass objects on. Typed models would convert each object twice and drop unknown fields.
 """
 
 import asyncio
@@ -60,11 +60,16 @@ class Kube:
         return decoded
 
     async def watch(self, path: str, **selectors: str) -> AsyncIterator[tuple[str, Json]]:
-        """Yield every object of a collection, and then every change, forever. Lost connections are restored.
+        """Yield every object of a collection, and then every change, forever. Restore lost connections.
 
-        Yield (kind, object). LISTED is an object of a list, and SYNCED, with an empty object, is the end of the list.
-        Then follow ADDED, MODIFIED and DELETED. After a lost connection the collection is listed again. An object that
-        was deleted meanwhile is just not in the list, so the caller must compare at SYNCED.
+        Yield (kind, object):
+
+        - LISTED: an object of the list.
+        - SYNCED: the end of the list, with an empty object.
+        - ADDED, MODIFIED, DELETED: a change after the list.
+
+        After a lost connection the list comes again. It just lacks objects that were deleted meanwhile, so the caller
+        must compare at SYNCED.
         """
         while True:
             try:
@@ -93,6 +98,6 @@ class Kube:
             async for line in response.content:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
-                    # Usually the status is 410, because the version is too old. So list again.
+                    # Usually the status is 410, because the version is too old. The caller then lists again.
                     return
                 yield event["type"], event["object"]

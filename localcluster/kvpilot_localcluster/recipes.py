@@ -161,8 +161,7 @@ def modern_environment(work: Path) -> dict[str, str]:
 
 
 def _compile(work: Path, tree: Path, environment: Mapping[str, str], output: str, *packages: str) -> Iterator[float]:
-    """Compile programs into the folder `output`. One call for all shares packages and overlaps linking and
-    compiling."""
+    """Compile programs into the folder `output`. One call for all shares packages, and links while it compiles."""
     listing = subprocess.run(
         ["go", "list", "-deps", *packages], cwd=tree, env=environment, capture_output=True, text=True, check=False
     )

@@ -44,7 +44,7 @@ class Asked:
 
 @dataclass
 class Told:
-    """Results.
+    """Observations of the run.
 
     Attributes:
         answers: answers by round and prompt.
@@ -55,8 +55,9 @@ class Told:
         preempted: number of preemptions.
         blocks, tokens_of_cache: blocks of the pool, and its `kv_cache_size_tokens`.
         usage: largest use of the pool, 0 to 1.
-        steps: steps of each request, by its number. A step has the tokens before it, the new tokens, the indices of the
-            block table that have a page, and True if only single tokens are measured for heavy hitters.
+        steps: steps of each request, by its number. Each step has the number of tokens before it, the number of new
+            tokens, the indices of the block table that have a page, and True if only single tokens are measured for
+            heavy hitters.
         begun: number of output tokens of each request at its start or last restart.
         left: pages that are not free at the end.
         metrics: kvpilot's lines on /metrics.
@@ -79,7 +80,7 @@ class Told:
 
 
 def serve(asked: Asked) -> Told:
-    """Ask an engine in its own process."""
+    """Run the requests in an engine in a separate process."""
     return Told(**ask("support.bounded_engine", asked, KVPILOT_CALIBRATION="off", KVPILOT_RETENTION=asked.retention))
 
 

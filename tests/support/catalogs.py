@@ -208,8 +208,7 @@ def _metadata(bundle: Bundle) -> Iterator[str]:
 
 
 def chart_faults(about: Json) -> list[str]:
-    """Return Artifact Hub's objections to a Chart.yaml with its annotations, or an empty list if it accepts the
-    chart."""
+    """Return Artifact Hub's objections to a Chart.yaml and its annotations, or an empty list if it accepts them."""
     hub = {
         name.removeprefix("artifacthub.io/"): value
         for name, value in about["annotations"].items()

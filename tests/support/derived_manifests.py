@@ -29,7 +29,7 @@ _WRONG_TEXTS = ("A b!", "..", "a")
 
 @dataclass(frozen=True)
 class Wrong:
-    """Case: `value` at `path` of the spec violates `keyword` of the schema. A missing field has no value.
+    """Case: `value` at `path` of the spec violates `keyword` of the schema. For `required`, the field is missing.
 
     The error must name `field`, and its message must contain `remedy`.
     """

@@ -1,4 +1,4 @@
-"""Evictions as a drain of a node asks for them."""
+"""Evictions like those of `kubectl drain`."""
 
 import asyncio
 

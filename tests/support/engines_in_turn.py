@@ -51,13 +51,13 @@ class Answered:
 
 
 def serve(turns: Sequence[Turn], env: Mapping[str, str] | None = None) -> list[Answered]:
-    """Ask the engines in their own process. Prompts are read from quantized pages, and calibration is off."""
+    """Run the engines in a separate process. Prompts read quantized pages, and calibration is off."""
     asked = [asdict(turn) for turn in turns]
     return [Answered(**found) for found in ask("support.engines_in_turn", asked, **{**_PLAIN, **(env or {})})]
 
 
 def refused(model: Path, env: Mapping[str, str] | None = None, dtype: str = "k4v4", **options: Any) -> str:
-    """Return the output of an engine that fails to start with these options. No preflight runs before."""
+    """Return the output of an engine that fails to start with these options. The preflight does not run."""
     small = {"load_format": "dummy", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 256}
     turn = Turn(str(model), dtype, [], [], {**small, **options})
     code, out, err = run("support.engines_in_turn", [asdict(turn)], **{**_PLAIN, **(env or {})})

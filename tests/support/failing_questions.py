@@ -1,6 +1,6 @@
 """Inject an unexpected error into a question of a reconcile.
 
-It is raised at the end of the question, when every decision is made.
+The error is raised after the question's rule has computed an answer, which is lost.
 """
 
 import importlib

@@ -43,7 +43,7 @@ class Storm:
     status: int
     share: float = 1.0
     only: str = ""
-    """"writes" or "watches"; an empty string means all requests."""
+    """Requests that fail: "writes" or "watches"; empty for all."""
     retry_after: int | None = None
     event: bool = False
     """True answers a watch with 200 and sends the error as an event, as an API server does."""
@@ -59,9 +59,8 @@ class FaultyApi:
     storm: Storm | None = None
     seen: list[Seen] = field(default_factory=list)
     on_write: Callable[[str, str, bytes], None] = lambda *_: None
-    """Callback with method, path and body, after the API server accepted a write and before the operator gets the
-    answer.
-    """
+    """Callback with method, path and body of a write that the API server has accepted. The operator has no answer
+    yet."""
 
     @classmethod
     @asynccontextmanager

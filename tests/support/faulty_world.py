@@ -244,7 +244,7 @@ class FaultyWorld:
         return sum(one["spec"]["replicas"] for one in found) if found else None
 
     async def pods(self, name: str) -> list[Object]:
-        """Return its engine pods, including terminating ones."""
+        """Return a service's engine pods, including terminating ones."""
         return await self.cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={name}")
 
     async def make_ill(self, pod: Object, **faults: Any) -> None:
@@ -278,7 +278,8 @@ class FaultyWorld:
         return await until(done, f"{replicas} replicas are written for {name}")
 
     async def dial(self) -> float:
-        """Change the replica count of `dial`, wait until the operator acts on it, and return the seconds."""
+        """Change the replica count of the service `dial`, wait until the operator acts on it, and return the
+        seconds."""
         replicas = 1 - (await self.wanted("dial") or 0)
         await self.scale("dial", replicas)
         return await self.acted("dial", replicas)
@@ -319,7 +320,7 @@ async def insist(write: Callable[[], Awaitable[object]]) -> None:
 def cheap_image(folder: Path, name: str, *program: Path) -> dict[str, Any]:
     """Write an engine to `folder` under the real program's name, and return its entry for the image table.
 
-    program: file and first arguments of the engine; the cheap engine unless given.
+    `program` is the file and the first arguments of the engine. The default is the cheap engine.
     """
     programs = folder / "bin"
     programs.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """`kvpilot-serve` whose vLLM process is forked from one that has already imported vLLM.
 
 `python -P -m support.forked_serve ADDRESS ARGUMENTS...` stays alive, passes signals on, and exits with vLLM's status.
-It serves tests that need engines but do not test their start. tests/e2e/test_demo.py starts engines as users do.
+Use it for tests that need engines but do not test their start. tests/e2e/test_demo.py starts engines as users do.
 """
 
 import os

@@ -6,9 +6,9 @@ byte offsets. Behaviour that the hardware leaves undefined is made as bad as pos
 
 - An access outside the pointer's tensor, or off its type's alignment, raises an error.
 - Shared memory starts as 0xFF everywhere: NaN scales, and the largest codes.
-- An asynchronous copy reads its source at once, which is too early if a writer must be waited for. It also overwrites
-  its target at once, which is too early if the last tile there is still needed. Its data arrive only at its
-  `wait_group`. Two copies in flight to the same place raise an error.
+- An asynchronous copy reads its source at once, which is too early if the kernel should have waited for the writer. It
+  also overwrites its target at once, which is too early if the kernel still needs the last tile there. Its data arrive
+  only at its `wait_group`. Two copies in flight to the same place raise an error.
 - One hook before each program and one at its `gdc_wait` can delay the writes of the previous kernel.
 
 Inline PTX works on 32-bit registers, which hold neighbours of the last dimension. This module has only the functions
@@ -335,7 +335,8 @@ class EagerKernel:
         return launch
 
     def _function(self, gl: SimpleNamespace, copies: Copies) -> Any:
-        """Return the kernel with its names and those of the modules that it takes functions from, except a GPU's."""
+        """Return the kernel as a Python function. CPU versions replace the GPU's functions in all globals that it
+        uses."""
         ours = {"gl": gl, "async_copy": copies, "mma_v2": mma_v2, "gdc_wait": self.on_gdc_wait,
                 "gdc_launch_dependents": lambda: None}  # fmt: skip
         made: dict[int, dict[str, Any]] = {}

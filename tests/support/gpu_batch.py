@@ -18,7 +18,7 @@ PADDED = (48, 80, 112, 160, 200, 384)
 """Head dimensions whose rows have padding, one for each of `formats.HEAD_DIMS`."""
 DIMS = (*formats.HEAD_DIMS, *PADDED)
 PAST_THE_END = -(2**30)
-"""Entry of a block table after a sequence's end. A read there leaves the cache and so fails."""
+"""Block index after a sequence's end. A kernel that uses it leaves the cache, and so fails."""
 
 
 def generator(seed: int) -> torch.Generator:
@@ -178,7 +178,7 @@ class Batch:
         ]
 
     def rotate(self, query: torch.Tensor, plan: Plan) -> None:
-        """Rotate queries into the plan. `store` does that; it writes no token here, because every slot is padding."""
+        """Rotate queries into the plan by `store`, which writes no token, because every slot is padding."""
         nothing = torch.full((len(self.lengths), self.kv_heads, self.dim), torch.nan)
         padding = torch.full((len(self.lengths),), -1)
         self.pages.store(query, nothing, nothing, padding, plan, len(self.lengths), self.scale)

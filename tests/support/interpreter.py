@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 
 def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
-    """Patch the interpreter by `setattr`, or by a fixture's version of it that undoes the patches."""
+    """Patch the interpreter by `set_attribute`: `setattr`, or a fixture's version that later undoes the patches."""
     set_attribute(interpreter.InterpreterBuilder, "create_splat", splat)
     set_attribute(interpreter, "_patch_lang", patch_language)
     set_attribute(interpreter, "_patch_builtin", patch_builtins)

@@ -5,10 +5,10 @@ from support.stepped_engine import Asked, Told
 
 
 class Judge:
-    """Follower of an engine's blocks through its steps. It compares every answer with the oracle.
+    """Check of every answer against the oracle, by following an engine's blocks through its steps.
 
-    For each slot of a block it remembers where the ring begins for the token there, or that a prefill computed the
-    token. Another request may find that token in the block, even after the block was in host memory.
+    For each slot of a block it records the position at which the ring begins for the token there, or None if a prefill
+    computed the token. Another request may find that token in the block, even after the block was in host memory.
 
     Attributes:
         wrong: requests with wrong tokens, and the judged part of their answers.

@@ -9,7 +9,7 @@ from support.faulty_world import FaultyWorld
 
 
 class Killer:
-    """Killer of the operator. `killed` lists the writes that came before a kill.
+    """Killer of the operator. `killed` lists the writes after which it killed the operator.
 
     An entry has the path below the namespace, and the canary's stage, verdict and step. Only writes for one service
     count, because a restart takes seconds and the other services have no trial.

@@ -176,7 +176,8 @@ class LeaderWorkerSets:
         self._rest.create(self._pods, {"apiVersion": "v1", "kind": "Pod", **made})
 
     def _owner(self, name: str, above: Json, labels: Json) -> Json:
-        """Return the StatefulSet of this name owned by `above`. Wait while that of a deleted leader terminates."""
+        """Return the StatefulSet of this name owned by `above`. Raise ApiError (409) while an earlier leader's still
+        exists."""
         leader = "containers" in above["spec"]
         reference = _reference(above, *(("v1", "Pod") if leader else (f"{GROUP}/v1", "LeaderWorkerSet")))
         try:

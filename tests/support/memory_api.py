@@ -1,4 +1,4 @@
-"""In-memory API server that checks UIDs and resource versions, with an operator's cache, decide and Actor."""
+"""In-memory API server that checks UIDs and resource versions, and an operator (cache, decide, Actor) that uses it."""
 
 import copy
 import itertools
@@ -188,7 +188,8 @@ class MemoryApi:
 
 
 def tell(cache: InformerCache, change: Object | What) -> None:
-    """Send a change to the watches if the object has a service's label. Watches ignore other deletions."""
+    """Send a change to the cache if its watches would see it. Send every deletion: the cache ignores unknown
+    objects."""
     if isinstance(change, tuple):
         cache.wrote(change[0], KEY.namespace, change[1], None)
     elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):

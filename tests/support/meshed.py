@@ -36,7 +36,7 @@ class Mesh:
 
 @dataclass
 class Sidecar:
-    """Sidecar's address, the clients that it admitted, and the traffic of each connection."""
+    """Sidecar's address, the admitted clients' SPIFFE URIs, and the ALPN protocol of each connection."""
 
     url: str = ""
     let_through: list[str] = field(default_factory=list)
