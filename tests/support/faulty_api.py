@@ -38,7 +38,7 @@ def is_write(seen: Seen) -> bool:
 
 @dataclass
 class Storm:
-    """Error answers to a share of the requests. The proxy does not pass these on."""
+    """Error answers to a share of the requests. The proxy does not pass these requests on."""
 
     status: int
     share: float = 1.0
@@ -59,8 +59,7 @@ class FaultyApi:
     storm: Storm | None = None
     seen: list[Seen] = field(default_factory=list)
     on_write: Callable[[str, str, bytes], None] = lambda *_: None
-    """Callback with method, path and body of a write that the API server has accepted. The operator has no answer
-    yet."""
+    """Callback with method, path and body of an accepted write, before the operator gets the answer."""
 
     @classmethod
     @asynccontextmanager

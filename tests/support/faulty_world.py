@@ -278,8 +278,7 @@ class FaultyWorld:
         return await until(done, f"{replicas} replicas are written for {name}")
 
     async def dial(self) -> float:
-        """Change the replica count of the service `dial`, wait until the operator acts on it, and return the
-        seconds."""
+        """Change the replicas of the service `dial`, wait until the operator acts on it, and return the seconds."""
         replicas = 1 - (await self.wanted("dial") or 0)
         await self.scale("dial", replicas)
         return await self.acted("dial", replicas)

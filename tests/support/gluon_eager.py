@@ -335,8 +335,7 @@ class EagerKernel:
         return launch
 
     def _function(self, gl: SimpleNamespace, copies: Copies) -> Any:
-        """Return the kernel as a Python function. CPU versions replace the GPU's functions in all globals that it
-        uses."""
+        """Return the kernel as a Python function, with CPU versions of the GPU's functions in all globals it uses."""
         ours = {"gl": gl, "async_copy": copies, "mma_v2": mma_v2, "gdc_wait": self.on_gdc_wait,
                 "gdc_launch_dependents": lambda: None}  # fmt: skip
         made: dict[int, dict[str, Any]] = {}

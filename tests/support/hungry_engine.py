@@ -1,9 +1,10 @@
-"""The cheap engine in a limited address space. With k4v4, a prompt takes memory by the square of its length.
+"""The cheap engine in a limited address space. With k4v4, a prompt takes memory in proportion to its squared length.
 
     python hungry_engine.py FAULTY_PROGRAM ENGINE_OPTIONS
 
-It stands for an engine whose attention buffers fit at every usual length, and not in a full context. Like vLLM, it ends
-when an allocation fails. HUNGRY_LIMIT_MIB is its limit. Into the file HUNGRY_LAST_WORDS it writes the fatal length.
+It simulates an engine whose attention buffers fit every usual prompt but not a full context. Like vLLM, it ends when an
+allocation fails. HUNGRY_LIMIT_MIB is its limit. It writes the length of the fatal prompt into the file
+HUNGRY_LAST_WORDS.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ BYTES = 16
 
 
 def taken(tokens: int) -> bytearray:
-    """Return the memory of a prompt, or end the process if there is none."""
+    """Return the memory of a prompt, or end the process if too little is left."""
     try:
         return bytearray(BYTES * tokens * tokens)
     except MemoryError:
@@ -29,7 +30,7 @@ def taken(tokens: int) -> bytearray:
 
 
 def main(program: str) -> None:
-    """Serve like the program, within the limit."""
+    """Serve like `program`, but within the memory limit."""
     about = importlib.util.spec_from_file_location("faulty", program)
     assert about is not None
     assert about.loader is not None

@@ -188,8 +188,7 @@ class MemoryApi:
 
 
 def tell(cache: InformerCache, change: Object | What) -> None:
-    """Send a change to the cache if its watches would see it. Send every deletion: the cache ignores unknown
-    objects."""
+    """Send a change to the cache if its watches would see it. Send all deletions: it ignores unknown objects."""
     if isinstance(change, tuple):
         cache.wrote(change[0], KEY.namespace, change[1], None)
     elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):

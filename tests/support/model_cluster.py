@@ -52,7 +52,7 @@ def measurement(kl_micronats: int = 5_000, agreement: int = 990, prompts: int = 
 
 @dataclass
 class ModelCluster:
-    """Cluster with one service. Probes of `bad` dtypes report garbage. `demand` is in tokens."""
+    """Cluster with one service. Engines with a `bad` dtype answer garbage to probes. `demand` is in tokens."""
 
     obj: dict[str, Any]
     bad: frozenset[str] = frozenset()
@@ -188,7 +188,7 @@ class ModelCluster:
         )
 
     def tick(self, cut_after: int | None = None) -> Decision | None:
-        """Advance the time, scrape the engines, and run one reconcile that ends after `cut_after` writes."""
+        """Advance the time, scrape the engines, and run one reconcile. Kill the operator after `cut_after` writes."""
         self.now += STEP
         self.engines.tick()
         self._controllers()
@@ -242,7 +242,7 @@ class ModelCluster:
             self.do_not_evict = self.do_not_evict - {name}
 
     def settle(self, ticks: int = 200) -> Status:
-        """Tick until no write is in flight and nothing has changed for a while."""
+        """Tick until there is no canary and the status has not changed for 15 ticks, but at most `ticks` times."""
         quiet = 0
         last: dict[str, Any] = {}
         for _ in range(ticks):
@@ -316,7 +316,7 @@ class ModelCluster:
         }
 
     def answering(self) -> int:
-        """Return the ready pods that requests can reach."""
+        """Return the number of ready pods that requests can reach."""
         return sum(self.engines.ready(name) for name in self.shares())
 
     def _route(self) -> RouteView | None:

@@ -18,7 +18,7 @@ TTFT = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 TOKENS = 100.0
 ALONE: Mapping[str, int] = MappingProxyType({})
-"""Each replica is one pod."""
+"""Argument `nodes` for replicas of one pod each."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,13 @@ class ModelEngines:
     starts: bool = True
     pods: tuple[ModelPod, ...] = ()
     evicted: frozenset[tuple[str, int]] = frozenset()
-    """Revision and index of earlier pods, because a name is never reused."""
+    """Revision and index of evicted pods. Later pods do not reuse these names."""
     admitted: frozenset[str] = frozenset()
     """Names of pods with an open readiness gate."""
 
     def views(self, nodes: Mapping[str, int] = ALONE, do_not_evict: Collection[str] = ()) -> list[PodView]:
-        """Return the pods that take requests, and their workers, as kubelets report them. `nodes` is per revision."""
+        """Return the pods that take requests, and their workers, as kubelets report them. `nodes` maps revisions to
+        sizes."""
 
         def group(leader: PodView) -> PodView:
             names = [f"{leader.name}-{worker}" for worker in range(1, nodes.get(leader.revision, 1))]
@@ -123,11 +124,11 @@ class ModelEngines:
             self.pods = (*(p for p in self.pods if p is not one), *gone)
 
     def ready(self, revision: str) -> int:
-        """Return pods of the revision that answer and get requests."""
+        """Return the number of the revision's pods that answer and get requests."""
         return sum(not p.gated or p.name in self.admitted for p in self._answering(revision))
 
     def answering(self, revision: str) -> int:
-        """Return pods of the revision whose engines answer."""
+        """Return the number of the revision's pods whose engines answer."""
         return len(self._answering(revision))
 
     def _answering(self, revision: str) -> list[ModelPod]:

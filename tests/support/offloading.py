@@ -1,8 +1,8 @@
 """Hook into the offloading copies of a stepped engine: it records them, delays them and compares their bytes.
 
-When a store is submitted, the hook reads its bytes from the layers' caches. It compares them after a later load. With
-`late`, a copy ends that many steps after its submission, or when vLLM waits for it. As on a GPU, no byte moves before.
-The hook follows chunks by their keys when they go to a disk and return to another block.
+When a copy to the host is submitted, the hook keeps the bytes of the layers' caches. After a later load it compares
+them. With `late`, a copy ends that many steps after its submission, or when vLLM waits for it. As on a GPU, no byte
+moves earlier. By their keys, the hook recognizes chunks that went to a disk and return to another block.
 """
 
 from typing import Any
@@ -55,7 +55,8 @@ class Transfers:
             return ids.index(get_offload_group_idx(key)), int(at)
 
         def moved(job: int, held: Any, at: Any, *, load: bool) -> None:
-            # Keep the bytes that the disk keeps: a chunk that is computed again may differ in a code.
+            # Keep the bytes that the disk keeps, because a chunk that is computed again may differ in a quantized
+            # element.
             if held is not None and not load:
                 by_key[held.key] = self._kept[place(held.key, at)]
             move(job, held, at, load=load)

@@ -51,7 +51,7 @@ class Cable:
         self._plugged = False
 
     def plug(self) -> None:
-        """Restore the connection. Dropped data stays lost: connections that lost any are closed."""
+        """Restore the connection. Close all open connections, because dropped data stays lost."""
         for one in self._open:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -112,7 +112,7 @@ class Operator:
 
 
 class Pair:
-    """Two places for operators, and the API server's view of both."""
+    """Operators in the places a and b, a spare place c, and the API server's view of them."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self.plane, self.rest = plane, plane.rest
@@ -161,7 +161,7 @@ class Pair:
         return str(self.rest.get(_LEASE)["spec"]["holderIdentity"])
 
     def successor(self, holder: str) -> str:
-        """Wait until another replica holds the Lease, and return it."""
+        """Wait until another replica holds the Lease, and return that replica."""
         until(lambda: self.holder() not in ("", holder), "another replica takes the Lease", seconds=60)
         return self.holder()
 

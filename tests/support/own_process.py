@@ -57,7 +57,7 @@ def ask(module: str, asked: "DataclassInstance | list[Any] | dict[str, Any]", **
 def run(
     module: str, asked: "DataclassInstance | list[Any] | dict[str, Any]", **environment: str
 ) -> tuple[int, str, str]:
-    """Do as `ask`, and return the exit status, all output on stdout and all output on stderr, even after a failure."""
+    """Run a module as `ask` does. Return its exit status, stdout and stderr, even after a failure."""
     # Prompts read quantized pages, unless the question says otherwise.
     variables = {**_quiet(), "KVPILOT_PREFILL_FROM_PAGES": "1", **environment}
     with TemporaryDirectory() as folder, _turn:

@@ -16,7 +16,7 @@ from kvpilot_localcluster.toolbox.helm import run_helm
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^( *)```sh\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _GIVEN = re.compile(r"<<EOF\n(.*?)\nEOF\n", re.DOTALL)
-# Programs with subcommands.
+# Subcommands of two words.
 _DEEPER = {("repo", "add"), ("create", "namespace"), ("auth", "can-i"), ("rollout", "status")}
 
 

@@ -60,5 +60,5 @@ class Shell:
         return done.stdout
 
     def remove_kvpilot(self) -> None:
-        """Remove an operator and the definition of other tests."""
+        """Remove the operator and the CRD that other tests have installed."""
         self(f"kubectl delete -k {ROOT}/config/base --ignore-not-found")

@@ -62,7 +62,7 @@ class Asked:
 
 @dataclass
 class Told:
-    """Results.
+    """Observations of the run.
 
     Attributes:
         answers: answers by round and prompt.
@@ -103,7 +103,7 @@ class Told:
 
 
 def serve(asked: Asked) -> Told:
-    """Ask an engine in its own process."""
+    """Run the requests in an engine in a separate process."""
     return Told(
         **ask(
             "support.stepped_engine",

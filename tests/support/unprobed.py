@@ -27,7 +27,7 @@ PAUSE_SECONDS = 0.05
 
 
 class Witness:
-    """Look-up in the API server of the pod behind an address, and of the revisions that may get requests."""
+    """Reader of the API server: the pod behind an address, and the revisions that may get requests."""
 
     def __init__(self, world: FaultyWorld, name: str) -> None:
         self._world, self._name = world, name
@@ -67,7 +67,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.answered: Counter[str] = Counter()
-        """Number of requests by revision."""
+        """Number of answered requests by revision."""
         self.unprobed: list[str] = []
         """Pods that were picked before their revision had passed its probes."""
         self.failed: list[str] = []

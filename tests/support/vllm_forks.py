@@ -5,7 +5,7 @@ and the new process's stdin, stdout and stderr. Any byte that follows is a signa
 the answer is its exit status. Processes that it starts by `spawn` are forked, too, from a process in its initial state.
 
 No kvpilot module is imported before the environment of a question is set, and questions do not affect each other. A
-forked process ends with its caller. All end with the process that holds this one's stdin open.
+forked process ends with its caller. All of them end when the process that holds this one's stdin open ends.
 """
 
 import atexit
@@ -71,7 +71,7 @@ def leave(do: Callable[[], None]) -> NoReturn:
 
 
 def answer_all(listener: socket.socket) -> dict[str, Any]:
-    """Fork for each caller. Return the question, and only in the forked child."""
+    """Fork for each caller. Only a forked child returns, with its question."""
     # Process of each connection, and a file that becomes readable when the process ends.
     running: dict[socket.socket, tuple[int, int]] = {}
     while True:
@@ -166,9 +166,9 @@ def become(
 
 
 def fork_what_is_spawned(address: Path) -> None:
-    """Let `spawn` fork processes from one in this state, with the standard library's fork server.
+    """Let multiprocessing's `spawn` fork a copy of this process, through the standard library's fork server.
 
-    Unlike that server's processes, these get the current environment of their parent, as with `spawn`.
+    Unlike other processes of a fork server, these get the current environment of their parent, as with `spawn`.
     """
     described, prepared = spawn.get_preparation_data, spawn.prepare
     server: Any = forkserver._forkserver

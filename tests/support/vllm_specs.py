@@ -1,8 +1,8 @@
 """vLLM's own KV-cache specs of models that are only a config.json: built without weights, on torch's meta device.
 
-Run by `support.own_process`, because vLLM cannot discard the models that it built. The question is `{"NAME": [CONFIG,
-{"disable_sliding_window": true}], ...}`. The answer is `{"NAME": {"groups": [...], "shared": 0} or {"failed": "why"},
-...}`.
+`support.own_process` runs this module, because vLLM cannot discard the models that it built. It reads `{"NAME":
+[CONFIG, {"disable_sliding_window": true}], ...}` from stdin, and writes `{"NAME": {"groups": [...], "shared": 0},
+...}`. The value is `{"failed": "why"}` for a model whose specs vLLM does not build.
 """
 
 import contextlib
