@@ -131,7 +131,7 @@ async def replay(running: RealEngine, requests: list[Request]) -> dict[str, floa
 
 
 def simulate(requests: list[Request], costs: Costs) -> dict[str, float]:
-    """Replay the trace in the simulation. It takes inter-token gaps from a detailed record of the steps."""
+    """Replay the trace in the simulation. The engine reports every gap between two tokens by `on_gap`."""
     engine = Engine(costs, Limits(SEQS, BATCHED, timeout=float("inf")))
     for r in requests:
         engine.submit(Request(r.number, r.arrival, r.prompt, r.output))

@@ -71,7 +71,7 @@ def line(
     kind: str, name: str, dtype: str, replicas: int, finished: float, lost: float, use: list[float],
     waiting: list[float], preemptions: float, ttft: Histogram, itl: Histogram,
 ) -> None:  # fmt: skip
-    """Return one line of the table."""
+    """Print one line of the table."""
     half = len(use) // 2
     print(f"| {name} | {dtype}, {replicas} | {kind} | {finished:.0f} | {lost:.0f} | {mean(use[half:]):.0%} "
           f"| {mean(waiting[half:]):.0f} | {preemptions:.0f} | {ttft.quantile(0.5):.2f}, {ttft.quantile(0.95):.2f} "

@@ -1,8 +1,8 @@
 """Fit the built-in profile to the H200 benchmark: `python -m benchmarks.backtest.backtest_profile`.
 
-It reads docs/benchmarks/h200-engine.json (real vLLM). If h200-engine-window.json (later kernels, default window) has a
-complete run of a dtype, it uses that one. It writes the profile into the package, and prints the error of every
-measured point.
+It reads docs/benchmarks/h200-engine.json (real vLLM). For a dtype with a complete run in h200-engine-window.json (later
+kernels, default window), it uses that run instead. It writes the profile into the package, and prints the error of
+every measured point.
 """
 
 import json
@@ -40,7 +40,8 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
 
 
 def newest() -> list[dict[str, Any]]:
-    """Return the newest complete run of every dtype. Its prompt of 64K tokens is needed to fit the cost of context."""
+    """Return the newest complete run of every dtype: one with a prompt of 64K tokens, which the cost of context
+    needs."""
     first = json.loads((BENCHMARKS / "h200-engine.json").read_text())
     later = json.loads((BENCHMARKS / "h200-engine-window.json").read_text())
     found = {run["dtype"]: run for run in first if run["shape"] == "llama3-8b" and run["tp"] == 1}
@@ -49,7 +50,7 @@ def newest() -> list[dict[str, Any]]:
 
 
 def fit(run: dict[str, Any]) -> tuple[Costs, dict[str, float]]:
-    """Fit the costs of one dtype by least squares of relative errors. Return them and each point's error in percent."""
+    """Fit one dtype's costs by least squares of relative errors. Return the costs and each point's error in percent."""
     measured = points(run)
     features = np.array([row for _, row, _ in measured])
     seconds = np.array([s for _, _, s in measured])

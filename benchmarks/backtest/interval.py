@@ -2,8 +2,9 @@
 
 A service is a closed network of sessions. A session pauses, sends a request, waits, runs and pauses again. New sessions
 arrive as a Poisson process. KV memory, max_num_seqs and the speed of prefill limit the running requests. Prefill takes
-its share of the time first; the rest and `costs` give the duration of a decode step (processor sharing). A cached
-prefix survives a pause until other requests need its blocks. docs/benchmarks/backtest.md compares this model with
+its share of the time first. The remaining time and `costs` determine the duration of a decode step (processor sharing).
+A cached prefix survives a pause until other requests need its blocks. docs/benchmarks/backtest.md compares this model
+with
 `engine` and states the error.
 """
 
@@ -174,7 +175,7 @@ class Fleet:
         return np.asarray(np.where(usual > 0.01, first + (1 - first) * age / np.maximum(usual, 0.01), 1.0))
 
     def _kinds(self) -> tuple[Array, Array, Array]:
-        """Return the shares of requests that are a first turn, a later turn with a cached prefix, and one without."""
+        """Return the shares of requests that are a first turn, or a later turn with or without a cached prefix."""
         later = self._m["reusable"]
         return 1 - later, self.hit, np.maximum(later - self.hit, 0.0)
 

@@ -1,6 +1,7 @@
-"""Autoscalers beside the pilot: `python -m benchmarks.backtest.rivals` takes the options of `kvpilot backtest`.
+"""Comparison of the pilot with other autoscalers: `python -m benchmarks.backtest.rivals`.
 
-It prints Markdown. The rivals are Kubernetes' HorizontalPodAutoscaler and llm-d's autoscaler, each with a fixed dtype.
+It takes the options of `kvpilot backtest` and prints Markdown. The rivals are Kubernetes' HorizontalPodAutoscaler and
+llm-d's autoscaler, each with a fixed dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,8 @@ docs/integrations/hpa-integration.md of llm-d-workload-variant-autoscaler):
 
 - A replica is saturated at 80% of its KV cache or at five waiting requests.
 - The spare room below these limits is averaged over the replicas that are not saturated.
-- If it is below 10 points or 3 requests, one replica is added, unless one is starting.
-- If it would still be above these values with one replica fewer, one is removed.
+- If the spare room is below 10 points or 3 requests, one replica is added, unless one is starting.
+- If the spare room would still exceed these values with one replica fewer, one is removed.
 - The rules run each minute, on each replica's peaks of that minute.
 - The HPA applies a recommendation that has not changed for 240 s, up or down.
 

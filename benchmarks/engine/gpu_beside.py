@@ -124,7 +124,7 @@ def kernels_ms(run: Callable[[], Any]) -> float:
 
 
 def host_functions(beside: Beside, new: int) -> list[dict[str, Any]]:
-    """Return the host functions with the most time of their own, slowest first, over steps of several arrivals."""
+    """Return the host functions with the most own time (without callees), slowest first, over several arrivals."""
     profile = cProfile.Profile()
     for _ in range(REPEATS):
         tokens = beside.store()

@@ -24,7 +24,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 PROMPTS_AT_ONCE = 8
 """Number of prompts in one timed prefill. A case has several such prefills, whose rates show the spread."""
 SHORT, SHORTS = 512, 7
-"""Short prompts of the mixed prefill: tokens of a context and also of the new part, and number of prompts."""
+"""Short prompts of a mixed prefill: tokens of each prompt's cached half and of its new half, and number of prompts."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def decode_case(driver: Driver, job: Job, batch: int, context: int) -> dict[str,
 
 
 def prefill_facts(filled: list[Filled]) -> dict[str, Any]:
-    """Return tokens per second, the median over prefills without cached tokens. It is None if there are none."""
+    """Return the median tokens per second of the prefills without cached tokens. It is None if all had cached
+    tokens."""
     rates = [group.tokens / group.seconds for group in filled if group.cached == 0]
     return {"tokens_per_s": statistics.median(rates) if rates else None, "groups": [asdict(g) for g in filled]}
 

@@ -1,4 +1,4 @@
-"""Run a vLLM engine in a child process, offline, with our plugin and a time limit. Its own children end with it."""
+"""Run a vLLM engine in a child process, offline, with our plugin and a time limit. Descendants end with the child."""
 
 import contextlib
 import os

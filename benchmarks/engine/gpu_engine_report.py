@@ -69,7 +69,7 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Bar:
-    """Target for a figure, which must be at least `bound`, or with `at_most` at most."""
+    """Target of a figure: at least `bound`, or with `at_most` at most `bound`."""
 
     what: str
     measure: Callable[[Runs], float | None]

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
     engine = {
         "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "kv_cache_dtype": dtype, "block_size": BLOCK, "max_num_seqs": 4,
-        # Keep blocks reserved. Otherwise another request could get a block before its comparison after the answer.
+        # Reserve blocks for all prompts. Otherwise another request could get a block before its bytes are compared.
         "num_gpu_blocks_override": (args.tokens // BLOCK + 8) * (args.prompts + 2),
         "max_model_len": args.tokens + args.answer + BLOCK, "max_num_batched_tokens": args.tokens + BLOCK,
         "gpu_memory_utilization": 0.8, "kv_transfer_config": transfer, **QUICK, **args.engine_args,
@@ -139,7 +139,7 @@ def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Return the comparison as a table, one line for each dtype."""
+    """Print the comparison as a table, one line for each dtype."""
     print("| KV cache | stored, tokens | MiB a prompt | loaded, tokens | MiB a prompt | computed: first token, ms | "
           "loaded: first token, ms | of it LMCache, ms | its message, ms | kept after the answer, ms | as they left | "
           "tokens alike |")  # fmt: skip

@@ -66,7 +66,7 @@ class Checked:
         def sums(group: int, blocks: Any) -> Any:
             """Return checksums, int64 [blocks, layers].
 
-            Each is the sum of a block's 8-byte words, times a number for its place, modulo 2^64.
+            Each is the sum of a block's 8-byte words, each times an odd number for its place, modulo 2^64.
             """
             found = []
             for name in groups[group]:

@@ -150,7 +150,7 @@ async def page(session: aiohttp.ClientSession, url: str) -> list[str]:
 
 
 async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Return vLLM's counters of preemptions, of computed tokens and of generated tokens."""
+    """Return vLLM's counters of preemptions, prompt tokens, generated tokens and prefix hits."""
     wanted = {
         "preemptions": "vllm:num_preemptions_total{",
         "prompt_tokens": "vllm:prompt_tokens_total{",

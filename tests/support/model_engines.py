@@ -71,8 +71,7 @@ class ModelEngines:
     """Names of pods with an open readiness gate."""
 
     def views(self, nodes: Mapping[str, int] = ALONE, do_not_evict: Collection[str] = ()) -> list[PodView]:
-        """Return the pods that take requests, and their workers, as kubelets report them. `nodes` maps revisions to
-        sizes."""
+        """Return the pods that take requests, with their workers. `nodes` has the pods of a replica by revision."""
 
         def group(leader: PodView) -> PodView:
             names = [f"{leader.name}-{worker}" for worker in range(1, nodes.get(leader.revision, 1))]

@@ -80,7 +80,10 @@ def address() -> str:
 def begin(
     address: str, module: str, arguments: list[str], environment: Mapping[str, str], streams: list[int]
 ) -> socket.socket:
-    """Start a process in this folder with these streams. Each byte sent to it is a signal; `status` reads its end."""
+    """Start a process in this folder with these streams.
+
+    Each byte sent over the returned socket is a signal for the process. `status` reads its exit status from there.
+    """
     about = {"module": module, "arguments": arguments, "where": str(Path.cwd()), "environment": dict(environment)}
     conversation = socket.socket(socket.AF_UNIX)
     conversation.connect(address)
