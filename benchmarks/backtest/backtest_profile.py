@@ -40,8 +40,7 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
 
 
 def newest() -> list[dict[str, Any]]:
-    """Return the newest complete run of every dtype: one with a prompt of 64K tokens, which the cost of context
-    needs."""
+    """Return every dtype's newest complete run: one with a prompt of 64K tokens, which the cost of context needs."""
     first = json.loads((BENCHMARKS / "h200-engine.json").read_text())
     later = json.loads((BENCHMARKS / "h200-engine-window.json").read_text())
     found = {run["dtype"]: run for run in first if run["shape"] == "llama3-8b" and run["tp"] == 1}

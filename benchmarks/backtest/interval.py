@@ -4,8 +4,7 @@ A service is a closed network of sessions. A session pauses, sends a request, wa
 arrive as a Poisson process. KV memory, max_num_seqs and the speed of prefill limit the running requests. Prefill takes
 its share of the time first. The remaining time and `costs` determine the duration of a decode step (processor sharing).
 A cached prefix survives a pause until other requests need its blocks. docs/benchmarks/backtest.md compares this model
-with
-`engine` and states the error.
+with `engine` and states the error.
 """
 
 from collections.abc import Sequence

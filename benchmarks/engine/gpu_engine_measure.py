@@ -92,8 +92,7 @@ def decode_case(driver: Driver, job: Job, batch: int, context: int) -> dict[str,
 
 
 def prefill_facts(filled: list[Filled]) -> dict[str, Any]:
-    """Return the median tokens per second of the prefills without cached tokens. It is None if all had cached
-    tokens."""
+    """Return the median tokens per second of prefills without cached tokens. It is None if all had cached tokens."""
     rates = [group.tokens / group.seconds for group in filled if group.cached == 0]
     return {"tokens_per_s": statistics.median(rates) if rates else None, "groups": [asdict(g) for g in filled]}
 

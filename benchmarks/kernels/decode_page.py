@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 def page(source: Path, title: str) -> str:
-    """Return a run as Markdown, with this title."""
+    """Return a run's results as Markdown under this title."""
     facts = json.loads(source.read_text())
     copy = facts["copy_bytes_per_s"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())

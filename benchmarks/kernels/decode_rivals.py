@@ -17,7 +17,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def installed(dim: int) -> dict[str, Run]:
-    """Return functions of case and device that measure the installed rivals at this head_dim, by name."""
+    """Return the installed rivals that support this head_dim. Each is a function that measures a case on a device."""
     found: dict[str, Run] = {}
     if dim > 256:
         if importlib.util.find_spec("vllm"):

@@ -73,7 +73,7 @@ def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
 
 
 STORED = (1, tuning.FEW_TOKENS + 1)
-"""Two numbers of tokens, for which `store` has different variants."""
+"""Two numbers of new tokens per call. `store` has another variant for each."""
 
 
 def gather_variant(name: str, dim: int) -> Variant:
@@ -85,10 +85,10 @@ def gather_variant(name: str, dim: int) -> Variant:
 
 
 def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = False) -> Variant:
-    """Return reduce, which is the same for all formats.
+    """Return the variant of the reduce kernel, which all formats share.
 
     Args:
-        take: query heads per program, of 8.
+        take: query heads that a program takes, out of 8.
         step: splits that are merged at once.
     """
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
@@ -98,12 +98,12 @@ def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = F
 
 
 def merge_variant(dim: int) -> Variant:
-    """Return reduce for many sequences, for this head_dim."""
+    """Return the variant of the reduce kernel that merges the splits of many sequences."""
     return reduce_variant(dim, *tuning.MERGES[stored_dim(dim)][-1][1])
 
 
 def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
-    """Return weigh for this number of query heads per KV head."""
+    """Return the variant of the weigh kernel for `ratio` query heads per KV head."""
     fmt = formats.parse(name)
     queries, bits = tuning.program_queries(stored_dim(dim), ratio, 1), fmt.key.bits + fmt.value.bits
     choice = tuning.choose(stored_dim(dim), queries, bits, BLOCK, 0, divmod(capability, 10))
@@ -113,7 +113,7 @@ def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
 
 
 def prefill_variant(causal: bool, capability: int) -> Variant:
-    """Return prefill for heads of 512 elements, as the CUDA backend launches it."""
+    """Return the variant of the prefill kernel for heads of 512 elements, as the CUDA backend launches it."""
     block = tuning.prefill_block(divmod(capability, 10))
     constants = {"RATIO": 8, "D": 512, "WIDE": 512, "M": block.queries, "N": block.keys, "CAUSAL": causal,
                  "SOFTCAP": False}  # fmt: skip
@@ -122,7 +122,7 @@ def prefill_variant(causal: bool, capability: int) -> Variant:
 
 
 def step_variants() -> list[Variant]:
-    """Return the plan and the ring slots, which do not depend on heads."""
+    """Return the variants of the plan kernel and the ring slots kernel, which do not depend on heads."""
     cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "ROUNDS": plan.ROUNDS}
     slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
     return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),

@@ -2,8 +2,8 @@
 
 It is a Triton kernel with splits of the context, like those of engines for GPUs without a special kernel. Heads are
 along M. A tile of cached vectors is loaded once, and used as keys and as values. The softmax is online. The cache is
-bfloat16, or float8 (e4m3, scale 1) that the kernel converts to bfloat16 before the tensor cores. `attend` takes launch
-choices; `CHOICES` are those to try.
+bfloat16, or float8 (e4m3, scale 1) that the kernel converts to bfloat16 before the tensor cores. `CHOICES` has the
+launch choices to try with `attend`.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
     query: bfloat16 [sequences, HEADS, 576].
     cache: [blocks, PAGE, 576].
     out: float32 [sequences, SPLITS, HEADS, 512], the normalised result of each split.
-    lse: float32 [sequences, SPLITS, HEADS], its log-sum-exp in log2.
+    lse: float32 [sequences, SPLITS, HEADS], the log-sum-exp of each split in log2.
     scale: softmax scale, for scores in log2.
     """
     sequence = tl.program_id(1)

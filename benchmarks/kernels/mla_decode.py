@@ -39,8 +39,9 @@ from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 
 BLOCK, LIMIT, READ_LIMIT = 64, 3e-3, 6e-3
-"""Tokens of a block, and allowed errors relative to an output's norm. Outputs are float16, and those of `gather`
-bfloat16.
+"""Tokens of a block, the allowed error of decode and that of `gather`.
+
+Errors are relative to the norm of the output. Decode multiplies float16 numbers, and `gather` writes bfloat16.
 """
 LENGTHS = [1, 63, 64, 65, 300, 1000, 2500]
 CHECKED = [(name, heads) for name in names() for heads in (1, 8, 16, 20, 64, 128)]
@@ -142,7 +143,7 @@ def check(name: str, heads: int) -> dict[str, Any]:
 
 
 def check_baseline(name: str, heads: int) -> dict[str, Any]:
-    """Return the errors of the baseline, to show that it computes the same."""
+    """Return the errors of the baseline against exact attention, to show that both compute the same."""
     torch.manual_seed(heads)
     device = torch.device("cuda")
     lens = torch.tensor([1, 64, 1000], dtype=torch.int32, device=device)

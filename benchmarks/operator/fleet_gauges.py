@@ -19,7 +19,7 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 
 OPERATOR = "kvpilot-operator"
-# Seconds. The limit is only against hanging, because everything takes longer on a busy machine.
+# Seconds. So long because everything takes longer on a busy machine. It only ends a run that hangs.
 DEADLINE = 600.0
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -56,9 +56,9 @@ class Process:
 
 
 class Cores:
-    """CPU use of the machine's processes since the creation of this object.
+    """CPU time that the machine's processes use from the creation of this object on.
 
-    The benchmark's programs are listed by name, and all other processes together.
+    The benchmark's programs are listed by name. All other processes are one entry.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def _program(pid: int) -> str:
 
 
 class Watched:
-    """Services as the watch reports them. A caller can wait for a status and get the time of its arrival."""
+    """Services as the watch reports them. A caller can wait for a status, and learns when it arrived."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

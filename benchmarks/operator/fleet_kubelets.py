@@ -27,7 +27,7 @@ KINDS = (
     "good", "label", "quoted", "large", "lines", "hang", "drip",
     "objects", "probe-hang", "maps", "yaml", "spec", "route",
 )  # fmt: skip
-"""Kinds of engines of hostile.py's services. Engines of other services are all good."""
+"""Kinds of engines that hostile.py's services have. The engines of all other services are good."""
 
 
 def kind_of(deployment: Object) -> int:
@@ -47,9 +47,9 @@ def numbered(number: int, kind: int = 0, half: int = 0) -> str:
 
 
 def status_of_paused(deployment: Object) -> Object | None:
-    """Return the status of a paused Deployment, unless it is up to date. Others need none.
+    """Return the new status of a paused Deployment, or None if it is not paused or its status is up to date.
 
-    The operator pauses a promoted Deployment, and resumes it once its controller has seen the new template.
+    The operator pauses a promoted Deployment, and resumes it once the Deployment controller has seen the new template.
     """
     spec, seen = deployment["spec"], deployment["metadata"]["generation"]
     if not spec.get("paused") or (deployment.get("status") or {}).get("observedGeneration") == seen:

@@ -48,7 +48,7 @@ async def terminate(bench: Bench) -> None:
 
 
 async def stop(bench: Bench) -> None:
-    """Stop all processes of an engine, until its liveness probe has replaced them."""
+    """Stop all processes of an engine, and wait until its liveness probe has replaced them."""
     await _replaced(bench, _sends(signal.SIGSTOP), 120)
 
 
@@ -69,7 +69,7 @@ def _sends(number: signal.Signals) -> Callable[[Engine], Awaitable[None]]:
 
 
 async def hang(bench: Bench) -> None:
-    """Stop the process that has the GPU, and let it go on after a while, because no probe asks it."""
+    """Stop the process that uses the GPU. No probe notices this, so let it continue after a while."""
     engine = await bench.busy()
     core = engine.core()
     if not core:
@@ -87,7 +87,7 @@ async def hang(bench: Bench) -> None:
 
 
 async def memory(bench: Bench) -> None:
-    """Take the rest of a GPU's memory, and send the longest prompt to its engine; if it survives, a costlier one."""
+    """Take the rest of a GPU's memory, and send its engine the longest prompt. If it survives, send a costlier one."""
     engine = await bench.busy()
     hog = _hog(engine.gpu())
     try:
@@ -141,12 +141,12 @@ async def _longest(bench: Bench, engine: Engine, more: dict[str, Any]) -> str:
 
 
 async def dtype(bench: Bench) -> None:
-    """Ask for a dtype that new engines ignore."""
+    """Ask for a dtype, which new engines ignore."""
     await _refused(bench, "k8v4", None)
 
 
 async def rollback(bench: Bench) -> None:
-    """Do the same, and kill the operator in each stage."""
+    """Ask for a dtype, which new engines ignore, and kill the operator in each stage of the canary."""
     # The operator may wait before it tries the other dtype again.
     await _refused(bench, "k4v2", [])
 
@@ -203,7 +203,7 @@ class Fault:
     Attributes:
         act: function that makes the fault and waits for its end.
         done: description of the fault.
-        spares: True if no request may fail. Otherwise those may that were on the engine.
+        spares: True if no request may fail. If False, the requests on the engine may fail.
         hangs: True if the engine still takes requests until it leaves the Service.
     """
 

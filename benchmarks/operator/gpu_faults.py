@@ -48,10 +48,10 @@ _SETTLE_SECONDS = 3.0
 
 
 async def measure(bench: Bench, names: Sequence[str], save: Callable[[Row], None]) -> None:
-    """Run faults one after another. Save each row, also that of a fault that fails.
+    """Run faults one after another. Save the row of each, even if the fault fails.
 
     Raises:
-        FaultFailed: a fault did not end as expected; the later ones would say nothing.
+        FaultFailed: a fault did not end as expected. The faults after it would show nothing, and are not run.
     """
     for name in names:
         fault = FAULTS[name]

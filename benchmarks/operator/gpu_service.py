@@ -24,7 +24,7 @@ POLL_SECONDS = 0.1
 REPLICAS = 2
 _TALK = Talk(asked=200, turns=3, thought=0.5)
 ALIVE = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
-"""Liveness of the engines: a quarter of the default time, so that the faults take minutes."""
+"""Liveness probe of the engines: a quarter of the default time, so that a fault takes only minutes."""
 _CANARY = {
     "steps": [{"weightPercent": 50, "holdSeconds": 10}],
     "minRequests": 10,
@@ -33,7 +33,7 @@ _CANARY = {
     "maxThroughputRegressionPercent": 95,
     "maxErrorIncreasePercent": 30,
 }
-"""One short step. Narrow limits would need thousands of requests, and these trials are about stages, not figures."""
+"""One short step. Its limits are wide, because narrow ones need thousands of requests. The trials test only stages."""
 _WRAPPER = """#!/bin/sh
 # While the file exists, engines start as if nobody had asked for a dtype.
 if [ -e "{flag}" ]; then
@@ -72,11 +72,12 @@ class Row:
 
     Attributes:
         done: description of the fault as it was made here.
-        until: event that ends the fault's effect, `seconds` after the fault.
-        unready: time until the engine left the Service; None if it did not.
-        in_flight: requests on the engine, as its metrics showed them shortly before the fault.
-        connections: open connections to the engine at the fault: one for each request, and those of scrapes and probes.
-        failed_sent: failed requests by the time when they were sent.
+        until: event that ends the fault's effect.
+        seconds: time until this event.
+        unready: time until the engine left the Service. None if it did not leave.
+        in_flight: requests on the engine shortly before the fault, from its metrics.
+        connections: open connections to the engine at the fault. They belong to requests, scrapes and probes.
+        failed_sent: number of failed requests that were sent before the fault, from then until `unready`, and later.
         longest_first_token: longest time that a user waited for a first token.
         seen: changes of the service, its engines and its decisions, and all Events, each with its time.
     """
@@ -102,7 +103,7 @@ class Row:
 
 
 class WatchedLoad(Load):
-    """Load that keeps when each failed request was sent."""
+    """Load that also stores when each failed request was sent."""
 
     lost: list[tuple[float, str]]
 
@@ -141,7 +142,7 @@ def wrapped(table: Path, folder: Path) -> tuple[Path, Path]:
 
 
 class Bench:
-    """The service under load. A fault fills in `row`.
+    """The service under load, with the actions that faults need. A fault stores its observations in `row`.
 
     Attributes:
         now: newest observation of the service.
@@ -244,7 +245,7 @@ class Bench:
         raise FaultFailed("no engine has requests: are the users there?")
 
     def strike(self, engine: Engine | None = None) -> None:
-        """Note the time of the fault, and the connections to the engine that it will hit."""
+        """Store the time of the fault, and the number of connections to the engine that it will hit."""
         self.row.connections = connections(engine.address) if engine is not None else 0
         self._struck = time.monotonic()
 
@@ -263,10 +264,10 @@ class Bench:
         self.row.until, self.row.seconds = "both engines are ready again", self.passed()
 
     async def until(self, seen: Callable[[Observation], bool], what: str, seconds: float) -> None:
-        """Wait for an observation.
+        """Wait until the newest observation fulfils `seen`.
 
         Raises:
-            FaultFailed: it did not come in time.
+            FaultFailed: no observation did in this time.
         """
         ends = time.monotonic() + seconds
         while not seen(self.now):
@@ -276,7 +277,7 @@ class Bench:
 
     async def _watch(self) -> None:
         while True:
-            # The next turn reads again what this one could not read.
+            # If a read fails, the next turn of the loop reads again.
             with contextlib.suppress(KvpilotError):
                 service = await self.world.service()
                 self.now = Observation((service or {}).get("status") or {}, await self.world.pods())
@@ -296,7 +297,7 @@ class Bench:
         self._known = facts
 
     def note(self, text: str) -> None:
-        """Add a line to what was seen."""
+        """Add a line, with its time, to the row's `seen`."""
         self.row.seen.append(f"{self.passed():.1f} s: {text}")
 
     async def delete(self, engine: Engine) -> None:
@@ -309,7 +310,7 @@ def _restarts(pod: Object) -> int:
 
 
 def _facts(seen: Observation) -> dict[str, str]:
-    """Return what may change: engines, conditions, the canary, and the newest decision."""
+    """Return the facts whose changes are stored: engines, conditions, the canary, and the newest decision."""
     found = {}
     for pod in seen.pods:
         leaving = ", leaving" if pod["metadata"].get("deletionTimestamp") else ""

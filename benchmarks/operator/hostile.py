@@ -51,7 +51,7 @@ from kvpilot_operator.cluster.objects import Ref
 MEBIBYTES = 512
 SCRAPE_SECONDS = 1.0
 PROBES = 5
-# Smallest number of scrape cycles in each phase.
+# Smallest number of scrape cycles in a phase.
 CYCLES = 6
 
 
@@ -93,7 +93,7 @@ class HostileFleet:
             raise RuntimeError(f"the operator has ended: {self.operator.log.read_text()[-3000:]}")
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Edit and probe good services for at least this long, while hostile ones do harm if there are any."""
+        """Edit and probe good services for at least this long, while hostile services, if there are any, do harm."""
         own = {key: await self._addresses(key) for key in self.good}
         before, began, cores = await self.asked(), time.monotonic(), Cores()
         failed = self._failed_scrapes()
@@ -103,7 +103,7 @@ class HostileFleet:
         probes = [asyncio.create_task(self._probe(key)) for key in self._to_probe()]
         edits: list[asyncio.Task[float]] = []
         quiet = self.good[-10:]
-        # On a busy machine a cycle takes longer. Then the phase is extended until there are enough cycles.
+        # On a busy machine a cycle takes longer. Then the phase goes on until there are enough cycles.
         while (passed := time.monotonic() - began) < seconds or (len(self._cycles) <= CYCLES and passed < DEADLINE):
             self._alive()
             edits.append(asyncio.create_task(self._edit(quiet[len(edits) % len(quiet)], len(edits))))

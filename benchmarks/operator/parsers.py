@@ -60,7 +60,7 @@ def pack(text: bytes) -> None:
 
 
 def spec(text: bytes) -> None:
-    """Return the operator's verdict on an object."""
+    """Compute the operator's verdict on the spec of an object."""
     faults(json.loads(text))
 
 
