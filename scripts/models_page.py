@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def table(entries: list[dict[str, Any]]) -> str:
-    """Return the table of some models."""
+    """Return the table of these models."""
     head = ["family", "model", "layers", "heads", *(f"`{dtype}`" for dtype in DTYPES), "our dtypes", "vLLM"]
     rows = (head, ["---"] * len(head), *(row(entry) for entry in entries))
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

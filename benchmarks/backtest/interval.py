@@ -28,7 +28,7 @@ Found with the request-level simulation.
 
 @dataclass(slots=True)
 class Minute:
-    """Results of one call of `step` for each service: gauges at its end, and sums over it."""
+    """Results of one call of `step` for each service: gauges at the end of its time, and sums over its time."""
 
     usage: Array
     running: Array

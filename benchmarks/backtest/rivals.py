@@ -67,7 +67,7 @@ def by_hpa(
     spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str, figure: Callable[[Sample], float],
     target: float,
 ) -> Start:  # fmt: skip
-    """Start with a HorizontalPodAutoscaler on the mean of `figure` over answering pods."""
+    """Return the start of a policy that scales by a HorizontalPodAutoscaler on `figure`, a mean over answering pods."""
     replicas = spec.scaling.clamp(spec.replicas)
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     hpa = Hpa(np.array([replicas]), target=target, minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
@@ -81,7 +81,7 @@ def by_hpa(
 
 
 def by_wva(spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str) -> Start:
-    """Start with the rules of llm-d's Workload Variant Autoscaler."""
+    """Return the start of a policy that scales by the rules of llm-d's Workload Variant Autoscaler."""
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     wva = Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
 
@@ -103,7 +103,7 @@ def _rivals(name: str, dtype: str) -> dict[str, Starter]:
 
 
 RIVALS: Mapping[str, Starter] = {**_rivals("bf16", "auto"), **_rivals("fp8", "fp8")}
-"""Policies by name: dtype, and the autoscaler. A number at the end is another target in requests a replica."""
+"""Policies by name. A name has the dtype and the autoscaler. A number in it replaces REQUESTS_TARGET."""
 
 
 def markdown(rows: Sequence[Row], objective: Objective) -> str:

@@ -34,7 +34,8 @@ class Job:
 def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
     """Return a checksum of each block over all layers that store one.
 
-    It is the sum of the block's 8-byte words, each times an odd number for its place, modulo 2^64.
+    A checksum is the sum of the block's 8-byte words modulo 2^64. First, each word is multiplied by an odd number that
+    depends on its place in the block.
     """
     import torch
 

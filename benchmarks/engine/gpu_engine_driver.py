@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 WARM_STEPS = 8
-"""Number of steps before the timing. Two are in flight when the last prefill ends. In the others the clock rates
-settle.
+"""Number of steps before the timing. Two of them are in flight when the last prefill ends.
+
+During the others, the GPU's clock rates settle.
 """
 
 FIRST_TOKEN = 100

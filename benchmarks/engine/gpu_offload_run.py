@@ -66,7 +66,8 @@ class Checked:
         def sums(group: int, blocks: Any) -> Any:
             """Return checksums, int64 [blocks, layers].
 
-            Each is the sum of a block's 8-byte words, each times an odd number for its place, modulo 2^64.
+            A checksum is the sum of a block's 8-byte words modulo 2^64. First, each word is multiplied by a random odd
+            number that depends on its place in the block.
             """
             found = []
             for name in groups[group]:

@@ -67,7 +67,7 @@ def check(dtype: torch.dtype, causal: bool, softcap: float, device: torch.device
 
 
 def milliseconds(launch: Any) -> float:
-    """Return the milliseconds of one launch."""
+    """Return the median milliseconds of a launch."""
     return float(triton.testing.do_bench(launch, warmup=20, rep=100, return_mode="median"))
 
 

@@ -116,7 +116,7 @@ def block_of(text: str) -> tuning.Block | None:
 
 
 def runs_of(options: argparse.Namespace, case: Case, device: torch.device) -> Iterator[tuple[str, Any]]:
-    """Yield the measurements of a case, by name."""
+    """Yield the name of each measurement of a case, and the function that takes the measurement."""
     for dtype in ("auto", "fp8"):
         yield f"vLLM {dtype}", lambda dtype=dtype: vllms(dtype, case, device)
     blocks = list(itertools.zip_longest(options.blocks, options.gathers, fillvalue=""))

@@ -19,7 +19,7 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 
 OPERATOR = "kvpilot-operator"
-# Seconds. So long because everything takes longer on a busy machine. It only ends a run that hangs.
+# Time limit in seconds. It is long, because everything takes longer on a busy machine, and only ends a run that hangs.
 DEADLINE = 600.0
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

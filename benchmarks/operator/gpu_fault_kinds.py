@@ -141,12 +141,12 @@ async def _longest(bench: Bench, engine: Engine, more: dict[str, Any]) -> str:
 
 
 async def dtype(bench: Bench) -> None:
-    """Ask for a dtype, which new engines ignore."""
+    """Ask for another dtype, and let new engines ignore the request."""
     await _refused(bench, "k8v4", None)
 
 
 async def rollback(bench: Bench) -> None:
-    """Ask for a dtype, which new engines ignore, and kill the operator in each stage of the canary."""
+    """Ask for another dtype, let new engines ignore the request, and kill the operator in each stage of the canary."""
     # The operator may wait before it tries the other dtype again.
     await _refused(bench, "k4v2", [])
 

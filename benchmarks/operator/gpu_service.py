@@ -267,7 +267,7 @@ class Bench:
         """Wait until the newest observation fulfils `seen`.
 
         Raises:
-            FaultFailed: no observation did in this time.
+            FaultFailed: no observation fulfilled it in time.
         """
         ends = time.monotonic() + seconds
         while not seen(self.now):

@@ -15,9 +15,9 @@ After a kill -9 of the agent, its processes continue. The next agent with the sa
 ever runs twice.
 
 The agent isolates nothing: processes share this machine's files, users, process table and network. Only paths in
-    commands and variables are rewritten (see paths.py). Every pod has its own loopback address, to which its programs
-    must bind. Resource requests count for scheduling but limit nothing. The agent pulls no images, because a table
-    names local programs. It writes ConfigMap and Secret volumes only once, at the pod's start.
+commands and variables are rewritten (see paths.py). Every pod has its own loopback address, to which its programs must
+bind. Resource requests count for scheduling but limit nothing. The agent pulls no images, because a table names local
+programs. It writes ConfigMap and Secret volumes only once, at the pod's start.
 
 The agent has no exec, attach or port-forward, no postStart hooks, no sidecar or ephemeral containers, no gRPC probes,
 and no service account tokens in the usual place. It is only for tests and the demo, never for production.

@@ -108,7 +108,7 @@ async def _exec(command: list[str], target: Target) -> str:
 async def probe(
     spec: Mapping[str, Any], target: Target, verdict: Callable[[bool, str], Awaitable[None]], *, initially: bool | None
 ) -> None:
-    """Probe forever. Report each change of the result, and every failure once the failure threshold is reached.
+    """Probe forever. Report each change of the result. From the failure threshold on, also report every failure.
 
     Args:
         spec: a Probe object.

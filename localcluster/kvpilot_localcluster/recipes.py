@@ -1,13 +1,13 @@
 """Recipes that build the control plane's programs from Debian packages. Each is a list of steps that can be resumed.
 
 core: Kubernetes 1.20.2 and etcd of bookworm. The source package contains the vendored libraries. bookworm's Go 1.19
-    builds it after two repairs:
+builds it after two repairs:
 
 - The vendored reflect2 1.0.1 crashes at the first custom resource on Go 1.18 and newer. bookworm's 1.0.2 replaces it.
 - The package lacks the generated OpenAPI file. A step generates it.
 
 modern: apiextensions-apiserver, the server that enforces CEL rules. It comes from sid's golang-k8s packages, and Go
-    from PyPI builds it.
+from PyPI builds it.
 """
 
 import os
@@ -161,7 +161,10 @@ def modern_environment(work: Path) -> dict[str, str]:
 
 
 def _compile(work: Path, tree: Path, environment: Mapping[str, str], output: str, *packages: str) -> Iterator[float]:
-    """Compile programs into the folder `output`. One call for all shares packages, and links while it compiles."""
+    """Compile programs into the folder `output`, and yield the finished fraction.
+
+    One call of `go build` compiles all programs. So it compiles shared packages only once, and links meanwhile.
+    """
     listing = subprocess.run(
         ["go", "list", "-deps", *packages], cwd=tree, env=environment, capture_output=True, text=True, check=False
     )

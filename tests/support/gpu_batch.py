@@ -171,7 +171,10 @@ class Batch:
         return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
 
     def read_back(self, sequence: int, begin: int = 0) -> list[torch.Tensor]:
-        """Read keys and values of the tokens from `begin` on from the pages, float64 [tokens, kv_heads, dim]."""
+        """Return keys and values of the tokens from `begin` on as the CPU code would read them from pages.
+
+        Both are float64 [tokens, kv_heads, dim].
+        """
         return [
             round_trip(x[sequence][begin:], self.fmt, side, self.factors, begin=begin)
             for x, side in ((self.keys, "key"), (self.values, "value"))

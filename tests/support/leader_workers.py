@@ -59,7 +59,7 @@ class LeaderWorkerSets:
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
         self._owners = f"/apis/apps/v1/namespaces/{namespace}/statefulsets"
         self.most: dict[str, int] = {}
-        """Largest number of groups that the sets of a service requested at the same time."""
+        """Largest number of groups that the sets of a service requested at the same time, by service."""
         self.made_anew: list[str] = []
         """Leaders that were deleted because a pod of their group had ended."""
 

@@ -76,7 +76,7 @@ class Told:
         block_size: tokens of a block.
         moved: how often a request changed its row of the batch between steps.
         poisoned: number of ring pages that were overwritten.
-        drafted, accepted: draft tokens. The last step of a request is missing in `accepted`.
+        drafted, accepted: number of draft tokens, and of accepted ones. `accepted` lacks the last step of each request.
         factors: factors of each rank, see `RingWorker.factors_of_rank`.
         metrics: kvpilot's lines on /metrics.
         groups: spec class and layer names of each KV-cache group.

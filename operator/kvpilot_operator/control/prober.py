@@ -1,4 +1,4 @@
-"""Run probes in the background: at most one for each service, under shared permits, and yielding to users' requests."""
+"""Run probes in the background, at most one for each service. All services share permits. Users' requests go first."""
 
 import asyncio
 import base64

@@ -30,8 +30,8 @@ T = TypeVar("T")
 class Scraper:
     """A client for engines' metrics pages. Its owner must close it. `identity` is for engines that require TLS.
 
-    The client uses no proxy from the environment, no cookies and no compression: a few compressed KiB may unpack to
-        gigabytes.
+    The client uses no proxy from the environment and no cookies. It accepts no compressed answers, because a few KiB
+    may unpack to gigabytes.
     """
 
     def __init__(self, identity: Identity | None = None) -> None:

@@ -28,7 +28,10 @@ _FAR_BUCKETS = 24
 
 @dataclass(frozen=True, slots=True)
 class SampleRetention:
-    """Retention of a service's samples in seconds: one per `bucket` for `near`, then one per `far_bucket` for `far`."""
+    """Retention of a service's samples. All times are in seconds.
+
+    Up to the age `near`, one sample per `bucket` is kept. Up to the age `far`, one per `far_bucket` is kept.
+    """
 
     near: float = 600.0
     far: float = 3600.0

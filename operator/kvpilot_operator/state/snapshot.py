@@ -95,7 +95,7 @@ class Snapshot:
     prefetch: PrefetchView | None = None
     """Our Job that downloads weights. None if it does not exist or is not needed."""
     autoscaler: str | None = None
-    """Kind and name of an autoscaler that scales the service beside kvpilot (scaling.mode Operator)."""
+    """Kind and name of an autoscaler that scales the service although kvpilot does (scaling.mode Operator)."""
     engine_defaults: bool = False
     """True if the installation has defaults for engines."""
     rolling: str | None = None
