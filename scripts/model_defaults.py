@@ -117,7 +117,7 @@ def _rule(kind: str, cls: type[PreTrainedConfig]) -> dict[str, Any] | None:
     rule: dict[str, Any] = {"period": period}
     for field in LENGTHS:
         for odd in (0, -1):
-            # The class follows this field if 7 gives a period of seven layers, with the odd layer at the same end.
+            # The field sets the period if 7 gives a period of seven layers, with the layer of the other kind in place.
             seven = [period[1 if odd == 0 else 0]] * 7 if len(period) > 1 else period * 7
             seven[odd] = period[odd]
             if len(set(period)) == 2 and _made(cls, **base, **{field: 7}) == [seven[i % 7] for i in range(LAYERS)]:

@@ -207,7 +207,7 @@ def main() -> None:
     half = a.services // 2 // 4 * 4
     shares = [(half, 0), (a.services - half, half)] if half else [(a.services, 0)]
     for number, policy in enumerate(a.policies, start=1):
-        # Even a small fleet takes half a minute for each policy.
+        # Report progress, because even a small fleet takes half a minute for each policy.
         print(f"{policy}: policy {number} of {len(a.policies)} runs", file=sys.stderr, flush=True)
         began = time.monotonic()
         jobs = [(n, first, a.days, a.seed, policy, spec, profile, objective) for n, first in shares]

@@ -142,7 +142,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 child.tell("start")
             starts = [child.hear() for child in children]
             prefill, decode = children
-            # do not count the first prompt, which also opens connections
+            # Do not count the first prompt, which also opens connections.
             measured(prefill, decode, min(lengths), -1, args.answer)
             found = [measured(prefill, decode, n, i, args.answer) for n in lengths for i in range(args.each)]
         except (ChildFailedError, OSError, ValueError) as error:

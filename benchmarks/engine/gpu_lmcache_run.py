@@ -110,7 +110,7 @@ class Engine:
 
         if current_platform.is_cpu():
             # vLLM 0.32 on a CPU searches every module for kernels. It crashes on a module of numba, which LMCache
-            # imports.
+            # imports, because an object of llvmlite there has no `__dict__`. So give it one.
             import llvmlite.binding.ffi
 
             llvmlite.binding.ffi.lib._fntab["__dict__"] = {}

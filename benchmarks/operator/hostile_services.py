@@ -63,7 +63,7 @@ class HostileServices:
                 spec["canary"] = {"routeRef": {"name": "../" * 6 + "api/v1/configmaps"}}
             if not await self._try(self._cluster.create(service(*key, HOSTILE_REPLICAS, **spec))):
                 self.refused[kind] += 1
-        # The API server or the operator refuses services with a path such as `..` in a name.
+        # The API server or the operator refuses services with a path such as `..` in a name. They get no replicas.
         return [key for key in self._keys if key[0] != "team-route"]
 
     async def _config_map(self, namespace: str, name: str, kind: str) -> None:

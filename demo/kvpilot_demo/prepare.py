@@ -131,12 +131,12 @@ def lanes(*, local: bool) -> list[Lane]:
         return [Lane("packages", install)]
     model = [str(PYTHON), "-m", "kvpilot_smallmodels.models", "smollm2-135m"]
     compiling = [sys.executable, "-c", "from kvpilot_localcluster.build import tell; tell(newer=False)"]
-    # Compile under `nice`, so that the model's first answer in the other lane does not wait.
     stages = [*install, Stage("convert the model", model, 25)]
     if build.find(newer=False) is None:
         stages.append(Stage("a first answer", [str(PYTHON), "-m", "kvpilot_demo.preview"], 45))
     return [
         Lane("packages", stages),
+        # Compile under `nice`, so that the model's first answer in the other lane does not wait.
         Lane("control-plane", [Stage("build a Kubernetes control plane", ["nice", *compiling], 400)]),
     ]
 

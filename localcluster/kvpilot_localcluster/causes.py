@@ -18,7 +18,7 @@ from kvpilot_localcluster.cache import cache_folder
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _FULL = re.compile(r"No space left on device|Disk quota exceeded", re.IGNORECASE)
 _PROXY = re.compile(r"proxy", re.IGNORECASE)
-# Texts in logs that do not name the remedy, and the remedy.
+# Map messages in logs that name no remedy to the remedy.
 _KNOWN = {
     "No matching distribution found for torch": "pip finds no CPU build of torch: add the index of PyTorch's CPU "
     "builds to pip's configuration (extra-index-url)",

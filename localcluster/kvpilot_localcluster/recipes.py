@@ -144,8 +144,8 @@ def _offline(work: Path, gopath: Path, goroot: Path) -> dict[str, str]:
         "GOTOOLCHAIN": "local",
         "GOFLAGS": "",
         "CGO_ENABLED": "0",
-        # Garbage collection would take a tenth of a compiler's time. Compilers run only briefly, so their memory
-        # suffices.
+        # Collect garbage less often, because it takes a tenth of a compiler's time. A compiler ends before it uses
+        # too much memory.
         "GOGC": "400",
     }
 

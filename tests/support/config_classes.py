@@ -54,7 +54,7 @@ def facts(config: Any) -> dict[str, Any]:
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     found: dict[str, Any] = {"kinds": kinds, "window": getattr(text, "sliding_window", None)}
-    # old Falcon configs have either one KV head or one for each query head
+    # Old Falcon configs have either one KV head or one for each query head.
     by_groups = getattr(text, "new_decoder_architecture", False)
     if not getattr(text, "is_heterogeneous", False):
         found |= {

@@ -17,7 +17,7 @@ from support.crd import root_schema
 
 Json = Any
 Path = tuple[str | int, ...]
-"""Names of fields and keys, and 0 for the first item of a list."""
+"""Place in an object: names of fields and keys, and 0 for the first item of a list."""
 
 _NO_LIMITS = frozenset(
     {"description", "default", "properties", "items", "additionalProperties", "anyOf", "x-kubernetes-map-type",

@@ -273,7 +273,7 @@ def main() -> None:
         number += len(prompts)
         told.answers.append(answers)
         told.cached.append(cached)
-    engine.engine_core.shutdown()  # several workers log their exit to stdout
+    engine.engine_core.shutdown()  # before the last line, because several workers log their exit to stdout
     print(json.dumps(asdict(told)), flush=True)
 
 

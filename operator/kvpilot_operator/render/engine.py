@@ -164,7 +164,7 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
 def strategic_merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `patch` over `base` as `kubectl patch` does: maps by key, some lists by a key of their items.
 
-    An empty list changes nothing. The schema of the API has no patch directives.
+    An empty list changes nothing. The API's schema allows no patch directives such as `$patch: delete`.
     """
     merged = dict(base)
     for field, value in patch.items():

@@ -21,7 +21,7 @@ Kinds = frozenset[tuple[str, str]]
 SERVICES: Kinds = frozenset({("", "Service")})
 POOLS: Kinds = frozenset({(INFERENCE_POOL_API.partition("/")[0], "InferencePool")})
 
-# The Gateway API allows weights up to 1,000,000.
+# Largest weight in a user's rule. Scaled by 100, it is the largest that the Gateway API allows.
 MAX_WEIGHT = 10_000
 # The longest name of a Service (RFC 1123 label).
 _MAX_NAME = 63
