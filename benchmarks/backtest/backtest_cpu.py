@@ -87,7 +87,7 @@ async def steps(running: RealEngine) -> dict[str, Any]:
 
 
 def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
-    """Fit the costs by least squares of relative errors. Constants are at least 0."""
+    """Fit the costs by least squares of relative errors. A cost that would be negative becomes 0."""
     rows = [(1, d["batch"], d["batch"] * d["context"], 0, 0) for d in measured["decode"]]
     rows += [(1, 0, 0, p["tokens"], p["tokens"] ** 2 / 2) for p in measured["prefill"]]
     seconds = np.array([d["seconds"] for d in measured["decode"]] + [p["seconds"] for p in measured["prefill"]])
