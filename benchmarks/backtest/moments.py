@@ -29,7 +29,7 @@ class Moments:
     held: float
     """Mean number of tokens in the KV cache of a decoding request."""
     held_cv: float
-    """Coefficient of variation of that number: its standard deviation divided by its mean."""
+    """Coefficient of variation of the number of tokens that `held` averages: standard deviation over mean."""
     first: float
     """Mean number of tokens in the KV cache of a request in a session's first turn."""
     reusable: float

@@ -36,9 +36,9 @@ STYLE = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "a
 
 
 def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
-    """Plot a step's milliseconds over the context, one line per dtype, at the batch with the most contexts.
+    """Plot a step's milliseconds over the context, one line per dtype. Return False if there are no data.
 
-    Return False if there are no data.
+    The plot shows only the batch size that was measured at the most contexts.
     """
     cases = [case for run in runs.values() for case in run["cases"].values() if "step_ms" in case]
     batches = [case["batch"] for case in cases if case["context"] >= 1024]

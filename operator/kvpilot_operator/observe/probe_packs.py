@@ -23,7 +23,7 @@ from kvpilot_probes.session import DEFAULT_TOKENS, TOP_K
 
 # Reuse a service's packs for this long, because each of up to 16 ConfigMaps takes a request.
 PACKS_SECONDS = 15.0
-# If a ConfigMap lacks the key, the message names at most this many of its other keys.
+# If a ConfigMap lacks the key of its pack, the message names at most this many of its other keys.
 _OTHER_KEYS = 8
 
 
