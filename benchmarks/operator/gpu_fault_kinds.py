@@ -128,7 +128,7 @@ def _said(process: subprocess.Popen[str], line: str = "") -> str:
 
 
 async def _longest(bench: Bench, engine: Engine, more: dict[str, Any]) -> str:
-    """Send a prompt that fills the model's context to an engine, and return the outcome."""
+    """Send an engine a prompt that fills the model's context, and return the outcome."""
     count = bench.world.example["spec"]["model"]["maxModelLen"] - 8
     prompt = [1000 + i * 7919 % 40_000 for i in range(count)]
     body = {"model": bench.world.model, "prompt": prompt, "max_tokens": 4, **more}

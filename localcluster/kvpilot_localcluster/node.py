@@ -92,7 +92,7 @@ class Options:
 
 
 def machine_resources() -> dict[str, str]:
-    """Return the machine's CPUs and memory, and a number of pods, as a Node's resources."""
+    """Return a Node's resources: the machine's CPUs and memory, and fixed amounts of storage and pods."""
     kib = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0])
     return {"cpu": str(os.cpu_count() or 1), "memory": f"{kib}Ki", "ephemeral-storage": "50Gi", "pods": "110"}
 
