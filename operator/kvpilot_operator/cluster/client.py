@@ -35,7 +35,7 @@ class Cluster:
     async def connect(
         cls, fence: WriteFence | None = None, agent: str = "kvpilot-operator", on_request: OnRequest | None = None
     ) -> "Cluster":
-        """Connect with KUBECONFIG, the default kubeconfig or the pod's service account. Audit logs show `agent`."""
+        """Connect with the pod's service account, else with a kubeconfig (KUBECONFIG). Audit logs show `agent`."""
         try:
             config.load_incluster_config()
         except config.ConfigException:
