@@ -30,7 +30,7 @@ def _share(counted: dict[str, int]) -> float:
 
 
 def _variance(counted: dict[str, int]) -> float:
-    """Return the standard error of the share of accepted drafts, if drafts are independent."""
+    """Return the variance of the share of accepted drafts, if drafts are independent."""
     return _share(counted) * (1 - _share(counted)) / counted["drafted"]
 
 

@@ -85,7 +85,11 @@ class Engines:
         return self.pages.of((int(a) * 256 + int(b)) % PACES)
 
     def stats(self) -> bytes:
-        """Return the number of pods, and the intervals between scrapes since the last call, in tenths of a second."""
+        """Return the HTTP answer of /stats, as JSON.
+
+        `pods` is the number of pods that were scraped so far. `gaps` is a histogram, since the last call, of the time
+        between two scrapes of a pod, in tenths of a second.
+        """
         body = json.dumps({"pods": len(self._last), "gaps": self._gaps}).encode()
         self._gaps = Counter()
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body

@@ -34,7 +34,8 @@ def poisoned(blocks: int, kv_heads: int, block_size: int, fmt: formats.Format, d
 BLOCK_OUTERMOST = ("BHLNC", "BLHNC")
 """vLLM's cache layouts in which a block holds the pages of all layers."""
 MINE, OTHERS = 1, (0, 2)
-"""Layer of `among_layers` that has the pages, and layers whose bytes must not change."""
+"""Layers in the memory that `among_layers` returns: the one with the cache under test, and those whose bytes a kernel
+must leave unchanged."""
 
 
 def among_layers(cache: torch.Tensor, layout: str) -> torch.Tensor:

@@ -91,5 +91,8 @@ def prefetch_job(service: str) -> str:
 
 
 def baseline_name(service: str, identity: str) -> str:
-    """Return the name of the ConfigMap with the 16-bit answers of one set of probes."""
+    """Return the name of the ConfigMap that stores a baseline.
+
+    `identity` is the hash of all that its 16-bit answers depend on, such as prompts and model, except the image.
+    """
     return f"{service}-baseline-{identity[:8]}"

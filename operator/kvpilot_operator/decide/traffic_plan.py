@@ -56,7 +56,7 @@ def floor(spec: Spec, replicas: int) -> int:
 
 
 def one_can_leave(spec: Spec, replicas: int) -> bool:
-    """Return True if maxUnavailable lets the operator remove one of `replicas` replicas."""
+    """Return True if maxUnavailable, or `WhenIdle`, lets the operator remove one of `replicas` replicas."""
     return replicas - 1 >= floor(spec, replicas)
 
 

@@ -296,7 +296,8 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self._config = get_current_vllm_config()
         refuse_other_drafters(self._config, kv_cache_dtype)
         self.drafts = drafts(self._config)
-        # vLLM loads the draft model last, when the windows of the served model's layers are set already.
+        # vLLM creates a draft model's layers after it has loaded the served model, which sets `recent` on its layers.
+        # So if any layer has `recent` already, this layer belongs to the draft model.
         self.drafting = has_draft_model(self._config) and any(
             layer.impl.recent is not None for layer in our_layers(self._config).values()
         )

@@ -55,8 +55,8 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
                 f"({reason}); give a file of `kvpilot calibrate` in {factors_file.VARIABLE}, or use another dtype"
             )
         source = "none"
-        log.warning("Not calibrated (%s): kv-cache dtype %r is less accurate; give a file of `kvpilot "
-                    "calibrate` in %s", reason, dtype, factors_file.VARIABLE)  # fmt: skip
+        log.warning("Not calibrated (%s): kv-cache dtype %r is less accurate than with calibration; run `kvpilot "
+                    "calibrate`, and set %s to the path of its file", reason, dtype, factors_file.VARIABLE)  # fmt: skip
     else:
         source = "self"
         began = time.perf_counter()

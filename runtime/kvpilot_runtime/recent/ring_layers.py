@@ -1,8 +1,9 @@
-"""Ring layers: each of our layers gets a companion without weights, whose cache has the pages of its recent window.
+"""Ring layers, which hold the recent windows of our layers.
 
-vLLM puts every layer with a KV cache into a group, and each group has a block table. Once the weights are loaded,
-`attach` adds a `RecentLayer` for each of our layers. The builder of the ring layers' group computes the ring slots of a
-step's tokens.
+A layer with one of our dtypes and a cache of its own gets a companion, a `RecentLayer`. The companion has no weights,
+only a KV cache: the pages of the rings. vLLM gives every group of layers a block table and a metadata builder. So ring
+layers have a block table of their own, and their builder computes the ring slot of each token of an engine step.
+`attach` adds the companions once the weights are loaded. Layers of a draft model get none.
 """
 
 import logging

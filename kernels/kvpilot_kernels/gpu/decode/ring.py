@@ -61,8 +61,9 @@ def fetch_digits(buffer, stage, ring, t, SIDE: gl.constexpr, SIZE: gl.constexpr,
         rows = (ring.base + SIDE.digit_codes).to(gl.pointer_type(gl.int8))
     else:
         rows = (ring.base + SIDE.digit_codes).to(gl.pointer_type(gl.uint16))
-    # A row has a multiple of 8 bytes and a page a multiple of 16, so copies are at least 8 bytes wide. The hint of 1 is
-    # needed: Triton 3.6 mistook every remainder for a multiple of 8, and copied rows of 24 bytes 16 bytes at a time.
+    # Rows are a multiple of 8 bytes long and pages a multiple of 16, so a copy is at least 8 bytes wide. Without
+    # `multiple_of(..., [1])`, Triton 3.6 takes the result of every `%` for a multiple of 8. It then copies 16 bytes at
+    # once even from rows of 24 bytes, whose addresses are multiples of 8 only.
     row = block.to(gl.int64) * (ring.stride // 16 * (16 // SIZE))
     row += gl.multiple_of(place % RING, [1]) * (SIDE.row // SIZE)
     for i in gl.static_range(DIGITS):
