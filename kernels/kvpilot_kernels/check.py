@@ -1,8 +1,8 @@
 """Checks of arguments before a kernel is launched, because a wrong shape could give a wrong answer without an error.
 
-Each check raises BadInputError, whose message names the argument, its value and the remedy. `page_cache`, `tokens` and
-`queries` read only shapes and types, so a GPU path may call them in every step. `slots`, `tables` and `blocks` read
-values, so on a GPU they wait for the device.
+Each check raises BadInputError, whose message names the argument, its value and the remedy. `slots`, `tables` and
+`blocks` read values, so on a GPU they wait for the device. All other checks read only shapes, types and strides, so a
+GPU path may call them in every step.
 """
 
 import torch
@@ -68,7 +68,13 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
 
 
 def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> None:
-    """Check that slots are int64, at most one per row. Byte offsets in a cache of more than 2 GiB exceed 32 bits."""
+    """Check that there is at most one slot per row, and that slots are int64.
+
+    In a cache of more than 2 GiB, byte offsets need more than 32 bits.
+
+    Args:
+        rows: tensors with a row for each slot, by their name in the message.
+    """
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
         raise BadInputError("slots", f"is {shown(slot_mapping)}", "give one int64 for each token")
     if slot_mapping.shape[0] > min(x.shape[0] for x in rows.values()):
@@ -77,7 +83,7 @@ def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> 
 
 
 def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """Check that a ring is given if, and only if, `recent` > 0, and that its pages have the shape of the layer's."""
+    """Check that a ring is given if, and only if, `recent` > 0, and that its pages have the same shape as `cache`'s."""
     if recent < 0 or (ring is not None) != (recent > 0):
         holds = f"is {recent} {'without' if ring is None else 'with'} a ring"
         raise BadInputError("recent", holds, "give a ring and the tokens that it keeps, or neither")
@@ -103,7 +109,7 @@ def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, rece
 
 
 def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
-    """Check that positions in sequences are None or integers [tokens]. They may leave out padding at the end."""
+    """Check the positions of tokens in their sequences: integers [tokens], or None. Padding at the end needs none."""
     if ordinals is None:
         return
     if ordinals.dtype not in _INTEGERS or ordinals.dim() != 1 or ordinals.shape[0] > slot_mapping.shape[0]:

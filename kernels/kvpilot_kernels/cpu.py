@@ -32,13 +32,13 @@ class PackedPages:
         fmt: one of kvpilot's own formats.
         head_dim: elements of a key and of a value.
         factors: the layer's calibration, [kv_heads, head_dim] each; None without calibration.
-        ring: pages of the recent window's ring, shaped like `cache` and perhaps the same tensor; None without a window.
+        ring: pages of the recent window's ring, shaped like `cache`. It may be the same tensor. None without a window.
         recent: tokens of the window; 0 without a ring.
         drafts: largest number of draft tokens in a step (see `RingPages`).
 
     Raises:
-        BadInputError: the cache or the ring does not have the layout of `fmt`, or one of `ring` and `recent` is
-            missing.
+        BadInputError: the cache or the ring does not have the layout of `fmt`, or only one of `ring` and `recent` is
+            given.
         ValueError: the factors have another shape.
     """
 
@@ -86,8 +86,8 @@ class PackedPages:
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
             ring_slots: int64 [tokens], from `ring.ring_slots`, negative for a token outside the window; None without a
                 ring.
-            ordinals: int [tokens, or fewer before padding], each token's position in its sequence, counted from 1;
-                None if no token is the first of its sequence.
+            ordinals: int [tokens], each token's position in its sequence, counted from 1. Padding at the end may be
+                left out. None if no token is the first of its sequence.
         """
         check.tokens(key, value, slots, self.key_codes.shape[1], self.head_dim)
         check.slots(slots, self.key_codes.shape[0], self.block_size)
@@ -145,7 +145,8 @@ class PackedPages:
             scale: factor on the scores.
             softcap: 0 for none, else scores become cap * tanh(score / cap).
             ring_table: int [sequences, ring_blocks], negative for no block; None without a ring.
-            sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
+            sinks: [heads], logits of attention sinks, which take part of the softmax weight but have no value; None
+                without sinks.
 
         Returns:
             float32 [sequences, heads, head_dim].
@@ -167,8 +168,8 @@ class PackedPages:
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
         apart, level = None, None
         if self.factors is not None:
-            # Keys at position 0 have another mean (`apart`). For all other tokens q . key_mean (`level`) is the same,
-            # so the softmax ignores it, unless scores are capped or a sink's logit is in the sum.
+            # The key at position 0 has its own mean, which adds `apart` to its score. The mean of all keys adds `level`
+            # to every score. The softmax cancels `level`, except with a soft cap or with sinks.
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
             q = q / self.factors.key_scale[:, None]
@@ -204,7 +205,7 @@ class PackedPages:
             out += torch.matmul(near, fine_value.values)
         out = out.transpose(2, 3).flatten(3) @ self.rotation.T
         if self.factors is not None:
-            # A sink takes part of the weight, so only the rest multiplies the mean.
+            # A sink takes part of the softmax weight. The mean is multiplied by the rest.
             weight = 1.0 if sinks is None else p.sum(-1).transpose(2, 3).reshape(sequences, kv_heads, -1, 1)
             out = out / self.factors.value_scale[:, None] + weight * self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)
@@ -259,7 +260,7 @@ class PackedPages:
         return self.keys(block_table, length), self._side("value", block_table, length)
 
     def keys(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Return only the keys; otherwise like `read`."""
+        """Return the keys of a sequence's first `length` tokens, as `read` does."""
         return self._side("key", block_table, length)
 
     def _side(self, side: str, block_table: torch.Tensor, length: int) -> torch.Tensor:

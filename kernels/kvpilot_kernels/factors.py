@@ -40,7 +40,7 @@ class Factors:
         return cls(zero, zero + 1, zero.clone(), zero + 1)
 
     def of(self, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and scale of keys (`side="key"`) or values (`"value"`), except for the key at position 0."""
+        """Return mean and scale of keys (`side="key"`) or values (`"value"`). Position 0 has the mean `key_first`."""
         return (self.key_mean, self.key_scale) if side == "key" else (self.value_mean, self.value_scale)
 
     def to(self, device: torch.device | str) -> "Factors":

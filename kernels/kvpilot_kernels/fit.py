@@ -83,7 +83,7 @@ class Moments:
         self.tokens += x.shape[0]
 
     def still(self) -> int:
-        """Return the number of channels that are constant over all tokens."""
+        """Return the number of channels that have the same value in all tokens."""
         total = self.weight.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
         mean, square = self.first.sum(1) / total, self.second.sum(1) / total
         return int((square - mean.square() <= 1e-12 * square).sum())
@@ -149,7 +149,8 @@ class Observed:
             scale: factor on the scores.
             softcap: 0 for none.
             sliding_window: number of last tokens that a query attends to; None for all.
-            sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
+            sinks: [heads], logits of attention sinks, which take part of the softmax weight but have no value; None
+                without sinks.
 
         Raises:
             ValueError: the shapes do not fit each other or this layer.
@@ -178,7 +179,7 @@ class Observed:
         return self._key.tokens
 
     def still(self) -> int:
-        """Return the number of constant channels of keys and values. `_FLOOR` decides their scale."""
+        """Return the number of constant channels of keys and values. Only `_FLOOR` determines their scale."""
         return self._key.still() + self._value.still()
 
     def factors(self) -> Factors:
@@ -207,7 +208,7 @@ def _information(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, window: int | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return g^2 (see the module) of one KV head's keys, [tokens, D], and of its values, [tokens].
+    """Return g^2, as the module's docstring defines it, of one KV head's keys, [tokens, D], and values, [tokens].
 
     `query` is [tokens, query heads of the KV head, D].
     """

@@ -31,7 +31,8 @@ def stored_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the slots of tokens [begin, begin + length) of each sequence, one sequence after another.
 
-    All layers and heads share this list. A kernel launched over (sequences, longest length) would have idle programs.
+    All layers and heads share this list. A kernel launched over it has no idle programs, unlike one that is launched
+    over (sequences, longest length).
 
     Args:
         block_table: int32 [sequences, blocks].

@@ -27,14 +27,14 @@ def ring_slots(
 
     Args:
         positions: int [tokens], each token's position in its sequence, counted from 0; negative for padding.
-        ends: int [tokens], stored tokens of its sequence after this step.
-        ring_rows: int [tokens, ring_blocks], blocks of its sequence's ring; negative for none.
+        ends: int [tokens], stored tokens of the token's sequence after this step.
+        ring_rows: int [tokens, ring_blocks], ring blocks of the token's sequence; negative for none.
         recent: tokens that the ring keeps: the window, plus the largest number of drafts in a step.
         ring_tokens: tokens of a ring's page (`RingLayout.tokens`).
 
     Returns:
-        int64 [tokens]: block * ring_tokens + offset, different for all tokens of a sequence. It is -1 for padding,
-        without a block, and for a token that is older than the last `recent` ones.
+        int64 [tokens]: block * ring_tokens + offset, different for all tokens of a sequence. It is -1 for padding, for
+        a token whose ring has no block, and for a token before the last `recent` ones.
     """
     place = positions.long().clamp(min=0) % (ring_rows.shape[1] * ring_tokens)
     block = ring_rows.long().gather(1, (place // ring_tokens)[:, None])[:, 0]
@@ -47,8 +47,9 @@ class FineRows:
     """Refinement of the keys, or of the values, of a window's tokens.
 
     Attributes:
-        scales: float32 [sequences, kv_heads, groups, recent], 0 if the ring has nothing for a token.
-        values: float32 [sequences, kv_heads, groups, recent, g], to be added after multiplication by the scale.
+        scales: float32 [sequences, kv_heads, groups, recent], 0 for a token whose residual the ring does not hold.
+        values: float32 [sequences, kv_heads, groups, recent, g]. Multiply them by the scale, and add the product to the
+            decoded keys or values.
     """
 
     scales: torch.Tensor
@@ -63,8 +64,8 @@ class RingPages:
         fmt: a format with a ring.
         head_dim: elements of a key.
         recent: tokens of the window.
-        drafts: largest number of draft tokens in a step. The ring keeps this many tokens more, because drafts may be
-            rejected.
+        drafts: largest number of draft tokens in a step. The ring keeps as many additional tokens, because drafts may
+            be rejected.
 
     Raises:
         BadInputError: the cache does not have the layout of `fmt`.

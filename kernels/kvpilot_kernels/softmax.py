@@ -1,13 +1,13 @@
 """Attention with capped scores and sinks, which torch's `scaled_dot_product_attention` does not support.
 
-A sink is a learned logit per head that takes weight but has no value.
+A sink is a learned logit of a head. It takes part of the softmax weight but has no value.
 """
 
 import torch
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax over the last dimension. The logits `sinks`, which broadcast to [..., 1], add to its sum."""
+    """Return the softmax over the last dimension. The logits `sinks`, broadcast to [..., 1], add to its denominator."""
     if sinks is None:
         return scores.softmax(-1)
     one_more = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)

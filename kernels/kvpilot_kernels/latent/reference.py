@@ -1,4 +1,4 @@
-"""Reference of multi-head latent attention over stored tokens in float64, straight from its definition.
+"""Reference implementation of multi-head latent attention over stored tokens, in float64, straight from the definition.
 
 In the absorbed form all heads share a token's entry e = (latent, rope), and its latent is also the value:
 

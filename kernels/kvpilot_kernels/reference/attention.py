@@ -1,4 +1,4 @@
-"""Reference of attention over stored tokens in float64, straight from its definition.
+"""Reference implementation of attention over stored tokens, in float64, straight from the definition.
 
     o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t    over the tokens t that query i attends to
 

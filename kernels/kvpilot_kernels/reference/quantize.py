@@ -6,9 +6,9 @@ For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
     z = zero_code * qmax / 30 with zero_code = round(-lo / scale * 30 / qmax)
     code = clamp(round(x / scale + z), 0, qmax)        x' = scale * (code - z)
 
-[lo, hi] starts as the group's range, widened to include 0. Of a few factors (`layouts.SHRINK`) the encoder shrinks it
-by the one with the smallest squared error. With few codes, it is better to clip the tails than to use the coarser scale
-that they need. `kvpilot_formats.layouts` describes the scale metadata.
+[lo, hi] starts as the group's range, widened to include 0. The encoder tries a few factors (`layouts.SHRINK`), and
+shrinks the range by the factor with the smallest squared error. With few codes, it is better to clip the tails than to
+use the coarser scale that covers them. `kvpilot_formats.layouts` describes the scale metadata.
 
 At 2 bits, x' is too short along x: <x, x'> is about 0.89 <x, x>. A sum over tokens does not average this error out,
 because all tokens have it. So at 2 bits the codes stay, and the stored scale becomes

@@ -5,7 +5,7 @@ With n = 2^(8 - b), the codes c, scales s and zero points z of a row x (`quantiz
     r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
 
 The largest |x / s + z - c| of a group decides its exponent e in 0..2: groups with clipped tails need 1 or 2.
-`kvpilot_formats.layouts` has the layout.
+`kvpilot_formats.layouts` describes the bytes of a ring's page.
 """
 
 import torch

@@ -14,15 +14,15 @@ def windowed(
     query: torch.Tensor, pages: Sides, fine: Sides, scale: float, recent: int, *, since: int = 0, softcap: float = 0.0,
     sliding_window: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return causal attention that reads a query's last `recent` tokens, its own included, from `fine`.
+    """Return causal attention with a recent window.
 
-    Read all earlier tokens from `pages`.
+    A query reads the last `recent` tokens, its own included, from `fine`, and all earlier tokens from `pages`.
 
     Args:
         query: [sequences, heads, tokens, D]; heads is a multiple of kv_heads.
         scale: factor on the scores.
         softcap: 0 for none, else scores become cap * tanh(score / cap).
-        since: tokens before this position are always read from `pages`.
+        since: position before which all tokens are read from `pages`.
         sliding_window: number of last tokens that a query attends to; None for all.
 
     Returns:

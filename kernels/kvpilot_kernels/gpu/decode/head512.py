@@ -1,11 +1,11 @@
 """Decode of wide heads, with rows of 512 elements: the same arithmetic with fewer registers.
 
-The sums of 512 elements take 128 registers of a thread, half of its limit. So the rest must be small:
+The running output of 512 elements takes 128 registers of a thread, half of the limit. To save registers elsewhere:
 
 - queries and their sums stay in shared memory, and each product loads them;
-- a row is processed in chunks, and a fence keeps the assembler from starting all of them at once;
-- sums of weights times zero codes are rows of one more product, directly on the tile's metadata;
-- the exponents of a token in the recent window are packed into one register.
+- a row is processed in chunks, and a fence keeps the assembler from starting all chunks at once;
+- an extra matrix product, directly on the tile's metadata, sums weights times zero codes;
+- the residual exponents of a token in the recent window are packed into one register.
 
 Here each group of 64 elements is one sub-plane of a chunk: group g is sub-plane g // chunks of chunk g % chunks.
 """
@@ -56,7 +56,7 @@ fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 def ends_part(sub, bits, digits):
     """Return True if a fence follows this sub-plane.
 
-    A fence follows every group at 8 bits or with digits of the recent window, and else every second group.
+    With 8-bit codes and in the recent window, a fence follows every group. Otherwise it follows every second group.
     """
     return digits > 0 or bits == 8 or sub % 2 == 1
 
@@ -69,9 +69,10 @@ def keep_row(row):
 
 @gluon.jit
 def allocate_queries(C: gl.constexpr):
-    """Allocate shared memory for queries, int8 [2 queries, 64] for each 64 bytes of a row.
+    """Allocate shared memory for queries, int8 [2 * queries, 64] for each 64 elements of a row.
 
-    For each group there is also memory for the queries' sums, int32 [2 queries] and float32 [queries].
+    Also allocate memory for the `starts` and `zeros` of a `Query`: int32 [2 * queries] and float32 [queries] for each
+    group.
     """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return (
@@ -85,7 +86,7 @@ def allocate_queries(C: gl.constexpr):
 
 @gluon.jit
 def fetch_queries(shared, source, C: gl.constexpr):
-    """Start copying queries, as `store`'s integers, to shared memory. Past the end repeat the last query."""
+    """Start copying queries, as the integers of `store`, to shared memory. Fill unused columns with the last query."""
     DIM: gl.constexpr = C.dim
     source = at_program(source, C)
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [1, 1], [1, 0])
@@ -99,7 +100,7 @@ def fetch_queries(shared, source, C: gl.constexpr):
 
 @gluon.jit
 def load_wide_query(shared, source, C: gl.constexpr):
-    """Load a program's `Query`, whose sums go to shared memory."""
+    """Load a program's `Query`. Write its `starts` and `zeros` to shared memory."""
     GROUPS: gl.constexpr = C.groups
     source = at_program(source, C)
     for g in gl.static_range(GROUPS):
@@ -112,7 +113,7 @@ def load_wide_query(shared, source, C: gl.constexpr):
 
 @gluon.jit
 def dot_wide(codes, query, g: gl.constexpr, first: gl.constexpr, C: gl.constexpr):
-    """Multiply group g's codes, from bit `first` of `codes` on, by the queries: float32 [tile, queries].
+    """Multiply the codes of group g, which begin at bit `first` of a byte, by the queries: float32 [tile, queries].
 
     The result is exact before the last rounding, as in `softmax.dot`.
     """
@@ -126,7 +127,7 @@ def dot_wide(codes, query, g: gl.constexpr, first: gl.constexpr, C: gl.constexpr
 
 @gluon.jit
 def score_wide(smem, stage, t, query, fine, softcap, C: gl.constexpr):
-    """Compute scores like `softmax.score`, with packed exponents."""
+    """Compute scores as `softmax.score` does, but with the exponents of `pack_exponents`."""
     KEY: gl.constexpr = C.key_side
     CHUNKS: gl.constexpr = chunks(KEY)
     DIGITS: gl.constexpr = KEY.digits if len(fine) > 0 else 0
@@ -159,9 +160,10 @@ def score_wide(smem, stage, t, query, fine, softcap, C: gl.constexpr):
 
 @gluon.jit
 def accumulate_wide(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
-    """Add a tile to the running softmax like `softmax.accumulate`, but with zeros [2 * groups, columns].
+    """Add a tile to the running softmax, as `softmax.accumulate` does.
 
-    The last rows of zeros are the values' groups. The first rows come from the keys' zero codes and mean nothing.
+    Here `State.zeros` is [2 * groups, columns]. Its second half has a row for each group of the values. Its first half
+    is computed from the keys' metadata, and nothing reads it.
     """
     VALUE: gl.constexpr = C.value_side
     CHUNKS: gl.constexpr = chunks(VALUE)
@@ -209,7 +211,7 @@ def accumulate_wide(score, unit, limits, smem, stage, state, fine, C: gl.constex
 
 @gluon.jit
 def only_row(x, row: gl.constexpr):
-    """Return left operand x, float16 [rows, TILE], with all rows of its second half zeroed except `row`."""
+    """Zero the second half of the rows of left operand x, float16 [rows, TILE], except `row`. Keep the first half."""
     HALF: gl.constexpr = x.shape[0] // 2
     TILE: gl.constexpr = x.shape[1]
     at = gl.arange(0, x.shape[0], gl.SliceLayout(1, VALUES))[:, None]
@@ -239,9 +241,9 @@ def pack_exponents(tags, right, C: gl.constexpr):
 
 @gluon.jit
 def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """Return 2^(e + BITS - 8), built from its float32 bits, or 0 if the ring holds another token's residual.
+    """Return the same number as `ring.fine_scale`, but build the bits of the float32 directly.
 
-    It is the same number as that of `ring.fine_scale`.
+    It is 2^(e + BITS - 8), or 0 if the ring holds another token's residual.
     """
     exponent = ((fine.exponents >> 2 * g) & 3) + (127 + BITS - 8)
     return ((exponent << 23) & fine.right).to(gl.float32, bitcast=True)

@@ -1,7 +1,7 @@
 """Decode: attention from a step's tokens to the packed pages of their sequence, in splits, without dequantization.
 
-With codes c, scale s and zero point z of a group, the rotated query q (in units of log2, see `store`), and the
-probability p_t of token t,
+With codes c, scale s and zero point z of a group, the rotated query q (which `store` scales for softmax with base 2),
+and the probability p_t of token t,
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
@@ -27,7 +27,8 @@ to tiles in which columns differ: the last tiles, the first tiles of a sliding w
 
 The language is Gluon, because Triton's own layouts move unpacked values through shared memory, at half the speed.
 
-To follow a value from its page to the output, read `smem` and then `softmax`. Heads of 512 elements have `head512`.
+To follow a value from its page to the output, read `smem` and then `softmax`. For heads of 512 elements, `head512`
+replaces `softmax`.
 """
 
 from collections import namedtuple
@@ -98,7 +99,7 @@ class DecodeConfig:
 
     @classmethod
     def of(cls, key: SideLayout, take: int, **constants: Any) -> "DecodeConfig":
-        """Return the constants, with those that follow from the others."""
+        """Return a config. Derive `dim`, `groups`, `queries`, `columns` and `wide` from the arguments."""
         queries = 4 if take <= 4 else 8 if take <= 8 else 16
         return cls(key_side=key, take=take, dim=key.dim, groups=key.dim // key.group, queries=queries,
                    columns=max(queries, 8), wide=key.dim > NARROW.value, **constants)  # fmt: skip
@@ -112,8 +113,8 @@ Attributes:
     end: end of the split.
     ahead: end of the tokens that are copied ahead.
     length: smallest number of tokens that a query attends to.
-    ends: with several query tokens per sequence, the number of tokens that each query attends to, int32 [queries],
-        and the largest of these numbers.
+    ends: with `several` a pair: the number of tokens that each query attends to, int32 [queries], and the largest of
+        these numbers; otherwise ().
 """
 
 
@@ -125,7 +126,7 @@ def attend(query, smem, stage, state, tags, begin, stop, split, C: gl.constexpr)
     only the tile at `stage` is in flight, because its digits use the buffers of the other stages.
 
     Args:
-        tags: `ring.Tags` of the first tile in the recent window, and empty before it.
+        tags: `ring.Tags` of the tile at `begin` if the tokens are in the recent window, otherwise ().
     """
     REFINED: gl.constexpr = len(tags) > 0
     scores_unit = gl.full([C.queries], 1.0, gl.float32, COLS) if C.softcap else query.unit
@@ -172,15 +173,18 @@ def decode_kernel(
 ):  # fmt: skip
     """Attend in one split of the plan, for `take` queries of a KV head, with one warp.
 
-    Grid (cdiv(most tokens of a sequence * ratio, take), kv_heads, splits). A row is a query token. `launch.pages.Plan`
-    explains the queries (`rotated` to `level`) and the results (`out` is its `partial`, and `lse`).
+    Grid (cdiv(most rows of a sequence * ratio, take), kv_heads, splits). A row is a query token. Without `several` each
+    sequence has one row. With `several` the last row attends to all tokens of the sequence, and each earlier row to one
+    token less.
 
+    rotated, sums, units, apart, level: queries, see `launch.pages.Plan`.
     cache: packed pages.
     table: int32 [sequences, blocks].
-    ring, ring_table: the same for the residuals of the last `recent` tokens; not read without a ring.
-    splits, spans, bases: as written by `schedule`; the last two are read only with `several`.
-    starts: int32 [sequences + 1], the first row of each sequence, read only with `several`. The last row attends to all
-        tokens of the sequence, and each earlier row to one token less. Without `several` each sequence is one row.
+    ring, ring_table: pages and blocks of the residuals of the last `recent` tokens; not read without a ring.
+    splits: from `schedule`.
+    spans, bases: from `schedule`; read only with `several`.
+    starts: int32 [sequences + 1], the first row of each sequence; read only with `several`.
+    out, lse: results, written to `partial` and `lse` of the `Plan`.
     C: a `DecodeConfig`.
     """
     RING_BLOCKS: gl.constexpr = C.ring_blocks
@@ -228,8 +232,8 @@ def decode_kernel(
             plain = gl.minimum(gl.maximum(gl.maximum(length - C.recent, 0) // C.tile * C.tile, start), end)
             ahead = gl.minimum(plain + 1, end)
         work = Split(pages=pages, ring=ring, softcap=softcap, end=end, ahead=ahead, length=length, ends=ends)
-        # The last two tokens of a sequence may be from this step: its own, and one of a sequence that shares the block.
-        # Copy tiles before them without waiting for `store`.
+        # `store` may still be writing two tokens: this sequence's last one, and the one before it, which another
+        # sequence that shares the block stores in this step. Copy earlier tiles without waiting for `store`.
         settled = gl.minimum(end - 1 - C.tile, ahead)
         blocks = ()
         for i in gl.static_range(STAGES - 1):
@@ -270,5 +274,5 @@ def decode_kernel(
         async_copy.wait_group(0)
         at = (result * heads + head).to(gl.int64) * C.ratio + (0 if C.several else first)
         (write_wide if C.wide else write)(out_ptr + at * C.dim, lse_ptr + at, source, state, C)
-    elif C.overlap:  # later kernels rely on this kernel to wait for all earlier writes
+    elif C.overlap:  # later kernels rely on this: when this kernel ends, all earlier writes are visible
         gdc_wait()

@@ -1,6 +1,7 @@
 """Reduce: merge the partial results of a sequence's splits and rotate them back into the model's space.
 
-With partial outputs o_i and log-sums L_i (base 2), o = sum_i 2^(L_i - L) o_i with L = log2 sum_i 2^L_i; then
+A split has a partial output o_i and L_i, log2 of its softmax sum. With L = log2 sum_i 2^L_i,
+o = sum_i 2^(L_i - L) o_i, and then
 
     out = (o H^T) / value_scale + value_mean
 
@@ -24,12 +25,17 @@ class MergeConfig:
 
     Attributes:
         kv_heads, ratio: KV heads, and query heads of each.
-        head, dim, slots: elements of a head of the model and of a stored row, and slots of a row.
-        take, rows: query heads of a program, and their number padded to a power of two.
+        head: elements of a head of the model.
+        dim: elements of a stored row.
+        slots: slots of a row.
+        take: query heads of a program.
+        rows: `take` padded to a power of two.
         step: splits in flight.
         several: True if sequences have several query tokens.
-        sinks, level: True if there are sinks, and if `level` is read with them.
-        overlap: True if launched as a dependent of decode.
+        sinks: True if there are attention sinks.
+        level: True if the scores lack `Plan.level`, so that it is subtracted from the sinks' logits instead. It is
+            False with a soft cap.
+        overlap: True if the kernel may start before decode ends.
     """
 
     kv_heads: int
@@ -53,12 +59,14 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
 
     A sequence without splits gets zeros. A row is a query token.
 
-    partial, lse, level: as in `launch.pages.Plan`. The last is read only with sinks and C.level.
-    spans, starts, bases: as in `schedule`. The last two are read only with `several`. Else a sequence is one row.
+    partial, lse: as in `launch.pages.Plan`.
+    level: as in `launch.pages.Plan`; read only with C.sinks and C.level.
+    spans: as in `schedule`.
+    starts, bases: as in `schedule`; read only with `several`. Without it each sequence has one row.
     owners: int32 [rows], the sequence of each row; read only with `several`. Negative means padding, which gets zeros.
     signs: [16, 16] or None (`hadamard.plain_signs`).
     value_mean, value_scale: float32 [kv_heads, head].
-    sinks: [kv_heads * ratio], natural logits of any float dtype, read only with sinks.
+    sinks: [kv_heads * ratio], logits of base e, any float dtype; read only with C.sinks.
     out: [rows, kv_heads * ratio, head], any float dtype, stride per row in elements.
     """
     STEP: tl.constexpr = C.step
@@ -114,7 +122,7 @@ def reduce_kernel(partial_ptr, lse_ptr, spans_ptr, starts_ptr, owners_ptr, bases
         sink = tl.load(sinks_ptr + heads, mask=row < C.take, other=0.0).to(tl.float32) * LOG2_E
         if C.level:
             at = level_ptr + token.to(tl.int64) * (C.kv_heads * C.ratio) + heads
-            # Padding has no level.
+            # `store` writes no level for padding.
             sink -= tl.load(at, mask=(row < C.take) & (number > 0), other=0.0)
         out = out * total / (total + tl.exp2(sink[:, None] - highest))
     out = tl.where(number > 0, out, 0.0)

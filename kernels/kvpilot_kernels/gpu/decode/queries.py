@@ -16,8 +16,8 @@ Source = namedtuple("Source", "rotated sums units apart level at first count str
 """Place of a program's queries: pointers to the output of `store`, and the program's part of it.
 
 Attributes:
-    at: the KV head's first query in the sequence's first row; without `several` the program's first query.
-    first: first query of the program, counted over the sequence's rows.
+    at: place of the KV head's first query in the sequence's first row; without `several`, of the program's first query.
+    first: first query of the program, counted over all rows of the sequence.
     count: number of the program's queries.
     stride: number of queries from one token of the sequence to the next.
 """
@@ -38,7 +38,7 @@ Attributes:
 
 @gluon.jit
 def place_of(n, source, C: gl.constexpr):
-    """Return the offset in memory of query `first` + n of a KV head, from query `first`, or with `several` from 0."""
+    """Return the place in memory of the program's query n, in queries, from `Source.at`."""
     return (source.first + n) // C.ratio * source.stride + (source.first + n) % C.ratio if C.several else n
 
 
@@ -83,8 +83,8 @@ def load_query(source, C: gl.constexpr):
 def load_sums(source, g: gl.constexpr, C: gl.constexpr):
     """Load a group's initial sums, int32 [2 queries], and the effect of its zero points, float32 [queries].
 
-    The initial sums are in the columns of the first product. The effect is the number that a zero code of 1 subtracts
-    from a product, in units of UNIT.
+    The initial sums have the column order of the first product. The effect is the number that a zero code of 1
+    subtracts from a product, in units of UNIT.
     """
     sums_ptr = source.sums + 3 * g
     column = gl.arange(0, 2 * C.queries, gl.SliceLayout(0, MMA))

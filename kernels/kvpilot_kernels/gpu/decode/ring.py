@@ -1,7 +1,7 @@
 """Recent window of decode: the ring's digits, and the check that they belong to a tile's tokens.
 
-`layouts` has the ring's layout. Digits are processed like codes. Tags tell whose residual the ring holds. If a token's
-tags differ from those in the ring, its residual gets the scale 0.
+`kvpilot_formats.layouts` describes the ring. Its digits are processed like codes. Its tags tell to which token a
+residual belongs. If a token's tags differ from those in the ring, its residual gets the scale 0.
 """
 
 from collections import namedtuple
@@ -17,8 +17,8 @@ Tags = namedtuple("Tags", "meta codes block")
 
 Attributes:
     meta: the ring's metadata, uint16 [tile] for each group, keys' groups first.
-    codes: the 16 bits of packed codes in a tag, uint16 [tile], for the first two groups of the key and of the
-        value.
+    codes: first 16 bits of a group's packed codes, which the tag is computed from, uint16 [tile], for the first two
+        groups of the key and of the value.
     block: the ring's block, [tile] or one for all tokens, negative for none.
 """
 
@@ -27,15 +27,19 @@ Fine = namedtuple("Fine", "exponents right seen")
 """Scales of the residuals of a tile's tokens.
 
 Attributes:
-    exponents: `Tags.meta`, or for heads of 512 elements from `head512.pack_exponents`.
-    right: result of `is_refined`, or for heads of 512 elements from `head512.pack_exponents`.
-    seen: bool [tile, queries], the recent window of each query; empty if each sequence has one query token.
+    exponents: `Tags.meta`; for heads of 512 elements the first result of `head512.pack_exponents`.
+    right: result of `is_refined`; for heads of 512 elements the second result of `head512.pack_exponents`.
+    seen: bool [tile, queries], True if the token is in the query's recent window; () if each sequence has one query
+        token.
 """
 
 
 @gluon.jit
 def digit_buffer(stage, i: gl.constexpr, SIDE: gl.constexpr, C: gl.constexpr):
-    """Return the buffer of digit i of the tile at `stage`: one of the next buffers, which held plain tiles."""
+    """Return the buffer of digit i of the tile at `stage`.
+
+    It is one of the buffers after the tile's own, which held tiles from before the recent window.
+    """
     return (stage + 1 + i) % buffers(SIDE, C.stages, True)
 
 
@@ -50,7 +54,10 @@ def block_of(ring, place, RING: gl.constexpr):
 
 @gluon.jit
 def fetch_digits(buffer, stage, ring, t, SIDE: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr):
-    """Start copying the ring's digits at the places of tokens [t, t + tile). `is_refined` tells whose they are."""
+    """Start copying the ring's digits at the places of tokens [t, t + tile).
+
+    They may be another token's. `is_refined` tells.
+    """
     DIGITS: gl.constexpr = SIDE.digits
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE) // SIZE
     RING: gl.constexpr = SIDE.ring

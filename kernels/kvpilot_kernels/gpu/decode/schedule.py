@@ -1,4 +1,4 @@
-"""Plan: the splits of decode. They are computed on the GPU, so that a captured graph follows each step's lengths.
+"""Plan: the splits of decode. The GPU computes them, so that a captured graph adapts to the lengths of each step.
 
 A wave is the number of splits that run at once: the concurrent programs, divided by the programs that share a split.
 The tiles of all sequences are cut into splits of about tiles / wave tiles. All tiles of a split belong to one sequence,
@@ -12,21 +12,25 @@ import triton
 import triton.language as tl
 
 CHUNK, OWN, PER = 1024, 32, 16
-"""Sequences that a program of `plan_kernel` counts at once, sequences whose splits it writes, and splits of a sequence
-that it writes at once."""
+"""Sizes of a program of `plan_kernel`.
+
+CHUNK: sequences whose splits it counts at once.
+OWN: sequences whose splits it writes.
+PER: splits of a sequence that it writes at once.
+"""
 
 ROUNDS = 4
-"""Number of cuts that the search compares. Each is made for one more round of a wave than the one before."""
+"""Number of cuts that the search compares. Each cut has one round of a wave more than the cut before it."""
 
 FIXED = tl.constexpr(3)
 """Fixed cost of a split, in tiles: first loads, results and their merge. It is an estimate, not tuned."""
 
 
 def beyond(tokens: int) -> int:
-    """Return how many splits per sequence with tokens a plan may make beyond a wave, on average.
+    """Return how many splits beyond a wave a plan may make, for each sequence that has tokens, on average.
 
-    Every split costs memory for one result per query token, so steps with several query tokens get fewer splits. More
-    than 3 would seldom end sooner, by the estimate of `most_tiles`.
+    Every split needs memory for one result per query token, so steps with several query tokens get fewer splits. By the
+    estimate of `most_tiles`, a step would seldom end sooner with more than 3.
     """
     return 3 if tokens == 1 else 1
 
@@ -65,7 +69,7 @@ def cut(tiles, c):
 
 @triton.jit
 def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the number of splits of all sequences, for splits of at most c tiles, and the tiles of the largest one."""
+    """Return the number of splits of all sequences if a split has at most c tiles, and the tiles of the largest one."""
     total = 0
     largest = 1
     for at in range(0, sequences, CHUNK):
@@ -79,12 +83,12 @@ def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.
 @triton.jit
 def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr, ROUNDS: tl.constexpr,
                CHUNK: tl.constexpr):  # fmt: skip
-    """Return the tiles per split with which a step is estimated to end first.
+    """Return the largest number of tiles per split for which the step's estimated time is shortest.
 
-    A plan has at most a wave of splits, plus `more` for each sequence that has tokens. Sequences without tokens add
-    none, which `most_results` relies on. The estimated time of a cut is its number of rounds of a wave, times the sum
+    A plan has at most a wave of splits, plus `more` for each sequence that has tokens. Sequences without tokens get no
+    splits; `most_results` relies on this. The estimated time of a cut is its number of rounds of a wave, times the sum
     of FIXED and the tiles of its largest split. The search compares up to ROUNDS cuts, starting with the fewest rounds.
-    It stops at a cut within an eighth of the lower bound.
+    It stops at a cut whose time is at most an eighth above the lower bound.
     """
     total = 0
     live = 0

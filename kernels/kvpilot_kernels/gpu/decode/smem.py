@@ -67,7 +67,7 @@ def row_of_copies(SIDE: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit
 def fetch_rows(buffer, at, rows, SIDE: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr):
-    """Start copying the codes of a tile's tokens, from pointers `rows` on, to tile buffer `at`, SIZE bytes each."""
+    """Start copying the codes of a tile's tokens from `rows` to tile buffer `at`, in elements of SIZE bytes."""
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE) // SIZE
     token, element = row_of_copies(SIDE, C.tile, SIZE)
     for c in gl.static_range(chunks(SIDE)):
@@ -108,7 +108,7 @@ def fetch_tile(smem, stage, pages, block, t, C: gl.constexpr):
 
 @gluon.jit
 def load_keys(smem, at, C: gl.constexpr):
-    """Load a tile's keys, int8 [tile, bytes]: each chunk's bytes, then the bytes' upper halves moved down."""
+    """Load a tile's keys, int8 [tile, bytes], two for each chunk: its bytes, and their upper halves moved down."""
     KEY: gl.constexpr = C.key_side
     codes = ()
     for c in gl.static_range(chunks(KEY)):
@@ -119,7 +119,7 @@ def load_keys(smem, at, C: gl.constexpr):
 
 @gluon.jit
 def load_values(smem, at, C: gl.constexpr):
-    """Load a tile's values, uint16 [words, tile]: each chunk's words, then the words' upper bytes moved down."""
+    """Load a tile's values, uint16 [words, tile], two for each chunk: its words, and their upper bytes moved down."""
     VALUE: gl.constexpr = C.value_side
     words = ()
     for c in gl.static_range(chunks(VALUE)):

@@ -103,7 +103,7 @@ def dot(codes, query, g: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def first_scores(t, query, C: gl.constexpr):
-    """Return scores, float32 [tile, queries], before products are added: token 0 has its own mean, so its `apart`."""
+    """Return initial scores, float32 [tile, queries]: `apart` for token 0, whose key has its own mean, and else 0."""
     token = gl.arange(0, C.tile, ROWS)
     first = (token == 0)[:, None]
     apart = gl.where(t == 0, query.apart, 0.0)[None, :]
@@ -125,7 +125,7 @@ def score(smem, stage, t, query, fine, softcap, C: gl.constexpr):
     Args:
         t: first token of the tile.
         query: from `queries.load_query`.
-        fine: a `ring.Fine` in the recent window, where it adds the ring's digits, and empty before it.
+        fine: a `ring.Fine` if the tile is in the recent window, so that the ring's digits are added; otherwise ().
     """
     GROUPS: gl.constexpr = C.groups
     KEY: gl.constexpr = C.key_side
@@ -165,9 +165,9 @@ def score(smem, stage, t, query, fine, softcap, C: gl.constexpr):
 def hide(score, meta, t, split, C: gl.constexpr):
     """Mask the tokens of a tile that a query does not attend to: their scores become -1e38 or less.
 
-    A hidden token has weight 0, and 0 times a NaN scale would be NaN. So the scales of its value are limited to
-    numbers. If queries attend to different tokens, all scales of the tile are limited. Then a token with a NaN scale
-    gets the score NaN instead.
+    A hidden token has weight 0, and 0 times a NaN scale would be NaN. So its value's scales are limited to finite
+    numbers. If queries attend to different tokens of the tile, the scales of all its tokens are limited. For queries
+    that attend to a token with a NaN scale, the score becomes NaN instead.
 
     Args:
         t: first token of the tile.

@@ -1,11 +1,12 @@
 """Weigh: the attention that stored tokens get in a step, summed over query heads and over stretches of tokens.
 
-Decode leaves the log-sums of all splits in the plan. They give the log-sum L of a sequence's scores, in log2. A token
-with score s gets exp2(s - L) of a query's attention. So only keys are read again, and no values:
+Decode leaves log2 of the softmax sum of every split in the plan. Together they give L, log2 of the sum over a whole
+sequence. A token with score s gets exp2(s - L) of a query's attention. So only keys are read again, and no values:
 
     mass of a stretch = sum over its tokens t and the query heads h of exp2(s_ht - L_h)
 
-A flag on the device decides if a step is weighed. So a CUDA graph may contain the launch, which mostly does nothing.
+A flag on the device decides if a step is weighed. So a CUDA graph may contain the launch, which does nothing in most
+steps.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class WeighConfig:
         kv_heads, ratio: KV heads, and query heads of each.
         rows: `ratio` padded to a power of two, at least 16.
         tokens: tokens of a stretch. It divides a page and the splits' starts.
-        softcap, sinks: True if scores have a soft cap, and if there are sinks.
+        softcap: True if scores have a soft cap.
+        sinks: True if there are attention sinks.
     """
 
     key_side: SideLayout
@@ -88,7 +90,7 @@ def weigh_kernel(
     total: float32 [kv_heads, sequences, stretches] of C.tokens tokens each. One program writes an element. Tokens past
         the last stretch are left out.
     lse: float32 [splits, kv_heads, ratio]. Each sequence has one query token.
-    The rest is as in `decode` and, with sinks, as in `merge`.
+    The other parameters are those of `decode_kernel`, except `sinks`, which is that of `reduce_kernel`.
     """
     KEY: tl.constexpr = C.key_side
     PARTS: tl.constexpr = C.key_side.slots // 64

@@ -18,7 +18,8 @@ from triton.runtime.driver import driver
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 MOST_THREADS = 8
-"""Largest useful number of threads. A tenth of the work holds Python's lock, and the slowest variant sets the time."""
+"""Largest useful number of threads. More do not help: a tenth of the work holds Python's lock, and the slowest variant
+determines the time."""
 
 
 class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's classes as Any

@@ -213,8 +213,9 @@ class GpuPages:
     """Cache of packed pages of one layer, uint8 [blocks, kv_heads, block_size, row_bytes], flat per (block, head).
 
     Args:
-        ring: pages of the recent window, in the shape of `cache` and perhaps the same tensor; None without a window.
-        sinks: floats [kv_heads * ratio], a logit per head that takes weight but has no value; None without sinks.
+        ring: pages of the recent window, in the shape of `cache`. It may be the same tensor. None without a window.
+        sinks: floats [kv_heads * ratio], logits of attention sinks, which take part of the softmax weight but have no
+            value; None without sinks.
     """
 
     def __init__(self, cache: torch.Tensor, shape: Shape, factors: Factors, ring: torch.Tensor | None = None,
@@ -244,9 +245,9 @@ class GpuPages:
             key, value: [tokens, kv_heads, D], heads and elements contiguous.
             slot_mapping: int64 [tokens], block * block_size + offset; negative is padding.
             scale: factor on the scores.
-            ring_slots: int64 [tokens], from `ring.ring_slots`; None without a recent window.
-            ordinals: int [tokens, or fewer before padding], each token's position in its sequence, counted from 1;
-                None if no token is the first of its sequence.
+            ring_slots: int64 [tokens], from `store.ring_slots.fill_ring_slots`; None without a recent window.
+            ordinals: int [tokens], each token's position in its sequence, counted from 1. Padding at the end may be
+                left out. None if no token is the first of its sequence.
         """
         s, f = self.shape, self.factors
         check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
@@ -280,8 +281,7 @@ class GpuPages:
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
             seq_lens: int32 [sequences], stored tokens, as given to the plan's `update`; 0 gives zeros.
-            out: output, [rows, heads, D], 16 bits or float32; heads and elements contiguous. A row is a sequence, or
-                with the plan's `several` one of its rows.
+            out: output, [rows, heads, D], 16 bits or float32; heads and elements contiguous. A row is a query token.
             ring_table: int32 [sequences, ring_blocks], negative for no block; None without a recent window.
         """
         check.int32(block_table=block_table, seq_lens=seq_lens)
@@ -346,14 +346,14 @@ class GpuPages:
 
     def gather(self, slots: torch.Tensor, ordinals: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
                key: torch.Tensor | None = None, value: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Write tokens contiguously in the model's dtype: read from pages, or copied from new tokens.
+        """Write keys and values contiguously in the model's dtype. Read them from pages, or copy them from new tokens.
 
         Args:
             slots: int64 [tokens], from `places.stored_slots` or `joined_slots`.
             ordinals: int32 [tokens], from the same function.
             key_out, value_out: output, [tokens or more, kv_heads, D], 16 bits, contiguous; further rows stay unchanged.
-            key, value: new tokens, [rows, kv_heads, D], heads and elements contiguous. The slot -1 - row stands for one
-                of these rows. None if no slot is negative.
+            key, value: new tokens, [rows, kv_heads, D], heads and elements contiguous. The slot -1 - i selects row i.
+                None if no slot is negative.
         """
         s, f, tokens = self.shape, self.factors, slots.shape[0]
         check.ordinals(ordinals, slots)

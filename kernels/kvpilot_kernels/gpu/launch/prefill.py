@@ -24,7 +24,8 @@ def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
         out: output, [tokens, heads, D]; allocated if None.
 
     Returns:
-        The output, and the log-sums of the scores, float32 [heads, tokens], -inf for a query without keys.
+        The output, and the logarithms of the softmax sums, float32 [heads, tokens]. They are -inf for a query without
+        keys.
     """
     tokens, heads, dim = query.shape
     out = torch.empty_like(query) if out is None else out

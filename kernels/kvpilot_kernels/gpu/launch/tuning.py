@@ -165,11 +165,16 @@ def prefill_block(capability: tuple[int, int]) -> PrefillBlock:
 
 
 def program_queries(dim: int, ratio: int, tokens: int) -> int:
-    """Return the queries of a decode program, for `ratio` query heads per KV head and up to `tokens` per sequence.
+    """Return the number of queries of a decode program.
 
-    With one token, a program takes at most 8 heads, and several programs share more heads evenly. With several tokens,
-    it takes 4, 8 or 16 queries, so that few variants are compiled. Rows of more than 128 elements take at most 8,
-    because 16 would spill registers.
+    With one query token, a program takes at most 8 query heads. More heads are divided evenly among several programs.
+    With several query tokens, a program takes 4, 8 or 16 queries, so that few variants are compiled. For rows of more
+    than 128 elements it takes at most 8, because 16 would spill registers.
+
+    Args:
+        dim: elements of a row.
+        ratio: query heads per KV head.
+        tokens: largest number of query tokens per sequence.
     """
     if tokens == 1:
         return -(-ratio // -(-ratio // 8))
@@ -180,8 +185,8 @@ def program_queries(dim: int, ratio: int, tokens: int) -> int:
 def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capability: tuple[int, int]) -> Choice:
     """Return the launch parameters of decode.
 
-    The tile divides `block_size`, so that it lies in one page. If the assembler balances registers against programs,
-    12 programs would just not fit with a recent window, so the limit is 168 registers.
+    The tile divides `block_size`, so that it lies in one page. Where the assembler may choose the number of registers
+    (`Gpu.balanced`), it takes slightly too many for 12 programs with a recent window. So these get a limit of 168.
 
     With a recent window, 2-bit codes need as much shared memory and as many registers as 4-bit codes. At head_dim 192
     they get tiles of 16, which spill 168 bytes on 9.0. Tiles of 32 spill up to 896 bytes.

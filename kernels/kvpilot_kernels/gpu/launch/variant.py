@@ -55,7 +55,7 @@ class Variant:
 def kinds(pointers: Pointers, numbers: Numbers) -> tuple[Any, ...]:
     """Return the properties of arguments that decide which compiled program Triton uses.
 
-    The first entry is 0 if 16 divides every address.
+    The first item is 0 if every address is a multiple of 16.
     """
     unaligned = 0
     for x in pointers:

@@ -1,13 +1,14 @@
 """Rotation of rows by Hadamard matrices, in the order in which a row is packed.
 
-A row is one token's key, value or query of one head. It is rotated by sums and differences of its elements. For rows of
-96 and 192, H also contains a matrix of order 12. A row of 96 is 12 blocks of eight elements ("eights"). Sums and
-differences rotate each eight. Then a product with 12 x 12 signs mixes the eights, for each of their eight places.
+A row is one token's key, value or query of one head. Sums and differences of its elements rotate it. For rows of 96 and
+192 elements, the rotation H also contains a Hadamard matrix of order 12. A row of 96 elements consists of 12 blocks of
+eight ("eights"). First, sums and differences rotate each eight. Then the matrix, 12 x 12 signs, mixes the eights: the
+first elements of all eights with each other, the second elements, and so on.
 
-A row is packed from `slots`, in which each quantization group is padded to 64. So a tile of slots divides into planes
-and groups by powers of two. Only rows of 96 and 192 elements (groups of 48) have empty slots, in whole eights, and
-their signs are 0. Other signs are +-1, exact in bfloat16. `rotate` divides by the square root of D. Triton's
-interpreter cannot round to bfloat16, so it gets float32.
+Kernels hold a row in `slots`, 64 for each quantization group, so that powers of two divide it into planes and groups.
+Only rows of 96 and 192 elements, whose groups have 48 elements, have empty slots. Empty slots form whole eights, and
+have the sign 0. All other signs are +-1, which bfloat16 stores exactly. Triton's interpreter cannot round to bfloat16,
+so its signs are float32. `rotate` divides by the square root of D.
 """
 
 from functools import cache
@@ -50,17 +51,17 @@ def _padded(dim: int, part: int) -> torch.Tensor:
 
 @cache
 def packing_signs(dim: int, bits: int, device: torch.device) -> torch.Tensor | None:
-    """Return the signs of the matrix of order 12, [16, 16], or None if H consists of sums and differences alone.
+    """Return the signs of the matrix of order 12, [16, 16], or None if `dim` is a power of two.
 
-    H does so if `dim` is a power of two. Rows of the result are eights of plain slots, columns are eights of packed
-    slots, and empty slots have zeros.
+    Rows of the result are eights of slots in the order of `plain_order`, columns in that of `packing_order`. Empty
+    slots have zeros.
     """
     return _signs(dim, packing_order(dim, bits), device)
 
 
 @cache
 def plain_signs(dim: int, device: torch.device) -> torch.Tensor | None:
-    """Return signs like `packing_signs`, [16, 16], but with eights of plain slots as rows and as columns."""
+    """Return signs like `packing_signs`, but with rows and columns in the order of `plain_order`."""
     return _signs(dim, plain_order(dim), device)
 
 
@@ -101,9 +102,9 @@ def rotate(x, signs, D: tl.constexpr):
     """Return x H for float32 x [T, slots]. `signs` are from `load_signs`.
 
     If D is a power of two, H is [[B, B], [B, -B]], and B is built likewise down to 1. Each round replaces neighbours by
-    their sum and their difference. The error is 2^-23 in all. With signs these rounds stop at eights. Then the signs
-    multiply the row as the sum of two bfloat16, with an error of 2^-17. A row of 192 needs one more sum and difference,
-    of its two halves.
+    their sum and their difference. The error is 2^-23 in all. With signs, the rounds end when eights are rotated. Then
+    the row, split into two bfloat16 parts, is multiplied by the signs, with an error of 2^-17. A row of 192 elements
+    ends with the sum and difference of its two halves.
     """
     T: tl.constexpr = x.shape[0]
     WIDE: tl.constexpr = x.shape[1]

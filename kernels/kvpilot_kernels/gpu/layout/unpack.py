@@ -8,7 +8,7 @@ from kvpilot_kernels.gpu.layout.page import CUT_BITS, ZERO_BITS, ZERO_STEPS
 UNIT = gl.constexpr(2.0**-24)
 """Value of the code 1 in a float16 mantissa with exponent 0."""
 
-# PTX that splits a register's two words of metadata into two float16.
+# PTX that extracts two float16 scales from a register with two words of metadata.
 SCALES = gl.constexpr(
     f"{{ .reg .b32 x; shr.u32 x, $1, {ZERO_BITS.value - CUT_BITS.value};"
     f" and.b32 $0, x, {hex((0x7FFF >> CUT_BITS.value << CUT_BITS.value) * 0x10001)}; }}"

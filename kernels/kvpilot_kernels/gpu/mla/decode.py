@@ -6,14 +6,14 @@ token, the rotated query q, and the probability p_t of token t,
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
-As in `decode`, codes go unchanged from memory to shared memory and by ldmatrix, transposed for the values, to the left
-operand of an MMA. There one AND makes a code a float16 subnormal, which tensor cores multiply exactly. Tokens or
-elements are along M and heads along N, so that 16 heads fill an operand. Unlike `decode` a program has several warps,
-because the accumulators of 512 elements are too many registers for one.
+As in `decode`, codes are copied unchanged to shared memory. ldmatrix, which transposes them for the values, loads them
+into the left operand of an MMA. There one AND turns a code into a float16 subnormal, which tensor cores multiply
+exactly. Tokens or elements are along M and heads along N, so that 16 heads fill an operand. Unlike in `decode`, a
+program has several warps, because accumulators of 512 elements do not fit into the registers of one warp.
 
-The weights p s are scaled by a common factor. It follows the largest weight, not the largest p, because latents may be
-arbitrarily small or large. If a weight exceeds float16's range, which is rare, sums are rescaled. Weights down to 2^-22
-of the largest fit.
+A common factor scales the weights p s. It is chosen by the largest weight, not by the largest p, because latents may be
+arbitrarily small or large. If a weight exceeds float16's range, which is rare, the sums are rescaled. Weights down to
+2^-22 of the largest one do not underflow.
 """
 
 from triton.experimental import gluon
@@ -139,7 +139,7 @@ def accumulate(smem, weights, stage, acc, C: gl.constexpr):
 
 @gluon.jit
 def rescaled(acc, alphas):
-    """Multiply `acc`, by plane and part, by a factor for each head. `alphas` has the factors, [heads] for each part."""
+    """Multiply `acc`, which is ordered by plane and then by part, by the factors `alphas`, [heads] for each part."""
     PARTS: gl.constexpr = len(alphas)
     new = ()
     for i in gl.static_range(len(acc)):
@@ -154,7 +154,9 @@ def latent_decode_kernel(
 ):  # fmt: skip
     """Attend in one split of the plan, for `take` heads. Grid (cdiv(heads, take), splits).
 
-    query, sums, splits, out, lse: as in `mla.pages.LatentPlan`; `query` is its `rotated`, and `out` its `partial`.
+    query: `rotated` of a `mla.pages.LatentPlan`.
+    sums, splits, lse: as in the `LatentPlan`.
+    out: `partial` of the `LatentPlan`.
     cache: latent pages.
     table: int32 [sequences, blocks].
     C: a `LatentConfig`.
@@ -279,5 +281,5 @@ def latent_decode_kernel(
                 to = out_ptr + at * RANK + n[None, :] * RANK + element
                 store_pairs(to, even, odd, (n[None, :] < count) & (word >= 0))
             gl.store(lse_ptr + at + n, gl.log2(norm) + m[j], mask=n < count)
-    elif C.overlap:  # later kernels rely on this kernel to wait for all earlier writes
+    elif C.overlap:  # later kernels rely on this: when this kernel ends, all earlier writes are visible
         gdc_wait()

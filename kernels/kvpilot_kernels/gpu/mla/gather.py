@@ -14,7 +14,7 @@ from kvpilot_kernels.gpu.mla.store import ENTRY, RANK
 
 @triton.jit
 def read_part(page, place, live, to, mean_ptr, factor_ptr, SIDE: tl.constexpr):
-    """Dequantize latents or RoPE parts, [tokens, dim], rotate them back, and write `live` ones to pointers `to`."""
+    """Dequantize latents or RoPE parts, [tokens, dim], rotate them back, and write those that are `live` to `to`."""
     d = tl.arange(0, SIDE.dim)
     code = read_codes(page + (SIDE.codes + place * SIDE.row), live, SIDE)
     meta = tl.load((page + SIDE.meta).to(tl.pointer_type(tl.int16)) + place, mask=live, other=0).to(tl.int32)
@@ -35,7 +35,7 @@ def latent_gather_kernel(cache_ptr, table_ptr, starts_ptr, rows_ptr, out_ptr, me
     starts: int32 [sequences], `start` of each sequence.
     rows: int32 [sequences + 1], each sequence's first row of the output. Their differences are the lengths.
     out: [rows, 576], any float dtype.
-    The rest is as in `mla.store`.
+    The other parameters are those of `latent_store_kernel`.
     """
     sequence = tl.program_id(2)
     row = tl.load(rows_ptr + sequence)

@@ -1,6 +1,7 @@
 """Reduce step of latent decode: merge the partial results of a sequence's splits, and undo the rotation of latents.
 
-With partial outputs o_i and log-sums L_i (base 2), o = sum_i 2^(L_i - L) o_i with L = log2 sum_i 2^L_i; then
+A split has a partial output o_i and L_i, log2 of its softmax sum. With L = log2 sum_i 2^L_i,
+o = sum_i 2^(L_i - L) o_i, and then
 
     out = (o H) / factor + mean
 """
@@ -24,7 +25,7 @@ def latent_reduce_kernel(partial_ptr, lse_ptr, spans_ptr, mean_ptr, factor_ptr, 
     partial, lse, spans: as in `mla.pages.LatentPlan`.
     mean, factor: float32 [512 or more].
     out: [sequences, HEADS, 512], any float dtype, stride per sequence in elements.
-    OVERLAP: True if launched as a dependent of decode.
+    OVERLAP: True if the kernel may start before decode ends.
     """
     sequence = tl.program_id(0)
     first = tl.load(spans_ptr + 2 * sequence).to(tl.int64)

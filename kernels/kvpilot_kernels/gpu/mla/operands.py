@@ -1,6 +1,6 @@
 """Latents as MMA operands: the layout of 16-bit words over a program's warps, and copies to shared memory.
 
-`unpack` does the same for keys and values. `mla.decode` has the products.
+`mla.decode` computes the products. For keys and values, `layout.mma` has the layouts and `decode.smem` the copies.
 """
 
 from collections import namedtuple
@@ -25,13 +25,14 @@ class LatentConfig:
 
     Attributes:
         latent, rope: layouts of latents and of RoPE parts.
-        heads, take: all query heads, and those of a program.
+        heads: query heads of this rank.
+        take: query heads of a program.
         queries: `take` padded to a multiple of 8.
         tile: tokens of a tile.
         stages: tiles in flight.
         warps: warps of a program.
-        overlap: True if launched as a dependent of `latent_prepare`. That kernel starts this one when all tokens are
-            stored, so this one can copy pages before `gdc_wait`.
+        overlap: True if decode may start before `latent_prepare_kernel` ends. That kernel starts decode after all
+            tokens are stored, so decode can copy pages before `gdc_wait`.
     """
 
     latent: SideLayout
@@ -50,11 +51,11 @@ LatentSmem = namedtuple("LatentSmem", "codes rope_codes meta")
 
 
 LatentQueries = namedtuple("LatentQueries", "latent rope sums count")
-"""Queries in shared memory, by part of the heads (`parts`), with their sums in memory.
+"""Queries in shared memory, by part of the heads (`parts`), and their sums in GPU memory.
 
 Attributes:
     latent, rope: float16 [planes, heads, words] for each part.
-    sums: pointer to the output of `latent_prepare` for the program's first head.
+    sums: pointer to the `sums` of `latent_prepare_kernel` for the program's first head.
     count: number of the program's heads.
 """
 
@@ -122,9 +123,10 @@ def planes(bits, warps):
 
 @gluon.jit
 def stage_queries(queries, rope_queries, query_ptr, count, first: gl.constexpr, Q: gl.constexpr, C: gl.constexpr):
-    """Copy `count` prepared queries, from `first` on, into shared memory by plane, float16 [Q, words].
+    """Copy Q of the `count` prepared queries, from query `first` on, to shared memory: float16 [Q, words] by plane.
 
-    Divide them by 2^(bits * sub-plane), because the plane's codes are read too large by this factor.
+    Divide them by 2^(bits * sub-plane), because the plane's codes are read too large by this factor. Queries past
+    `count` become 0.
     """
     LATENT: gl.constexpr = C.latent
     PLANES: gl.constexpr = planes(C.latent.bits, C.warps)

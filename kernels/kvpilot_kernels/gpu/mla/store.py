@@ -1,11 +1,11 @@
 """Store of latent pages: rotate, quantize, pack and write a step's entries, and prepare the queries for decode.
 
 There are two launches, because vLLM stores a step's entries before it absorbs the queries. Entries are computed as in
-`latent.reference`, with the factors of `latent.factors`. Latent and RoPE part of a query are rotated, and it becomes
+`latent.reference`, with the factors of `latent.factors`. The latent part and the RoPE part of a query q become
 
     q' = (q / factor) H * scale * log2(e) / unit
 
-The unit makes LARGEST the largest element of q', so neither q' nor q' / 16 leaves float16's range for any model.
+The unit is chosen so that the largest element of q' is LARGEST. So q' and q' / 16 fit float16's range for any model.
 """
 
 import triton
@@ -50,7 +50,7 @@ def store_part(x_ptr, stride, mean_ptr, factor_ptr, slots_ptr, cache_ptr, tokens
 @triton.jit
 def load_part(x_ptr, stride, head_stride, factor_ptr, row, live, scale, HEADS: tl.constexpr,
               WIDTH: tl.constexpr):  # fmt: skip
-    """Load rotated queries, float32 [ROWS, WIDTH]. `row` [ROWS] counts the heads of all tokens."""
+    """Load queries and rotate them: float32 [ROWS, WIDTH]. `row` [ROWS] numbers the heads of all tokens."""
     d = tl.arange(0, WIDTH)
     at = (row // HEADS).to(tl.int64) * stride + (row % HEADS) * head_stride
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=live[:, None], other=0.0)
@@ -97,7 +97,7 @@ def latent_prepare_kernel(
     rotated: float16 [tokens, HEADS, 576], written.
     sums: float32 [tokens, 3, HEADS], written: a query's unit, and the sums of its latent and RoPE part.
     factor: float32 [576].
-    OVERLAP: True to start decode once earlier writes are visible.
+    OVERLAP: True to let decode start as soon as earlier writes are visible.
     """
     if OVERLAP:
         gdc_wait()

@@ -15,7 +15,13 @@ from kvpilot_kernels.gpu.layout.page import SideLayout, read_codes, scale_and_ze
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """Constants of a launch: layouts, KV heads, elements of a head of the model, and tokens of a program."""
+    """Constants of a launch.
+
+    Attributes:
+        key_side, value_side: layouts of keys and values.
+        head: elements of a head of the model.
+        tokens: tokens of a program.
+    """
 
     key_side: SideLayout
     value_side: SideLayout
@@ -55,7 +61,7 @@ def gather_kernel(
     ordinals: int32 [tokens], positions in a sequence, counted from 1.
     key_out, value_out: 16 bits [tokens, kv_heads, head].
     key, value: new tokens, strides per token in elements.
-    The rest is as in `store`.
+    The other parameters are those of `store_kernel`.
     """
     KEY: tl.constexpr = C.key_side
     VALUE: tl.constexpr = C.value_side
@@ -81,7 +87,7 @@ def gather_kernel(
     tl.store(key_out_ptr + to, y.to(key_out_ptr.dtype.element_ty), mask=mask)
     y = read_side(page, place, stored, value_signs_ptr, head, value_mean_ptr, value_scale_ptr, HEAD, VALUE)
     tl.store(value_out_ptr + to, y.to(value_out_ptr.dtype.element_ty), mask=mask)
-    if fresh:  # load the arguments again, because registers have no room to keep them
+    if fresh:  # load the slots again, because registers have no room to keep them
         row = -1 - tl.load(slots_ptr + at, mask=live, other=0)
         mask = (row >= 0)[:, None] & has[None, :]
         given = tl.load(key_ptr + (row[:, None] * key_stride + head * HEAD + d[None, :]), mask=mask, other=0.0)

@@ -1,6 +1,7 @@
-"""Prefill of wide heads: attention from a chunk's queries to 16-bit keys and values, with log-sums of the scores.
+"""Prefill of wide heads: attention from a chunk's queries to 16-bit keys and values.
 
-It is needed because FlashAttention 2 and 3 have no kernel for heads of more than 256 elements.
+FlashAttention 2 and 3 have no kernel for heads of more than 256 elements. The results are outputs and the logarithms of
+softmax sums:
 
     o_i = sum_t softmax_t(cap(scale * q_i . k_t)) v_t        lse_i = log(sum_t exp(cap(scale * q_i . k_t)))
 """

@@ -1,8 +1,8 @@
 """Store: rotate, scale, quantize, pack and write a step's keys and values, and rotate its queries, in one launch.
 
 A program takes a block of tokens and one head of queries, keys or values. Keys and values are encoded as in
-`reference.quantize`, with `kvpilot_kernels.factors`. Unlike there, a group with an infinity reads back as NaN. A query
-becomes
+`reference.quantize`, with `kvpilot_kernels.factors`. Unlike in that reference, a group with an infinity reads back as
+NaN. A query becomes
 
     q' = (q / key_scale) H * scale * log2(e)
 
@@ -31,8 +31,8 @@ class StoreConfig:
         kv_heads, ratio: KV heads, and query heads of each.
         head: elements of a head of the model.
         tokens: tokens of a program.
-        level: True if `level` is written.
-        overlap: True if launched as a dependent: the preceding kernel's writes are visible after `gdc_wait`.
+        level: True to write `Plan.level`.
+        overlap: True if the kernel may start before its predecessor ends, whose writes are visible after `gdc_wait`.
     """
 
     key_side: SideLayout
@@ -48,7 +48,7 @@ class StoreConfig:
 Rows = namedtuple("Rows", "x stride first mean scale signs")
 """Keys or values of all tokens: pointers to them and to their factors, and the stride of a token.
 
-`first` is the mean for tokens with ordinal 1.
+`first` is the mean for the first token of a sequence.
 """
 
 
@@ -85,8 +85,9 @@ def store_side(rows, pages, ring, tokens, ordinals_ptr, numbered, head, SIDE: tl
 
     Args:
         rows: the `Rows` of all tokens.
-        pages, ring: the `Target` of the tokens, and those of the recent window.
-        numbered: number of tokens that have an ordinal; the tokens after them are not first.
+        pages: the `Target` of all tokens.
+        ring: the `Target` of the tokens in the recent window.
+        numbered: number of tokens that have an ordinal. No later token is the first of its sequence.
     """
     element, real = plain_slots(SIDE.dim, SIDE.slots)
     real = real & (element < C.head)
@@ -120,7 +121,7 @@ def store_side(rows, pages, ring, tokens, ordinals_ptr, numbered, head, SIDE: tl
     tl.store(to, meta.to(tl.int16), mask=live[:, None])
     if SIDE.ring > 0:
         recent = live & (ring_at >= 0)
-        if tl.max(recent.to(tl.int32), 0) > 0:  # of a prompt, only the last tokens have ring slots
+        if tl.max(recent.to(tl.int32), 0) > 0:  # only the last tokens of a prompt have ring slots
             ring_at = tl.where(recent, ring_at, 0)
             page = ring.base + ring_at // SIDE.ring * ring.page_stride + head.to(tl.int64) * ring.head_stride
             store_ring(y, codes, meta, packed, page, (ring_at % SIDE.ring).to(tl.int32), recent, SIDE)
@@ -130,12 +131,12 @@ def store_side(rows, pages, ring, tokens, ordinals_ptr, numbered, head, SIDE: tl
 def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, KEY: tl.constexpr):
     """Write rotated queries y [ROWS, slots], in the slots of keys, as the integers that decode multiplies.
 
-    An element becomes round(y / factor / unit), with the factor of `query_planes`. The unit makes the query's largest
-    integer LARGEST. The error is at most half a unit, or two units if the factor is 4. That is 2^-16 or 2^-14 of the
-    query's largest element.
+    An element becomes round(y / factor / unit), with the factor of `query_planes`. The unit is chosen so that the
+    query's largest integer is LARGEST. It is NaN if an element is NaN. The error is at most half a unit, or two units
+    if the factor is 4. That is 2^-16 or 2^-14 of the query's largest element.
 
-    The first two of a group's three `sums` are of upper and lower bytes, of elements whose codes end at a sign bit. The
-    third sums all integers times their factors. The unit is NaN if an element is NaN.
+    `sums` gets three numbers for each group. The first sums upper bytes and the second lower bytes, both only of
+    elements whose codes end at a sign bit. The third sums all integers times their factors.
     """
     GROUPS: tl.constexpr = KEY.slots // 64
     ROWS: tl.constexpr = y.shape[0]
@@ -177,9 +178,9 @@ def store_kernel(
     slots: int64 [tokens], negative for padding.
     ordinals: int [numbered], 1 for a sequence's first token.
     cache: uint8 pages, strides in bytes.
-    ring_slots, ring: the same for the ring; not read without one.
-    rotated, sums, units, apart, level: written as in `launch.pages.Plan`. The last is written only with C.level,
-        because a softmax ignores a common offset unless scores have a cap or there is a sink.
+    ring_slots, ring: slots and pages of the recent window's ring; not read without a ring.
+    rotated, sums, units, apart: written as in `launch.pages.Plan`.
+    level: written as in `launch.pages.Plan`, only with C.level. Without a soft cap or sinks the softmax cancels it.
     signs: [16, 16] or None (`hadamard`).
     means and scales: float32 [kv_heads, head].
     C: a `StoreConfig`.
@@ -202,7 +203,8 @@ def store_kernel(
         )  # fmt: skip
         store_side(rows, pages, ring, tokens, ordinals_ptr, 0, head - C.kv_heads, VALUE, C)
     else:
-        # A row is a query head of a token, and each KV head has `ratio` of them. So the rows cover fewer tokens.
+        # Here a row is one query head of one token. A KV head has `ratio` query heads, so C.tokens rows cover fewer
+        # tokens than for keys and values.
         kv = head % C.kv_heads
         first = (tl.program_id(0) * C.ratio + head // C.kv_heads - 2) * C.tokens
         if first < decodes * C.ratio:

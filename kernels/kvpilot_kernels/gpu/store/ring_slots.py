@@ -1,4 +1,4 @@
-"""Ring slots of a step's tokens, computed on the GPU; `kvpilot_kernels.ring.ring_slots` does it on a CPU."""
+"""Ring slots of a step's tokens, computed on the GPU. `kvpilot_kernels.ring.ring_slots` is the same on a CPU."""
 
 import torch
 import triton
@@ -17,7 +17,7 @@ def ring_slots_kernel(starts_ptr, lens_ptr, table_ptr, slots_ptr, sequences, tok
     lens: int32 [sequences], stored tokens after the step.
     table: int32 [sequences, ring_blocks].
     slots: int64 [tokens], written.
-    ROUNDS: 2^ROUNDS is more than `sequences`.
+    ROUNDS: rounds of a binary search over sequences; 2^ROUNDS is more than `sequences`.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     low = tl.zeros([TOKENS], tl.int32)
@@ -56,5 +56,5 @@ def fill_ring_slots(slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.T
 
 
 def rounds(sequences: int) -> int:
-    """Return the rounds of a binary search over `sequences` entries: a multiple of 4, to compile few variants."""
+    """Return the rounds of a binary search over sequences. It is a multiple of 4, so that few variants are compiled."""
     return -(-sequences.bit_length() // 4) * 4
