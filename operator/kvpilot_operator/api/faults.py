@@ -1,7 +1,7 @@
 """Find faults of an object that the API server has accepted, before the operator acts on it.
 
-This check parses engine arguments in every spelling that vLLM accepts, which CEL rules cannot. It also knows which
-access to nodes is allowed. And it finds objects that were stored before a limit or rule existed.
+Unlike the CRD's rules, this check parses engine arguments in every spelling that vLLM accepts, and knows which access
+to nodes the administrator allows. It also finds faults of objects that were stored before a limit or rule existed.
 """
 
 import re
@@ -22,10 +22,11 @@ MAX_SPEC_BYTES = 128 * 1024
 _PRIVATE = re.compile(
     r"\bengine\.(extraArgs|(?:podTemplate\..*)?(?:env\[\d+\]\.value|command|args|volumeAttributes))\b"
 )
-"""Fields that may hold keys and tokens, so that messages omit their values."""
+"""Pattern of fields that may hold keys and tokens. Messages omit their values."""
 
 _BEFORE_QUERY = re.compile("^([^?]*://[^?]*|[^?]*([?]([^=]*$)?)?)")
-"""Whole text, or the part of an address before `?`, because a query may hold a signature."""
+"""Pattern of the part of a text that a message may show: of an address only the part before `?`, because the query may
+hold a signature."""
 
 
 class Fault(NamedTuple):
@@ -58,7 +59,7 @@ def judge(obj: Json, allowed: Collection[str] = ()) -> Spec | tuple[Fault, ...]:
             Fault("spec.engine.image", "is missing: set it, or engines.image of kvpilot's chart for all services")
         )
     if spec.kv_cache.mode == "Fixed" and spec.kv_cache.dtype is None:
-        # The API server has this rule, too, but a stored object may be older.
+        # The API server has the same rule, but an object may have been stored before the rule existed.
         text = "is missing, and kvCache.mode is Fixed: set dtype, or use another mode"
         found.insert(0, Fault("spec.kvCache.dtype", text))
     host = pod_template.host_access(spec.engine.pod_template, allowed)
@@ -120,7 +121,7 @@ def _arguments(spec: Spec) -> Iterator[Fault]:
     arguments = spec.engine.arguments
     found = [*arguments.faults, *rules.reserved(arguments), *_contradictions(arguments, spec)]
     for place, item in enumerate(spec.engine.extra_args):
-        # Kubernetes would replace the variable after this check, so the option could be any.
+        # Kubernetes replaces the variable after this check, so the item could become any option.
         if item.startswith("-") and "$(" in item.partition("=")[0]:
             found.append((place, "a variable names the option: write the option in full, OPTION=$(NAME), in one item"))
     for place, message in sorted(found):
@@ -128,7 +129,7 @@ def _arguments(spec: Spec) -> Iterator[Fault]:
 
 
 def _gpus(spec: Spec) -> Iterator[Fault]:
-    """Yield the fault of an engine that takes more or fewer GPUs than its pod has."""
+    """Yield a fault if an engine uses more or fewer GPUs than its pod's limit."""
     engine = spec.engine
     used, limit = engine.tensor_parallel * engine.groups, engine.gpu_limit
     if limit not in (0, used):
@@ -142,7 +143,7 @@ def _gpus(spec: Spec) -> Iterator[Fault]:
 
 
 def _contradictions(arguments: Arguments, spec: Spec) -> Iterator[tuple[int, str]]:
-    """Yield (place, message) of options that do not go with another field."""
+    """Yield (place in extraArgs, message) of options that contradict another field of the spec."""
     offload, nodes = spec.kv_cache.offload is not None, spec.engine.nodes > 1
     beside: list[tuple[bool, tuple[str, ...], str]] = [
         (offload, _OFFLOAD, "kvCache.offload sets it: remove the argument, or kvCache.offload"),

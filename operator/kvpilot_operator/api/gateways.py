@@ -17,8 +17,9 @@ _GATEWAYS_DIFFER = Rule(
 
 
 class RouteRef(Record, frozen=True):
-    """The Gateway API HTTPRoute that sends users to this service, in its namespace. Steps are set as weights of its
-    backends (the Service NAME, or the InferencePool NAME); without it, by the number of replicas behind the Service."""
+    """Your HTTPRoute (Gateway API) in this namespace that sends requests to this service. kvpilot sets the weights of
+    its backends (Services or InferencePools NAME and NAME-canary) to the canary's share, and restores the route after
+    the trial. Without a route, the canary's share is its share of the replicas behind the Service NAME."""
 
     name: Name
     """The HTTPRoute's name."""
@@ -32,15 +33,15 @@ class Port(Record, frozen=True):
 
 
 class EndpointPickerRef(Record, frozen=True):
-    """The endpoint picker of one pool, as an InferencePool has it."""
+    """The endpoint picker of one pool, with the fields of an InferencePool's endpointPickerRef."""
 
     name: Name
     """Name of the picker's Service, in this namespace."""
     port: Port
     """Port of that Service."""
     failure_mode: Literal["FailOpen", "FailClose"] = "FailClose"
-    """Behaviour of the gateway while the picker does not answer: FailOpen sends requests to any pod of the pool,
-    FailClose to none."""
+    """Behaviour of the gateway while the picker does not answer. FailOpen: send requests to any pod of the pool.
+    FailClose: send no requests."""
 
 
 @rules(
@@ -53,14 +54,15 @@ class EndpointPickerRef(Record, frozen=True):
     )
 )
 class InferencePool(Record, frozen=True):
-    """InferencePools of the Gateway API Inference Extension, v1: NAME selects what the Service NAME selects, and with a
-    route (route, or canary.routeRef) NAME-canary takes a canary's share. Without it there are none."""
+    """InferencePools (Gateway API Inference Extension, v1) that kvpilot creates. The pool NAME selects the same pods as
+    the Service NAME. If route or canary.routeRef is set, the pool NAME-canary takes a canary's share. Without this
+    field, kvpilot creates no pools."""
 
     endpoint_picker_ref: EndpointPickerRef | None = None
-    """The endpoint picker of the pool NAME alone. Releases v1.0 to v1.5 of the extension need it; as of v1.6 it may be
-    left out, for a gateway that picks itself."""
+    """Endpoint picker of the pool NAME. Releases v1.0 to v1.5 of the extension need it. From v1.6 on, leave it out if
+    the gateway picks endpoints itself."""
     canary_endpoint_picker_ref: EndpointPickerRef | None = None
-    """The endpoint picker of the pool NAME-canary."""
+    """Endpoint picker of the pool NAME-canary. It must be another one, because a picker serves only one pool."""
 
 
 class ParentRef(Record, frozen=True):
@@ -69,20 +71,21 @@ class ParentRef(Record, frozen=True):
     name: Name
     """Name of the Gateway."""
     namespace: Label | None = None
-    """Its namespace, without it the service's. The Gateway's listener has to allow routes from there."""
+    """Namespace of the Gateway; the service's by default. The Gateway's listeners must allow routes from the service's
+    namespace."""
     section_name: Name | None = None
-    """Name of one of its listeners. Without it the route asks for all of them."""
+    """Name of one of the Gateway's listeners. Without it, the route asks for all listeners."""
 
 
 Parents = Annotated[tuple[ParentRef, ...], Meta(min_length=1, max_length=8, extra={"rules": (_GATEWAYS_DIFFER,)})]
 
 
 class Route(Record, frozen=True):
-    """An HTTPRoute NAME that kvpilot makes and owns, and deletes with this field. It sends to the InferencePool NAME
-    with inferencePool, else to the Service NAME; a canary's steps are its weights. For a route of your own set
-    canary.routeRef."""
+    """An HTTPRoute NAME that kvpilot creates and owns. kvpilot deletes it if you remove this field. It sends requests
+    to the InferencePool NAME if inferencePool is set, otherwise to the Service NAME. During a canary, its weights set
+    the canary's share. To use a route of your own, set canary.routeRef instead."""
 
     parent_refs: Parents
-    """The Gateways that the route asks to be attached to."""
+    """Gateways to which the route asks to be attached."""
     hostnames: Annotated[tuple[Hostname, ...], Meta(max_length=16, extra=SET)] = ()
-    """Hosts that the route answers for, as *.example.com; without any, those of the listeners."""
+    """Host names that the route answers for, such as *.example.com. Without any, those of the listeners count."""

@@ -28,18 +28,18 @@ Ladder = Annotated[tuple[SmallDtype, ...], Meta(min_length=1, max_length=8, extr
 
 
 class Pressure(Record, frozen=True):
-    """Signs of too little KV memory. One that holds for sustainedSeconds turns the condition MemoryPressured True.
-    Takes effect at the next reconcile."""
+    """Signs of too little KV memory. If one of them holds for sustainedSeconds, the condition MemoryPressured becomes
+    True. A change takes effect at the next reconcile."""
 
     high_percent: Annotated[int, Meta(ge=1, le=100)] = 85
-    """KV cache use, in percent, from which memory is under pressure."""
+    """KV cache use, in percent, at or above which memory is under pressure."""
     low_percent: Annotated[int, Meta(ge=0, le=99)] = 50
-    """KV cache use, in percent, under which pressure has left. Below highPercent."""
+    """KV cache use, in percent, below which the pressure has ended. It must be below highPercent."""
     waiting_per_replica: Annotated[int, Meta(ge=1, le=100_000)] = 1
-    """Requests that wait in a replica's queue from which memory is under pressure. One that is thrown out of the cache
-    each minute is such a sign, too."""
+    """Number of waiting requests per replica at or above which memory is under pressure. One preemption a minute on a
+    replica is such a sign, too."""
     sustained_seconds: Annotated[int, Meta(ge=5, le=86_400)] = 300
-    """Seconds for which a sign must hold before anything is done about it."""
+    """Seconds for which a sign must hold before kvpilot acts on it."""
 
 
 @rules(
@@ -51,29 +51,31 @@ class Pressure(Record, frozen=True):
     )
 )
 class OffloadDisk(Record, frozen=True):
-    """A tier of disk below host memory: what host memory drops stays in one file of each engine's own, which goes with
-    it. Without claimName each pod has a volume of its own (a generic ephemeral volume). Needs vLLM 0.32; an engine
-    refuses to start where the volume is full or read-only, and serves on without it if its disk fails later."""
+    """A disk tier below host memory. Each engine keeps blocks that leave its host memory in a file of its own, whose
+    content is lost when the engine ends. Without claimName, each pod gets its own volume (a generic ephemeral volume).
+    The tier needs vLLM 0.32. An engine does not start if the volume is full or read-only. If the disk fails later, the
+    engine continues without it."""
 
     size_gib: Annotated[int, Meta(ge=1, le=131_072)]
-    """Size of each engine's file, at most, in GiB. A pod's own volume asks for a tenth more, for its file system; a
-    claim needs it free for each pod."""
+    """Largest size of each engine's file, in GiB. A pod's own volume is a tenth larger, for its file system. A claim
+    needs this much free space for each pod."""
     storage_class_name: Name | None = None
-    """StorageClass of the pods' own volumes; by default the cluster's. A node's local disks are the fastest."""
+    """StorageClass of the pods' own volumes; the cluster's default if not set. A node's local disks are the fastest."""
     claim_name: Name | None = None
-    """PersistentVolumeClaim of this namespace that all pods keep their files on instead. Pods on several nodes need
-    ReadWriteMany."""
+    """PersistentVolumeClaim of this namespace on which all pods keep their files, instead of volumes of their own. For
+    pods on several nodes it must be ReadWriteMany."""
 
 
 class Offload(Record, frozen=True):
-    """Host memory and disk for prefixes when the GPU needs their blocks; without it they are dropped. A later request
-    that begins alike loads them instead of computing them. A smaller dtype holds more tokens; int8, k8v4, k4v4, k4v2
-    and k2v2 not for a model with sliding-window layers, mla8 and mla4 not at all. A change starts a new revision."""
+    """Host memory, and optionally a disk, for KV blocks of prompts that leave the GPU. A later request with the same
+    prefix loads these blocks instead of computing them again. Without this field, the GPU drops them. With a smaller
+    dtype, the same memory holds more tokens. Offloading does not work with mla8 and mla4. With int8, k8v4, k4v4, k4v2
+    and k2v2 it does not work for a model with sliding-window layers. A change starts a new revision."""
 
     cpu_memory_gib: Annotated[int, Meta(ge=1, le=16_384)]
-    """Host memory of each replica for offloaded blocks, in GiB, shared by its GPUs. The pod asks for it beside
-    engine.resources: requests.memory and limits.memory grow by it where set, else requests.memory is set to it. The
-    engine takes all of it at its start, or refuses to start."""
+    """Host memory of each replica for offloaded blocks, in GiB, shared by its GPUs. The pod requests it in addition to
+    engine.resources: requests.memory and limits.memory grow by it if they are set. If neither is set, requests.memory
+    is set to it. The engine takes all of it when it starts, or refuses to start."""
     disk: OffloadDisk | None = None
 
 
@@ -95,67 +97,67 @@ class Offload(Record, frozen=True):
     ),
 )
 class Retention(Record, frozen=True):
-    """Tokens of a sequence that the KV cache keeps; all of them without it. SinksAndWindow (StreamingLLM) keeps the
-    first and the last and frees the pages between, and what was in them is forgotten. HeavyHitters (H2O) also keeps
-    those between with the most attention so far, up to a budget. kvpilot never chooses either. Engines refuse it for
-    sliding-window layers, beside offload, recentTokens above 0 and speculative decoding, and HeavyHitters for dtype
-    auto on a GPU. A change starts a new revision."""
+    """Limit on the tokens of a sequence that the KV cache keeps; without it the cache keeps all tokens. SinksAndWindow
+    (StreamingLLM) keeps the first and the last tokens. It frees the pages between them, and the model forgets their
+    content. HeavyHitters (H2O) also keeps those tokens between that got the most attention so far, up to a budget.
+    kvpilot never chooses a limit itself. Engines refuse a limit with sliding-window layers, offload, recentTokens above
+    0 or speculative decoding. On a GPU they refuse HeavyHitters with dtype auto. A change starts a new revision."""
 
     policy: Literal["All", "SinksAndWindow", "HeavyHitters"]
-    """All keeps every token; SinksAndWindow needs sinkTokens and windowTokens, HeavyHitters budgetTokens."""
+    """All keeps every token. SinksAndWindow needs sinkTokens and windowTokens. HeavyHitters needs budgetTokens."""
     sink_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] | None = None
-    """The first tokens of a sequence that are kept, in whole pages."""
+    """Number of first tokens of a sequence to keep, in whole pages."""
     window_tokens: Annotated[int, Meta(ge=1, le=16_777_216)] | None = None
-    """The last tokens of a sequence that are kept, in whole pages."""
+    """Number of last tokens of a sequence to keep, in whole pages."""
     budget_tokens: Annotated[int, Meta(ge=16, le=16_777_216)] | None = None
-    """For HeavyHitters, all kept tokens of a sequence, in whole pages: sinkTokens (4 if left out), windowTokens (half
-    of the budget if left out) and the heaviest pages between. Engines refuse one without room for such a page (512
-    tokens with pages of 128, which CPUs have unless --block-size says otherwise)."""
+    """For HeavyHitters, the number of all tokens of a sequence to keep, in whole pages: sinkTokens (default 4),
+    windowTokens (default half of the budget), and the pages between with the most attention. The budget needs room for
+    at least one such page: with pages of 128 tokens, the default on CPUs (--block-size changes it), 512 tokens."""
 
 
 class KVCache(Record, frozen=True):
     """Choice of the KV cache's dtype, and what the cache keeps."""
 
     mode: Literal["Fixed", "Recommend", "Auto"] = "Recommend"
-    """The party that chooses the dtype. Fixed: you, with dtype. Recommend: kvpilot writes its choice to
-    status.kvCache.recommendedDtype and status.scaling.recommendedReplicas and changes nothing, except that it leaves a
-    dtype whose answers fail their probes, and takes startDtype. Auto: kvpilot moves along the ladder, one canary at a
-    time. Takes effect at the next reconcile, within seconds."""
+    """The party that chooses the dtype. Fixed: you choose it, in dtype. Recommend: kvpilot only writes its choice to
+    status.kvCache.recommendedDtype and status.scaling.recommendedReplicas. It changes the dtype only to take startDtype
+    and to leave a dtype that fails its probes. Auto: kvpilot moves along the ladder, one canary at a time. A change
+    takes effect at the next reconcile, within seconds."""
     baseline: Literal["auto", "bfloat16", "float16"] = "auto"
-    """The 16-bit dtype that the accuracy of every other one is measured against, and where Auto starts. auto is the
-    model's own. Where the checkpoint chooses fewer bits for auto, name bfloat16 or float16, with --dtype of the same
-    name in engine.extraArgs. A change captures the baseline anew."""
+    """The 16-bit dtype with which Auto starts, and with which every other dtype is compared. auto is the model's own
+    dtype. If the checkpoint sets fewer than 16 bits for auto, use bfloat16 or float16, and add --dtype with the same
+    name to engine.extraArgs. After a change, kvpilot captures the baseline anew."""
     ladder: Ladder = ("fp8", "k8v4", "k4v4")
-    """The dtypes that Auto may choose and Recommend may name, from the safest to the smallest, after the baseline. A
-    step that the GPU or the model does not support is passed over."""
+    """Dtypes below the baseline that Auto may choose and Recommend may name, from the safest to the smallest. kvpilot
+    skips a dtype that the GPU or the model does not support."""
     start_dtype: SmallDtype | None = None
-    """A step of the ladder that the service takes as soon as it answers, without waiting for pressure: the dtype that
-    it earned elsewhere (kubectl kvpilot export writes it). It is a canary like any other: until its probes have passed,
-    the baseline serves, and if they fail, the service goes on as without it. Without effect once the dtype has changed.
-    """
+    """Dtype of the ladder that kvpilot tries as soon as the service answers, without waiting for memory pressure. Use
+    it for a dtype that passed elsewhere; kubectl kvpilot export writes it. It goes through a canary: the baseline
+    serves until the probes have passed, and continues if they fail. It has no effect once the dtype has changed."""
     skip_layers: Annotated[tuple[SkippedLayer, ...], Meta(max_length=128, extra=SET)] = ("sliding_window",)
-    """Layers whose cache stays in the model's dtype: layer numbers from 0, or sliding_window for all layers with a
-    sliding window (they hold little). A change starts a new revision."""
+    """Layers whose cache stays in the model's dtype: layer numbers, counted from 0, or sliding_window for all layers
+    with a sliding window, whose caches are small. A change starts a new revision."""
     pressure: Pressure = Pressure()
     min_dwell_seconds: Annotated[int, Meta(ge=0, le=2_592_000)] = 21_600
-    """Seconds that a dtype serves before Auto may choose another. A change restarts every replica, so hours are right
-    in production. Does not delay a rollback."""
+    """Seconds for which a dtype serves before Auto may choose another. Use hours in production, because a change of
+    dtype restarts every replica. A rollback does not wait for this."""
     dtype: Dtype | None = None
     """The dtype of the KV cache; required with mode Fixed, refused otherwise. auto is the model's own 16-bit dtype, or
-    what its checkpoint chooses; bfloat16 and float16 need --dtype with the same name in engine.extraArgs; mla8 and mla4
-    are for models with multi-head latent attention, int8, k8v4, k4v4, k4v2 and k2v2 for all others. It goes through a
-    canary, and one that fails its probes is denied."""
+    the one that its checkpoint sets. bfloat16 and float16 need --dtype with the same name in engine.extraArgs. mla8 and
+    mla4 are for models with multi-head latent attention; int8, k8v4, k4v4, k4v2 and k2v2 are for all other models. A
+    new dtype goes through a canary. If it fails its probes, it is denied."""
     recent_tokens: Literal[0, 64, 128, 256, 512] | None = None
-    """Number of newest tokens of each sequence that are read at 8 bits, with k8v4, k4v4, k4v2 and k2v2; of no effect on
-    other dtypes. More is more accurate and takes more memory for each sequence; 0 turns it off. Without it each dtype's
-    default: 64 for k8v4, 64 for k4v4, 128 for k4v2, 512 for k2v2. A shorter context cuts a default down to the largest
-    value that is not longer. A change starts a new revision of these dtypes, and denied ones may be tried again."""
+    """Number of newest tokens of each sequence that are read at 8 bits, with k8v4, k4v4, k4v2 and k2v2; other dtypes
+    ignore it. A larger number is more accurate and takes more memory for each sequence. 0 turns this off. If not set,
+    each dtype's default: 64 for k8v4, 64 for k4v4, 128 for k4v2, 512 for k2v2. If the model's longest context is
+    shorter than the default, the largest allowed value within that context applies. A change starts a new revision of
+    these dtypes, and denied ones may be tried again."""
     offload: Offload | None = None
     retention: Retention | None = None
 
     @property
     def bounded(self) -> bool:
-        """Return True if engines forget a part of long sequences."""
+        """Return True if engines drop tokens of long sequences."""
         return self.retention is not None and self.retention.policy != "All"
 
     def recent_tokens_of(self, dtype: str) -> int | None:

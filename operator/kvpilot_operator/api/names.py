@@ -1,4 +1,4 @@
-"""Names, labels and annotations of our objects. Selectors, watches and users rely on them, so they must not change."""
+"""Names, labels and annotations of kvpilot's objects. Never change them: selectors, watches and users rely on them."""
 
 GROUP = "kvpilot.io"
 VERSION = "v1alpha1"
@@ -22,20 +22,22 @@ CLAIM_LABEL = "kvpilot.io/claim"
 PREFETCH_LABEL = "kvpilot.io/prefetch"
 """Label on the pod of the Job that fills a claim. Its value is the service's name."""
 CANARY_ANNOTATION = "kvpilot.io/canary"
-"""Annotation on a service with a request about one trial, VERB@REVISION/TIME (decide/rollout/requested.py)."""
+"""Annotation on a service by which a user requests something of one trial, VERB@REVISION/TIME
+(decide/rollout/requested.py)."""
 SPEC_ANNOTATION = "kvpilot.io/spec"
 """Annotation on a workload: the spec that it was last rendered from, as JSON with the service's `generation`."""
 IDENTITY_ANNOTATION = "kvpilot.io/identity"
 """Annotation on the Job that fills a claim: hashes of the content that the claim needs, and of the Job itself."""
 
 MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
-"""Label by which Istio marks a pod whose sidecar accepts mutual TLS. Istio's proxies decide by this label, too."""
+"""Label that Istio sets on a pod whose sidecar accepts mutual TLS. Istio's proxies use TLS by this label, too."""
 
 DO_NOT_EVICT_ANNOTATION = "kvpilot.io/do-not-evict"
 """Annotation on a pod that a cluster autoscaler should leave in place for now."""
 
 ADMITTED = "kvpilot.io/admitted"
-"""A pod's readiness gate, and the condition that opens it. It is True once the pod may get requests."""
+"""Name of a pod's readiness gate and of the condition that opens it. The condition is True once the pod may get
+requests."""
 
 ENGINE_CONTAINER = "engine"
 PREFETCH_CONTAINER = "prefetch"
@@ -67,7 +69,7 @@ def owned_labels(service: str) -> dict[str, str]:
 
 
 OWN_LABELS = frozenset((*owned_labels(""), REVISION_LABEL, DTYPE_LABEL, GROUP_LABEL, CLAIM_LABEL))
-"""Keys of the labels of engine pods that kvpilot sets, and users may not."""
+"""Keys of the labels that kvpilot sets on engine pods. Users must not set them."""
 
 
 def deployment_name(service: str, revision: str) -> str:

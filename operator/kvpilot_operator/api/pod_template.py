@@ -1,6 +1,8 @@
-"""spec.engine.podTemplate: its allowed fields, those that the API server refuses, and those that an administrator
-allows. The schema has the shapes of Kubernetes' own client, the fields in `ALLOWED`, and `RULES`. Kubernetes refuses
-the rest."""
+"""spec.engine.podTemplate: its schema, its rules, and the access to nodes that an administrator may allow.
+
+The schema is that of Kubernetes' own client, reduced to the fields in `ALLOWED`, with `LIMITS` and `RULES`. The API
+server refuses all other fields.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -9,7 +11,7 @@ from msgspec import Meta
 from kvpilot_operator.api.record import LABEL, NAME, Json, Rule
 
 POD_TEMPLATE = Meta(max_length=2)
-"""Mark of the one field that has the schema of a Pod's template."""
+"""Marker of the field that gets the schema of a Pod's template in the CRD."""
 
 ALLOWED: Mapping[str, tuple[str, ...]] = {
     "V1PodTemplateSpec": ("metadata", "spec"),
@@ -44,11 +46,11 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     ),
     "V1VolumeProjection": ("configMap", "secret", "serviceAccountToken"),
 }  # fmt: skip
-"""Fields by the model of Kubernetes' client; models that are not named here have all of theirs."""
+"""Allowed fields of each model of Kubernetes' client. A model that is missing here may have all its fields."""
 
 _NAMED = ("containers", "initContainers", "volumes", "resourceClaims", "claims")
 KEYS = {**dict.fromkeys(_NAMED, "name"), "volumeMounts": "mountPath"}
-"""Field of a list -> field that identifies its items for a merge; every other list is replaced as a whole."""
+"""Field that identifies the items of a list in a merge, by the list's own field. Other lists are replaced whole."""
 
 _QUANTITY = {
     "anyOf": [{"type": "integer"}, {"type": "string"}],
@@ -74,14 +76,14 @@ LIMITS: Mapping[str, Mapping[str, Json]] = {
     "V1ResourceRequirements.limits": {"additionalProperties": _QUANTITY},
     "V1VolumeResourceRequirements.requests": {"additionalProperties": _QUANTITY},
     "V1EmptyDirVolumeSource.sizeLimit": {"type": "string", **{k: v for k, v in _QUANTITY.items() if len(k) < 10}},
-    # No part of it is . or .., so that no mount hides one of kvpilot's.
+    # Allow no part . or .., so that no mount hides one of kvpilot's.
     "V1VolumeMount.mountPath": {
         "maxLength": 512,
         "pattern": r"^/+(([^/.][^/]*|[.][^/.][^/]*|[.][.][^/]+)/+)*([^/.][^/]*|[.][^/.][^/]*|[.][.][^/]+)?$",
     },
     "V1SeccompProfile.type": {"enum": ["RuntimeDefault", "Localhost"]},
 }
-"""Limits that are narrower than in Kubernetes' client, or wider than its types say, by model and field."""
+"""Schemas that replace or narrow those of Kubernetes' client, by model and field."""
 
 _OF_ENGINE = ("image", "command", "args", "env", "envFrom", "ports", "startupProbe", "readinessProbe", "livenessProbe",
               "restartPolicy")  # fmt: skip
@@ -187,10 +189,10 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     ".spec.volumes[].projected.sources[]": (_one_of("configMap", "secret", "serviceAccountToken"),),
     ".spec.resourceClaims[]": (_one_of("resourceClaimName", "resourceClaimTemplateName"),),
 }
-"""Rules by the place in the template that they judge."""
+"""CEL rules by the place in the template that they check."""
 
 KINDS = ("capabilities", "hostIPC", "hostNetwork", "hostPID", "hostPath", "privileged")
-"""Access to nodes that Pod Security "baseline" refuses. An administrator may allow each kind
+"""Kinds of access to nodes that Pod Security "baseline" refuses. An administrator may allow each of them
 (`--allow-host-access`)."""
 
 _BASELINE_CAPABILITIES = (
@@ -200,7 +202,7 @@ _BASELINE_CAPABILITIES = (
 
 
 def host_access(pod_template: Mapping[str, Json], allowed: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (field, message) for each access to the node that is not `allowed`. Paths begin in the template."""
+    """Yield (field, message) for each access to the node that is not `allowed`. Fields are paths in the template."""
     pod = pod_template.get("spec", {})
     asked = [(kind, kind, "true") for kind in ("hostIPC", "hostNetwork", "hostPID") if pod.get(kind)]
     for index, volume in enumerate(pod.get("volumes", ())):

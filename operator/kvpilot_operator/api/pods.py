@@ -1,4 +1,4 @@
-"""The parts of a spec that its pods are made of: spec.model, spec.engine and spec.cache."""
+"""The parts of a spec that determine its pods: spec.model, spec.engine and spec.cache."""
 
 import math
 import re
@@ -13,11 +13,11 @@ from kvpilot_operator.api.pod_template import POD_TEMPLATE
 from kvpilot_operator.api.record import NAME, Count, Json, Key, Name, Quantity, Record, Rule, keyed_by, rules
 
 ServedName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
-"""Name of a model, as requests carry it."""
+"""Name of a model in requests."""
 Revision = Annotated[
     str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$")
 ]
-"""Branch, tag or commit: no part of it is empty or begins with a dot."""
+"""Branch, tag or commit. Parts between slashes must not be empty or begin with a dot."""
 
 # Parts of CEL's regular expressions for paths. No part of a path may be . or ..
 _PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -37,15 +37,15 @@ class KeyRef(Record, frozen=True):
     name: Name
     """Name of the object."""
     key: Key
-    """Key in it."""
+    """Key in the object."""
 
 
 class TokenRef(KeyRef, frozen=True):
-    """Key of a Secret of this namespace with the hub's access token, for gated hf:// models, which the engine gets as
-    HF_TOKEN. A change starts a new revision."""
+    """Secret of this namespace with an access token of the Hugging Face hub, for gated hf:// models. The engine gets
+    the token as HF_TOKEN. A change starts a new revision."""
 
     key: Key = "token"
-    """Key in it. Default token."""
+    """Key of the Secret that holds the access token."""
 
 
 @rules(
@@ -59,7 +59,7 @@ class Adapter(Record, frozen=True):
     """One item of spec.model.adapters."""
 
     name: ServedName
-    """The model name that requests for the adapter carry."""
+    """Name of the adapter in requests, in place of the model's name."""
     source: Annotated[str, Meta(min_length=1, max_length=512)]
     """Place of the adapter: hf://ORG/ADAPTER (with an hf:// model), pvc://CLAIM/PATH or file:///PATH."""
 
@@ -82,24 +82,24 @@ class Adapter(Record, frozen=True):
     ),
 )
 class Model(Record, frozen=True):
-    """The model that is served, and its name."""
+    """The model to serve, and its name."""
 
     source: Annotated[str, Meta(min_length=1, max_length=512)]
     """Place of the weights: hf://ORG/MODEL (Hugging Face hub), pvc://CLAIM/PATH (a PersistentVolumeClaim of this
     namespace), oci://REGISTRY/REPOSITORY:TAG (an image mounted as a volume) or file:///PATH (in the engine's image). A
     change starts a new revision."""
     served_name: ServedName = ""
-    """The model name that requests carry. Without it the name of this object. A change starts a new revision."""
+    """Name of the model in requests; the name of this object if not set. A change starts a new revision."""
     adapters: Annotated[tuple[Adapter, ...], Meta(max_length=16, extra=keyed_by("name"))] = ()
-    """LoRA adapters, each served under its own name beside the model. A broken one prevents an engine's start. A change
-    starts a new revision."""
+    """LoRA adapters. Each is served under its own name, beside the model. An engine does not start if an adapter is
+    broken. A change starts a new revision."""
     revision: Revision | None = None
-    """Branch, tag or commit of an hf:// model; without it the hub's default branch. Pin a commit so that two pods never
-    serve two models. A change starts a new revision."""
+    """Branch, tag or commit of an hf:// model; the hub's default branch if not set. Pin a commit, because two pods may
+    otherwise load different weights. A change starts a new revision."""
     token_secret_ref: TokenRef | None = None
     max_model_len: Annotated[int, Meta(ge=16, le=16_777_216)] | None = None
-    """Longest context, in tokens, prompt and answer together; without it the model's own. The engine refuses to start
-    when one such request cannot fit its KV cache. A change starts a new revision."""
+    """Longest context, in tokens, prompt and answer together; the model's own if not set. The engine refuses to start
+    if its KV cache cannot hold one request of this length. A change starts a new revision."""
 
 
 class FieldRef(Record, frozen=True):
@@ -120,7 +120,7 @@ class FieldRef(Record, frozen=True):
     )
 )
 class ValueFrom(Record, frozen=True):
-    """Source of the value, instead of value: exactly one of the three."""
+    """Source of the value, in place of `value`: exactly one of secretKeyRef, configMapKeyRef and fieldRef."""
 
     secret_key_ref: KeyRef | None = None
     """A key of a Secret of this namespace."""
@@ -145,23 +145,23 @@ class ValueFrom(Record, frozen=True):
     ),
 )
 class EnvVar(Record, frozen=True):
-    """One item of spec.engine.env: a value, or its one source, or neither for an empty value."""
+    """One item of spec.engine.env. Set value or valueFrom, or neither for an empty value."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
     """Name of the variable."""
     value: Annotated[str, Meta(max_length=4096)] | None = None
-    """Value of the variable. Kubernetes fills in $(NAME) of an earlier variable."""
+    """Value of the variable. Kubernetes replaces $(NAME) by the value of an earlier variable NAME."""
     value_from: ValueFrom | None = None
 
 
 class Resources(Record, frozen=True):
-    """CPU, memory and accelerators of one replica. Accelerators such as nvidia.com/gpu go into limits."""
+    """CPU, memory and accelerators of each engine pod. Accelerators such as nvidia.com/gpu go into limits."""
 
     requests: Annotated[dict[str, Quantity | Count], Meta(max_length=16)] = msgspec.field(default_factory=dict)
-    """Amounts that the scheduler reserves, by resource name, as Kubernetes quantities. With N GPUs in limits and no
-    request or limit of its own, cpu is 2 + N and memory 4 + 4 N GiB (docs/pods.md)."""
+    """Amounts that the scheduler reserves, by resource name, as Kubernetes quantities. With N GPUs in limits, cpu
+    defaults to 2 + N and memory to 4 + 4 N GiB if the resource has neither a request nor a limit (docs/pods.md)."""
     limits: Annotated[dict[str, Quantity | Count], Meta(max_length=16)] = msgspec.field(default_factory=dict)
-    """Amounts that may be used at most, by resource name, as Kubernetes quantities."""
+    """Largest amounts that the pod may use, by resource name, as Kubernetes quantities."""
 
 
 @rules(
@@ -178,8 +178,8 @@ class Resources(Record, frozen=True):
         f"{_NO_GPUS} || {_GPUS}.matches('^(-.*|[0-9]+([.]0+)?(k|[MGTPE]|[KMGTPE]i)?|[0-9]*000m|0{{1,2}}m)$')",
         "nvidia.com/gpu of resources.limits must be a whole number of GPUs: write it in digits alone, such as 1",
     ),
-    # The second line passes quantities that the rule above refuses, and numbers from 100000 on. Such numbers exceed
-    # every tensorParallelSize even in thousandths, and may be too long for int().
+    # The second line of this rule lets two kinds of quantities pass: those that the rule above refuses, and numbers
+    # from 100000 on. Such numbers exceed every tensorParallelSize even in thousandths, and may be too long for int().
     Rule(
         ".tensorParallelSize",
         f"{_NO_GPUS} || "
@@ -189,8 +189,8 @@ class Resources(Record, frozen=True):
         f"(has(self.tensorParallelSize) ? self.tensorParallelSize : 1) * ({_GPUS}.matches('m$') ? 1000 : 1))",
         "tensorParallelSize is above the nvidia.com/gpu of resources.limits: raise the limit or lower it",
     ),
-    # Skip engines with options that begin with p or d: pipeline and data parallelism use more GPUs. The operator itself
-    # checks those.
+    # Skip engines with options that begin with p or d, because pipeline and data parallelism use more GPUs. The
+    # operator checks these engines itself.
     Rule(
         ".tensorParallelSize",
         f"!has(self.tensorParallelSize) || {_NO_GPUS} || !{_GPUS}.matches('^[0-9]{{1,5}}$') || "
@@ -200,53 +200,56 @@ class Resources(Record, frozen=True):
     ),
 )
 class Engine(Record, frozen=True):
-    """The vLLM engine and its pods. A change of any field here starts a new revision."""
+    """The vLLM engine and its pods. A change of any of its fields starts a new revision."""
 
     image: Annotated[str, Meta(min_length=1, max_length=512)] = ""
-    """Image of kvpilot's runtime (its entry point is kvpilot-serve). Pin a digest in production. Without it the
-    installation's, engines.image of the chart, whose changes reach the services of a namespace one by one."""
+    """Image of kvpilot's runtime, whose entry point is kvpilot-serve. Pin a digest in production. If not set, the
+    installation's image (engines.image of the chart). A change of that image reaches the services of a namespace one
+    after another."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] | None = None
-    """GPUs of a node that one replica is spread over; without it the nvidia.com/gpu or amd.com/gpu of resources.limits,
-    else 1. Must divide the model's attention heads."""
+    """Number of GPUs of one node over which tensor parallelism spreads a replica. If not set, nvidia.com/gpu or
+    amd.com/gpu of resources.limits, or else 1. It must divide the model's number of attention heads."""
     nodes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Nodes that one replica is spread over: with more than 1 it is a group of as many pods, which a LeaderWorkerSet
-    makes (the cluster needs that definition), with tensor parallelism within a node and pipeline parallelism across.
-    Each pod asks for engine.resources."""
+    """Number of nodes over which a replica is spread. With more than 1, a replica is a group of as many pods, with
+    tensor parallelism within a node and pipeline parallelism across nodes. Each pod requests engine.resources. A
+    LeaderWorkerSet creates the groups, so the cluster must have LeaderWorkerSet installed."""
     gpu_memory_utilization_percent: Annotated[int, Meta(ge=10, le=99)] = 90
-    """Share of each GPU's memory, in percent, that the engine may take; what weights and activations leave of it is KV
-    cache. Without effect on CPU: VLLM_CPU_KVCACHE_SPACE in engine.env sets the KV cache there in GiB."""
+    """Share of each GPU's memory, in percent, that the engine may take. The KV cache gets the part of it that weights
+    and activations do not need. On a CPU it has no effect; set the KV cache there, in GiB, with VLLM_CPU_KVCACHE_SPACE
+    in engine.env."""
     extra_args: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=64)] = ()
-    """Further arguments for vllm serve, unchanged, one list item each: OPTION=VALUE, or option and value as two items.
-    Refused, in every spelling that vLLM takes, are those that kvpilot sets itself, that hide the engine from it
-    (--api-key, --ssl-*, --root-path, --middleware, --grpc, --headless, --disable-log-stats, --api-server-count=0), that
-    spread one engine over several pods, that change what a probe measures (--logprobs-mode), that hold a secret
-    (--hf-token), --config, and those that do not go with another field. The condition Stalled reports them."""
+    """Further arguments for vllm serve, passed on unchanged. A list item is OPTION=VALUE, or option and value are two
+    items. kvpilot refuses the following options in every spelling that vLLM accepts, and reports them in the condition
+    Stalled: options that kvpilot sets itself; options that hide the engine from kvpilot (--api-key, --ssl-*,
+    --root-path, --middleware, --grpc, --headless, --disable-log-stats, --api-server-count=0); options that spread one
+    engine over several pods; --logprobs-mode, which changes what a probe measures; --hf-token, which holds a secret;
+    --config; and options that contradict another field."""
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=64, extra=keyed_by("name"))] = ()
     """Environment variables of the engine container."""
     resources: Resources = Resources()
     startup_timeout_seconds: Annotated[int, Meta(ge=60, le=604_800)] = 7200
-    """Seconds that an engine may take to answer, loading included, before its kubelet starts it again."""
+    """Seconds within which a started engine must answer, loading included. After that, the kubelet restarts it."""
     pod_template: Annotated[dict[str, Json], POD_TEMPLATE] = msgspec.field(default_factory=dict)
-    """Everything else about the engine's pods, in the shapes of a Pod's template: nodeSelector, affinity, tolerations,
-    topologySpreadConstraints, serviceAccountName, sidecars, volumes and more. It is merged into kvpilot's own by
-    strategic merge: containers, volumes and claims by name, volumeMounts by mountPath. Fields that kvpilot or the spec
-    sets are refused, and so is access to the node that the operator does not allow (docs/pods.md)."""
+    """Other settings of the engine's pods, with the fields of a Pod's template: nodeSelector, affinity, tolerations,
+    topologySpreadConstraints, serviceAccountName, sidecars, volumes and more. kvpilot merges it into its own template
+    (strategic merge: containers, volumes and claims by name, volumeMounts by mountPath). It refuses fields that kvpilot
+    or other fields of the spec set, and access to the node that its administrator does not allow (docs/pods.md)."""
 
     @property
     def gpu_limit(self) -> int:
-        """Return the GPUs of one pod by its limits; 0 without GPUs, or for a quantity with a suffix, such as 1k."""
+        """Return the GPUs in one pod's limits. It is 0 without GPUs, or for a quantity with a suffix, such as 1k."""
         given = (str(self.resources.limits[name]) for name in _GPU_RESOURCES if name in self.resources.limits)
         found = re.fullmatch(r"([0-9]+)([.]0+|000m)?", next(given, ""))
         return int(found[1]) if found is not None else 0
 
     @property
     def groups(self) -> int:
-        """Return the number of tensor-parallel groups in one pod: the stages and engines that extra_args ask for."""
+        """Return the number of tensor-parallel groups in one pod: pipeline stages times engines in extra_args."""
         return math.prod(map(self.arguments.count, arguments.GROUPS_OF_GPUS))
 
     @property
     def tensor_parallel(self) -> int:
-        """Return the size of tensor parallelism: the user's, or else the one that uses all GPUs of the pod."""
+        """Return the size of tensor parallelism: the user's value, or else the size that uses all GPUs of the pod."""
         return self.tensor_parallel_size or max(1, self.gpu_limit // self.groups)
 
     @property
@@ -261,35 +264,37 @@ class Engine(Record, frozen=True):
 
 
 class Claim(Record, frozen=True):
-    """The PersistentVolumeClaim NAME-weights, which kvpilot makes for the weights of an hf:// model, and for compiled
-    code unless compileClaimName is set. It goes with the service, and not when this field is removed."""
+    """The PersistentVolumeClaim NAME-weights, which kvpilot creates for the weights of an hf:// model. It also holds
+    compiled code unless compileClaimName is set. It is deleted with the service, but not if you remove this field."""
 
     size: Annotated[str, Meta(min_length=2, max_length=9, pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$")]
-    """Storage to request, a whole number with a unit (200Gi). It may be raised if the class allows expansion, never
-    lowered. Two revisions or models have to fit while one follows the other."""
+    """Storage to request, a whole number with a unit, such as 200Gi. You may raise it if the storage class allows
+    expansion, but never lower it. While one model replaces another, the claim must hold both."""
     access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
-    """ReadWriteMany lets replicas run on several nodes, if the storage class supports it (a shared file system).
-    ReadWriteOnce (a disk) keeps all pods of the service on one node."""
+    """Access mode of the claim. ReadWriteMany (a shared file system) lets replicas run on several nodes; the storage
+    class must support it. ReadWriteOnce (a disk) keeps all pods of the service on one node."""
     storage_class_name: Name | None = None
-    """StorageClass of the claim; without it the cluster's default. The claim keeps its original class."""
+    """StorageClass of the claim; the cluster's default if not set. An existing claim keeps its class."""
 
 
 class Cache(Record, frozen=True):
-    """Claims that outlive pods, so that a restart does not download or compile again. A change starts a new revision,
-    but for a claim's size."""
+    """PersistentVolumeClaims that keep weights and compiled code, so that a new pod does not download or compile them
+    again. A change starts a new revision, except a change of prefetch or of a claim's size."""
 
     prefetch: bool = False
-    """Fill the claim of weights or weightsClaimName by a Job, NAME-prefetch, without a GPU, before engines start; else
-    engines download to it. The serving revision continues meanwhile. A change restarts no engine."""
+    """True to let a Job, NAME-prefetch, fill the claim of weights or weightsClaimName before engines start. The Job
+    needs no GPU, and the serving revision continues meanwhile. Otherwise engines download to the claim. A change
+    restarts no engine."""
     weights: Claim | None = None
     weights_claim_name: Name | None = None
-    """PersistentVolumeClaim of this namespace, made by you, that keeps the weights of an hf:// model. Without it and
-    weights every pod downloads them. Use ReadWriteMany for more than one replica."""
+    """PersistentVolumeClaim of this namespace that you created, for the weights of an hf:// model. With neither this
+    field nor weights, every pod downloads the weights. Use a claim with ReadWriteMany for more than one replica."""
     compile_claim_name: Name | None = None
-    """PersistentVolumeClaim of this namespace that keeps compiled code, an archive for each image, kind of GPU and set
-    of arguments. Engines run its content. It may equal weightsClaimName if only engines write to that claim."""
+    """PersistentVolumeClaim of this namespace for compiled code: one archive for each image, kind of GPU and set of
+    arguments. Engines execute its content, so let nobody else write to it. It may be the claim of weightsClaimName, if
+    only engines write to that."""
 
     @property
     def on_one_node(self) -> bool:
-        """Return True if pods can share the claim for weights only on one node."""
+        """Return True if pods must run on one node to share the claim for weights."""
         return self.weights is not None and self.weights.access_mode == "ReadWriteOnce"

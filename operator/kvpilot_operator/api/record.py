@@ -1,8 +1,8 @@
 """Base of the API's structs, and the constraints of their fields for the generated CRD (`make generate`).
 
-The CRD's schema takes over a field's type, default and limits. A field's description is the docstring below it. Without
-one, it is the docstring of the field's type, or else of its struct. CEL rules belong above a struct, or in the `Meta`
-of a field.
+The CRD's schema takes a field's type, default and limits from the struct. A field's description is the docstring below
+the field. If there is none, it is the description in the field's `Meta`, or the docstring of the field's struct. Put
+CEL rules above a struct (`rules`), or into the `Meta` of a field.
 """
 
 import re
@@ -27,7 +27,7 @@ def camel(name: str) -> str:
 
 
 class Record(msgspec.Struct, frozen=True, rename=camel, omit_defaults=True):
-    """A part of the spec or of the status, or the whole of either; a field with its default is not written."""
+    """The spec, the status, or a part of them. A field that has its default is not written."""
 
     def as_written(self) -> dict[str, Json]:
         """Return the record as JSON, without fields that have their defaults."""
@@ -36,15 +36,15 @@ class Record(msgspec.Struct, frozen=True, rename=camel, omit_defaults=True):
 
 
 class Rule(NamedTuple):
-    """A CEL rule of the CRD (x-kubernetes-validations); the API server alone evaluates it."""
+    """A CEL rule of the CRD (x-kubernetes-validations). Only the API server evaluates it."""
 
     field: str
-    """Path of the field at fault below the struct, with a leading dot; "" for the value itself."""
+    """Path from the struct to the field at fault, with a leading dot; "" for the value itself."""
     holds: str
-    """CEL expression that is true of a good value."""
+    """CEL expression that is true for a valid value."""
     message: str
-    """The mistake and its remedy. `{EXPRESSION}` shows a bounded string: the server takes string(integer) as unbounded.
-    """
+    """The mistake and its remedy. `{EXPRESSION}` inserts the value of a string with a length limit. It cannot insert a
+    number, because the server assumes no limit for the length of string(integer)."""
 
     def as_written(self) -> dict[str, str]:
         """Return the rule as the CRD has it."""
@@ -58,16 +58,16 @@ class Rule(NamedTuple):
 
 
 RULES: dict[type[Record], tuple[Rule, ...]] = {}
-"""Rules by the struct that they judge."""
+"""Rules by the struct that they check."""
 
 _R = TypeVar("_R", bound=type[Record])
 
 
 def rules(*given: Rule) -> Callable[[_R], _R]:
-    """Attach CEL rules to a struct, by which the API server judges each of its values.
+    """Attach CEL rules to a struct. The API server checks each value of this struct with them.
 
-    Give no rules to a struct with the default {}, because the server checks that default before it fills in the nested
-    defaults.
+    Do not attach rules to a struct whose field defaults to {}, because the server checks that default before it fills
+    in the nested defaults.
     """
 
     def attach(record: _R) -> _R:
@@ -78,18 +78,18 @@ def rules(*given: Rule) -> Callable[[_R], _R]:
 
 
 SET: dict[str, Json] = {"x-kubernetes-list-type": "set"}
-"""`extra` of a list with distinct items."""
+"""`extra` of a list whose items are all different."""
 
 
 def keyed_by(*fields: str) -> dict[str, Json]:
-    """Return the `extra` of a list with items that differ in these fields."""
+    """Return the `extra` of a list in which no two items have the same values of these fields."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(fields)}
 
 
 LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 NAME = f"{LABEL}([.]{LABEL})*"
 Name = Annotated[str, Meta(min_length=1, max_length=253, pattern=f"^{NAME}$")]
-"""Name of an object."""
+"""Name of a Kubernetes object."""
 Label = Annotated[str, Meta(min_length=1, max_length=63, pattern=f"^{LABEL}$")]
 """Name of a namespace, a container or a volume."""
 Key = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")]

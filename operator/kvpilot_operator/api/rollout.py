@@ -1,4 +1,4 @@
-"""Changes of a revision in a service's spec: the canary, the accuracy that it must show, and when to hold still."""
+"""Rules for new revisions in a service's spec: the canary, the accuracy that it must show, and pauses."""
 
 from typing import Annotated, Literal
 
@@ -21,77 +21,82 @@ class CanaryStep(Record, frozen=True):
     """One item of spec.canary.steps."""
 
     weight_percent: Annotated[int, Meta(ge=0, le=100)]
-    """Share of requests, in percent, that goes to the canary. 100 is the promotion itself and is not judged. 0 needs an
-    HTTPRoute, which copies as many requests to the canary as one stable replica gets; no user sees its answers."""
+    """Share of requests, in percent, that goes to the canary. At 0, a route (route or canary.routeRef) copies as many
+    requests to the canary as one stable replica gets, and no user sees the canary's answers. Without a route, this step
+    is skipped. 100 is the promotion itself and is not judged."""
     hold_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 600
-    """Seconds to stay at this share before the next step. At least 30 seconds of figures are judged."""
+    """Seconds to stay at this share before the next step. A step is judged by at least 30 seconds of measurements."""
 
 
 class Canary(Record, frozen=True):
-    """Trial of a new revision before it takes the traffic. Read anew for each canary."""
+    """Trial of a new revision before it takes the traffic. A change takes effect for the next canary."""
 
     capacity_policy: Literal["Surge", "ReplaceOne", "SurgeOrReplaceOne", "WhenIdle"] = "SurgeOrReplaceOne"
-    """Source of the canary's GPUs. Surge: spare ones, for which it waits. ReplaceOne: one stable replica, which leaves
-    first. SurgeOrReplaceOne: spare ones, or else a stable replica. WhenIdle: a stable replica, even the only one, once
-    the service has had no request for 300 seconds."""
+    """Source of the canary's GPUs. Surge: spare GPUs; the canary waits for them. ReplaceOne: the GPUs of one stable
+    replica, which is removed first. SurgeOrReplaceOne: spare GPUs if there are any, otherwise as ReplaceOne. WhenIdle:
+    as ReplaceOne, even with the only replica, but only after 300 seconds without a request."""
     steps: Annotated[tuple[CanaryStep, ...], Meta(max_length=10, extra={"rules": (_UPWARDS,)})] = ()
-    """Shares of live traffic that a canary takes after its probes have passed, in increasing order. Without steps it
-    then takes all traffic in one switch."""
+    """Shares of live traffic that a canary takes after its probes have passed, in increasing order. Without steps, a
+    canary that has passed its probes takes all traffic at once."""
     warm_up_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 60
-    """Seconds at the start of each step whose figures do not count: caches are cold and graphs are still compiled."""
+    """Seconds at the start of each step whose measurements do not count, because caches are cold and graphs are still
+    compiled."""
     min_requests: Annotated[int, Meta(ge=10, le=1_000_000)] = 100
-    """Requests that both sides must have finished before a step is judged. Fewer are inconclusive."""
+    """Number of requests that the canary and the stable revision must each have finished before a step is judged. With
+    fewer requests, the verdict is Inconclusive."""
     max_ttft_p95_regression_percent: Thousand = 10
-    """By how many percent the 95th percentile of the time to first token may be above the stable side's."""
+    """Allowed increase of the 95th percentile of the time to first token over the stable revision's, in percent."""
     max_itl_p95_regression_percent: Thousand = 10
-    """By how many percent the 95th percentile of the time between two tokens may be above the stable side's."""
+    """Allowed increase of the 95th percentile of the time between two tokens over the stable revision's, in percent."""
     max_throughput_regression_percent: Percent = 10
-    """By how many percent the tokens per second of a running request may be below the stable side's."""
+    """Allowed decrease of the tokens per second of a running request below the stable revision's, in percent."""
     max_error_increase_percent: Percent = 1
-    """By how many percentage points the share of failed requests may be above the stable side's."""
+    """Allowed increase of the share of failed requests over the stable revision's, in percentage points."""
     progress_deadline_seconds: Annotated[int, Meta(ge=30, le=604_800)] = 3600
-    """Seconds that one stage of a canary may take without progress: to start, to be probed, to put a step's share in
-    effect, to reach a verdict after a step's warmUpSeconds and holdSeconds (or 30 seconds of figures, if longer), to
-    move one replica in a promotion. Warm-up, holds and pauses do not count. After it the canary is rolled back."""
+    """Seconds that one stage of a canary may take without progress. After that the canary is rolled back. The stages
+    are: start, probes, the switch to a step's share, the verdict of a step, and each replica of a promotion. Pauses and
+    a step's warmUpSeconds and holdSeconds (at least 30 seconds of measurements) do not count."""
     route_ref: RouteRef | None = None
 
 
 class Accuracy(Record, frozen=True):
-    """Accuracy that a canary, and later the serving replicas, must show against the 16-bit baseline of the same model.
-    Read anew for each probe run."""
+    """Accuracy that a canary, and later the serving replicas, must reach compared with the 16-bit baseline of the same
+    model. A change takes effect for the next probe run."""
 
     probe_sets: Annotated[tuple[ProbeSet, ...], Meta(min_length=1, max_length=16, extra=SET)] = (
         "builtin/general", "builtin/multi-turn", "builtin/long-context", "builtin/structured",
     )  # fmt: skip
-    """Prompts that are asked: a built-in pack (docs/accuracy-packs.md), or configmap/NAME for your own (key
-    prompts.yaml of a ConfigMap of this namespace). A change captures the baseline anew."""
+    """Prompts of the probes: built-in packs (docs/accuracy-packs.md), or configmap/NAME for your own prompts (key
+    prompts.yaml of a ConfigMap of this namespace). After a change, kvpilot captures the baseline anew."""
     max_excess_kl_millinats: Annotated[int, Meta(ge=0, le=100_000)] = 20
-    """By how many thousandths of a nat the mean KL divergence of the canary from the baseline may be above that of the
-    baseline from itself (the control run), in each bucket of prompts. Damage up to half of it fails at most 2 in 1,000
-    canaries."""
+    """Allowed damage, in thousandths of a nat: the canary's mean KL divergence from the baseline, less that of the
+    baseline from itself (the control run). It applies to each bucket of prompts. Of canaries with at most half of this
+    damage, at most 2 in 1,000 fail."""
     min_top1_agreement_percent: Percent = 97
-    """Percentage of positions at which canary and baseline find the same token most likely, lowered by what the control
-    run itself disagrees. A canary is below it only beyond doubt, at an error of 1 in 1,000."""
+    """Required share of positions, in percent, at which canary and baseline find the same token most likely. It is
+    lowered by the disagreement of the baseline with itself (the control run). A canary fails only if it is below the
+    limit with an error probability of 1 in 1,000."""
     failure_limit: Annotated[int, Meta(ge=1, le=100)] = 1
-    """Failed probe runs at which a canary is rolled back, and failed runs in a row at which onFailure takes effect for
-    the serving replicas."""
+    """Number of failed probe runs after which a canary is rolled back. For the serving replicas, the number of failed
+    runs in a row after which onFailure takes effect."""
     consecutive_error_limit: Annotated[int, Meta(ge=1, le=100)] = 4
-    """Probe runs in a row without a verdict (a timeout, a refused connection) at which a canary is rolled back; its
-    dtype may be tried again within the hour. For the serving replicas only AccuracyVerified becomes Unknown."""
+    """Number of probe runs in a row without a verdict (a timeout, a refused connection) after which a canary is rolled
+    back. Its dtype may be tried again within an hour. For the serving replicas, the only effect is that the condition
+    AccuracyVerified becomes Unknown."""
     period_seconds: Annotated[int, Meta(ge=60, le=2_592_000)] = 900
-    """Seconds between two probe runs against the serving replicas, one replica a run; none while the baseline dtype
-    serves."""
+    """Seconds between two probe runs of the serving replicas. Each run probes one replica. While the baseline dtype
+    serves, there are no runs."""
     on_failure: Literal["Rollback", "Report"] = "Rollback"
-    """Reaction to a serving dtype that fails. Rollback: back to the last good dtype, and the failed one is denied.
-    Report: the condition AccuracyVerified says so, and nothing moves. A canary that fails is rolled back in either
+    """Reaction if the serving dtype fails its probes. Rollback: kvpilot denies the dtype and moves to a safer one.
+    Report: kvpilot only sets the condition AccuracyVerified to False. A canary that fails is rolled back in either
     case."""
 
 
 class Rollout(Record, frozen=True):
-    """Rules for every change of revision."""
+    """Rules for every new revision."""
 
     deny_seconds: Annotated[int, Meta(ge=0, le=31_536_000)] = 604_800
-    """Seconds for which a dtype that failed is not tried again with the same model, image and GPU."""
+    """Seconds for which kvpilot does not try a failed dtype again with the same model, image and GPU."""
     paused: bool = False
-    """true: no canary is started and a running one is neither promoted nor rolled back. Serving, scaling and status go
-    on. Takes effect at the next reconcile."""
+    """True to pause rollouts: kvpilot starts no canary, and neither promotes nor rolls back a running one. Serving,
+    scaling and the status continue. A change takes effect at the next reconcile."""

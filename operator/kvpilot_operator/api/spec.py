@@ -1,5 +1,7 @@
-"""The spec of one QuantizedLLMService as frozen structs: the whole, and the rules that span its parts, which the
-modules beside it have. `make generate` writes the CRD from them (see `record`)."""
+"""The spec of one QuantizedLLMService as a frozen struct, and the CEL rules that involve several of its parts.
+
+The parts are in other modules of this package. `make generate` writes the CRD from all of them (see `record`).
+"""
 
 from collections.abc import Mapping
 from typing import Self
@@ -28,11 +30,11 @@ RULES_OF_SERVICE = (
         "an adapter has the name under which the model itself is served: use another name",
     ),
 )
-"""Rules of a whole object."""
+"""CEL rules about the whole object."""
 
 
-# Rules about structs with the default {} stand here, because the API server checks such a default before it fills in
-# the nested defaults.
+# Rules about fields with the default {} are here and not at their structs, because the API server checks such a default
+# before it fills in the nested defaults.
 @rules(
     Rule(
         ".kvCache.dtype",
@@ -155,15 +157,15 @@ RULES_OF_SERVICE = (
     ),
 )
 class Spec(Record, frozen=True):
-    """The service that is asked for. Every field but model and engine has a default. The operator accepts at most 128
-    KiB of JSON."""
+    """Desired state of the service. Only model and engine are required. The operator accepts at most 128 KiB of
+    JSON."""
 
     model: Model
     engine: Engine
     replicas: Thousand = 1
-    """Number of engine replicas, kept within scaling.minReplicas and scaling.maxReplicas. /scale writes it (kubectl
-    scale, a HorizontalPodAutoscaler, KEDA), or you do; leave it out of manifests that are applied again when an
-    autoscaler writes it. Takes effect at once, without a restart."""
+    """Number of engine replicas. kvpilot limits it to scaling.minReplicas and scaling.maxReplicas. You set it, or
+    /scale does (kubectl scale, a HorizontalPodAutoscaler, KEDA). If an autoscaler sets it, leave it out of manifests
+    that you apply repeatedly. A change takes effect at once, without a restart."""
     cache: Cache = Cache()
     kv_cache: KVCache = KVCache()
     scaling: Scaling = Scaling()
@@ -187,11 +189,11 @@ class Spec(Record, frozen=True):
 
     @property
     def offloads(self) -> bool:
-        """Return True if engines keep prefixes in host memory, too."""
+        """Return True if engines offload KV blocks to host memory."""
         return self.kv_cache.offload is not None or self.engine.arguments.on(arguments.OFFLOAD)
 
     def as_reference(self) -> Self:
-        """Return the spec of the engine that gives the baseline. Its KV cache keeps every token."""
+        """Return the spec of the engine that records the baseline: its KV cache keeps every token."""
         whole = msgspec.structs.replace(self.kv_cache, retention=None)
         return msgspec.structs.replace(self, kv_cache=whole) if self.kv_cache.bounded else self
 
@@ -201,7 +203,7 @@ def parse(obj: Mapping[str, Json]) -> Spec:
 
     Raise msgspec.ValidationError, which names the field, if a value has the wrong type or is beyond its limits.
     """
-    # Accept 3.0 as a whole number (strict=False), because the API server does.
+    # Accept 3.0 as a whole number (strict=False), as the API server does.
     spec = msgspec.convert({"spec": obj.get("spec")}, _Service, strict=False).spec
     if spec.model.served_name:
         return spec

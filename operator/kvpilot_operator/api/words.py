@@ -1,4 +1,4 @@
-"""The words of the status. Each value is part of the API."""
+"""Enum values that the operator writes to the status. Each value is part of the API."""
 
 from enum import StrEnum
 
@@ -34,7 +34,7 @@ class TrafficMode(StrEnum):
 
 
 class Action(StrEnum):
-    """Decisions; the last six are steps that the policy compares."""
+    """Decisions. The policy compares the last six, which are steps."""
 
     SERVE = "Serve"
     START_CANARY = "StartCanary"
@@ -55,7 +55,7 @@ class Action(StrEnum):
 
 
 class Outcome(StrEnum):
-    """Outcomes of a step that was weighed."""
+    """Results of the policy's check of one step."""
 
     CHOSEN = "Chosen"
     POSSIBLE = "Possible"
@@ -84,7 +84,7 @@ class ObjectiveState(StrEnum):
 
 
 class ConditionType(StrEnum):
-    """Types of conditions; each has its rows in docs/conditions.md."""
+    """Types of conditions. docs/conditions.md explains each of them."""
 
     READY = "Ready"
     SERVING = "Serving"
@@ -98,8 +98,8 @@ class ConditionType(StrEnum):
 
 
 class Reason(StrEnum):
-    """Reasons of conditions, canaries, denials and decisions. Rules act on the first nine. A reason may also be a
-    `WorkloadKind`, an `ObjectiveState`, an `Outcome`, a stage, or a word of an engine, the kubelet or the API server
+    """Reasons of conditions, canaries, denials and decisions. A reason may also be a `WorkloadKind`, an
+    `ObjectiveState`, an `Outcome`, a `Stage`, or a reason that an engine, the kubelet or the API server reported
     (docs/conditions.md)."""
 
     ACCURACY_REGRESSED = "AccuracyRegressed"
@@ -110,7 +110,7 @@ class Reason(StrEnum):
     BASELINE_LOST = "BaselineLost"
     BASELINE_UNFIT = "BaselineUnfit"
     DTYPE_MISMATCH = "DtypeMismatch"
-    # The service as a whole.
+    # Reasons about the service as a whole.
     SERVING = "Serving"
     ENGINES_STARTING = "EnginesStarting"
     SCALING = "Scaling"
@@ -122,7 +122,7 @@ class Reason(StrEnum):
     SPEC_INVALID = "SpecInvalid"
     RECONCILE_INCOMPLETE = "ReconcileIncomplete"
     ROUTE_WAITING = "RouteWaiting"
-    # Its engines, and the weights that they load.
+    # Reasons about engines, and the weights that they load.
     UNSCHEDULABLE = "Unschedulable"
     CLAIM_NOT_BOUND = "ClaimNotBound"
     IMAGE_UNAVAILABLE = "ImageUnavailable"
@@ -130,7 +130,7 @@ class Reason(StrEnum):
     ENGINE_CRASHED = "EngineCrashed"
     PREFETCHING = "Prefetching"
     PREFETCH_FAILED = "PrefetchFailed"
-    # Its metrics, and the conclusions of the policy.
+    # Reasons about metrics, and the conclusions of the policy.
     SCRAPED = "Scraped"
     BUSY = "Busy"
     MEMORY_PRESSURED = "MemoryPressured"
@@ -138,7 +138,7 @@ class Reason(StrEnum):
     OBJECTIVE_MISSED = "ObjectiveMissed"
     END_OF_LADDER = "EndOfLadder"
     LOAD_LEFT = "LoadLeft"
-    # Its canary: why it cannot start, and how it compares with the serving revision.
+    # Reasons why a canary cannot start, and results of its comparison with the serving revision.
     DTYPE_DENIED = "DtypeDenied"
     REVISION_FAILED = "RevisionFailed"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
@@ -146,7 +146,7 @@ class Reason(StrEnum):
     TOO_FEW_SAMPLES = "TooFewSamples"
     PERFORMANCE_REGRESSED = "PerformanceRegressed"
     ERRORS_INCREASED = "ErrorsIncreased"
-    # Its answers.
+    # Reasons about the accuracy of answers.
     REFERENCE = "Reference"
     NOT_PROBED = "NotProbed"
     PROBE_ERRORS = "ProbeErrors"
@@ -162,7 +162,7 @@ class CachePhase(StrEnum):
 
 
 class WorkloadKind(StrEnum):
-    """Findings from a window of metrics; reasons of the condition MemoryPressured."""
+    """Conclusions from a window of metrics. They are reasons of the condition MemoryPressured."""
 
     NO_METRICS = "NoMetrics"
     ENGINES_STALLED = "EnginesStalled"

@@ -1,1 +1,1 @@
-"""The frozen data that flows through the operator: Status (kept in the cluster), Snapshot (observed), Decision."""
+"""The frozen data of a reconcile: Status (stored in the cluster), Snapshot (observed) and Decision."""

@@ -1,4 +1,4 @@
-"""`.status.accuracy`: the reference, the last measurement, and the count of periodic ones."""
+"""`.status.accuracy`: the baseline, the last probe run, and counters of periodic runs."""
 
 from datetime import datetime
 from typing import Annotated
@@ -10,17 +10,17 @@ from kvpilot_operator.api.words import Verdict
 
 
 class Baseline(Record, frozen=True, kw_only=True):
-    """The 16-bit reference and its control run against itself."""
+    """The 16-bit baseline, and its control run: its comparison with itself."""
 
     identity: Annotated[str, Meta(max_length=128)]
-    """Hash of model, revision, baseline dtype and the probe sets' content; a change captures anew. The ConfigMap
-    NAME-baseline-IDENTITY holds the answers."""
+    """Hash of model, revision, baseline dtype and the probe sets' content. If one of them changes, kvpilot captures the
+    baseline anew. The ConfigMap NAME-baseline-IDENTITY holds the answers."""
     positions: Count
-    """Token positions that were compared."""
+    """Number of token positions that the control run compared."""
     control_mean_kl_micronats: Count
-    """Mean KL divergence of the control run."""
+    """Mean KL divergence of the control run, in millionths of a nat."""
     control_top1_agreement_permille: Thousand
-    """Positions, in thousandths, at which the control run finds the same token most likely."""
+    """Share of positions, in thousandths, at which the control run finds the same token most likely."""
 
 
 class Measured(Record, frozen=True, kw_only=True):
@@ -29,30 +29,30 @@ class Measured(Record, frozen=True, kw_only=True):
     revision: Word
     """The revision that was probed."""
     dtype: Word
-    """Its KV cache dtype."""
+    """KV cache dtype of the revision."""
     verdict: Verdict
-    """Its verdict."""
+    """Verdict of the run."""
     probe_time: datetime
-    """Time at which it ended."""
+    """Time at which the run ended."""
     excess_kl_micronats: int
-    """Mean KL divergence above that of the control run; negative when below it."""
+    """Mean KL divergence from the baseline less that of the control run, in millionths of a nat. It may be negative."""
     top1_agreement_permille: Thousand
-    """Positions, in thousandths, at which both find the same token most likely."""
+    """Share of positions, in thousandths, at which the revision and the baseline find the same token most likely."""
     pod: Text | None = None
-    """The replica that was asked."""
+    """The pod that was probed."""
     covered: Text | None = None
-    """Cases that were shown to be sound; after "not:" those that were not, because their prompts were too few or not
-    asked; and the tokens and seconds of the run."""
+    """Kinds of cases that the run showed to be sound. After "not:", the kinds with too few prompts or no prompts. Then
+    the tokens and seconds of the run."""
 
 
 class Accuracy(Record, frozen=True, kw_only=True):
-    """Results of probes. KL divergences are in millionths of a nat, agreement in thousandths."""
+    """Results of probes."""
 
     baseline: Baseline | None = None
     last: Measured | None = None
     checked_time: datetime | None = None
     """Time at which the serving replicas were last probed, or began to serve."""
     failures: Count = 0
-    """Probe runs in a row that the serving replicas failed."""
+    """Number of probe runs in a row that the serving replicas failed."""
     errors: Count = 0
-    """Probe runs in a row of the serving replicas without a verdict."""
+    """Number of probe runs of the serving replicas in a row that gave no verdict."""

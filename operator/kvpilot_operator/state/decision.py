@@ -1,4 +1,4 @@
-"""The decision of one reconcile, as data for `act`. If it requests a probe, a later reconcile gets the result."""
+"""The decision of one reconcile, as data for `act`. If it requests a probe, a later reconcile gets its result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,12 +59,12 @@ class Measure:
 
 
 Request = Find | Capture | Measure
-"""A probe that a decision requests. `identity` tells requests apart, and `baseline` is the baseline's identity."""
+"""A probe that a decision requests. Each request has its own `identity`. `baseline` is the identity of the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A baseline with its 16-bit control. `adopted` is True if it was found in the ConfigMap."""
+    """A captured baseline with its control. `adopted` is True if it was found in the ConfigMap."""
 
     baseline: Baseline
     adopted: bool = False
@@ -104,16 +104,16 @@ class Event:
 
 
 class Ungating(NamedTuple):
-    """A step of the removal of the readiness gate from a revision's Deployment."""
+    """One step in the removal of the readiness gate from a revision's Deployment."""
 
     revision: str
     paused: bool | None
-    """True to pause the Deployment and change its template, False to let it go on, None to leave it as it is."""
+    """True to pause the Deployment and change its template, False to resume it, None to leave it as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """The objects that the service owns from now on. `act` writes them in this order:
+    """The objects that the service owns from now on. `act` does the following, in this order:
 
     1. Raise the replicas of existing workloads to the numbers in `scale`, by revision.
     2. Write the manifests in `apply`, in order. Of a user's HTTPRoute, write only the rules.
@@ -129,7 +129,7 @@ class Objects:
     absent: tuple[Ref, ...] = ()
     """Objects to delete if the service owns them."""
     named: tuple[Ref, ...] = ()
-    """Objects that pods need before they start, and that the service must own."""
+    """Objects that the service must own, and that pods need before they start."""
 
 
 class Latency(NamedTuple):
@@ -144,16 +144,16 @@ class Latency(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Measurements that only the operator's metrics show. No decision needs them, and a restart forgets them."""
+    """Measurements for the operator's metrics. No decision depends on them, and a restart loses them."""
 
     recent_tokens: int | None = None
-    """Recent window that engines report, in tokens. None before the first scrape."""
+    """Recent window that engines report, in tokens; None before the first scrape."""
     retention: str = ""
-    """Policy by which engines free pages of a sequence; empty if they keep all."""
+    """Policy by which engines free pages of a sequence; empty if they keep all tokens."""
     hits: Mapping[str, float] = field(default_factory=dict)
     """Share of prompt tokens that were found in a cache tier, by tier. Empty without kvCache.offload."""
     cost_per_hour: float | None = None
-    """Cost of all GPUs of the service, including a canary's. None if they have no price."""
+    """Cost of all GPUs of the service, including a canary's; None if the GPUs have no price."""
     cost_per_million_tokens: float | None = None
     """Cost of a million generated tokens, at the rate of the last window."""
     latencies: tuple[Latency, ...] = ()
@@ -177,7 +177,7 @@ class Decision:
     do_not_evict: frozenset[str] = frozenset()
     """Names of all pods that cluster autoscalers should not evict."""
     unanswered: tuple[Unanswered, ...] = ()
-    """Questions that failed. Everything that they decide stays unchanged."""
+    """Questions that failed. Everything that depends on their answers stays unchanged."""
     figures: Figures = Figures()
     again_seconds: float | None = None
-    """Reconcile again after this many seconds, even if nothing happens."""
+    """Seconds after which to reconcile again, even without an event."""

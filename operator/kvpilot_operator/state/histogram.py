@@ -9,8 +9,8 @@ from itertools import accumulate
 class Histogram:
     """Number of observations in each bucket, and the sum of their values (`total`).
 
-    `counts[i]` observations lie in (bounds[i-1], bounds[i]]. The last count is above all bounds. The bounds are finite
-    and increasing.
+    `counts[i]` observations lie in (bounds[i-1], bounds[i]]. The last count is of observations above all bounds. The
+    bounds are finite and increasing.
     """
 
     bounds: tuple[float, ...] = ()
@@ -41,9 +41,9 @@ class Histogram:
 
     @classmethod
     def together(cls, histograms: Sequence["Histogram"]) -> "Histogram":
-        """Return the sum of the histograms that have the same buckets as the last non-empty one.
+        """Return the sum of the histograms that have the same buckets as the last non-empty histogram.
 
-        Leave out the others, because another engine version made them.
+        Leave out histograms with other buckets, because they come from another engine version.
         """
         full = [h for h in histograms if h.count]
         same = [h for h in full if h.bounds == full[-1].bounds]

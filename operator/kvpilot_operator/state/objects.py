@@ -25,19 +25,20 @@ class PodView:
     exit_message: str | None
     """The message of the engine's last exit (kvpilot-serve's refusal, or the end of its log)."""
     unschedulable: str | None
-    """The scheduler's message, while no node fits the pod or a queue (such as Kueue) holds it back."""
+    """The scheduler's message, while no node fits the pod, or while a queue such as Kueue holds the pod back."""
     unheard_since: datetime | None = None
-    """Creation time of a pod without node and scheduler message. The scheduler is silent while a volume is made."""
+    """Creation time of a pod that has neither a node nor a message of the scheduler. The scheduler reports nothing
+    while a volume is created."""
     held_up: tuple[str, str] | None = None
     """(reason, message) of an init container or sidecar that keeps the pod from being ready."""
     needs: tuple[str, ...] | None = None
-    """Objects that the pod's volumes need, such as "Secret certificates". None once a container has started."""
+    """Objects that the pod's volumes need, such as "Secret certificates"; None once a container has started."""
     uid: str = ""
     do_not_evict: bool = False
     mesh: bool = False
     containers_ready: bool = False
     admitted: bool | None = None
-    """True if kvpilot's readiness gate is open. None if the pod has no such gate."""
+    """True if kvpilot's readiness gate is open; None if the pod has no such gate."""
     workers: tuple["PodView", ...] = ()
     """The other pods of a multi-node replica that this pod leads. They take no requests."""
 
@@ -57,12 +58,12 @@ class PrefetchView:
     """The Job that downloads weights to the service's PersistentVolumeClaim."""
 
     content: str
-    """The Job's annotation: one hash of the claim's wanted content, and one of the Job."""
+    """The Job's annotation: a hash of the content that the claim needs, and a hash of the Job."""
     done: bool
     failure: str | None
     pods: tuple[PodView, ...]
     downloaded_bytes: int | None
-    """Bytes that the Job's pod reports now. None if no pod answers."""
+    """Downloaded bytes that the Job's pod reports now; None if no pod answers."""
     total_bytes: int | None
 
 
@@ -80,11 +81,11 @@ class DeploymentView:
     arguments: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     has_gate: bool = True
-    """True if its new pods wait for admission."""
+    """True if new pods of the workload wait for admission."""
     paused: bool = False
-    """True if a change of the template replaces no pod now."""
+    """True if the workload is paused, so that a change of its template replaces no pods."""
     in_step: bool = True
-    """True if its controller has seen that all of its pods come from the present template."""
+    """True if the workload's controller has seen that all its pods come from the present template."""
     kind: str = "Deployment"
     nodes: int = 1
     """Number of pods of each replica."""
@@ -92,21 +93,21 @@ class DeploymentView:
 
 @dataclass(frozen=True, slots=True)
 class ObjectView:
-    """An object with the service's label. It may belong to somebody else."""
+    """An object with the service's label. It may belong to another owner."""
 
     uid: str
     owned: bool
     """True if an owner reference has the service's uid. A label alone proves nothing."""
     version: str
     selects: str | None = None
-    """The revision that a Service selects, or "" for all revisions. None if the selector is not ours."""
+    """The revision that a Service selects, or "" for all revisions; None if kvpilot did not write the selector."""
     picker: Mapping[str, Any] | None = None
     """The endpointPickerRef of an InferencePool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """An object that the API server refused, and its answer."""
+    """An object that the API server refused, and the server's answer."""
 
     kind: str
     name: str
@@ -123,13 +124,13 @@ class Parent(NamedTuple):
     name: str
     """KIND NAMESPACE/NAME, with the listener if the route names one."""
     accepted: bool | None
-    """None until the Gateway has judged the current generation of the route."""
+    """None until the Gateway has answered for the current generation of the route."""
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteView:
-    """The HTTPRoute that sends a canary its share of the requests: ours, or the user's that routeRef names."""
+    """The HTTPRoute that sends a canary its share of the requests: kvpilot's own, or the user's from routeRef."""
 
     name: str
     resource_version: str

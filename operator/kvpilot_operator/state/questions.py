@@ -1,4 +1,4 @@
-"""The questions (observations and partial decisions) of one reconcile. If one fails, the others are still answered."""
+"""The questions of one reconcile: observations and partial decisions. If one fails, the others are still answered."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Question(StrEnum):
     POOLS = "Pools"  # read the service's InferencePools
     PROBE_SETS = "ProbeSets"  # read the prompts for accuracy probes
     NODE = "Node"  # read the GPU of the engines' nodes
-    GROUPS = "Groups"  # read why pods of groups cannot be created
+    GROUPS = "Groups"  # read why pods of multi-node groups cannot be created
     PREFETCH = "Prefetch"  # read the progress of the Job that downloads weights
     WORKLOAD = "Workload"  # find the resource that limits the service
     REPLICAS = "Replicas"  # decide the number of replicas
@@ -37,7 +37,7 @@ class Question(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """A question that failed, with the error's type and place. The error's text is left out: it may contain secrets."""
+    """A question that failed, with the error's type and place. The error's text is omitted, as it may hold secrets."""
 
     question: Question
     error: str
@@ -55,6 +55,6 @@ def keeps_probe(unanswered: Sequence[Unanswered]) -> bool:
 
 
 def unanswered(question: Question, error: Exception) -> Unanswered:
-    """Return the failed question with the error's type, its HTTP status (if any) and its places in our code."""
+    """Return the failed question with the error's type, HTTP status (if any) and places in the operator's code."""
     status = f" HTTP {error.status}" if isinstance(error, ClusterError) and error.status else ""
     return Unanswered(question, f"{type(error).__name__}{status}", places(error))

@@ -10,15 +10,18 @@ from kvpilot_operator.state.histogram import Histogram
 
 NOTHING_OBSERVED = Histogram()
 ROOMY = 0.5
-"""An engine with at most this share of the fullest engine's use has room for waiting requests."""
+"""Share of the fullest engine's KV cache use. An engine at or below it has room for waiting requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """Increments of the counters of one revision's pods since the previous scrape. A pod's first page adds nothing."""
+    """Increments of the counters of one revision's pods since the previous scrape.
+
+    The first scrape of a pod adds nothing.
+    """
 
     seconds: float = 0.0
-    """Pod-seconds that the increments cover. 0 before a second page."""
+    """Pod-seconds that the increments cover; 0 before a second scrape."""
     preemptions: float = 0.0
     prompt_tokens: float = 0.0
     generation_tokens: float = 0.0
@@ -41,7 +44,7 @@ class Flows:
 
     @classmethod
     def together(cls, flows: Sequence[Self]) -> Self:
-        """Return the sum of `flows`. Skip histograms of another engine version: their buckets differ from the last."""
+        """Return the sum of `flows`. Leave out histograms whose buckets differ from those of the last one."""
         columns: Iterator[tuple[Any, ...]] = zip(*map(_FIGURES, flows), strict=True)
         sums: list[Any] = [Histogram.together(c) if isinstance(c[0], Histogram) else sum(c) for c in columns]
         return cls(*sums)
@@ -92,7 +95,10 @@ class Spread:
         return cls(*fullest, mean, len(roomy) / len(engines), sum(roomy) / len(roomy) if roomy else 0.0)
 
     def mixed(self, other: Self, share: float) -> Self:
-        """Return the weighted mean of both, with the weight `share` (0 to 1) for `other`. Keep the name of `other`."""
+        """Return the weighted mean of this spread and `other`, with the name of `other`.
+
+        The weight of `other` is `share` (0 to 1).
+        """
         ours, theirs = astuple(self)[1:], astuple(other)[1:]
         return type(self)(other.name, *(a + (b - a) * share for a, b in zip(ours, theirs, strict=True)))
 
@@ -101,7 +107,8 @@ class Spread:
 class Sample:
     """One scrape of one revision: sums over the pods with plausible metrics and working engines.
 
-    `usage` (0 to 1) is their mean, weighted by capacity. A pod with several engines counts with its fullest one.
+    `usage` is the mean KV cache use of these pods (0 to 1), weighted by capacity. The use of a pod with several engines
+    is that of its fullest engine.
     """
 
     time: datetime
@@ -117,7 +124,7 @@ class Sample:
     """Pods with implausible metrics, each as "NAME: why"."""
     unanswered: int = 0
     stalled: tuple[str, ...] = ()
-    """Pods whose engines have work but make no progress, each as "NAME: why". The sums leave them out."""
+    """Pods whose engines have work but make no progress, each as "NAME: why". They are not in the sums."""
     spread: Spread | None = None
     recent_tokens: int | None = None
     retention: str = ""
@@ -130,5 +137,5 @@ class Sample:
 
 
 def names(pods: Sequence[str]) -> str:
-    """Join the pod names in texts such as "NAME: why". Leave out the reasons, whose figures change at each scrape."""
+    """Join the pods' names from texts "NAME: why". Omit the reasons, because their figures change at each scrape."""
     return ", ".join(sorted(one.partition(":")[0] for one in pods))

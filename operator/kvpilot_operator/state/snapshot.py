@@ -59,7 +59,7 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """Hash of the service's probe packs, or the fault that makes them unusable."""
+    """Hash of the service's probe packs (`identity`), or the fault that makes them unusable."""
 
     identity: str = ""
     fault: str | None = None
@@ -82,7 +82,8 @@ class Snapshot:
     deployments: Mapping[str, DeploymentView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     traffic: str | None = None
-    """Revision that Service and InferencePool select: "" for all or if they differ, None without a Service of ours."""
+    """Revision that the Service and the InferencePool select. It is "" if they select all revisions or differ from each
+    other, and None without a Service of kvpilot."""
     objects: Mapping[tuple[str, str], ObjectView] = field(default_factory=dict)
     """Workloads and Services with the service's label, and pools and routes with its names. Keys: (kind, name)."""
     rejections: tuple[Rejection, ...] | None = None
@@ -91,15 +92,16 @@ class Snapshot:
     node: NodeFacts = NodeFacts()
     model: ModelFacts | None = None
     route: RouteView | None = None
-    """Route for a canary's share. None if the spec requests none, it does not exist, or its name has another owner."""
+    """Route for a canary's share; None if the spec requests none, or the route does not exist or has another owner."""
     prefetch: PrefetchView | None = None
-    """Our Job that downloads weights. None if it does not exist or is not needed."""
+    """kvpilot's Job that downloads weights; None if it does not exist or is not needed."""
     autoscaler: str | None = None
     """Kind and name of an autoscaler that scales the service although kvpilot does (scaling.mode Operator)."""
     engine_defaults: bool = False
     """True if the installation has defaults for engines."""
     rolling: str | None = None
-    """With engine defaults, name of a service in the namespace that replaces its pods without a change of dtype."""
+    """Name of a service of the namespace that replaces its pods without a change of dtype. Set only with engine
+    defaults, whose changes reach services one after another."""
     server: ServerFacts = field(default_factory=ServerFacts)
     probes: ProbePlan = ProbePlan()
     probe_result: ProbeResult | None = None
@@ -119,7 +121,10 @@ class Snapshot:
         return tuple(p for p in self.pods if p.revision == revision and not p.terminating)
 
     def pod_to_ask(self, pods: tuple[PodView, ...]) -> PodView:
-        """Return the pod that is being probed, else the first. Choosing another pod would end the running probe."""
+        """Return the pod that is being probed, or else the first of `pods`.
+
+        Choosing another pod would end the running probe.
+        """
         request = self.probe_result.request if self.probe_result is not None else None
         asked = None if request is None or isinstance(request, Find) else request.pod
         return next((pod for pod in pods if pod.name == asked), pods[0])
@@ -137,7 +142,7 @@ class Snapshot:
         return next((one for one in self.rejections or () if (one.kind, one.name) == (kind, name)), None)
 
     def last_sample(self, revision: str) -> Sample | None:
-        """Return the revision's newest scrape in which at least one pod was plausible."""
+        """Return the revision's newest scrape in which at least one pod had plausible metrics."""
         return next((sample for sample in reversed(self.samples.get(revision, ())) if sample.pods), None)
 
     def reported_dtype(self, revision: str) -> Sample | None:

@@ -30,15 +30,15 @@ class Stable(Record, frozen=True, kw_only=True):
     revision: Word
     """The revision's name, 8 hexadecimal digits."""
     dtype: Word
-    """Its KV cache dtype."""
+    """KV cache dtype of the revision."""
     since: datetime
-    """Time at which it took the traffic."""
+    """Time at which the revision took the traffic."""
     ever_ready: bool = False
     """True once this revision was ready."""
 
 
 class Denied(Record, frozen=True, kw_only=True):
-    """A dtype that failed, and must not be tried with this model, image, GPU and recent window before `until`."""
+    """A dtype that failed. kvpilot does not try it with this model, image, GPU and recent window before `until`."""
 
     dtype: Word
     """The dtype that failed."""
@@ -49,16 +49,16 @@ class Denied(Record, frozen=True, kw_only=True):
     reason: ReasonText
     message: Message
     until: datetime
-    """Time from which it may be tried again."""
+    """Time from which kvpilot may try the dtype again."""
 
 
 class WeightsCache(Record, frozen=True, kw_only=True):
-    """State of the claim for weights, with cache.prefetch. No engine of the newest spec starts before it is Ready."""
+    """State of the claim for weights, only with cache.prefetch. Engines of the newest spec start once it is Ready."""
 
     identity: Word
     """Hash of the claim's name and of the model, revision and adapters that it must hold."""
     phase: CachePhase
-    """Pending until the Job knows the size, then Prefetching; Ready once all files are there."""
+    """Pending until the Job knows the download size, then Prefetching. Ready once the claim has all files."""
 
 
 class KVCache(Record, frozen=True, kw_only=True):
@@ -69,14 +69,14 @@ class KVCache(Record, frozen=True, kw_only=True):
     recommended_dtype: Word | None = None
     """The dtype that kvpilot would choose now."""
     capacity_tokens: Count | None = None
-    """Tokens that the KV caches of all serving replicas hold together, in sequences of the longest context, without
-    recent windows, by the engines' reports."""
+    """Number of tokens that the KV caches of all serving replicas hold together, as engines report it. It assumes
+    sequences of the longest context, and does not count recent windows."""
     usage_percent: Percent | None = None
-    """Use of the fullest serving replica's KV cache, in percent."""
+    """KV cache use of the fullest serving replica, in percent."""
     changed_time: datetime | None = None
-    """Time at which activeDtype last changed; the dwell time counts from here."""
+    """Time at which activeDtype last changed. kvCache.minDwellSeconds counts from here."""
     denied: Annotated[tuple[Denied, ...], Meta(max_length=MAX_DENIED)] = ()
-    """Dtypes that failed, and are not tried again for a while."""
+    """Dtypes that failed, and that kvpilot does not try again for a while."""
 
 
 class Saturation(Record, frozen=True, kw_only=True):
@@ -85,129 +85,131 @@ class Saturation(Record, frozen=True, kw_only=True):
     dtype: Word
     """The dtype that served."""
     requests_per_hour: Count
-    """Requests that one replica finished in an hour."""
+    """Number of requests that one replica finished in an hour."""
     mean_prompt: Count
-    """Mean length of their prompts, in tokens; the figure counts for similar requests only."""
+    """Mean length of the requests' prompts, in tokens. kvpilot uses this record only for requests of similar length."""
     mean_generation: Count
-    """Mean length of their answers, in tokens."""
+    """Mean length of the answers, in tokens."""
     computed_prompt: Count | None = None
-    """Mean number of prompt tokens that no cache held; only with scaling.objectives."""
+    """Mean number of prompt tokens of a request that were in no cache; only with scaling.objectives."""
     memory: bool | None = None
-    """True if they queued for KV cache memory; only with scaling.objectives."""
+    """True if the requests queued for KV cache memory; only with scaling.objectives."""
 
 
 class ScaleInBackoff(Record, frozen=True, kw_only=True):
-    """A number of replicas that was too small, and is not tried again for a day."""
+    """A number of replicas that was too small. kvpilot does not try it again for a day."""
 
     dtype: Word
     """The dtype that served."""
     replicas: Count
-    """The number of replicas that was too small."""
+    """The number of replicas."""
     time: datetime
-    """Time at which it was too small."""
+    """Time at which the number was found to be too small."""
 
 
 class Scaling(Record, frozen=True, kw_only=True):
-    """Replicas that kvpilot wants, and its memory of earlier steps."""
+    """Number of replicas that kvpilot chooses, and records of earlier steps."""
 
     desired_replicas: Count | None = None
-    """The number that kvpilot keeps up with scaling.mode Operator, between minReplicas and maxReplicas."""
+    """Number of replicas that kvpilot maintains with scaling.mode Operator, between minReplicas and maxReplicas."""
     recommended_replicas: Count | None = None
-    """The number that kvpilot would choose now, in every mode."""
+    """Number of replicas that kvpilot would choose now, in every mode."""
     spec_replicas: Count | None = None
-    """The spec.replicas from which desiredReplicas started; a new value restarts it."""
+    """Value of spec.replicas from which desiredReplicas started. If spec.replicas changes, desiredReplicas starts again
+    from the new value."""
     changed_time: datetime | None = None
     """Time at which desiredReplicas last changed."""
     scaled_in_time: datetime | None = None
-    """Time at which a replica was last given back."""
+    """Time at which kvpilot last removed a replica."""
     scale_in_backoff: ScaleInBackoff | None = None
     saturations: Annotated[tuple[Saturation, ...], Meta(max_length=MAX_SATURATIONS, extra=keyed_by("dtype"))] = ()
-    """Loads at which requests queued. A step back to that dtype, or to fewer replicas, waits for a far lower load."""
+    """Loads at which requests queued. kvpilot returns to such a dtype, or to fewer replicas, only at a far lower load.
+    """
 
 
 class Trial(Record, frozen=True, kw_only=True):
-    """A trial of a revision. Changes are in percent of the stable side."""
+    """A trial of a revision. Changes are relative to the stable revision."""
 
     revision: Word
     """The revision on trial."""
     dtype: Word
-    """Its KV cache dtype."""
+    """KV cache dtype of the revision on trial."""
     from_dtype: Word
-    """The dtype that served at the start."""
+    """Dtype that served when the trial started."""
     generation: Count | None = None
     """The metadata.generation that started the trial."""
     reason: ReasonText = ""
     message: Message = ""
     verdict: Verdict = Verdict.PENDING
-    """Passed, Failed (accuracy or latency), Error (no measurement), Inconclusive (too few), or Pending."""
+    """Passed, Failed (accuracy or latency), Error (no measurement), Inconclusive (too few samples), or Pending."""
     traffic_mode: TrafficMode | None = None
-    """Way of live traffic to it. With ProbeOnly it gets none before its promotion."""
+    """Way in which the revision on trial gets live traffic. With ProbeOnly it gets none before its promotion."""
     itl_p95_change_percent: int | None = None
     """Change of the 95th percentile of the time between two tokens, in percent."""
 
 
 class Canary(Trial, frozen=True, kw_only=True):
-    """A revision on trial. Changes are in percent of the stable side."""
+    """A revision on trial. Changes are relative to the stable revision."""
 
     stage: Stage
-    """The stage of the trial."""
+    """Stage of the trial."""
     started_time: datetime
-    """Time at which it was started."""
+    """Time at which the trial started."""
     stage_time: datetime
-    """Time at which it reached this stage, or last made progress in it."""
+    """Time at which the trial reached this stage, or last made progress in it."""
     errors: Count = 0
-    """Probe runs in a row without a verdict."""
+    """Number of probe runs in a row without a verdict."""
     failures: Count = 0
-    """Probe runs that failed."""
+    """Number of failed probe runs."""
     capacity_tokens: Count | None = None
-    """Tokens that one canary replica's KV cache holds."""
+    """Number of tokens that one canary replica's KV cache holds."""
     stable_capacity_tokens: Count | None = None
-    """Tokens that one stable replica's KV cache holds."""
+    """Number of tokens that one stable replica's KV cache holds."""
     replaces_one: bool = False
-    """True if it took the place of one stable replica, because there was no spare capacity."""
+    """True if the canary took the place of one stable replica, because there was no spare capacity."""
     step: Count | None = None
-    """Index of the current item of spec.canary.steps, from 0."""
+    """Index of the current item of spec.canary.steps, counted from 0."""
     step_time: datetime | None = None
-    """Time at which it reached that step."""
+    """Time at which the canary reached this step."""
     weight_percent: Percent | None = None
-    """Share of live traffic that it takes now, in percent."""
+    """Share of live traffic that the canary takes now, in percent."""
 
     @property
     def capacity_ratio(self) -> float | None:
-        """The capacity of its replica over that of a stable one; None if either is unknown."""
+        """Capacity of a canary replica divided by that of a stable replica; None if either is unknown."""
         ours, theirs = self.capacity_tokens, self.stable_capacity_tokens
         return ours / theirs if ours and theirs else None
 
 
 class Experience(Trial, frozen=True, kw_only=True):
-    """The end of a trial. The policy expects the same of this dtype next time. Only the newest has its message."""
+    """An ended trial. The policy expects the same result if it tries the dtype again. Only the newest has a message."""
 
     model: Model
     image: Image
     gpu: Gpu
     recent_tokens: RecentTokens | None = None
     time: datetime
-    """End of the trial; while it is rolled back, the time of its verdict."""
+    """Time at which the trial ended; during a rollback, the time of its verdict."""
     capacity_percent: Count | None = None
-    """Tokens that a replica held, in percent of a stable one's."""
+    """Number of tokens that a replica on trial held, in percent of a stable replica's number."""
 
 
 class Option(Record, frozen=True, kw_only=True):
-    """A step that was weighed, and the dtype, replicas and capacity after it."""
+    """A step that the policy compared with others, and the dtype, replicas and capacity that it would lead to."""
 
     action: Action
     """Stay, DtypeDown, DtypeUp, ScaleOut, ScaleIn or Offload."""
     dtype: Word
-    """The dtype after it."""
+    """Dtype after the step."""
     replicas: Count
-    """The number of replicas after it."""
+    """Number of replicas after the step."""
     outcome: Outcome
     """Chosen, Possible, Insufficient, or the cause that rules it out: Vetoed, Denied, NotMemory, NoCanary, CoolingDown,
     ReplicasFirst, ReplicasMissing, NotOwner, AtLimit, TooTight, BackingOff or ObjectivesHeld."""
     message: Message
-    """The expected effect with its figures, and the cause that rules it out."""
+    """Expected effect of the step, with figures, and the cause that rules it out, if there is one."""
     capacity_tokens: Count | None = None
-    """Tokens that all replicas would hold together."""
+    """Number of tokens that all replicas would hold together."""
 
 
 class JournalEntry(Record, frozen=True, kw_only=True):
@@ -221,18 +223,18 @@ class JournalEntry(Record, frozen=True, kw_only=True):
     reason: ReasonText
     message: Message
     from_dtype: Word | None = None
-    """The dtype before."""
+    """Dtype before the decision."""
     to_dtype: Word | None = None
-    """The dtype after."""
+    """Dtype after the decision."""
     options: Annotated[tuple[Option, ...], Meta(max_length=MAX_OPTIONS)] = ()
-    """The steps that were weighed, the chosen one first."""
+    """Steps that the policy compared, the chosen step first."""
 
 
 class Condition(Record, frozen=True, kw_only=True):
-    """metav1.Condition."""
+    """A condition, as Kubernetes defines it (metav1.Condition)."""
 
     type: ConditionType
-    """The type; docs/conditions.md says what each means."""
+    """Type of the condition. docs/conditions.md explains each type."""
     status: Literal["True", "False", "Unknown"]
     """True, False or Unknown."""
     reason: Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
@@ -246,24 +248,26 @@ class Condition(Record, frozen=True, kw_only=True):
 
 
 class Status(Record, frozen=True, kw_only=True):
-    """The whole `.status`."""
+    """Observed state of the service."""
 
     observed_generation: Count | None = None
     """The metadata.generation that this status describes."""
     observed_revision: Word | None = None
-    """Name of the revision that the spec of observedGeneration asks for: with kvCache.dtype in mode Fixed, else with
-    the dtype on trial or serving. It serves if stable.revision is the same. A refused spec leaves it."""
+    """Name of the revision that the spec of observedGeneration asks for. Its dtype is kvCache.dtype in mode Fixed,
+    otherwise the dtype on trial or serving. The revision serves if stable.revision has the same name. A refused spec
+    does not change it."""
     inference_pool: Text | None = None
-    """Name of the InferencePool that selects the serving pods; without spec.inferencePool, absent once it is gone."""
+    """Name of the InferencePool that selects the serving pods. After spec.inferencePool is removed, absent once the
+    pool is deleted."""
     route: Text | None = None
-    """Name of the HTTPRoute that kvpilot keeps; without spec.route, absent once it is gone."""
+    """Name of the HTTPRoute that kvpilot keeps. After spec.route is removed, absent once the route is deleted."""
     url: Text | None = None
     """Address in the cluster, http://NAME.NAMESPACE.svc; vLLM's API is below /v1. Absent while the Service does not
-    exist, or belongs to somebody else."""
+    exist or has another owner."""
     replicas: Count | None = None
     """Target number of replicas, serving or on trial, without the additional pod of a trial."""
     ready_replicas: Count | None = None
-    """Engine pods that are ready, canary included."""
+    """Number of ready engine pods, including the canary's."""
     selector: Annotated[str, Meta(max_length=1024)] | None = None
     """Label selector of the engine pods, as text, for /scale."""
     adapters: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=16)] = ()
@@ -273,22 +277,22 @@ class Status(Record, frozen=True, kw_only=True):
     kv_cache: KVCache = KVCache()
     scaling: Scaling = Scaling()
     canary: Canary | None = None
-    """The canary in flight; absent if there is none."""
+    """The running canary; absent if there is none."""
     history: Annotated[tuple[Experience, ...], Meta(max_length=MAX_HISTORY)] = ()
-    """Ends of trials, newest first. The policy expects the same result of the same step."""
+    """Ended trials, newest first. The policy expects the same result from the same step."""
     accuracy: Accuracy = Accuracy()
     decisions: Annotated[tuple[JournalEntry, ...], Meta(max_length=MAX_DECISIONS)] = ()
     """The last decisions, newest first."""
     conditions: Annotated[tuple[Condition, ...], Meta(max_length=32, extra=keyed_by("type"))] = ()
-    """Ready is True while the service does what its newest spec asks for and nothing is under way. Serving is True
-    while requests are answered. Reconciling and Stalled are those of kstatus: Reconciling is True while the service is
-    on its way to its newest spec, Stalled where only a person can help; they are never both True. Their messages list
-    every cause, with field, value and remedy: an invalid spec, objects or pods that the API server refuses, a route
-    that a Gateway refuses, a paused rollout. The other conditions report measurements."""
+    """Ready is True while the service is as its newest spec asks, and no change is under way. Serving is True while
+    requests are answered. Reconciling and Stalled are those of kstatus, and never both True: Reconciling is True while
+    a change to the newest spec is under way, Stalled if only a person can help. Their messages list every cause, with
+    field, value and remedy: an invalid spec, objects or pods that the API server refuses, a route that a Gateway
+    refuses, a paused rollout. The other conditions report measurements."""
 
     @property
     def last_trial(self) -> Experience | None:
-        """The newest trial that has ended or is being rolled back."""
+        """The newest trial that has ended or is being rolled back; None without a trial."""
         return self.history[0] if self.history else None
 
     def condition(self, kind: str) -> Condition | None:
@@ -300,9 +304,9 @@ _QUOTING = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, Con
 
 
 def without_figures(status: Status) -> Status:
-    """Return the status with known figures of engines set to 0 and without messages that quote figures.
+    """Return the status with engines' known figures set to 0, and without messages that quote such figures.
 
-    If two statuses are equal after this, they differ at most in figures.
+    If two statuses are equal after this, the original statuses differ at most in figures.
     """
     kv, replace = status.kv_cache, msgspec.structs.replace
     known: dict[str, Any] = {
@@ -313,7 +317,7 @@ def without_figures(status: Status) -> Status:
 
 
 def parse_status(raw: Any) -> Status:
-    """Read `.status`; treat an unreadable part as unset."""
+    """Return `.status` as a struct. Treat a part that cannot be read as unset."""
     if not isinstance(raw, dict):
         return Status()
     try:
