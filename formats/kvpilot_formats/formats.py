@@ -86,10 +86,10 @@ class Format:
     """The value of `--kv-cache-dtype`."""
     key: Side
     value: Side
-    """Storage of a value. In our formats, `group` holds for head dimensions that are multiples of 64; `group_size`
-    returns the others."""
+    """Storage of a value. In our formats, `group` of `key` and `value` is right only for head dimensions that are
+    multiples of 64. `group_size` is right for all."""
     ours: bool = False
-    """True if kvpilot's own backend serves it, False if vLLM's do."""
+    """True for kvpilot's own formats, False for vLLM's."""
     window: int = 0
     """Default size of the recent window in tokens, one of `RECENT_CHOICES`; 0 for none."""
     calibrated_only: bool = False
@@ -126,7 +126,7 @@ class Format:
         return self.key.row_bytes(head_dim) + self.value.row_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int = 128) -> float:
-        """Return the average bits per element of the model: codes, scales, zero points and padding."""
+        """Return the average number of stored bits per element of a key or value: code, scale, zero point, padding."""
         return self.row_bytes(head_dim) * 8 / (2 * head_dim)
 
     def page_layout(self, head_dim: int, block_size: int) -> PageLayout:
@@ -144,8 +144,8 @@ class Format:
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
         """Return the size of the recent window in tokens; 0 if the format has no ring.
 
-        None `asked` means the default, `window`, cut to a choice within the served `context` in tokens, if that is
-        known. Raise FormatError if `asked` is not one of `RECENT_CHOICES`.
+        If `asked` is None, return the default (`window`). If the `context`, in tokens, is known and shorter, return the
+        largest of `RECENT_CHOICES` within it. Raise FormatError if `asked` is not one of `RECENT_CHOICES`.
         """
         if asked is not None and asked not in RECENT_CHOICES:
             choices = ", ".join(map(str, RECENT_CHOICES))
@@ -211,7 +211,7 @@ FORMATS: dict[str, Format] = {
         own("k2v2", 2, 2, window=512, calibrated_only=True),
     )
 }
-"""All formats of keys and values by name, vLLM's first. `dtypes.DTYPES` adds those of latents."""
+"""All formats of keys and values by name, vLLM's first. `dtypes.DTYPES` also has the formats of latents."""
 
 VLLM_DTYPES_LEFT_OUT: dict[str, str] = {
     "fp8_inc": "Intel Gaudi only",

@@ -12,7 +12,7 @@ OLDEST_GPU: Capability = (8, 0)
 """Lowest compute capability that our kernels support: the first one with bfloat16."""
 
 BLOCK_STEPS = {"cpu": 16, "cuda": 64}
-"""Block sizes in our formats are multiples of these tokens: a tile of a GPU's decode kernel must lie in one page."""
+"""Unit of block sizes in our formats, in tokens, by device. On a GPU, a tile of decode must lie in one page."""
 
 _FP8_EVERYWHERE: Capability = (8, 9)
 """First compute capability at which every backend of vLLM reads fp8 caches."""
@@ -23,7 +23,7 @@ _FLASHINFER_HEADS = (64, 128, 256, 512)
 _FLASHINFER_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 _LATENT = ("fp8", "fp8_e4m3")
-"""vLLM's dtypes of less than 16 bits that its backends for multi-head latent attention (MLA) support."""
+"""vLLM's dtypes below 16 bits that its backends for multi-head latent attention (MLA) support."""
 
 
 def gpu_fault(
@@ -31,7 +31,7 @@ def gpu_fault(
 ) -> str | None:
     """Return why an NVIDIA GPU of this compute capability cannot serve the dtype, or None.
 
-    The text completes a sentence that begins with the dtype. An unknown `head_dim` or `latent` is None, and then
+    The text completes a sentence that begins with the dtype. Give None for an unknown `head_dim` or `latent`. It then
     excludes no GPU.
     """
     oldest = _oldest(dtype, head_dim, latent)

@@ -48,7 +48,7 @@ ROPE_BITS = 8
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """Layout of a block's page, in bytes; see the table of this module."""
+    """Layout of a block's page, in bytes; see the table in this module's docstring."""
 
     codes: Region
     rope_codes: Region
@@ -58,7 +58,7 @@ class LatentLayout:
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """KV-cache format of MLA. Fields and methods that `formats.Format` also has mean the same."""
+    """KV-cache format of MLA. Fields and methods that `formats.Format` also has mean the same here."""
 
     name: str
     bits: int

@@ -67,7 +67,7 @@ C is the largest number that fits: at D = 128 and T = 64 it is 177 for `k8v4`, 6
 from dataclasses import dataclass
 
 ZERO_STEPS = 30
-"""Number of steps in which a zero point goes from 0 to qmax. It is even, so a symmetric group has an exact centre."""
+"""Number of steps of a zero point from 0 to qmax. It is even, so the zero point of a symmetric group is exact."""
 
 ZERO_BITS = 5
 """Number of low bits of scale metadata that hold the zero point."""

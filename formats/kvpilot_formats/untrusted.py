@@ -9,10 +9,11 @@ import re
 from collections.abc import AsyncIterator
 
 _HIDDEN = "***@"
-# An address with a scheme: everything up to the last @ before its path. A password with a slash, as S3 has them, is
-# recognised by a name and a colon without a port before it. Its length is bounded to keep the search linear.
+# Credentials in an address with a scheme: everything up to the last @ before the path. Passwords with a slash occur in
+# S3. They are recognised by NAME: before them, if no port follows the colon. Their length is limited, so that the
+# search takes linear time.
 _IN_ADDRESS = r'(?<=://)(?:[^\s/?#"<>]*@|[^\s/?#@:"<>]+:(?!\d{1,5}[/?#])[^\s"<>@]{0,256}@)'
-# An address without a scheme, such as a proxy's: NAME:PASSWORD@HOST, but not an image's IMAGE:TAG@sha256:DIGEST.
+# Credentials in an address without a scheme, such as a proxy's: NAME:PASSWORD@HOST. IMAGE:TAG@sha256:DIGEST has none.
 _BARE = r"(?<![\w./@-])[\w.+%~-]+:[^\s/@\"'<>:]+@(?!sha\d+:)(?=[\w\[])"
 _CREDENTIALS = re.compile(f"{_IN_ADDRESS}|{_BARE}", re.ASCII)
 
@@ -44,7 +45,7 @@ def shown(text: str) -> str:
 
 
 class KvpilotError(Exception):
-    """Base of the errors of operator and probes. Their messages may quote other programs."""
+    """Base of the errors of operator and probes. It cleans their messages, which may quote other programs."""
 
     def __str__(self) -> str:
         return lines(super().__str__())
@@ -55,7 +56,7 @@ class OverBudget(KvpilotError):
 
 
 def whole(text: object, most: int) -> int | None:
-    """Return the number from 0 to `most` in ASCII digits; None for any other text, and for larger numbers.
+    """Return the number that `text` writes in ASCII digits; None for any other text, or a number above `most`.
 
     `str.isdigit` accepts digits that `int` does not ("²"), and `int` refuses more than 4,300 of them.
     """

@@ -22,9 +22,9 @@ _OFF = (None, False, "False", "false")
 
 
 def speculation(arguments: Arguments) -> dict[str, str]:
-    """Return the fields of vLLM's SpeculativeConfig; empty without speculation, else always with `method`.
+    """Return the given fields of vLLM's SpeculativeConfig, and always `method`; empty without speculative decoding.
 
-    Ignore a value that cannot be read: vLLM's own parser then refuses to start.
+    Ignore a value that cannot be read, because vLLM's own parser refuses it.
     """
     whole = arguments.mapping(_CONFIG)
     found = {str(name).replace("-", "_"): str(part) for name, part in whole.items() if part is not None}
@@ -39,9 +39,11 @@ def speculation(arguments: Arguments) -> dict[str, str]:
 
 
 def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str | None:
-    """Name the part of a speculative configuration that our dtypes do not support, or return None.
+    """Return text that names a part of a speculative configuration that our dtypes do not support, or None.
 
-    `method` is vLLM's name (None without speculation), and `asked` has the fields of vLLM's SpeculativeConfig.
+    Args:
+        method: vLLM's name of the method; None without speculative decoding.
+        asked: fields of vLLM's SpeculativeConfig.
     """
     served = DRAFTERS + DRAFT_MODELS
     if method is not None and method not in served:

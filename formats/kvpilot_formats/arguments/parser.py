@@ -27,7 +27,7 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Option(NamedTuple):
-    """Option of vLLM, with its main name."""
+    """Option of vLLM. `name` is its main name."""
 
     name: str
     takes: str
@@ -37,14 +37,14 @@ class Option(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Option that the arguments set, with its main name."""
+    """Option that the arguments set. `name` is its main name."""
 
     name: str
     values: tuple[str, ...]
-    """Empty for a flag."""
+    """Values of the option; empty for a flag."""
     off: bool
     places: tuple[int, ...]
-    """Indices of the arguments that set it."""
+    """Indices of the arguments that set the option."""
 
 
 class Fault(NamedTuple):
@@ -289,7 +289,7 @@ def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None
 
 
 def _beginning(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield each option name that the word abbreviates, with the value that the word then gives it."""
+    """Yield each option name that the word abbreviates, and the value in the word, or None."""
     name, equals, value = text.partition("=")
     given = value if equals else None
     for spelled in _options():

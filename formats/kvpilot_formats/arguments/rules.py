@@ -30,11 +30,11 @@ class Switch(NamedTuple):
     what: str
     """Name in messages."""
     options: tuple[str, ...]
-    """Main names of the options that turn it on."""
+    """Main names of the options that turn the feature on."""
     off: tuple[str, ...] = ()
-    """Values of these options that leave it off."""
+    """Values of these options that leave the feature off."""
     setting: str = ""
-    """Attribute path in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty for none."""
+    """Path of the feature's attribute in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty for none."""
 
 
 _PIPELINE = Switch(
@@ -104,7 +104,7 @@ VARIABLES_BESIDE_OURS = {BATCH_INVARIANT: "batch invariance", SIMPLE_OFFLOAD: "v
 
 
 def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """Return the first option that turns one of these features on, and the feature's name; None if there is none."""
+    """Return the first option that turns one of these features on, with the feature's name; None if all are off."""
     for switch in switches:
         for option in switch.options:
             if arguments.on(option) and arguments.value(option) not in switch.off:
@@ -113,7 +113,7 @@ def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str
 
 
 def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """Return the first of these features that is on in vLLM's `VllmConfig`, in the form of `first_on`."""
+    """Return the first of these features that is on in vLLM's `VllmConfig`, as `first_on` does for arguments."""
     for switch in switches:
         value = config if switch.setting else None
         for part in switch.setting.split("."):
@@ -124,7 +124,7 @@ def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None
 
 
 def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the first option or variable that our dtypes do not support, with the feature's name; None if none."""
+    """Return the first option or variable that our dtypes do not support, with the feature's name, or None."""
     asked = speculation(arguments)
     if (what := unsupported_drafts(asked.get("method"), asked)) is not None:
         return next(option for option in SPECULATION if arguments.on(option)), what

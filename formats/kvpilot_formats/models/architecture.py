@@ -1,4 +1,4 @@
-"""Properties of a model that decide the size of its KV cache, and those that our dtypes do not support."""
+"""Properties of a model that determine the size of its KV cache, and properties that our dtypes do not support."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,7 +52,7 @@ class Architecture:
     latent: int = 0
     """Elements that a layer with multi-head latent attention caches per token; 0 without it."""
     index_bytes: int = 0
-    """Bytes of a token's index in a layer with sparse attention, the same in every dtype; 0 without."""
+    """Bytes of a token's index in a layer with sparse attention, the same in every dtype; 0 without such layers."""
     softcap: float | None = None
     """Cap on attention logits."""
     alibi: bool = False
@@ -66,13 +66,13 @@ class Architecture:
     max_positions: int | None = None
     """Longest context in tokens; None if the config does not say."""
     idle_window: bool = False
-    """True if no context is longer than the sliding window. Its layers then count as full attention."""
+    """True if no context is longer than the sliding window. Layers with this window then count as full attention."""
     auto: str = "auto"
     """KV-cache dtype that vLLM chooses for `auto`; `auto` itself means the model's own dtype."""
     element_bytes: int = 2
     """Bytes of a KV element in the model's own dtype."""
     doubt: str = ""
-    """Message for people about uncertain facts; empty if there are none."""
+    """Message to users about uncertain facts; empty if there are none."""
 
     @property
     def layers(self) -> int:
@@ -110,8 +110,11 @@ class Architecture:
     def token_bytes(self, dtype: str | formats.Format | latent_formats.LatentFormat, kept: int = 0) -> int:
         """Return the bytes that a token adds to the cache of all layers with full attention, over all KV heads.
 
-        For multi-head latent attention, `dtype` is one of 16 bits, fp8 or a latent format. `kept` full layers stay in
-        the model's own dtype. Raise FormatError if the dtype is unknown, or has no layout for these keys and values.
+        Raise FormatError if the dtype is unknown, or has no layout for these keys and values.
+
+        Args:
+            dtype: for multi-head latent attention, a dtype of 16 bits, fp8 or a latent format.
+            kept: number of layers with full attention that stay in the model's own dtype.
         """
         if isinstance(dtype, latent_formats.LatentFormat):
             return self.full_layers * dtype.row_bytes
@@ -140,7 +143,7 @@ def _row_bytes(stored: formats.Format, group: Group) -> int:
 
 
 def unsupported(model: Architecture) -> str | None:
-    """Name the property of this model that our dtypes do not support, or return None."""
+    """Return text that names a property of this model that our dtypes do not support, or None."""
     ours = [group for group in model.groups if group.kind is not Kind.WINDOW]
     sizes = {size for group in ours for size in (group.head_dim, group.value_dim)}
     odd = sorted(size for size in sizes if formats.stored_dim(size) is None)
@@ -159,7 +162,7 @@ def unsupported(model: Architecture) -> str | None:
 
 
 def unsupported_latent(model: Architecture) -> str | None:
-    """Name the property of this model that our latent dtypes do not support, or return None."""
+    """Return text that names a property of this model that our latent dtypes do not support, or None."""
     found = (
         (not model.latent, "a model without multi-head latent attention"),
         (model.index_bytes, "sparse attention with an index, as in DeepSeek V3.2"),
@@ -177,7 +180,7 @@ def unsupported_latent(model: Architecture) -> str | None:
 
 
 def unsupported_bounded(model: Architecture) -> str | None:
-    """Name the property of this model that bounded caches do not support, or return None."""
+    """Return text that names a property of this model that bounded caches do not support, or None."""
     found = (
         (model.latent, "multi-head latent attention"),
         (model.encoder_decoder, "an encoder-decoder model"),

@@ -65,7 +65,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Return data of transformers' config classes by model_type: defaults, field names, text part, kinds of layers."""
+    """Return facts of transformers' config classes by model_type: defaults, field names, text part, kinds of layers."""
     text = (resources.files("kvpilot_formats.models") / "defaults.json").read_text()
     table: dict[str, Any] = json.loads(text)["models"]
     return table
@@ -85,7 +85,7 @@ _TYPES = {
 
 
 class Fields:
-    """Fields of a config's text part. A missing field has its class's default; a field that is null stays None."""
+    """Fields of a config's text part. A missing field has the default of its config class. A null field is None."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
@@ -97,7 +97,7 @@ class Fields:
             names = (part, *_TEXT_PARTS) if part else _TEXT_PARTS
             inner = next((self.text[n] for n in names if isinstance(self.text.get(n), Mapping)), None)
             if inner is None:
-                # Older configs of such models have these fields at the top level.
+                # Older configs of multimodal models have the text part's fields at the top level.
                 self.model_type = kind or self.model_type
                 break
             self.text, self.model_type = inner, text_of(inner.get("model_type")) or kind or self.model_type

@@ -14,10 +14,10 @@ WORDS: dict[str, Kind] = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), Kind.STATE),
     **dict.fromkeys(("mlp", "moe"), Kind.NONE),
 }  # fmt: skip
-"""Kind of a layer, by the word for it in transformers and in configs. The cache of an unlisted word is unknown."""
+"""Kind of a layer, by its name in transformers and in configs. For other names the kind of cache is unknown."""
 
 HYBRID = "hybrid"
-"""Word for a layer that attends and also has a state."""
+"""Name of the kind of layer that attends and also has a state."""
 REPEATED = frozenset({"longcat_flash", "iquestloopcoder"})
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters of Nemotron-H's hybrid_override_pattern
 
@@ -80,7 +80,7 @@ def _by_index(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_flag(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of a config that marks two kinds of layers, with 0 for one kind and another number else."""
+    """Return the layers of a config that marks two kinds of layers: one with 0, the other with another number."""
     for field, one, zero in (
         ("attn_type_list", "attention", "linear_attention"),
         ("hybrid_layer_pattern", "sliding_attention", "attention"),

@@ -13,8 +13,8 @@ LATENT = frozenset({
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm5_next",
     "glm5_next_text", "glm_moe_dsa", "hy_v4", "kimi_k2", "kimi_linear", "longcat_flash", "pangu_ultra_moe",
 })  # fmt: skip
-"""model_types whose latents vLLM caches if they have a kv_lora_rank. With other types vLLM expands latents to keys and
-values."""
+"""model_types for which vLLM caches latents if the config has a kv_lora_rank. For other types vLLM expands latents to
+keys and values, and caches these."""
 
 _ALIBI = frozenset({"bloom", "mpt"})
 _IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
@@ -93,15 +93,15 @@ def _decoder(fields: Fields) -> list[str]:
 
 
 def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
-    """Return the sliding window in tokens, and True if it is idle because no context exceeds it.
+    """Return the sliding window in tokens, and True if it has no effect because no context is longer.
 
-    The window is 0 if none limits attention.
+    The window is 0 if it has no effect, or if there is none.
     """
     window = fields.size("sliding_window", "sliding_window_size")
     if fields.built_as == "iquestloopcoder":
         window = fields.size("loop_window_size") or 64
     elif fields.model_type in ("cohere2", "cohere2_moe"):
-        window += bool(window)  # these layers also see the token itself
+        window += bool(window)  # the config's number leaves out the query's own token
     if fields.get("use_sliding_window") is False:
         return 0, False
     idle = bool(window) and limit is not None and window >= limit
@@ -109,7 +109,7 @@ def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
 
 
 def _sharing(fields: Fields, words: list[str]) -> tuple[list[str], int]:
-    """Return the layers with their own cache, and the number of layers after them that read another layer's cache."""
+    """Return the layers with their own cache, and the number of later layers that read another layer's cache."""
     shared = fields.size("num_kv_shared_layers", most=MOST_LAYERS)
     if shared >= len(words):
         if shared:
