@@ -1,6 +1,7 @@
-"""Client of the user's cluster, which it finds as kubectl does: --kubeconfig, KUBECONFIG, ~/.kube/config.
+"""Client of the user's cluster. It finds the cluster as kubectl does: --kubeconfig, KUBECONFIG, ~/.kube/config.
 
-Every failure is a ToolError of one line, which names the remedy. Only this module talks to a cluster.
+For every failure it raises a ToolError, whose message has one line and names the remedy. Only this module talks to a
+cluster.
 """
 
 import json
@@ -20,7 +21,7 @@ _PAGE = 500
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 _MERGE = "application/merge-patch+json"
 _MANAGER = "kubectl-kvpilot"
-"""Field manager of our changes, in managedFields."""
+"""Field manager under which managedFields lists changes by this tool."""
 _SHOWN = 300
 
 
@@ -49,7 +50,7 @@ class Cluster:
         )
         settings.retries = False
         self.server = str(settings.host)
-        # The client reads certificates and a proxy address, which may be wrong.
+        # This reads certificates and a proxy address from the configuration, which may be wrong.
         api = _configured(lambda: ApiClient(settings))
         api.user_agent = _MANAGER
         self._custom, self._core, self._apps = CustomObjectsApi(api), CoreV1Api(api), AppsV1Api(api)
@@ -171,7 +172,7 @@ def _in(namespace: str) -> str:
 
 
 def _configured(read: Callable[[], Any]) -> Any:
-    """Run `read`, and turn any error into a ToolError: the user's configuration file may hold anything."""
+    """Return the result of `read`. Turn every error into a ToolError, as the user's configuration may hold anything."""
     try:
         return read()
     except Exception as error:

@@ -1,4 +1,7 @@
-"""`kubectl kvpilot export SERVICE`: print a service's manifest with the dtype that it has earned, and the evidence."""
+"""`kubectl kvpilot export SERVICE`: print a service's manifest.
+
+If the serving dtype passed its probes, the manifest has it as kvCache.startDtype, with the evidence as an annotation.
+"""
 
 import copy
 import json
@@ -39,7 +42,7 @@ def export(cluster: Cluster, name: str) -> tuple[dict[str, Any], str]:
 
 
 def _as_serving(cluster: Cluster, obj: Json) -> tuple[Json, str]:
-    """Return the service with the spec that serves, and a sentence if that is not its newest one."""
+    """Return the service with the spec of its serving revision, and a sentence if this is not the newest spec."""
     name, revision = text(obj, "metadata", "name"), text(obj, "status", "stable", "revision")
     if not revision:
         return obj, ""
@@ -61,7 +64,7 @@ def _says_why(condition: Json) -> bool:
 
 
 def _earned(obj: Json) -> tuple[str, str]:
-    """Return the serving dtype if probes have proven it, else "", with the reason or the evidence."""
+    """Return the serving dtype and the evidence if the dtype passed its probes, otherwise "" and the reason."""
     dtype, kv_cache = text(obj, "status", "kvCache", "activeDtype"), at(obj, "spec", "kvCache")
     if text(kv_cache, "mode") == "Fixed":
         return "", "mode Fixed has its dtype in kvCache.dtype"

@@ -1,7 +1,7 @@
 """Readers of JSON from any source: operators of other versions, scripts, or an empty status.
 
-For a missing value, or a value of another type, they return None or something empty, and raise no error. They make text
-printable, because messages quote engines, and a terminal obeys control characters.
+If a value is missing or has another type, they return None or an empty value, and raise no error. They make text
+printable, because messages quote engines, whose control characters could change the terminal.
 """
 
 from collections.abc import Iterator, Mapping
@@ -59,7 +59,7 @@ def moment(value: Json, *path: str) -> datetime | None:
 
 
 def duration(span: timedelta) -> str:
-    """Return a span as kubectl writes ages: its two largest units, such as 5m30s or 3d4h."""
+    """Return a duration as kubectl writes ages, in its two largest units, such as 5m30s or 3d4h."""
     seconds = max(0, int(span.total_seconds()))
     units = ((seconds // 86_400, "d"), (seconds // 3600 % 24, "h"), (seconds // 60 % 60, "m"), (seconds % 60, "s"))
     first = next((i for i, (number, _) in enumerate(units) if number), len(units) - 1)

@@ -1,4 +1,4 @@
-"""Timeline of a service: the journal in its status, with its Events. Pure."""
+"""Timeline of a service: the decisions in its status and its Events. No I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ _NO_GPU = ("cpu", "unlabelled-")
 
 
 def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, output: str | None) -> int:
-    """Print the plan. If there is none, `kvpilot plan` has printed the reason to stderr."""
+    """Print the plan, and return an exit code. If there is no plan, `kvpilot plan` prints the reason to stderr."""
     obj = cluster.service(name)
     argv = arguments(obj, gpu or gpu_of(cluster, obj), model)
     if output == "yaml":
@@ -50,7 +50,7 @@ def gpu_of(cluster: Cluster, obj: Json) -> str:
 
 
 def _by_nodes(cluster: Cluster, name: str) -> Iterator[str]:
-    """Yield the GPUs of the pods' nodes. Stop without an error if the user may not read nodes, as most may not."""
+    """Yield the GPUs of the pods' nodes. Stop without an error if the user may not read nodes, like most users."""
     try:
         for node in {text(pod, "spec", "nodeName") for pod in cluster.pods(name)} - {""}:
             found = cluster.node(node)

@@ -1,4 +1,4 @@
-"""Engine pods that do not answer, and the kubelet's or scheduler's last warnings about them. Pure."""
+"""Engine pods that do not answer, and the kubelet's or scheduler's last warnings about them. No I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from typing import Any
 from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
 
 SHOWN = 5
-"""Most pods whose Events are read. The other pods of a service usually have the same warnings."""
+"""Largest number of pods whose Events are read. Other pods of a service usually have the same warnings."""
 _WARNINGS = 3
 _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A warning about a pod: its newest Event with this text, or the reason of its first waiting container."""
+    """A warning about a pod: the newest Event with this text, or the reason why its first waiting container waits."""
 
     pod: str
     node: str
@@ -39,7 +39,7 @@ def _answers(pod: Json) -> bool:
 
 
 def warned(pod: Json, events: Iterable[Json]) -> tuple[Warned, ...]:
-    """Return the warnings about a pod, newest first. Leave out Events of an earlier pod of its name."""
+    """Return the warnings about a pod, newest first. Leave out Events of an earlier pod with the same name."""
     name, node, uid = text(pod, "metadata", "name"), text(pod, "spec", "nodeName"), text(pod, "metadata", "uid")
     newest: dict[tuple[str, str], Warned] = {}
     for one in events:

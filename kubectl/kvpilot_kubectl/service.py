@@ -1,4 +1,4 @@
-"""The fields of a QuantizedLLMService that people need, read from the object's JSON. Pure."""
+"""The fields of a QuantizedLLMService that the commands show, read from the object's JSON. No I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ _CALM: dict[str, tuple[str, ...]] = {
 }
 
 
-# These (condition, reason) pairs need attention at any status.
+# (condition, reason) pairs that need attention at any status.
 _TOLD_BY_REASON = (
     (ConditionType.RECONCILING, Reason.RECONCILE_INCOMPLETE),
     (ConditionType.METRICS_AVAILABLE, WorkloadKind.ENGINES_STALLED),
     (ConditionType.MEMORY_PRESSURED, WorkloadKind.IMBALANCED),
 )
-# Reasons that keep the pods of a canary from starting. They may last until the deadline.
+# Reasons why pods of a canary do not start. Show them at once, because they may last until the progress deadline.
 _HELD_UP = (
     Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.IMAGE_UNAVAILABLE, Reason.CONFIG_MISSING,
     "CreateContainerConfigError", "CreateContainerError", "CrashLoopBackOff",
@@ -50,7 +50,7 @@ class Condition:
 
     @property
     def calm(self) -> bool:
-        """True if the condition needs no attention. Conditions of unknown types never do."""
+        """True if the condition needs no attention. A condition of an unknown type never needs attention."""
         if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
             return True
         if self.type == ConditionType.CANARY_HEALTHY and self.reason in _HELD_UP:
@@ -228,7 +228,7 @@ def _ended(one: Json) -> Trial:
 
 
 def document(service: Service) -> dict[str, Any]:
-    """Return the service as a JSON document with stable keys. Units are in the keys; unknown values are null."""
+    """Return the service as a JSON document. Its keys are stable and name units. Unknown values are null."""
     return {
         "namespace": service.namespace,
         "name": service.name,

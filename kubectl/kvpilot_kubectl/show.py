@@ -1,4 +1,4 @@
-"""Output for people with rich: coloured and folded on a terminal, otherwise plain lines of any length."""
+"""Text output by the library rich: coloured and folded on a terminal, otherwise plain lines of any length."""
 
 import copy
 import re
@@ -45,7 +45,7 @@ def rendered(parts: Iterable[RenderableType], console: Console, *, fold: bool = 
 
 
 def listed(services: Sequence[Service], *, everywhere: bool, wide: bool = False) -> RenderableType:
-    """Return a table with a line for each service, and the conditions that need attention; `wide` has more columns."""
+    """Return a table with a line for each service and its conditions that need attention; `wide` adds columns."""
     head = [
         "NAME",
         "READY",
@@ -159,7 +159,7 @@ def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: S
 
 
 def replicas(service: Service) -> str:
-    """Return the numbers of answering and wanted replicas, such as 2/3."""
+    """Return the numbers of ready and of wanted replicas, such as 2/3."""
     return f"{_number(service.ready, '0' if service.replicas is not None else _NONE)}/{_number(service.replicas)}"
 
 
@@ -169,7 +169,7 @@ def mode(service: Service) -> str:
 
 
 def trial(canary: Trial) -> str:
-    """Return a canary in a few words, such as "k4v4 Shifting 10%"."""
+    """Return a canary's dtype, stage and share of the traffic, such as "k4v4 Shifting 10%"."""
     share = f" {canary.weight}%" if canary.weight is not None else ""
     return f"{canary.dtype or _NONE} {canary.stage or 'Unknown'}{share}"
 
