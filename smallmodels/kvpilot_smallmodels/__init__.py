@@ -1,1 +1,1 @@
-"""Small models of many families for tests, with draft models and adapters, and an oracle of their answers."""
+"""Small models of many families for tests, their draft models and adapters, and an oracle that checks answers."""

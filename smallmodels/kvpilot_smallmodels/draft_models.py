@@ -1,6 +1,6 @@
 """Draft models for a small random model: a noisy copy of it, and heads of one layer with random weights.
 
-The drafts of random heads are wrong, but an engine runs these heads like real ones.
+The drafts of random heads are wrong, but an engine runs them as it runs trained heads.
 """
 
 import json

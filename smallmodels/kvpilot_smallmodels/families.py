@@ -25,7 +25,7 @@ class Family:
     Attributes:
         config: the config class in transformers.
         fields: fields of its config.
-        filled: constants for weights, by suffix of the name. Random values there would make attention uniform.
+        filled: constants for weights, by the suffix of their names. With random values, attention would be uniform.
         skip: layers that stay in 16 bits.
     """
 
@@ -158,9 +158,12 @@ def make(
     name: str, folder: Path, change: Callable[[Any], None] = lambda _model: None, *, kind: str | None = None,
     fields: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write the model of a family to a folder. `change` may modify the model first.
+    """Write the model of a family to a folder, and return the folder.
 
-    `kind` replaces the family's config class, and `fields` some fields of its config.
+    Args:
+        change: function that modifies the model before it is written.
+        kind: config class in place of the family's.
+        fields: fields of the config that replace the family's.
     """
     import torch
     import transformers

