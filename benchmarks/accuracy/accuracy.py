@@ -1,13 +1,15 @@
 """The accuracy table: `python -m benchmarks.accuracy.accuracy --out docs/benchmarks/accuracy.json`.
 
-It computes in float32 with the real weights of SmolLM2-135M, or of Gemma 3 270M with `--model gemma3-270m`. The row's
-codec encodes and decodes every key and value before attention reads it. The baseline is a bf16 cache. The control
-compares two runs of the model in bf16 that differ only in the attention kernel.
+It computes in float32 with the real weights of SmolLM2-135M, or of Gemma 3 270M with `--model gemma3-270m`. Each row of
+the table is for one codec, which encodes and decodes every key and value before attention reads it. The baseline is a
+bf16 cache. The control compares two runs of the model in bf16 that differ only in the attention kernel.
 
 `--codecs` runs only some rows (accuracy_rows.py explains their names) and merges them into `--out`. `--needle` runs the
 needle task instead of the texts. accuracy_report.py makes the page. A row takes some seconds on a GPU, and two minutes
-or more on one core. `--cut` writes the texts' tokens to a file. `--texts` reads that file on a machine without the
-documents, where `--model` may be the model's folder.
+or more on one core.
+
+On a machine without the documents, first run `--cut` elsewhere, which writes the texts' tokens to a file. Then give
+this file as `--texts`. There `--model` may be the model's folder.
 """
 
 import argparse
@@ -47,7 +49,7 @@ CHUNK = 8192
 
 
 class Base:
-    """Logits of the baseline over one sequence, with sums that every row of the table needs."""
+    """Predictions of the baseline over one sequence, with sums that every row of the table needs."""
 
     def __init__(self, probe: Probe, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.tokens = tokens
@@ -122,8 +124,8 @@ def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: 
             done: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
     """Evaluate every row on each sequence, and pass the figures so far to `done` after each sequence.
 
-    The folder `raw` keeps the result of each row on each sequence, so that nothing is computed twice. Several processes
-    can share the work, and a stopped run can continue.
+    The folder `raw` keeps the result of each row on each sequence, so that nothing is computed twice. So a stopped run
+    can continue, and several processes can share the work.
     """
     tallies = {name: Tally() for name in rows}
     base_codec = plain.bf16()
@@ -163,7 +165,10 @@ def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
 
 
 def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str], where: Path) -> dict[str, Path]:
-    """Create the calibration files of the table as a user would: write prompts to files for `kvpilot calibrate`."""
+    """Create the table's calibration files as a user would: write prompts to a file and run `kvpilot calibrate` on it.
+
+    Return the files by label.
+    """
     tokenizer, made = AutoTokenizer.from_pretrained(folder), {}
     for label in sorted(labels & CALIBRATION.keys()):
         made[label] = where / f".{label}.safetensors"
@@ -179,7 +184,7 @@ def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str
 
 
 def merge(file: Path, section: str, found: dict[str, Any]) -> None:
-    """Write these rows into the JSON file. It keeps the rows of earlier runs."""
+    """Write the rows `found` into a section of the JSON file. Keep the rows of earlier runs."""
     data = json.loads(file.read_text()) if file.exists() else {}
     data.setdefault(section, {}).update(found)
     file.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")

@@ -1,8 +1,8 @@
-"""Model of transformers whose attention gets the keys and values that a KV cache would return.
+"""Model in transformers whose attention gets the keys and values that a KV cache would return.
 
 For each row of the table, a `Reading` determines how attention gets keys (after RoPE) and values, including those of
 the query's own token. So one pass over a text computes the result of a decode step at every position. Layers with a
-sliding window use 16 bits, as engines do by default.
+sliding window use a 16-bit cache, as in an engine with default settings.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Probe:
         self._seen: dict[int, Observed] | None = None
         self._lone = False
         self.rounded = False
-        """True to round probabilities to the model's dtype, as another kernel for the same formula does."""
+        """True to round scores and probabilities to the model's dtype, as another attention kernel would."""
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Probe:
 
     @torch.inference_mode()
     def self_calibrated(self, tokens: torch.Tensor, context: int) -> dict[int, Factors]:
-        """Return by layer the factors that an engine would compute at its start from `tokens`.
+        """Return, by layer, the factors that an engine would compute from `tokens` when it starts.
 
         `context` is the engine's longest context in tokens.
         """
@@ -137,7 +137,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
 def _rounded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Compute causal attention, with scores and probabilities rounded to the dtype of `q`. Save memory by `_PIECE`."""
+    """Compute causal attention, with scores and probabilities rounded to the dtype of `q`."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
     for i in range(0, q.shape[2], _PIECE):
@@ -160,9 +160,9 @@ def _after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int, scal
 def _exact_ends(
     q: torch.Tensor, fresh: tuple[torch.Tensor, ...], stored: tuple[torch.Tensor, ...], scale: float, tile: int
 ) -> torch.Tensor:
-    """Compute causal attention in which each tile of queries sees three kinds of keys.
+    """Compute causal attention with exact ends (`Codec.exact_ends`).
 
-    These are its own tile and the sequence's first tile, both in 16 bits, and the quantized tiles between them.
+    Each tile of queries reads its own tile and the sequence's first tile in 16 bits, and quantized tiles between them.
     """
     outs = []
     for i in range(0, q.shape[2], tile):

@@ -19,15 +19,15 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 CITIES = ("Lisbon", "Oslo", "Vienna", "Dublin", "Prague")
 SEEDS = (1, 2, 3, 4)
 TEXT = [("opticks", len(SEEDS) * max(LENGTHS), 1)]
-"""Text that hides the needles. Each seed uses another section of it."""
+"""Text that hides the needles: name, tokens, number of sequences. Each seed uses another section of it."""
 
 
 def needles(
     probe: Probe, reading: Reading | None, text: torch.Tensor, lengths: Sequence[int] = LENGTHS
 ) -> dict[str, Any]:
-    """Run the task. Return, by context length and depth, three figures.
+    """Run the task. Return the numbers of found needles and of all needles, and mean log-probabilities.
 
-    These are the number of found needles, the number of all needles, and the mean log-probability of a whole number.
+    Needles are counted by context length and depth. The log-probability of a whole number is a mean by context length.
 
     Args:
         text: tokens of the text that hides the needles (`TEXT`).

@@ -47,8 +47,8 @@ class Model:
         title: end of the page's title.
         page: file name of the page.
         option: the benchmark's option that selects the model.
-        about: description of the model.
-        rows: description of how its rows were computed.
+        about: text about the model.
+        rows: text about the way in which the rows were computed.
         head_dim: the model's head dimension.
     """
 
@@ -169,7 +169,7 @@ def _label(name: str) -> str:
 
 
 def _figure(value: float | None) -> str:
-    """Return a number of a row as text. It may be missing in a row whose run was stopped early."""
+    """Return a number of a row as text; "-" if it is missing, because the row's run was stopped early."""
     return "-" if value is None else f"{value:.1f}"
 
 

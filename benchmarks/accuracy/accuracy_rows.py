@@ -1,12 +1,11 @@
-"""Rows of the accuracy table: how each one stores and reads a KV cache, and the cache's size.
+"""Rows of the accuracy table: the ways of storing and reading a KV cache, and its size.
 
 A row's name is a codec's name, followed by options after `+`:
 
-- `self`: factors that an engine computes at start.
-- `calibrated`: factors from a file of `kvpilot calibrate`.
-- `wN`: a recent window of N tokens, as the ring keeps it.
-- `firstN`: a sequence's first N tokens in 16 bits. Our engines never do that; it allows a comparison with engines that
-  do.
+- `self`: use factors that an engine computes at start.
+- `calibrated`: use factors from a file of `kvpilot calibrate`.
+- `wN`: read a recent window of N tokens, as the ring keeps it.
+- `firstN`: keep a sequence's first N tokens in 16 bits, for comparison with engines that do this. Our engines never do.
 """
 
 import re
@@ -46,10 +45,10 @@ AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
 """Rows for a comparison with `kvarn_k4v4+exact`, which keeps the same number of tokens in 16 bits."""
 
 CONTEXT = 4096
-"""Context in tokens for the bits per element: it divides the size of data that are not in pages, such as the ring."""
+"""Length of the context, in tokens, over which bits per element spread data that are not in pages, such as the ring."""
 
 _PAGE = 64
-"""Tokens in a page, to compute the size of a ring."""
+"""Number of tokens in a page, from which the size of a ring follows."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,9 @@ class Reading:
 
     Attributes:
         pages: function that returns a layer's codec for pages.
-        recent: number of the last tokens before a query, including its own, that `fine` encodes instead.
+        recent: number of a query's last tokens, its own included, that are read by the codec `fine`.
         fine: function that returns a layer's codec for these tokens; None for 16 bits.
-        first: number of a sequence's first tokens that are in 16 bits.
+        first: number of a sequence's first tokens that are kept in 16 bits.
         hit: number of a sequence's first tokens that come from the prefix cache. Their own queries attend in 16 bits,
             as in a prefill, and the ring holds none of them.
     """
@@ -108,10 +107,8 @@ def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
 def engine(name: str) -> tuple[str, dict[str, str]]:
     """Return the KV-cache dtype and the environment of a vLLM engine that stores its cache like the row `name`.
 
-    The engine has no calibration file.
-
     Raises:
-        ValueError: no engine can do that.
+        ValueError: no engine without a calibration file can do that.
     """
     if name == "fp8_e4m3":
         return name, {}
@@ -123,7 +120,7 @@ def engine(name: str) -> tuple[str, dict[str, str]]:
 
 
 def bits(name: str, head_dim: int) -> float:
-    """Return a row's bits per element, with scales and its share of data outside the pages for `CONTEXT` tokens."""
+    """Return a row's bits per element, with scales, and with data outside the pages spread over `CONTEXT` tokens."""
     known = rivals()
     if name in known:
         codec = known[name]

@@ -27,8 +27,9 @@ CALIBRATION = {
     ],
     "calibrated-on-licences": [("licences", 4096, 4)],
 }
-"""Input of `kvpilot calibrate` by label: texts, tokens per sequence, number of sequences. `kvpilot calibrate` fits on
-the first 16,384 tokens and tests on the others.
+"""Input of `kvpilot calibrate` by label: name of the text, tokens per sequence, number of sequences.
+
+The command fits factors to the first 16,384 tokens, and tests them on the others.
 """
 
 Sequence = tuple[str, torch.Tensor]
@@ -97,7 +98,7 @@ def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence
     for name, length, count in plan:
         if name not in tokens:
             body = text(name)
-            # Skip the first pages of a document, which are titles and tables of contents.
+            # Skip a document's title and table of contents.
             body = body[len(body) // 20 : 700_000]
             tokens[name] = torch.tensor(tokenizer(body, add_special_tokens=False).input_ids)
             at[name] = 0

@@ -1,4 +1,4 @@
-"""Interface of the accuracy table's codecs: a round trip through a cache, and the bits that the cache takes.
+"""Interface of the accuracy table's codecs: a round trip through a cache, and the number of bits that it needs.
 
 The table judges a codec by its effect on attention. `key` and `value` take the exact vectors of one layer and one
 sequence in order, and return the vectors that the codec's cache would return. The order matters only for codecs that
@@ -15,7 +15,7 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.attention import round_trip
 
 RoundTrip = Callable[[torch.Tensor], torch.Tensor]
-"""Function from float32 [tokens, kv_heads, D] to the decoded values, in the same shape."""
+"""Function that takes float32 [tokens, kv_heads, D] and returns the decoded vectors in the same shape."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Codec:
     Attributes:
         name: name in the tables.
         key, value: round trip of keys (after RoPE) and of values.
-        key_bits, value_bits: functions from head_dim to the bits per element, with scales and zero points.
+        key_bits, value_bits: functions that take head_dim and return bits per element, with scales and zero points.
         tile: number of tokens that are quantized together; 1 for per-token codecs.
-        exact_ends: True to keep the sequence's first `tile` tokens and its unfinished tile in 16 bits, which `bits`
-            ignores.
+        exact_ends: True to keep the sequence's first `tile` tokens and its unfinished tile in 16 bits. `bits` does not
+            count these.
     """
 
     name: str

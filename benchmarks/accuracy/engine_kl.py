@@ -4,10 +4,11 @@
 
 The accuracy table (accuracy.py) models an engine; this program runs one. It feeds the table's texts to vLLM token by
 token, so that every position is a decode step over pages. A second engine with a 16-bit cache gets the same texts. The
-program records the state after the last norm at every position. From these states it computes both distributions over
-the whole vocabulary, as the table does. It compares them with the log-probabilities that the engine itself reports.
+program records the hidden state after the last norm at every position. From the states of both engines it computes
+their distributions over the whole vocabulary, and the KL divergence. As a check, it compares the distributions with the
+log-probabilities that the engines report.
 
-Rows have the table's names. Each shows the figure of the table's model for the same tokens, too. The control is 16 bits
+Rows have the names of the table, and also show the table's figure for the same tokens. The control is the 16-bit engine
 again, with each text in one prefill. If an engine fails, the program reports it and writes the other rows. On a GPU
 `fp8_e4m3` needs `--dtype bfloat16`. `--hit N` measures the 64 tokens after a hit of N tokens in the prefix cache.
 engine_kl_report.py makes the page.
@@ -40,13 +41,13 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Number of measured tokens after a prefix hit. For these, the ring holds only a part of even the shortest window."""
+"""Number of measured tokens after a prefix hit. For them, even the shortest window is only partly in the ring."""
 
 CONTEXT = 8192
 """Largest context that the engines serve, in tokens."""
 
 MEMORY = 2 << 30
-"""Bytes of an engine's KV cache: twice what all texts together take in 32 bits."""
+"""Size of an engine's KV cache in bytes: twice the size of all texts' keys and values in 32 bits."""
 
 
 def arguments() -> argparse.Namespace:
@@ -69,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[str, Any]:
-    """Return the results for every text of the engine for `row`, or its error. `row` may be `base` or `control`."""
+    """Return the results of one engine for every text, or its error. `name` is a row, `base` or `control`."""
     dtype, extra = ("auto", {}) if name in ("base", "control") else engine(name)
     options = {
         "model": str(args.model), "kv_cache_dtype": dtype, "dtype": args.dtype, "max_model_len": args.context,
@@ -101,7 +102,7 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """Return the largest difference in nats between the engine's own log-probabilities and those from its states."""
+    """Return the largest difference, in nats, between the log-probabilities of an engine and those from its states."""
     worst = 0.0
     for (_, tokens), answer in zip(texts, found["answers"], strict=True):
         own = Base(probe, tokens[hit:], answer["states"].float()).log_prob
@@ -120,7 +121,7 @@ def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dic
 
 
 def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: list[Sequence], hit: int) -> Any:
-    """Compare an engine with the engine in 16 bits."""
+    """Compare an engine (`found`) with the engine that has a 16-bit cache (`base`)."""
     tally = Tally()
     for (text, tokens), answer, reference in zip(texts, found["answers"], base["answers"], strict=True):
         of_base = Base(probe, tokens[hit:], reference["states"].float())
@@ -129,7 +130,7 @@ def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: l
 
 
 def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
-    """Return the texts. For `--hit`, return as many pieces as fit, each with the hit and the tokens after it."""
+    """Return the texts. With `--hit`, cut them into pieces of the hit and `AFTER_HIT` tokens, without remainders."""
     whole = torch.load(args.texts)["evaluation"] if args.texts else sequences(probe.tokenizer, PLAN)
     whole = [(name, tokens[: args.tokens].to(args.device)) for name, tokens in whole[: args.sequences]]
     if not args.hit:

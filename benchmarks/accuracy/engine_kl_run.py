@@ -55,7 +55,7 @@ class States:
         self.steps.append((inputs["input_ids"].clone(), inputs["positions"].clone(), states.clone()))
 
     def _sort(self, tokens: dict[str, int]) -> None:
-        """Assign the rows of the last step's output to its requests."""
+        """Divide the last step's output among its requests."""
         ((ids, positions, states),) = self.steps
         self.steps.clear()
         # vLLM's first model runner keeps its batch. The second one passes it to sampling.
@@ -104,7 +104,8 @@ def main() -> NoReturn:
             llm.generate({"prompt_token_ids": text[: job.hit]}, SamplingParams(**one), use_tqdm=False)
     states = States(llm, job.decoded)
     params = SamplingParams(**one, prompt_logprobs=0, skip_reading_prefix_cache=False)
-    # For the same reason, a second request runs beside the longest text. Its answer does not count.
+    # vLLM would also prefill the end of the longest text at once, alone in the batch. So send that text twice, and
+    # ignore the second answer.
     asked = [*job.texts, max(job.texts, key=len)] if job.decoded else job.texts
     prompts = [{"prompt_token_ids": text} for text in asked]
     batches = [prompts] if job.decoded else [[prompt] for prompt in prompts]

@@ -1,8 +1,9 @@
-"""Damage of each prompt by KV-cache dtype, for the gate's error rates: `python -m benchmarks.accuracy.gate_prompts`.
+"""Damage of each KV-cache dtype, prompt by prompt: `python -m benchmarks.accuracy.gate_prompts`.
 
-One vLLM after the other serves SmolLM2-135M on the CPU. The first one has a 16-bit cache and gives the reference.
+One vLLM after the other serves SmolLM2-135M on the CPU. The first one has a 16-bit cache and records the baseline.
 Besides the default packs, 28 prompts ask for a summary of a piece of our documentation. The program writes
-docs/benchmarks/gate-prompts.json, from which tests/unit/test_probe_sequential.py draws.
+docs/benchmarks/gate-prompts.json. tests/unit/test_probe_sequential.py draws from this file to check the error rates of
+verdicts.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ SETTINGS = Settings(deadline_seconds=7200)
 
 
 def prompts() -> list[ProbePrompt]:
-    """Return the default packs and requests for summaries of 30 to 700 words."""
+    """Return the prompts of the default packs, and requests to summarise texts of 30 to 700 words."""
     words = " ".join(Path(f"docs/{page}.md").read_text() for page in PAGES).split()
     sizes = [SIZES[n % len(SIZES)] for n in range(28)]
     texts = [" ".join(words[n * 97 : n * 97 + size]) for n, size in enumerate(sizes)]
@@ -36,7 +37,7 @@ def prompts() -> list[ProbePrompt]:
 
 
 def main() -> None:
-    """Capture the reference, and measure each dtype."""
+    """Capture the baseline, and measure each dtype."""
     found: dict[str, list[float]] = {}
     reference = None
     for dtype in ("auto", *(sys.argv[1:] or ("k4v4", "fp8"))):

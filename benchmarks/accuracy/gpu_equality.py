@@ -7,8 +7,9 @@ For each KV-cache dtype an engine answers the same prompts greedily in several w
   are preempted.
 
 `--tp N` adds crowded runs on N GPUs, and `--drafters` adds crowded runs with a draft model. The control is `auto`: its
-runs differ too, because batches of another shape round differently. The lone run of every dtype is also compared with
-that of `auto`. The program writes OUT/equality-MODEL.json, from which `gpu_equality_page.py` makes the page.
+alone and crowded answers differ too, because batches of another shape round differently. Each dtype's answers *alone*
+are also compared with those of `auto`. The program writes OUT/equality-MODEL.json, from which `gpu_equality_page.py`
+makes the page.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, 
 
 MAX_MODEL_LEN = 1024
 SHARED_PREFIX = 256
-"""Number of tokens at the beginning of every second prompt that are the same, so that the prefix cache has hits."""
+"""Number of tokens with which every second prompt begins, so that the prefix cache has hits."""
 
 DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
 """Methods of speculation with a draft model. MTP needs another target model."""
@@ -98,8 +99,8 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
     else:
         model = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=128, **common))
     with torch.no_grad():
-        # A token's own vector must outweigh what a layer adds, and predictions must be sharp, as in a trained model.
-        # Otherwise the layers would amplify rounding errors until every other difference is hidden.
+        # As in a trained model, a token's embedding must outweigh the output of a layer, and predictions must be sharp.
+        # Otherwise the layers would amplify rounding errors so much that they hide every other difference.
         model.model.embed_tokens.weight.mul_(10)
         model.lm_head.weight.mul_(4)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -181,8 +182,8 @@ def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, 
 def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row for each compared pair of runs.
 
-    A dtype's lone run is compared with that of `auto`. A run on several GPUs is compared with the crowded run, and
-    every other run with the lone run.
+    A dtype's run *alone* is compared with that of `auto`. A run on several GPUs is compared with the crowded run of its
+    dtype, and every other run with the run alone.
     """
     rows = []
     for name, run in found.items():

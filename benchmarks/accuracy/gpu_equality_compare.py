@@ -1,8 +1,8 @@
 """Agreement of two greedy runs on the same prompts, up to the first different token.
 
-After that token the contexts differ. So logprobs are compared up to and including that position, where the two engines
-still predict from the same tokens. The KL divergence covers the tokens that are in both top lists, and one event for
-all others. It is a lower bound of the divergence over the full vocabulary.
+Logprobs are compared up to and including that position, because up to there the two engines predict from the same
+tokens. The KL divergence is over the tokens that are in both lists of most likely tokens, with one event for all other
+tokens. It is a lower bound of the divergence over the full vocabulary.
 """
 
 import math
@@ -16,8 +16,8 @@ Answer = dict[str, Any]
 def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
     """Compare the answers of two runs, prompt by prompt. Return these figures:
 
-    - `answers_equal`: share of answers that are equal to the last token.
-    - `tokens_equal`: share of tokens before an answer's first difference.
+    - `answers_equal`: share of answers in which all tokens are equal.
+    - `tokens_equal`: share of tokens that come before the first difference in their answer.
     - `top1_equal`: share of positions at which the most likely token is the same.
     - `mean_logprob_difference`: mean difference of the logprob of the first run's token, in nats.
     - `mean_kl`, `p99_kl`: KL divergence over `positions` positions, in nats.

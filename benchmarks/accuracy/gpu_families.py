@@ -4,14 +4,15 @@ A small random model of each family (kvpilot_smallmodels.families) answers the s
 
 - `auto`, crowded and alone.
 - `k4v4` with its default window and its own calibration, crowded and alone.
-- The bare *codec*, crowded: `k4v4` without window and factors, and with prompts that read quantized pages. Apart from
-  rounding, it predicts like plain transformers with the same codec.
+- The bare *codec*, crowded: `k4v4` without window and factors, whose prefill reads quantized pages. Apart from
+  rounding, it must predict like plain transformers with the same codec.
 
 *Crowded* means many prompts at once, with CUDA graphs, prefix caching, chunks, and a cache so small that requests are
 preempted. *Alone* means one prompt at a time, eager, in one chunk and without prefix caching.
 
 The program writes DIR/families-answers.json.gz, and DIR/families-errors.log with the last log lines of failed engines.
-gpu_families_page.py judges the answers on any machine. It needs `demo`, `runtime` and `kernels` on the path.
+gpu_families_page.py judges the answers on any machine. This program needs `smallmodels`, `formats`, `kernels` and
+`runtime` on PYTHONPATH.
 """
 
 import argparse
@@ -37,7 +38,7 @@ RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
 }  # fmt: skip
 """Runs by name: KV-cache dtype, True for a crowded run, and environment variables."""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Environment that runs the engine core in this process, so that the benchmark can take blocks of its cache away."""
+"""Environment that keeps the engine core in the benchmark's process, which can then take away blocks of its cache."""
 LINES, LINE = 150, 500
 """Limits for the log of a failed engine: number of lines, and characters of each. vLLM prints whole configurations."""
 CHUNK = 128
@@ -112,7 +113,7 @@ def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
 
 
 def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM`. All engines have the same chunk size, because factors depend on it."""
+    """Return arguments of `vllm.LLM`. All engines have the same chunk size, as calibration factors depend on it."""
     both: dict[str, Any] = {
         "model": str(model), "kv_cache_dtype": dtype, "block_size": 64, "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN, "kv_cache_memory_bytes": 256 << 20,
@@ -154,10 +155,7 @@ def digest(model: Path) -> str:
 
 
 def serve(args: argparse.Namespace, engines: dict[str, Asked], models: dict[str, Path]) -> int:
-    """Run all engines and write their answers. Return 1 if one failed.
-
-    The result has a hash of each model's weights, to identify it.
-    """
+    """Run all engines and write their answers, with a hash of each model's weights. Return 1 if an engine failed."""
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / f"{args.name}.log"
     with tempfile.TemporaryDirectory(prefix="kvpilot-job-") as folder, environment() as env:
@@ -195,7 +193,7 @@ def main() -> int:
         scratch = Path(folder)
         models, failed = made(names, scratch / "models")
         say(f"{len(models)} models made; {failed or 'none failed'}")
-        # Order engines by run. Then code that vLLM and Triton have compiled is cached for a family's next engine.
+        # Order engines by run, so that a family's later engines find the code that its first engine compiled.
         engines = {f"{name} {run}": asked(args, name, run, models[name], scratch) for run in runs for name in models}
         return serve(args, engines, models)
 

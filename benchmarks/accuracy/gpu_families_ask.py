@@ -22,8 +22,8 @@ class Asked(Job):
 
     Attributes:
         env: additional environment variables.
-        room: number of requests of the largest length that fit in the cache. The other blocks are taken away, so that
-            requests are preempted. 0 leaves the whole cache.
+        room: number of requests of the largest length that the cache can hold, so that requests are preempted. Other
+            blocks are taken away. 0 leaves the whole cache.
         how: kind of requests, a key of `HOW`.
         more: arguments for that kind.
     """
@@ -93,7 +93,8 @@ def details(asked: Asked) -> dict[str, Any]:
     free = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200), **quiet)
 
     def text(one: Any) -> str:
-        # A random prompt may end inside a UTF-8 character. vLLM's own text would then begin inside the prompt.
+        # Decode the answer alone. If a random prompt ends inside a UTF-8 character, vLLM's own text of the answer also
+        # has the end of the prompt.
         found: str = llm.get_tokenizer().decode(one.outputs[0].token_ids, skip_special_tokens=True)
         return found
 

@@ -1,12 +1,12 @@
-"""Verdict on the answers for a family, by comparing them with plain transformers and the codec.
+"""Verdict on a family's answers, from comparisons with plain transformers and between engines.
 
 All divergences are means over tokens, in nats. An *oracle* is plain transformers on the same tokens
 (kvpilot_smallmodels.oracle), without the codec (`auto`) or with it (`k4v4`). A divergence *from an oracle* compares an
-engine's predictions with the oracle's. Every token of every answer counts.
+engine's predictions with those of the oracle, for every token of every answer.
 
 With the default window and factors, answers of `k4v4` depend on a request's history: the tokens in the window, and the
 part of a prompt that was read back from pages. The oracle does not know this history. So the verdict compares the
-damage of `k4v4` with that of the bare codec, and its crowded run with its lone run.
+damage of `k4v4` with that of the bare codec, and its crowded run with its run alone.
 """
 
 import math
@@ -21,30 +21,30 @@ from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergen
 from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
-"""Largest allowed distance of an engine from the oracle of its own dtype, relative to its distance from the other
+"""Largest allowed divergence of an engine from the oracle of its own dtype, relative to its divergence from the other
 oracle.
 """
 ROUNDED = 3.0
-"""Allowed distance of an engine from its oracle, relative to the divergence that rounding of codes and `auto` cause.
+"""Allowed divergence of the bare codec from its oracle, relative to the sum of two others: the divergence that rounding
+of codes causes, and that of `auto` from its own oracle.
 
-A value near the edge between two codes may round to either. If the range of a group changes by a step, all its codes
-change.
+A value near the edge between two codes may round to either code. If a group's scale changes by one step, all its codes
+may change.
 """
 SERVED = 1.25
-"""Largest allowed damage of `k4v4` with its window and factors, relative to that of the bare codec. It should be below
-1.
+"""Largest allowed damage of `k4v4` with its window and factors, relative to that of the bare codec. Expect less than 1.
 """
 FAULT = 0.5
-"""Largest allowed distance of an engine from its oracle, relative to that from an oracle that misreads a block."""
+"""Largest allowed divergence of an engine from its oracle, relative to that from an oracle that misreads a block."""
 CROWD = 3.0
-"""Allowed difference of a crowded run from a lone run: the dtype's own damage, plus this many times the difference
+"""Allowed divergence of a crowded run from the run alone: the dtype's own damage, plus this many times the divergence
 between the two runs of `auto`.
 """
 BLOCK = 16
 """Number of tokens that the faulty oracle misreads."""
 RIGHT = "served and right"
 COMPUTED = "transformers in bfloat16 from float32"
-"""Name of the figure for the divergence that only bfloat16 arithmetic causes. `auto` may have as much."""
+"""Name of the figure for the divergence that bfloat16 arithmetic alone causes. That of `auto` may be as large."""
 
 Figures = dict[str, Any]
 PAIRS = (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone"))
@@ -67,7 +67,7 @@ def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
-    """Return the mean divergence of an oracle from itself if keys and values are shifted by the rounding of `dtype`."""
+    """Return the mean divergence of an oracle from itself if keys and values change by a rounding error of `dtype`."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         exact = oracle.predictions(prompt, answer["tokens"])
@@ -124,7 +124,7 @@ def far(figures: Figures, name: str) -> float:
 
 
 def verdict(figures: Figures) -> str:
-    """Return `served and right`, or the faults. The crowded run is compared only if the lone run has answered."""
+    """Return `served and right`, or the faults. Compare the crowded run only if the run alone has answered."""
     errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
     if errors:
         return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())

@@ -1,7 +1,7 @@
 """Child process of gpu_families.py and gpu_options.py: run several engines at the same time on one GPU.
 
-Each engine has its own process and its own log. The process is forked from one that has only imported vLLM. A failed
-engine writes its error instead of its answers.
+Each engine has its own process and its own log. The process is forked from a process that has only imported vLLM. If an
+engine fails, its file has the error in place of answers.
 """
 
 import json
@@ -76,7 +76,7 @@ def start_cuda() -> None:
 
 
 def processes() -> Any:
-    """Return the way to create processes: fork after the import of vLLM, unless that import starts CUDA."""
+    """Return a context to create processes: fork them after the import of vLLM, unless that import starts CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.entrypoints.llm"])
     tried = context.Process(target=start_cuda)

@@ -5,12 +5,13 @@ requests are preempted. It answers the same requests four times:
 
 - twice unchanged,
 - once with every freed page overwritten before the next step,
-- once with every request's first page overwritten, which proves that a read of an overwritten page shows.
+- once with every request's first page overwritten, to prove that answers change if an overwritten page is read.
 
-Plain transformers in float32, with the same codec and pages, compute each page's share of attention and the pages that
-should be freed. The program writes OUT/heavy.json. It returns 1 if a freed page was read, a page was not returned, or
-attention masses differ from plain transformers by more than `--masses-off`. With `--ahead` steps are scheduled
-asynchronously. Then the freed pages depend on the results that arrive in time, so only answers are compared.
+Plain transformers in float32, with the same codec and pages, compute each page's share of attention (its mass) and the
+pages that should be freed. The program writes OUT/heavy.json. It returns 1 if a freed page was read, a page was not
+returned, or masses differ from those of plain transformers by more than `--masses-off`. With `--ahead` steps are
+scheduled asynchronously. The freed pages then depend on the results that arrive in time, so answers of two turns may
+differ. The program then judges by the share of tokens that plain transformers would also choose.
 """
 
 import argparse
@@ -65,7 +66,10 @@ def sharpened(model: Path, factor: float) -> Path:
 
 
 def requests(vocabulary: int) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Return rounds of prompts: several requests together, then one alone, then one that extends it."""
+    """Return three rounds of prompts, and the number of tokens of each answer.
+
+    First come several requests together, then one alone, then one that extends its prompt, beside an earlier prompt.
+    """
     rng = random.Random(20261124)  # noqa: S311
     lengths = (430, 40, 620, 10, 250, 33, 500, 90, 128)
     prompts = [[rng.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
@@ -125,7 +129,7 @@ def main() -> int:
 
 
 def sound(result: dict[str, Any], most: float, ahead: bool) -> bool:
-    """Return True if the results show no fault."""
+    """Return True if the results show no fault. `most` is `--masses-off`, and `ahead` is `--ahead`."""
     equal, best = result["answers_equal"], result["tokens_that_are_the_best"]
     unread = equal["left again"] == equal["freed pages overwritten"] == result["requests"]
     if ahead:

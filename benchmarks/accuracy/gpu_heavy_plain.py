@@ -1,4 +1,4 @@
-"""Expected results for gpu_heavy.py: plain transformers in float32 that attend only to pages held by a request."""
+"""Expected results for gpu_heavy.py, from plain transformers in float32 that attend only to pages of a request."""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,10 @@ def last_life(steps: list[list[Any]]) -> list[list[Any]]:
 
 
 def held(steps: list[list[Any]], page: int, length: int) -> torch.Tensor:
-    """Return a mask, bool [queries, keys]: True if the request held the key's page. A cached prefix counts as held."""
+    """Return a mask, bool [queries, keys]: True if the request held the key's page in the query's step.
+
+    Queries of a prefix that came from the prefix cache attend to all pages.
+    """
     mask = torch.ones(length, length, dtype=torch.bool)
     for before, new, places, *_ in steps:
         seen = torch.zeros(-(-length // page), page, dtype=torch.bool)
@@ -86,7 +89,7 @@ def by_page(x: torch.Tensor, page: int) -> torch.Tensor:
 
 
 def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int) -> float:
-    """Return the share of a turn's tokens that plain transformers would also have chosen, given the held pages."""
+    """Return the share of a turn's tokens that plain transformers would also choose, attending to the held pages."""
     found: list[float] = []
     for i, (prompt, answer) in enumerate(zip(prompts, turn["answers"], strict=True)):
         steps = last_life(turn["steps"][str(i)])
@@ -97,13 +100,12 @@ def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int
 def judge(
     turns: list[dict[str, Any]], prompts: list[list[int]], plain: Plain, bound: HeavyHitters, page: int
 ) -> dict[str, Any]:
-    """Compare an engine's turns with each other, and the first one with plain transformers. Return the results.
+    """Compare an engine's turns with each other, and the first turn with plain transformers. Return the results.
 
     `masses` has the error of a page's attention mass in a step, relative to the mean mass of a page. As a control it
-    also has the error if the next page's mass is taken instead.
+    also has the error of comparing with the mass of the next page.
 
-    `freed_over_lightest` is the mass of the pages that were freed, divided by that of the pages that should have been
-    freed.
+    `freed_over_lightest` is the mass of the freed pages, divided by that of the pages that should have been freed.
     """
     first = turns[0]
     below: dict[str, list[float]] = {"held": [], "whole": []}
@@ -119,7 +121,7 @@ def judge(
         below["whole"] += plain(prompt, answer, torch.ones(length, length, dtype=torch.bool))[0]
         masses = torch.zeros(-(-length // page), dtype=torch.float64)
         had = list(range(-(-steps[0][0] // page)))
-        ahead: list[tuple[int, torch.Tensor]] = []  # by last token: a step's results may arrive late
+        ahead: list[tuple[int, torch.Tensor]] = []  # last token and masses of steps whose results have not arrived yet
         for before, new, places, weighed, alone, known in steps:
             for end, mass in ahead:
                 if end <= known:

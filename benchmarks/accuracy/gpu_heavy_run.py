@@ -38,10 +38,13 @@ class Turn:
 
     Attributes:
         answers: answers to the prompts of all rounds.
-        steps: by request number, one list for each step. It has the number of tokens before the step, the number of new
-            tokens, the indices of the block table that have a page, the masses of these pages (None if not measured),
-            True if single tokens were to be measured, and the number of tokens whose results had arrived when the
-            scheduler freed pages.
+        steps: by request number, one list for each step, with these items:
+            number of tokens before the step;
+            number of new tokens;
+            indices of the block table that have a page;
+            attention masses of these pages, None if not measured;
+            True if steps of a single token are measured;
+            number of tokens whose results had arrived when the scheduler freed pages.
         freed: number of pages freed while their request ran.
         preempted: number of restarts.
         cached: number of tokens found in the prefix cache.
@@ -70,7 +73,7 @@ class Watched:
         self.told = KEPT
         self.fill, self.turn, self.freed = "", Turn(), list[int]()
         self.sent: dict[int, dict[str, list[Any]]] = {}  # steps whose results have not arrived yet
-        self.processed: dict[str, int] = {}  # by request: tokens whose results had arrived when pages were freed
+        self.processed: dict[str, int] = {}  # number of tokens whose results had arrived when pages were freed
         scheduler, executor = core.scheduler, core.model_executor
         self.manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self.pool = self.manager.block_pool
@@ -86,7 +89,7 @@ class Watched:
             gone = before - set(self.held(request).values())
             self.turn.freed += len(gone)
             for block in (self.pool.blocks[i] for i in gone):
-                if block.ref_cnt == 0:  # leave shared pages: only in some turns would a later request hit them
+                if block.ref_cnt == 0:  # leave shared pages, because a later request would hit them only in some turns
                     self.pool._maybe_evict_cached_block(block)
                     self.freed.append(block.block_id)
 
@@ -140,7 +143,7 @@ class Watched:
 
 
 def ask(llm: Any, job: Job, watched: Watched, fill: str) -> Turn:
-    """Run one turn: all rounds, beginning with an empty prefix cache."""
+    """Run one turn: empty the prefix cache, and send all rounds. `fill` is one of `FILLS`."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be emptied: pages are in use")
     engine, turn, number = llm.llm_engine, Turn(), 0

@@ -4,8 +4,8 @@ On one GPU it runs fp8 weights (quantized at start), sleep mode, a LoRA adapter,
 structured output. On two GPUs it runs tensor, pipeline and data parallelism, and expert parallelism with a small MoE
 model. Each is compared with the same model on one GPU. Models and prompts are small and random, as in gpu_families.py.
 
-The program writes DIR/options-answers.json.gz (options-2), which gpu_families_page.py judges. It needs `demo`,
-`runtime` and `kernels` on the path.
+The program writes DIR/options-answers.json.gz, or options-2-answers.json.gz on two GPUs. gpu_families_page.py judges
+the answers. The program needs `smallmodels`, `formats`, `kernels` and `runtime` on PYTHONPATH.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 def tokenizer(folder: Path) -> None:
-    """Add a tokenizer with one token per byte to a model's folder: structured output needs each token's text."""
+    """Add a tokenizer with one token per byte to a model's folder. Structured output needs each token's text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -108,7 +108,7 @@ def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
-    """Return the rows of one feature on one GPU, judged from its answers."""
+    """Judge the answers with one feature on one GPU, and return its rows."""
 
     def of(name: str) -> dict[str, Any]:
         return {run: told[f"{name} {run}"] for run in RUNS if f"{name} {run}" in told}
@@ -123,13 +123,13 @@ def rows_of_one(told: dict[str, Any], models: dict[str, Path], what: str) -> Row
 
 
 def rows_of_two(told: dict[str, Any], models: dict[str, Path], what: str) -> Rows:
-    """Return the row of one feature on two GPUs, judged from its answers."""
+    """Judge the answers with one feature on two GPUs, and return its row."""
     one = {run: told[f"one {SPREAD[what][0]} {run}"] for run in ON_TWO}
     return {what: spread_row(one, {run: told[f"{what} {run}"] for run in ON_TWO})}
 
 
 def made(scratch: Path) -> dict[str, Path]:
-    """Create the models, with a tokenizer and an adapter for the first one, and that model with the adapter merged."""
+    """Create both models, a tokenizer and an adapter for the first model, and that model with the adapter merged."""
     models = {name: make(name, scratch / name) for name in (MODEL, EXPERTS)}
     tokenizer(models[MODEL])
     models |= {name: scratch / name for name in ("adapter", "merged")}
@@ -148,8 +148,8 @@ def main() -> int:
         raise SystemExit(f"--what has {', '.join(sorted(unknown))}; on {args.gpus} GPUs there is {', '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="kvpilot-options-") as folder:
         models = made(Path(folder))
-        # Use random tokens as gpu_families.py does, because the other model's tokenizer would encode a text of this
-        # machine.
+        # Take the model without a tokenizer, so that prompts are random tokens as in gpu_families.py. With a tokenizer
+        # they would depend on a text of this machine.
         engines = Engines(args, Path(folder), prompts_of(models[EXPERTS], args.prompts))
         for what in chosen:
             asking(engines, models, what)

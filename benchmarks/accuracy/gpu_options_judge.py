@@ -23,13 +23,13 @@ def failed(*of: Runs) -> str:
 
 
 def row(figures: dict[str, Any], holds: dict[str, bool]) -> dict[str, Any]:
-    """Return a row whose verdict names the faults."""
+    """Return a row with these figures. The verdict names the faults: the keys of `holds` that are False."""
     missing = [what for what, held in holds.items() if not held]
     return {"verdict": "served, not shown right: " + "; ".join(missing) if missing else RIGHT, **figures}
 
 
 def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]:
-    """Return the distance of one run from another."""
+    """Return the agreement of the run `name` with the run `reference` of `against`."""
     return agreement(against[reference]["answers"], runs[name]["answers"])
 
 
@@ -53,7 +53,7 @@ def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
 
 
 def sleep_row(runs: Runs) -> dict[str, Any]:
-    """Judge sleep mode: after a sleep, answers must not differ more than those of two runs without a sleep."""
+    """Judge sleep mode: answers after a sleep may differ from the first answers only as much as those of a repeat."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     figures, holds = dict[str, Any](), dict[str, bool]()
@@ -66,7 +66,7 @@ def sleep_row(runs: Runs) -> dict[str, Any]:
 
 
 def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
-    """Judge an adapter in one batch with requests without it. Each answer must fit its own weights and codec."""
+    """Judge a batch of requests with and without an adapter. Each answer must fit its own weights and its codec."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     (run,) = runs.values()
@@ -85,10 +85,7 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge a run on several GPUs: its difference from one GPU must be small compared with the codec's damage.
-
-    The run on one GPU is judged as a family.
-    """
+    """Judge a run on several GPUs: its difference from the run on one GPU must be small beside the codec's damage."""
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}
     figures = {f"{name} from one GPU": pair(two, name, one, name) for name in two}
@@ -104,7 +101,7 @@ def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
 
 
 def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
-    """Judge prompt logprobs and samples by the codec, and structured output by its schema."""
+    """Judge prompt logprobs and samples by the oracle with the codec, and structured output by its schema."""
     names = ("prompt logprobs", "parallel samples", "structured output")
     if error := failed(runs):
         return {name: {"verdict": f"not served: {error}"} for name in names}

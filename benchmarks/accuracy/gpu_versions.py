@@ -1,11 +1,11 @@
 """Answers of every dtype, to compare versions of vLLM: `python -m benchmarks.accuracy.gpu_versions --out a.json`.
 
 Each case of `CASES` gets an engine in its own process, with a small random model, CUDA graphs and prefix caching. The
-engine answers prompts of several lengths greedily in one batch, and once more from the prefix cache. The document has
+engine answers prompts of several lengths greedily in one batch, and once more from the prefix cache. The JSON file has
 vLLM's version, the token IDs, and the functions of vLLM that kvpilot replaced in the engine's process.
 
-`--compare a.json b.json` prints how many answers of two documents are equal. With the vLLM of each version on
-PYTHONPATH, the program runs without a network. It also tries a retention that kvpilot refuses on a version.
+`--compare a.json b.json` prints how many answers in two such files are equal. The program needs no network if
+PYTHONPATH has the version of vLLM. If kvpilot refuses a retention on a version, the file has that case's error.
 """
 
 import argparse

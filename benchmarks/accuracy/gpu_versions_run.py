@@ -54,7 +54,7 @@ def main() -> NoReturn:
     from kvpilot_runtime.vllm_api import compat
 
     if compat.lacks(compat.NEWEST):
-        compat.NEWEST = compat.vllm_version()  # allow a version before it is supported: it must first run here
+        compat.NEWEST = compat.vllm_version()  # allow a newer version, which must run here before kvpilot supports it
     llm = LLM(**job.engine)
     say("started")
     asked = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=False)

@@ -1,10 +1,10 @@
 """The recent window in real vLLM: `python -m benchmarks.accuracy.gpu_window [--model PATH]`.
 
-Crowded engines answer the same prompts greedily, in the same steps in every run. They have CUDA graphs, prefix caching,
-small chunks, and a cache so small that requests are preempted. Two of them overwrite every ring page that a request
-gets: one with zeros, one with another request's ring rows, shifted by one place. An engine must not read another
-token's row, so both must agree to the last logprob. Two more engines have no window and a 16-bit cache. The program
-writes OUT/window-MODEL.json.
+Several engines answer the same prompts greedily, in the same steps. They have CUDA graphs, prefix caching, small
+chunks, and a cache so small that requests are preempted. Two engines overwrite every ring page that a request gets: one
+with zeros, the other with another request's ring rows, shifted by one place. An engine must not read another token's
+row, so all logprobs of these two engines must be equal. For comparison, one engine has no window, and one has a 16-bit
+cache. The program writes OUT/window-MODEL.json.
 """
 
 import argparse

@@ -31,7 +31,7 @@ class Job:
 
 
 class Rings:
-    """Hook that, before each step, overwrites the ring pages which requests get in this step."""
+    """Hook that runs before each step and overwrites the ring pages that requests get in this step."""
 
     def __init__(self, llm: Any, fill: str) -> None:
         core = llm.llm_engine.engine_core.engine_core

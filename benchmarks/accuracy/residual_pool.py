@@ -3,10 +3,15 @@
     python -m benchmarks.accuracy.residual_pool --out FILE
 
 Every new block gets a residual page if one is free, and residual pages are freed before a request is preempted. The
-newest two blocks of a running request always keep theirs. In row `elastic`, residuals take empty pages alone. In others
-they also take a cached prefix that is idle for 60 seconds, or for twice as long as any that was reused lately (`seen`).
-A step reads a share of its tokens at 8 bits, which costs as much as `int8`. This share is that of all blocks, running
-or cached. Other rows are `kvpilot backtest`'s engines.
+newest two blocks of a running request always keep their residuals. Residuals take these pages:
+
+- row `elastic`: only empty pages;
+- row `elastic-60`: also pages of a cached prefix that was idle for 60 seconds;
+- row `elastic-seen`: also pages of a cached prefix that was idle for twice the longest time after which a prefix was
+  lately reused.
+
+A step reads a share of its tokens at 8 bits, at the cost of `int8`. This share is the share of all blocks, running or
+cached, that have residuals. The other rows are engines of `kvpilot backtest`.
 """
 
 import argparse
@@ -24,16 +29,16 @@ from kvpilot_cli.backtest.loads import cut, synthetic
 from kvpilot_cli.backtest.service import Objective, Service
 
 ELASTIC = {"elastic": inf, "elastic-60": 60.0, "elastic-seen": None}
-"""Seconds after which an idle prefix gives way to residuals, by row; None to learn them, from WARM_UP on."""
+"""Seconds after which an idle prefix gives way to residuals, by row; None to learn this time, starting at WARM_UP."""
 
 FLOOR = 2
-"""Newest blocks of a running request that keep their residuals."""
+"""Number of newest blocks of a running request that keep their residuals."""
 
 WARM_UP, SECONDS, HOUR = 600.0, 2400.0, 13 * 3600
 
 
 class Pool(Blocks):
-    """Pool of the engine's pages. Residuals are in pages that `_empty` counts, since they can be freed."""
+    """Pool of the engine's pages. `_empty` also counts pages with residuals, because they can be freed."""
 
     def __init__(self, engine: Engine, idle: float | None) -> None:
         super().__init__(engine.blocks.total)
@@ -44,11 +49,11 @@ class Pool(Blocks):
 
     @property
     def available(self) -> int:
-        """Return the pages for base blocks: all but the running requests' newest residuals."""
+        """Number of pages for base blocks: all pages except those of the running requests' newest residuals."""
         return max(0, super().available - FLOOR * len(self._engine.running))
 
     def take(self, count: int) -> None:
-        """Take base blocks, and as many residuals as pages are left."""
+        """Take base blocks, and residuals in the pages that are left."""
         newest = min(FLOOR * len(self._engine.running), super().available - count)
         super().take(count + newest)
         self._empty += newest
@@ -60,11 +65,11 @@ class Pool(Blocks):
         self.share = min(self._wanted(count), self._empty) / max(self.total - self._empty, 1)
 
     def _wanted(self, count: int) -> float:
-        """Return the residuals that exist, and one for each of `count` new blocks."""
+        """Return the number of wanted residuals: those that exist, and one for each of `count` new blocks."""
         return self.share * (self.total - self._empty - count) + count
 
     def reuse(self, session: int, count: int) -> None:
-        """Take a prefix, and learn from its idle time. What was learnt fades with each reuse."""
+        """Take a prefix, and learn from its idle time. The learnt time shrinks by 0.1% with each reuse."""
         if count and self._learns:
             self._idle = max(0.999 * self._idle, 2 * (self._engine.now - self._since[session]))
         super().reuse(session, count)
@@ -76,7 +81,7 @@ class Pool(Blocks):
 
 
 class Elastic(Engine):
-    """Engine with a `Pool`. It sums up the tokens that its steps read, and those of them that they read at 8 bits."""
+    """Engine with a `Pool`. It counts the tokens that its steps read (`read`), and those read at 8 bits (`fine`)."""
 
     def __init__(self, profile: Profile, limits: Limits, idle: float | None) -> None:
         super().__init__(profile.of("k4v4"), limits, "k4v4")
@@ -85,7 +90,7 @@ class Elastic(Engine):
         self.read = self.fine = 0.0
 
     def alike(self, until: float) -> int:
-        """Return how many equal steps come next, and count the tokens that they read."""
+        """Return the number of equal steps that come next, and count the tokens that they read."""
         share, (low, high) = self.blocks.share, self._range
         self.costs = replace(self.costs, per_kv_token=low + share * (high - low))
         steps = super().alike(until)
@@ -95,7 +100,7 @@ class Elastic(Engine):
 
 
 def simulate(profile: Profile, name: str, size: float, row: str) -> dict[str, Any]:
-    """Return the figures of one engine under a load of the day's busiest hour."""
+    """Return the figures of one engine under the load of the day's busiest hour."""
     load, dtype = cut(synthetic(name, 1.0, 0, size), HOUR, SECONDS), "k4v4" if row in ELASTIC else row
     service = Service(profile, load, dtype, 1, objective=Objective(), start_seconds=60, timeout=120)
     if row in ELASTIC:
@@ -118,7 +123,7 @@ def simulate(profile: Profile, name: str, size: float, row: str) -> dict[str, An
 
 
 def main() -> None:
-    """Write a row for each load, size and engine, and the tokens at full pressure over bf16 by length and floor."""
+    """Write a row for each load, size and engine. Also write the tokens at full pressure relative to bf16."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     asked, profile, rows = parser.parse_args(), load_profile(), []

@@ -2,16 +2,17 @@
 
     python -m benchmarks.accuracy.residuals --texts FOLDER --out FILE
 
-A block of 64 tokens has a base page, and may have a residual page that refines it to 8 bits. A query reads the newest
-blocks (`--floors`, its own block included) at 8 bits always. Of all older blocks, a share keeps its residuals. An order
+A block of 64 tokens has a base page, and may have a residual page that refines it to 8 bits. A query always reads the
+newest blocks (`--floors`, its own block included) at 8 bits. Of all older blocks, a share keeps its residuals. An order
 says which residuals are freed first:
 
-- `oldest`: those of the oldest blocks.
-- `values`: those of all values, the oldest first; then those of keys, the oldest first.
+- `oldest`: residuals of the oldest blocks.
+- `values`: residuals of all values, the oldest first; then residuals of keys, the oldest first.
 
-The model computes in float32, on the texts of accuracy.py, with factors that an engine finds at start. `today` is the
-recent window as a ring keeps it. Rows `hit` cover the 64 tokens after a hit in the prefix cache. Rows that FILE has are
-not computed again. FOLDER keeps the texts' tokens, for a machine without the documents; `--cut` makes only these.
+The model computes in float32, on the texts of accuracy.py, with factors that an engine computes at start. The row
+`today` is the recent window as a ring keeps it. Rows `hit` cover the 64 tokens after a hit in the prefix cache. Rows
+that FILE has already are not computed again. FOLDER keeps the texts' tokens, for a machine without the documents;
+`--cut` only writes these tokens.
 """
 
 import argparse
@@ -46,7 +47,7 @@ _AT_ONCE = 9216
 
 TODAY = "today"
 Kept = torch.Tensor | str | None
-"""Blocks read at 8 bits, bool [sides, query blocks, key blocks]; or TODAY; or None for 16 bits."""
+"""Blocks that are read at 8 bits, bool [sides, query blocks, key blocks]; or TODAY; or None for a 16-bit cache."""
 Rule = tuple[str, float, int]
 """Order, share and floor."""
 
@@ -61,7 +62,8 @@ class Elastic(Probe):
         ids = torch.tensor(text_ids(self.tokenizer, tokens))
         factors = self.self_calibrated(ids, self.model.config.max_position_embeddings)
         self.codecs = {layer: [own(FORMAT, one, recent) for recent in (False, True)] for layer, one in factors.items()}
-        self.reading = Reading(lambda _layer: own(FORMAT))  # only layers with a sliding window look at it: 16 bits
+        # Only layers with a sliding window look at this, and with any reading they use 16 bits.
+        self.reading = Reading(lambda _layer: own(FORMAT))
 
     @torch.inference_mode()
     def states(self, tokens: torch.Tensor, kept: Kept, hit: int = 0) -> torch.Tensor:
@@ -96,7 +98,7 @@ def _read_back(codec: Codec, fresh: Sides) -> Sides:
 
 
 def mixed(query: torch.Tensor, base: Sides, fine: Sides, kept: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute causal attention that reads from `fine` the blocks that `kept`, as in `Kept`, has for a query's block."""
+    """Compute causal attention. A query reads from `fine` the blocks that `kept` (see `Kept`) has for its own block."""
     group, outs = query.shape[1] // base[0].shape[1], []
     (key, value), (fine_key, fine_value) = (tuple(x.repeat_interleave(group, 1) for x in side) for side in (base, fine))
     for start in range(0, query.shape[2], _PIECE):
@@ -111,7 +113,7 @@ def mixed(query: torch.Tensor, base: Sides, fine: Sides, kept: torch.Tensor, sca
 
 
 def keep(order: str, share: float, floor: int, count: int) -> tuple[torch.Tensor, float]:
-    """Return which of `count` blocks keep their residuals, as `Kept`, and their share of all older than the floor."""
+    """Return the `Kept` of `count` blocks, and the share of residuals that blocks older than the floor keep."""
     query, block = torch.arange(count)[:, None], torch.arange(count)
     older = (query + 1 - floor).clamp_min(0)
     if order == "values":
@@ -150,7 +152,10 @@ def prepare(probe: Elastic, texts: list[Sequence], hit: int = 0) -> list[Batch]:
 
 
 def measure(out: Path, model: str, name: str, probe: Elastic, batches: list[Batch], rule: Rule | None = None) -> None:
-    """Measure the row `name` of this rule, or of TODAY, and write it to the file `out`, unless the file has it."""
+    """Measure the row `name` and write it to the file `out`, unless the file has it already.
+
+    Without a `rule`, measure TODAY.
+    """
     if not batches or (out.exists() and name in json.loads(out.read_text()).get(model, {})):
         return
     tally, shares, began = Tally(), [], time.monotonic()
@@ -201,7 +206,7 @@ def main() -> None:
         batches = prepare(probe, texts)
         row(TODAY, probe, batches)
         for floor, order, share in product(asked.floors, asked.orders, asked.shares):
-            order = "oldest" if share in (0, 1) else order  # then all orders are one
+            order = "oldest" if share in (0, 1) else order  # all orders are equal then
             row(f"{order} {share:g} floor {floor}", probe, batches, (order, share, floor))
 
 

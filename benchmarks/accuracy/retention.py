@@ -2,10 +2,11 @@
 
 SmolLM2-135M reads one stream of text in float32. Attention sees the tokens that an engine keeps (docs/retention.md). A
 budget covers sinks and window. With HeavyHitters it also covers the heaviest pages between them, and the window is half
-of the budget. HeavyHitters read the stream `--chunk` tokens at a time.
+of the budget. With HeavyHitters, a step reads `--chunk` tokens of the stream.
 
 Rows for comparison are the whole cache, the whole cache in `--dtype`, and the window of the largest budget without
-sinks, which engines do not offer. Perplexity covers the tokens after the largest budget, where rows differ.
+sinks, which engines do not offer. Perplexity covers the tokens after the largest budget, because only there all rows
+differ.
 
 - `--needle LENGTH` asks for facts at five depths of a text of LENGTH tokens instead.
 - `--equal` compares `--dtype`, as engines serve it (factors found at start, default recent window), with a 16-bit
@@ -46,9 +47,9 @@ _PIECE = 256
 
 
 class Bounded(Probe):
-    """Model with a bounded cache, as `kept` says.
+    """Model with a bounded cache.
 
-    `kept` is (sinks, window, page) in tokens, a HeavyHitters, or None for the whole cache.
+    `kept` is the bound: (sinks, window, page) in tokens, a HeavyHitters, or None for the whole cache.
     """
 
     kept: Kept = None
@@ -56,9 +57,7 @@ class Bounded(Probe):
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Return the last hidden states. With heavy hitters compute chunk by chunk, because pages are freed between
-        steps.
-        """
+        """Return the last hidden states. With heavy hitters, compute one chunk after another and free pages between."""
         if not isinstance(self.kept, HeavyHitters):
             return super().hidden(tokens, reading)
         cache, states = DynamicCache(), []
@@ -167,7 +166,7 @@ def main() -> None:
         held = int(CONTEXT * bits(served, probe.model.config.head_dim) / 16)
         coarse = f"whole in {served}, {held} tokens' bytes of 16 bits"
         asked.tokens = CONTEXT
-        # The sinks' pages, and a window that begins inside a page, must together take at most `held` tokens.
+        # Choose a budget so that the sinks' pages and a window that begins inside a page need at most `held` tokens.
         asked.budgets = [held - (-(-asked.sinks // asked.page) + 1) * asked.page + 1 + asked.sinks]
     most = max(asked.budgets)
     rows: list[tuple[str, Kept, Reading | None]] = [

@@ -1,13 +1,13 @@
 """Share of accepted n-gram drafts, by KV-cache dtype: `python -m benchmarks.accuracy.speculation_acceptance`.
 
-It serves SmolLM2-135M's real weights greedily. A prompt is a piece of a text of docs/benchmarks/accuracy.md, followed
-by the beginning of that piece. So the model quotes the rest, which is the typical use of n-gram speculation. Our dtypes
-have the defaults: calibration by the engine itself, and their window. Each dtype runs in its own process. Answers and
-drafts change with the dtype, so `accepted` is a share of each dtype's own drafts.
+SmolLM2-135M, with its real weights, answers greedily. A prompt is a piece of a text of docs/benchmarks/accuracy.md,
+followed by the beginning of that piece. So the model quotes the rest, which is the typical use of n-gram speculation.
+Our dtypes have their defaults: calibration by the engine, and their recent window. Each dtype runs in its own process.
+Answers and drafts depend on the dtype, so `accepted` counts each dtype's own drafts.
 
-`--cut` writes the prompts to a file. `--texts` reads that file on a machine without the documents, where `--model` may
-be the model's folder. The program writes OUT/speculation-acceptance.json, from which speculation_acceptance_report.py
-makes the page.
+On a machine without the documents, first run `--cut` elsewhere, which writes the prompts to a file. Then give this file
+as `--texts`. There `--model` may be the model's folder. The program writes OUT/speculation-acceptance.json, from which
+speculation_acceptance_report.py makes the page.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def machine() -> str:
 
 
 def alike(answers: list[list[int]], others: list[list[int]]) -> float:
-    """Return the share of tokens before the first difference."""
+    """Return the share of all tokens that come before the first difference in their answer."""
     same = 0
     for one, other in zip(answers, others, strict=True):
         same += next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))

@@ -1,8 +1,8 @@
 """KIVI in plain torch (arXiv 2402.02750): keys per channel over groups of tokens, values per token, without a rotation.
 
 Some key channels are large in every token. So each channel of a group of G = 32 tokens has its own step and minimum.
-Values have no such channels. So G = 32 neighbouring channels of one token share a step and a minimum. All of these are
-float16.
+Values have no such channels. So G = 32 neighbouring channels of one token share a step and a minimum. Steps and minima
+are float16.
 
 The original keeps the last tokens in 16 bits until a group is full. Here they are quantized as a short group.
 """

@@ -5,10 +5,10 @@ by alternating divisions, in the manner of Sinkhorn (scales are kept as logarith
 
     c_j <- c_j * std_i(X_ij / (r_i c_j))        r_i <- r_i * std_j(X_ij / (r_i c_j))        16 times
 
-The pair (r, c) with the least imbalance is kept: max std / min std, summed over both axes. X / (r c) is quantized by
-asymmetric round-to-nearest. Keys have one step and minimum per channel of the tile, values one per token. The cache
-stores three float16 numbers per 128 elements at head_dim 128: step and minimum, both times the scale of their own axis,
-and the scale of the other axis.
+The pair (r, c) with the least imbalance is kept. Imbalance is max std / min std, summed over both axes. X / (r c) is
+quantized by asymmetric round-to-nearest. Keys have one step and minimum per channel of the tile, values one per token.
+At head_dim 128, the cache stores three float16 numbers per 128 elements: the step and the minimum, both multiplied by
+the scale of their own axis, and the scale of the other axis.
 
 The original keeps the first tile of a sequence, and the unfinished tile, in 16 bits in a pool next to the cache.
 `exact_ends` does the same. Without it the unfinished tile is quantized as a short tile.

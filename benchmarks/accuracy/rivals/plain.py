@@ -5,7 +5,8 @@ the scale 1 that vLLM uses without a calibrated checkpoint; values beyond 448 sa
 
 `int4_raw`: asymmetric round-to-nearest per token and head, float16 step and minimum, no rotation.
 
-`int4_per_token_head`: vLLM's (pull request 40835). A Hadamard rotation with random signs; then, per token and head,
+`int4_per_token_head`: vLLM's dtype of this name (pull request 40835). A Hadamard rotation with random signs; then, per
+token and head,
 
     step = (max - min) / 15        z = clamp(round(-min / step), 0, 15)        code = clamp(round(x / step) + z, 0, 15)
 

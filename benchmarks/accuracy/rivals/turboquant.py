@@ -7,7 +7,8 @@ it.
 
 Values: not rotated; asymmetric round-to-nearest with one float16 step and minimum per vector.
 
-vLLM also keeps the first and last two layers in 16 bits. Here all layers are quantized, also for the number of bits.
+vLLM keeps the first two and the last two layers in 16 bits. Here all layers are quantized, and the number of bits
+assumes this.
 """
 
 import math
