@@ -56,7 +56,7 @@ class Base:
         self.p: list[torch.Tensor] = []
         top, negentropy, log_prob = [], [], []
         for start, logits in probe.logits(states):
-            logs = logits - logits.logsumexp(-1, keepdim=True)  # log_softmax would be wrong by 2e-5
+            logs = logits - logits.logsumexp(-1, keepdim=True)  # torch's log_softmax has an error of 2e-5
             self.p.append(logs.exp())
             top.append(logs.argmax(-1))
             negentropy.append((self.p[-1] * logs).sum(-1))

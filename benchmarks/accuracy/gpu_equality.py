@@ -66,11 +66,10 @@ def arguments() -> argparse.Namespace:
 
 
 def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
-    """Create a model of four layers with seeded weights: Llama (8 query and 2 KV heads of 128) or DeepSeek V2 (16
-    heads).
+    """Create a model of four layers with seeded random weights, and return its folder.
 
-    For MTP create a Qwen2 with heads of 64 elements. The folder FOLDER-with-mtp then has the same model with a draft
-    layer.
+    It is a Llama with 8 query heads and 2 KV heads of 128 elements. With `latent` it is a DeepSeek V2 with 16 heads.
+    With `mtp` it is a Qwen2 with heads of 64 elements, to which `with_drafter` can add a draft layer.
     """
     import torch
     from transformers import (

@@ -93,9 +93,9 @@ def _decoder(fields: Fields) -> list[str]:
 
 
 def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
-    """Return the sliding window in tokens, and True if it has no effect because no context is longer.
+    """Return the sliding window in tokens, or 0 for none, and True for an idle window.
 
-    The window is 0 if it has no effect, or if there is none.
+    A window is idle if no context is longer. It then counts as none.
     """
     window = fields.size("sliding_window", "sliding_window_size")
     if fields.built_as == "iquestloopcoder":

@@ -83,7 +83,7 @@ def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.
 @triton.jit
 def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr, ROUNDS: tl.constexpr,
                CHUNK: tl.constexpr):  # fmt: skip
-    """Return the largest number of tiles per split for which the step's estimated time is shortest.
+    """Return the limit on tiles per split that gives the step the shortest estimated time.
 
     A plan has at most a wave of splits, plus `more` for each sequence that has tokens. Sequences without tokens get no
     splits; `most_results` relies on this. The estimated time of a cut is its number of rounds of a wave, times the sum

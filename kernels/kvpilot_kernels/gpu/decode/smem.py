@@ -14,7 +14,7 @@ copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else
 
 
 Smem = namedtuple("Smem", "key value meta")
-"""Shared memory of a program. A buffer has the codes of a tile, or a digit of their residuals.
+"""Shared memory of a program. A buffer holds the codes of one tile, or one digit of the tile's residuals.
 
 Attributes:
     key: int8 [buffers * chunks, tile, bytes].

@@ -57,7 +57,7 @@ State = namedtuple("State", "m total zeros acc")
 
 Attributes:
     m: [queries], the largest score so far, less HEADROOM.
-    total: [8, queries], sums of probabilities times 2^HEADROOM, over the rows of a thread.
+    total: [8, queries], sums of probabilities times 2^HEADROOM. Each row has the sums of other threads.
     zeros: [8, queries] for each group, the same sums weighted by scale and zero code, in units of UNIT.
     acc: [words, columns] for each plane, the same sums weighted by scale and code, in units of
         UNIT * 2^(bits * sub-plane). The module `mma` defines the columns.
@@ -206,7 +206,7 @@ def accumulate(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
     """Add a tile to the running softmax, and return its `State`.
 
     Args:
-        unit: factor that turns scores into log2, [queries].
+        unit: factor that turns scores into exponents of 2, float32 [queries].
         limits: limits of the values' scales, from `hide`.
         fine: as in `score`.
     """

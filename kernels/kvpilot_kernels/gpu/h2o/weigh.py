@@ -38,7 +38,7 @@ class WeighConfig:
         key_side: layout of keys.
         kv_heads, ratio: KV heads, and query heads of each.
         rows: `ratio` padded to a power of two, at least 16.
-        tokens: tokens of a stretch. It divides a page and the splits' starts.
+        tokens: tokens of a stretch. Pages and splits begin at multiples of it.
         softcap: True if scores have a soft cap.
         sinks: True if there are attention sinks.
     """

@@ -34,11 +34,13 @@ class SideLayout:
 
     Attributes:
         bits: bits of a code.
-        dim, group, slots: elements of a stored row and of a quantization group, and slots of a row.
+        dim: elements of a stored row.
+        group: elements of a quantization group.
+        slots: slots of a row (`hadamard`).
         page: tokens in a page.
         row: size of a token's packed codes.
         codes, meta: offsets of the codes and of the scale metadata in a page.
-        shrink: factors by which the encoder tries to shrink a group's range.
+        shrink: factors by which the encoder tries to shrink a group's range (`layouts.SHRINK`).
         digits: number of digits that refine a code to 8 bits.
         ring: tokens in a ring's page; 0 without a ring.
         digit_codes, ring_meta: offsets in a ring's page; 0 without a ring.
@@ -82,7 +84,7 @@ def byte_of(slot, SIDE: tl.constexpr):
     """Return the offset of the byte that holds a slot in a packed row, and True if the slot is not empty."""
     PLANE: tl.constexpr = SIDE.slots * SIDE.bits // 8
     GROUP: tl.constexpr = SIDE.dim // (SIDE.slots // 64)
-    if PLANE > 64 and GROUP != 64:  # then the groups of a plane are adjacent
+    if PLANE > 64 and GROUP != 64:  # a plane has several groups of 48, without padding between them in memory
         at = slot % PLANE // 64 * GROUP + slot % 64
         real = slot % 64 < GROUP
     else:
