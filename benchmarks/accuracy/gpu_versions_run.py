@@ -29,7 +29,7 @@ class Job:
 
 
 def replaced() -> list[str]:
-    """Return the dotted names of functions in vLLM's modules and classes that are kvpilot's code."""
+    """Return the dotted names of functions in vLLM's modules and classes that kvpilot has replaced by its own."""
     found = set()
     for name, module in list(sys.modules.items()):
         if not name.startswith("vllm."):

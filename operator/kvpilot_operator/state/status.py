@@ -69,8 +69,8 @@ class KVCache(Record, frozen=True, kw_only=True):
     recommended_dtype: Word | None = None
     """The dtype that kvpilot would choose now."""
     capacity_tokens: Count | None = None
-    """Number of tokens that the KV caches of all serving replicas hold together, as engines report it. It assumes
-    sequences of the longest context, and does not count recent windows."""
+    """Number of tokens that the KV caches of all serving replicas hold together in sequences of the longest context, as
+    engines report it. Recent windows are not counted."""
     usage_percent: Percent | None = None
     """KV cache use of the fullest serving replica, in percent."""
     changed_time: datetime | None = None
@@ -284,11 +284,11 @@ class Status(Record, frozen=True, kw_only=True):
     decisions: Annotated[tuple[JournalEntry, ...], Meta(max_length=MAX_DECISIONS)] = ()
     """The last decisions, newest first."""
     conditions: Annotated[tuple[Condition, ...], Meta(max_length=32, extra=keyed_by("type"))] = ()
-    """Ready is True while the service is as its newest spec asks, and no change is under way. Serving is True while
-    requests are answered. Reconciling and Stalled are those of kstatus, and never both True: Reconciling is True while
-    a change to the newest spec is under way, Stalled if only a person can help. Their messages list every cause, with
-    field, value and remedy: an invalid spec, objects or pods that the API server refuses, a route that a Gateway
-    refuses, a paused rollout. The other conditions report measurements."""
+    """Ready is True while the service matches its newest spec and no change is under way. Serving is True while
+    requests are answered. Reconciling and Stalled are those of kstatus, and never both True. Reconciling is True while
+    a change to the newest spec is under way. Stalled is True if only a person can help. The messages of the two list
+    every cause, with field, value and remedy: an invalid spec, objects or pods that the API server refuses, a route
+    that a Gateway refuses, a paused rollout. The other conditions report measurements."""
 
     @property
     def last_trial(self) -> Experience | None:

@@ -7,12 +7,12 @@ and the probability p_t of token t,
 
 so the matrix products run on codes alone. Decode is fast on NVIDIA GPUs from compute capability 8.0 on, because:
 
-- Keys: one AND turns four bytes of packed codes into an operand of 8-bit integers (m16n8k32). A query is a 16-bit
-  integer in two columns (`layout.mma`), so sums are exact.
-- Values: one AND turns a code into a float16. The bits of n in a mantissa with exponent 0 are the subnormal n * 2^-24,
-  which tensor cores multiply exactly (m16n8k16). Only the upper byte of a word is shifted.
-- Copies: codes go from memory to shared memory (cp.async), and by ldmatrix straight into the registers of an MMA
-  operand, transposed for the values. The planes of a row (`layout.mma`) are separate MMAs on permuted elements.
+- Keys: one AND turns four bytes of packed codes into an operand of 8-bit integers (m16n8k32). An element of a query is
+  a 16-bit integer, which takes two columns (`layout.mma`), so sums are exact.
+- Values: one AND turns a code into a float16. An integer n in the mantissa, with exponent 0, is the subnormal
+  n * 2^-24, which tensor cores multiply exactly (m16n8k16). Only the upper byte of a word is shifted.
+- Copies: cp.async copies codes to shared memory. ldmatrix loads them straight into the registers of an MMA operand,
+  transposed for the values. Each plane of a row (`layout.mma`) is a separate MMA, on permuted elements.
 - Operands: keys and values are on the left, with tokens or elements along M. Queries of one KV head are on the right.
 - Programs: each is one warp, so there are no barriers and no exchange between warps. Eight or more programs on a
   multiprocessor hide each other's latency.

@@ -1,9 +1,8 @@
 """Reduce: merge the partial results of a sequence's splits and rotate them back into the model's space.
 
-A split has a partial output o_i and L_i, log2 of its softmax sum. With L = log2 sum_i 2^L_i,
-o = sum_i 2^(L_i - L) o_i, and then
+From the partial output o_i of each split, and from L_i, log2 of its softmax sum, compute
 
-    out = (o H^T) / value_scale + value_mean
+    L = log2(sum_i 2^L_i)        o = sum_i 2^(L_i - L) o_i        out = (o H^T) / value_scale + value_mean
 
 An attention sink, a logit a without a value, adds one more term to L.
 """

@@ -57,7 +57,7 @@ State = namedtuple("State", "m total zeros acc")
 
 Attributes:
     m: [queries], the largest score so far, less HEADROOM.
-    total: [8, queries], sums of probabilities times 2^HEADROOM. Each row has the sums of other threads.
+    total: [8, queries], sums of probabilities times 2^HEADROOM. A row has the sums of four threads; `write` adds them.
     zeros: [8, queries] for each group, the same sums weighted by scale and zero code, in units of UNIT.
     acc: [words, columns] for each plane, the same sums weighted by scale and code, in units of
         UNIT * 2^(bits * sub-plane). The module `mma` defines the columns.

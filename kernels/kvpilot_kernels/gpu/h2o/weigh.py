@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 
 SPLITS = tl.constexpr(16)
-"""Number of a sequence's splits whose log-sums are read at once."""
+"""Number of a sequence's splits whose softmax sums are read at once."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Reduce step of latent decode: merge the partial results of a sequence's splits, and undo the rotation of latents.
 
-A split has a partial output o_i and L_i, log2 of its softmax sum. With L = log2 sum_i 2^L_i,
-o = sum_i 2^(L_i - L) o_i, and then
+From the partial output o_i of each split, and from L_i, log2 of its softmax sum, compute
 
-    out = (o H) / factor + mean
+    L = log2(sum_i 2^L_i)        o = sum_i 2^(L_i - L) o_i        out = (o H) / factor + mean
 """
 
 import triton
