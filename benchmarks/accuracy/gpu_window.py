@@ -45,7 +45,7 @@ def main() -> int:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="kvpilot-window-") as folder:
         scratch = Path(folder)
-        model = args.model or random_model(scratch / "random")
+        model = args.model or random_model(scratch / "random", latent=False, mtp=False)
         prompts = prompts_of(model, args.prompts)
         runs = [("auto", 0, "")]
         for dtype in args.dtypes.split(","):
