@@ -27,7 +27,7 @@ check: install
 	$(RUN)ruff format --check .
 	$(RUN)ruff check .
 # What it knows of files that are the same serves every clone; one at a time, since it waits for no other.
-	flock $(CACHE)/mypy.lock $(RUN)mypy --cache-dir=$(CACHE)/mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels formats/kvpilot_formats probes/kvpilot_probes cli/kvpilot_cli kubectl/kvpilot_kubectl smallmodels/kvpilot_smallmodels demo/kvpilot_demo localcluster/kvpilot_localcluster tests/support
+	flock $(CACHE)/mypy.lock $(RUN)mypy --cache-dir=$(CACHE)/mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels formats/kvpilot_formats probes/kvpilot_probes cli/kvpilot_cli kubectl/kvpilot_kubectl smallmodels/kvpilot_smallmodels demo/kvpilot_demo localcluster/kvpilot_localcluster tests/support benchmarks
 	$(RUN)lint-imports
 	$(RUN)python scripts/generate.py --check
 	$(RUN)python scripts/check_prose.py

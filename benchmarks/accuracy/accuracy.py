@@ -94,7 +94,8 @@ class Tally:
 
     def join(self, part: tuple[list[Any], ...]) -> None:
         """Append the five lists of another tally."""
-        for mine, theirs in zip((self.kl, self.agree, self.loss, self.at, self.text), part, strict=True):
+        lists: tuple[list[Any], ...] = (self.kl, self.agree, self.loss, self.at, self.text)
+        for mine, theirs in zip(lists, part, strict=True):
             mine += theirs
 
     def summary(self) -> dict[str, Any]:
@@ -177,9 +178,9 @@ def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str
                 prompts.write(json.dumps({"text": tokenizer.decode(tokens)}) + "\n")
             prompts.flush()
             device = str(torch.get_default_device())
-            calibrate.run(
-                folder, Path(prompts.name), made[label], length=4096, tokens=16384, device=device
-            )  # the factors are fitted for k4v4
+            options = [str(folder), "--prompts", prompts.name, "--output", str(made[label]), "--device", device]
+            if calibrate.main(options):
+                raise SystemExit(f"kvpilot calibrate failed for the texts of {label}")
     return made
 
 

@@ -89,7 +89,7 @@ class Probe:
         if self.reading is None:
             out = (_rounded if self.rounded else _causal)(query, key, value, scale, window)
         elif window is not None:
-            out = _causal(query, *(x.bfloat16().to(x.dtype) for x in (key, value)), scale, window)
+            out = _causal(query, key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype), scale, window)
         else:
             out = _read(query, (key, value), self.reading, module.layer_idx, scale)
         return out.transpose(1, 2).contiguous(), None
@@ -116,7 +116,8 @@ def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale
     else:
         out = _causal(query, *pages, scale)
     if reading.hit:
-        prefix = _causal(*(x[:, :, : reading.hit] for x in (query, *fresh)), scale)
+        q, k, v = (x[:, :, : reading.hit] for x in (query, *fresh))
+        prefix = _causal(q, k, v, scale)
         out = torch.cat([prefix, out[:, :, reading.hit :]], 2)
     return out
 

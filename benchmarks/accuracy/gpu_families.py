@@ -175,7 +175,7 @@ def serve(args: argparse.Namespace, engines: dict[str, Asked], models: dict[str,
             if "error" in found[name] and (said := out.with_suffix(".log")).exists():
                 lines = [line[:LINE] for line in said.read_text().splitlines() if line.strip()]
                 errors.write("\n".join([f"== {name}", *lines[-LINES:], ""]))
-    versions = next((told["versions"] for told in found.values() if "versions" in told), {})
+    versions: Any = next((told["versions"] for told in found.values() if "versions" in told), {})
     facts = {"name": args.name, "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}", "versions": versions,
              "prompts": args.prompts, "tokens": args.tokens, "answers": found,
              "weights": {name: digest(model) for name, model in models.items()}}  # fmt: skip

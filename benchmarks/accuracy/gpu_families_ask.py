@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.accuracy.gpu_equality_run import Job, answer, answered, sampling
 from benchmarks.engine.gpu_engine_process import versions
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object", "additionalProperties": False, "required": ["city", "warm", "days"],
     "properties": {"city": {"enum": ["Ghent", "Oslo", "Porto"]}, "warm": {"type": "boolean"},
                    "days": {"type": "integer", "minimum": 1, "maximum": 9}},

@@ -196,14 +196,14 @@ def main() -> None:
             for begin in range(0, asked.tokens, asked.beyond):
                 alone = nll(probe, tokens[begin : begin + asked.beyond], None)
                 part = losses[begin + most : begin + asked.beyond - 1]
-                figures = (f"{float(one.mean().exp()):.2f}" for one in (part, alone[most:]))
-                print(f"| {name} | {begin} |", " | ".join(figures), "|", flush=True)
+                shown = (f"{float(one.mean().exp()):.2f}" for one in (part, alone[most:]))
+                print(f"| {name} | {begin} |", " | ".join(shown), "|", flush=True)
         return
     print("| cache |", " | ".join(name for name, _ in texts), "|")
     for name, kept, reading in rows:
         probe.kept = kept
-        found = [perplexities(probe, tokens, reading, most, asked.parts) for _, tokens in texts]
-        print(f"| {name} |", " | ".join(f"{one:.2f}" for parts in found for one in parts), "|", flush=True)
+        every = [perplexities(probe, tokens, reading, most, asked.parts) for _, tokens in texts]
+        print(f"| {name} |", " | ".join(f"{one:.2f}" for parts in every for one in parts), "|", flush=True)
 
 
 if __name__ == "__main__":

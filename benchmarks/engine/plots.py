@@ -32,7 +32,7 @@ RIVAL = "#9a9a9a"
 TICKS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40, 60, 80, 120, 200)
 OUR_WIDTH, RIVAL_WIDTH = 2.2, 1.3
 # Without random ids and the date, the same data give the same file.
-STYLE = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+STYLE: Any = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:

@@ -93,7 +93,8 @@ def fill_ring(
     at = torch.arange(context - last, context, device=table.device).repeat(count)
     owner = torch.arange(count, device=table.device).repeat_interleave(last)
     slots = table.long()[owner, at // shape.block_size] * shape.block_size + at % shape.block_size
-    places = ring_slots(at, torch.full_like(at, context), rings[owner], shape.recent, shape.ring_tokens)
+    tokens = shape.fmt.ring_layout(shape.head_dim, shape.block_size).tokens
+    places = ring_slots(at, torch.full_like(at, context), rings[owner], shape.recent, tokens)
     key, value = torch.randn(2, len(at), *of.shape[1:], device=of.device, dtype=of.dtype)
     query = torch.zeros(len(at), shape.kv_heads * shape.ratio, shape.head_dim, device=of.device, dtype=of.dtype)
     pages.store(query, key, value, slots, plan, 0, 1.0, places)

@@ -114,7 +114,8 @@ def check(case: Case) -> dict[str, Any]:
     for i, part in enumerate(blocks[: sum(per)].split(per)):
         table[i, : per[i]] = part
     ring_table = blocks[sum(per) :].view(count, rings) if rings else None
-    factors = Factors(*(torch.rand(KV_HEADS, dim) + 0.5 for _ in range(4)), 2 * torch.randn(KV_HEADS, dim))
+    statics = [torch.rand(KV_HEADS, dim) + 0.5 for _ in range(4)] + [2 * torch.randn(KV_HEADS, dim)]
+    factors = Factors(*statics)
     shape = Shape(fmt, dim, KV_HEADS, ratio, BLOCK, device, softcap=softcap, recent=recent)
     sinks = 3 * torch.randn(KV_HEADS * ratio).bfloat16() if sinking else None
     shape.ring_blocks = rings
@@ -143,11 +144,11 @@ def check(case: Case) -> dict[str, Any]:
     for i, n in enumerate(LENGTHS):
         if ring_table is not None:  # the ring holds residuals of another sequence, whose pages are in block 0
             every, (key, value) = torch.arange(rings * tokens), torch.randn(2, rings * tokens, KV_HEADS, dim).bfloat16()
-            at = ring_slots(every, torch.full_like(every, len(every)), ring_table[i].expand(len(every), -1),
-                            len(every), tokens).to(device)  # fmt: skip
+            places = ring_slots(every, torch.full_like(every, len(every)), ring_table[i].expand(len(every), -1),
+                                len(every), tokens).to(device)  # fmt: skip
             for begin in range(0, len(every), BLOCK):
-                new = slice(begin, begin + BLOCK)
-                store(key[new], value[new], torch.arange(len(key[new]), device=device), at[new])
+                piece = slice(begin, begin + BLOCK)
+                store(key[piece], value[piece], torch.arange(len(key[piece]), device=device), places[piece])
         stored = n - news[i]
         hit = max(0, stored - HIT)
         if hit:
@@ -190,15 +191,15 @@ def check(case: Case) -> dict[str, Any]:
         plan.rotated.fill_(85)
         graph.replay()
         torch.cuda.synchronize()
-        stored = cache.cpu()
-        cpu = PackedPages(stored, fmt, dim, factors, stored if recent else None, recent, most - 1)
+        bytes_now = cache.cpu()
+        cpu = PackedPages(bytes_now, fmt, dim, factors, bytes_now if recent else None, recent, most - 1)
         real, tables = query[:, : len(owner)].cpu(), (table[owner], None if ring_table is None else ring_table[owner])
         wanted = torch.stack([cpu.decode(q, tables[0], seen, scale, softcap, tables[1], sinks) for q in real])
         off = (out[:, : len(owner)].cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
         right = bool(off.isfinite().all()) and not out[:, len(owner) :].any()
         worst = max(worst, float(off.max())) if right else float("inf")
-    plain = PackedPages(stored, fmt, dim, factors).decode(real[-1], tables[0], seen, scale, softcap, None, sinks)
-    theirs = torch.full_like(stored, 255)
+    plain = PackedPages(bytes_now, fmt, dim, factors).decode(real[-1], tables[0], seen, scale, softcap, None, sinks)
+    theirs = torch.full_like(bytes_now, 255)
     cpu = PackedPages(theirs, fmt, dim, factors)
     for i, n in enumerate(LENGTHS):
         cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
@@ -206,9 +207,9 @@ def check(case: Case) -> dict[str, Any]:
     read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
     # Attention uses the step's own tokens exactly, and all earlier tokens as the cache returns them.
     starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
-    places = joined_slots(on_gpu, begins.to(device), starts, int(begins[-1]), BLOCK)
-    pages.gather(*places, read[0], read[1], key, value)
-    back = PackedPages(stored, fmt, dim, factors)
+    joined = joined_slots(on_gpu, begins.to(device), starts, int(begins[-1]), BLOCK)
+    pages.gather(*joined, read[0], read[1], key, value)
+    back = PackedPages(bytes_now, fmt, dim, factors)
     off_read = 0.0
     for i, (n, new) in enumerate(zip(LENGTHS, news, strict=True)):
         given = zip(back.read(table[i], n), (keys[i], values[i]), strict=True)
@@ -245,7 +246,7 @@ def check(case: Case) -> dict[str, Any]:
         answers(values[i][place : place + 1], element)
     return {
         **case._asdict(), "error": worst, "gather_error": off_read, "unlike_where_a_value_is_nan": unlike,
-        "bytes_unlike_the_cpus": float((stored[used] != theirs[used]).float().mean()),
+        "bytes_unlike_the_cpus": float((bytes_now[used] != theirs[used]).float().mean()),
         "moved_by_the_ring": float(((plain - wanted[-1]).norm(dim=-1) / wanted[-1].norm(dim=-1)).max()),
     }  # fmt: skip
 

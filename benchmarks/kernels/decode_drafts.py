@@ -62,9 +62,9 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
     per, rows = -(-case.context // BLOCK), case.batch * tokens
     table = (1 + torch.randperm(per * case.batch, device=device)).view(case.batch, per).int()
     make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    for at in pages:
-        if rings is not None:
-            fill_ring(at, table, rings, case.context, torch.empty(0, case.kv_heads, case.dim, **make))
+    if rings is not None:
+        for written in pages:
+            fill_ring(written, table, rings, case.context, torch.empty(0, case.kv_heads, case.dim, **make))
     owner = torch.arange(case.batch, device=device).repeat_interleave(tokens)
     ago = torch.arange(tokens - 1, -1, -1, device=device).repeat(case.batch)
     seen, lens = (case.context - ago).int(), torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
@@ -76,9 +76,10 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
     slots = table.long()[owner, at // BLOCK] * BLOCK + at % BLOCK
     ring_slots = None
     if rings is not None:
-        place = at % (shape.ring_blocks * shape.ring_tokens)
-        block = rings.long()[owner, place // shape.ring_tokens]
-        ring_slots = block * shape.ring_tokens + place % shape.ring_tokens
+        per_page = fmt.ring_layout(case.dim, BLOCK).tokens
+        place = at % (shape.ring_blocks * per_page)
+        block = rings.long()[owner, place // per_page]
+        ring_slots = block * per_page + place % per_page
     plan, out, turn = Plan(shape, case.batch, tokens), torch.empty_like(query), iter(range(10**9))
     plan.update(lens, tokens == 1, several)
 

@@ -114,7 +114,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     """Compile a program to machine code, and return its resources. Errors of Triton are not caught."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
-    config = constants.get("C")
+    config: Any = constants.get("C")
     if hasattr(config, "overlap"):
         constants["C"] = replace(config, overlap=capability >= 90)
     if "OVERLAP" in kernel.arg_names:

@@ -9,6 +9,7 @@ latents and of RoPE parts, and the error of attention's output over the output's
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -65,10 +66,10 @@ def main() -> None:
     tell("fp8 (e4m3)", ENTRY, float8)
     for name in names():
         fmt = parse(name)
-        tell(f"`{name}`", fmt.row_bytes, lambda y, fmt=fmt: round_trip(y, fmt))
+        tell(f"`{name}`", fmt.row_bytes, partial(round_trip, fmt=fmt))
         for group in (128, 64, 32):
             size = RANK * fmt.bits // 8 + 2 * RANK // group + ROPE + 2
-            tell(f"{fmt.bits} bits, a scale for {group}", size, lambda y, b=fmt.bits, g=group: grouped(y, b, g))
+            tell(f"{fmt.bits} bits, a scale for {group}", size, partial(grouped, bits=fmt.bits, group=group))
     tell("4 bits, a scale for 64, not rotated", 338, lambda y: grouped(y, 4, 64, turned=False))
 
 

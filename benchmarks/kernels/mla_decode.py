@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,7 +30,7 @@ import torch
 import triton
 
 from benchmarks.kernels.mla_baseline import Baseline, choices
-from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
+from benchmarks.kernels.timing import always, copy_rate, layers_for, microseconds
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, names, parse
 from kvpilot_kernels.gpu.launch import tuning
 from kvpilot_kernels.gpu.mla import tuning as latent_tuning
@@ -202,7 +203,7 @@ def ours(
         parts = triton.cdiv(case.heads, shape.take)
         shape.choice, shape.wave = choice, max(1, tuning.multiprocessors(device) * choice.programs // parts)
         merge = other or own(shape.wave // case.batch)
-        latent_tuning.merging = lambda _, merge=merge: merge
+        latent_tuning.merging = partial(always, merge)
         pages, plan, turn = [GpuLatentPages(cache, shape) for cache in caches], LatentPlan(shape, case.batch), [0]
         plan.update(lens)
 

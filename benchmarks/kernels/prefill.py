@@ -12,12 +12,14 @@ import argparse
 import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from benchmarks.kernels.timing import always
 from kvpilot_kernels.gpu.launch import tuning
 from kvpilot_kernels.gpu.launch.prefill import prefill
 from kvpilot_kernels.gpu.launch.tuning import PrefillBlock
@@ -106,7 +108,7 @@ def times(new: int, old: int, blocks: list[PrefillBlock], device: torch.device) 
         print(found[-1], flush=True)
 
     for block in blocks:
-        tuning.prefill_block = lambda _capability, block=block: block
+        tuning.prefill_block = partial(always, block)
         tell(str(block), lambda: prefill(query, key, value, starts, new, rows, DIM**-0.5, True))
     tuning.prefill_block = chosen
     tell("vLLM Triton", rival(query, key, value, new, old))

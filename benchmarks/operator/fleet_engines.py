@@ -29,11 +29,11 @@ class Pages:
     """Metrics pages of all pods, which change every second. Pods of the same pace share a page."""
 
     def __init__(self, early: str, later: str) -> None:
-        before = dict(m.groups() for m in map(_SERIES.match, early.splitlines()) if m)
+        before = {m[1]: m[2] for m in map(_SERIES.match, early.splitlines()) if m}
         self._lines: list[tuple[str, str, float, float]] = []
         for line in later.splitlines():
             series = _SERIES.match(line)
-            name, value = series.groups() if series else (line, "")
+            name, value = (series[1], series[2]) if series else (line, "")
             name = name.replace('cache_dtype="k4v4"', 'cache_dtype="auto"')
             grown = float(value) - float(before.get(series[1], value)) if series and _COUNTED.match(series[1]) else 0.0
             self._lines.append((name, value, float(value) if value else 0.0, grown))

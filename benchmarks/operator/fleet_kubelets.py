@@ -108,7 +108,7 @@ class Kubelets:
     async def _start(self, deployment: Object, i: int, number: int) -> None:
         about, template = deployment["metadata"], deployment["spec"]["template"]
         owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": f"{about['name']}-5d9c7", "uid": about["uid"]}
-        pod = {
+        pod: Object = {
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {
