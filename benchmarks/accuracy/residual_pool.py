@@ -16,11 +16,12 @@ cached, that have residuals. The other rows are engines of `kvpilot backtest`.
 
 import argparse
 import json
-from dataclasses import replace
 from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvpilot_cli.backtest.batch import Blocks, Limits
 from kvpilot_cli.backtest.costs import Profile, load_profile
