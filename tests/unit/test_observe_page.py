@@ -109,6 +109,12 @@ def test_an_error_of_the_engine_fails_a_request_and_a_client_that_left_does_not(
     ended += 'http_requests_total{handler="/tokenize",method="POST",status="5xx"} 8\n'
     totals = parse_page(PAGE + ended).totals
     assert (totals.finished, totals.errors, totals.server_errors) == (14, 2, 6)
+    assert totals.stopped == 5
+
+
+def test_the_max_tokens_of_requests_are_added_up() -> None:
+    asked = "".join(f'vllm:request_params_max_tokens_sum{{engine="{rank}"}} 4096.0\n' for rank in range(2))
+    assert parse_page(PAGE + asked).totals.asked_tokens == 8192
 
 
 def test_what_a_page_does_not_have_is_empty_and_no_error() -> None:

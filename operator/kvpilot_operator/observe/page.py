@@ -45,6 +45,7 @@ _COUNTED = {
     "prefix_hits": "vllm:prefix_cache_hits_total",
     "host_hits": "vllm:external_prefix_cache_hits_total",
     "finished": "vllm:request_success_total",
+    "asked_tokens": "vllm:request_params_max_tokens_sum",
 }
 _SECONDS = {
     "prefill_seconds": "vllm:request_prefill_time_seconds_sum",
@@ -59,12 +60,19 @@ _HISTOGRAMS = {
 # Collect these figures for each engine of a page, too.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# For each of these counters, also add up separately the series whose labels pass the test.
-_PARTS: Mapping[str, Callable[[Mapping[str, str]], bool]] = {
-    _WAITING_BY_REASON: lambda labels: labels.get("reason") == "capacity",
-    _COUNTED["finished"]: lambda labels: labels.get("finished_reason") == "error",
-    _SOURCES: lambda labels: labels.get("source") == "disk",
-    _HTTP: lambda labels: labels.get("status", "").startswith("5") and labels.get("handler", "").startswith("/v1/"),
+# For each of these counters, also add up separately the series whose labels pass a test: by counter, then by part.
+_PARTS: Mapping[str, Mapping[str, Callable[[Mapping[str, str]], bool]]] = {
+    _WAITING_BY_REASON: {"waiting": lambda labels: labels.get("reason") == "capacity"},
+    _COUNTED["finished"]: {
+        "errors": lambda labels: labels.get("finished_reason") == "error",
+        "stopped": lambda labels: labels.get("finished_reason") == "stop",
+    },
+    _SOURCES: {"disk_hits": lambda labels: labels.get("source") == "disk"},
+    _HTTP: {
+        "server_errors": lambda labels: (
+            labels.get("status", "").startswith("5") and labels.get("handler", "").startswith("/v1/")
+        )
+    },
 }
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTS, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
@@ -112,7 +120,7 @@ class PageReader(SeriesReader[PodMetrics]):
         """Return the numbers of the page."""
         if self._usage is None:
             raise ScrapeError(f"{_USAGE} is not on the page: is this a vLLM server?")
-        waiting = self._parts.get(_WAITING_BY_REASON, self._sums.get(_WAITING, 0.0))
+        waiting = self._parts.get("waiting", self._sums.get(_WAITING, 0.0))
         return PodMetrics(
             usage=self._usage,
             running=_count(_RUNNING, self._sums.get(_RUNNING, 0.0), MOST_REQUESTS),
@@ -136,10 +144,8 @@ class PageReader(SeriesReader[PodMetrics]):
             self._sums[name] = self._sums.get(name, 0.0) + _not_negative(name, value)
             if name in _OF_A_RANK:
                 self._ranks.add(_OF_A_RANK[name], labels_of(labels), value)
-            if name in _PARTS and _PARTS[name](found := labels_of(labels)):
-                self._parts[name] = self._parts.get(name, 0.0) + value
-                if name == _WAITING_BY_REASON:
-                    self._ranks.add(engine.FOR_ROOM, found, value)
+            if name in _PARTS:
+                self._add_parts(name, labels_of(labels), value)
         elif name in _BUCKETS:
             self._add_bucket(_BUCKETS[name], labels_of(labels).get("le", ""), _not_negative(name, value))
         elif name in _SUMS:
@@ -151,6 +157,12 @@ class PageReader(SeriesReader[PodMetrics]):
             self._ranks.add(engine.USAGE, labels_of(labels), value)
         else:
             self._add_info(name, labels_of(labels))
+
+    def _add_parts(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        for part in [part for part, belongs in _PARTS[name].items() if belongs(labels)]:
+            self._parts[part] = self._parts.get(part, 0.0) + value
+            if name == _WAITING_BY_REASON:
+                self._ranks.add(engine.FOR_ROOM, labels, value)
 
     def _add_bucket(self, name: str, edge: str, value: float) -> None:
         reached = self._buckets.setdefault(name, {})
@@ -190,12 +202,12 @@ class PageReader(SeriesReader[PodMetrics]):
         counts: dict[str, Any] = {field: self._total(name) for field, name in _COUNTED.items()}
         counts |= {field: _sum(name, self._sums.get(name, 0.0)) for field, name in _SECONDS.items()}
         counts |= {field: self._histogram(name) for field, name in _HISTOGRAMS.items()}
-        return Totals(
-            errors=_count(_COUNTED["finished"], self._parts.get(_COUNTED["finished"], 0.0)),
-            server_errors=_count(_HTTP, self._parts.get(_HTTP, 0.0)),
-            disk_hits=_count(_SOURCES, self._parts.get(_SOURCES, 0.0)),
-            **counts,
-        )
+        counts |= {
+            part: _count(name, self._parts.get(part, 0.0))
+            for name in (_COUNTED["finished"], _SOURCES, _HTTP)
+            for part in _PARTS[name]
+        }
+        return Totals(**counts)
 
     def _total(self, name: str) -> float:
         return _count(name, self._sums.get(name, 0.0))
