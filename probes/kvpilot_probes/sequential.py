@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-# Largest probability that the bets of one run fail a canary whose mean damage is healthy in every bucket. Tests of
-# tasks (results.FALSE_ALARM) and the bucket `pressure` add to it (docs/accuracy-error-rates.md).
+# Largest probability that the bets of one run fail a canary whose mean damage is healthy in every bucket. It includes
+# the operator's bets on live traffic. Tests of tasks (results.FALSE_ALARM) and the bucket `pressure` add to it
+# (docs/accuracy-error-rates.md).
 FALSE_ALARM = 1 / 1000
 # Largest probability of calling a bucket sound whose damage is at the limit, if E[2 / (1 + x / m)] <= 1. With noise up
 # to a tenth of the limit, that holds for exponential damage, and for log-normal damage with a standard deviation of up
@@ -102,7 +103,8 @@ def decide(seen: Sequence[Seen], buckets: Collection[str], allowed: Allowed, *, 
     bucket that is neither sound nor failed at the end stays open. It prevents a pass only if its mean is beyond the
     limit and its wealth is above 1 / MISS. For a pass, the mean over all prompts must be within the limit.
     """
-    bound = (len(buckets) + 2) / FALSE_ALARM
+    # Beside the buckets, three more bets: all prompts, disagreement, and live traffic, which the operator compares.
+    bound = (len(buckets) + 3) / FALSE_ALARM
     limit = allowed.kl + allowed.noise_kl
     bets = {name: _Bet(HEALTHY * allowed.kl + allowed.noise_kl, limit) for name in (*buckets, ALL)}
     choices = allowed.disagreement + allowed.noise_disagreement

@@ -36,7 +36,7 @@ from kvpilot_probes.codec import Baseline, Control
 from kvpilot_probes.sequential import Seen
 from kvpilot_probes.stats import Measurement
 from support.memory_api import Killed, MemoryApi, What
-from support.model_engines import ModelEngines, flows
+from support.model_engines import TOKENS, ModelEngines, flows
 from support.services import KEY, NOW, PROBES
 
 STEP = timedelta(seconds=5)
@@ -74,6 +74,8 @@ class ModelCluster:
     """Revisions whose requests take 1.5 times as long, whatever their dtype."""
     failing: dict[str, float] = field(default_factory=dict)
     """Share of failing requests, by dtype."""
+    answers: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Mean length of users' answers, and the share of answers that end by themselves, by dtype."""
     odd_factors: frozenset[str] = frozenset()
     """Dtypes for which all engines except the first compute other calibration factors."""
     reports: dict[str, str] = field(default_factory=dict)
@@ -362,7 +364,8 @@ class ModelCluster:
             waiting = max(0.0, held - capacity) / 500
             slow = self.slow.get(dtype, 1.0) * (1.5 if name in self.slow_revisions else 1.0)
             sent = shares.get(name, 0.0) + self.mirrored().get(name, 0.0)
-            seen = flows(self.requests * sent, slow, self.failing.get(dtype, 0.0))
+            answers = self.answers.get(dtype, (TOKENS, 0.9))
+            seen = flows(self.requests * sent, slow, self.failing.get(dtype, 0.0), *answers)
             running = min(held, capacity) / 500
             self.samples.setdefault(name, []).append(
                 Sample(

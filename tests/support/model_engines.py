@@ -16,6 +16,7 @@ from support.services import pod
 # vLLM 0.32's own buckets, as far as they matter here.
 TTFT = (0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+LENGTHS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0)
 TOKENS = 100.0
 ALONE: Mapping[str, int] = MappingProxyType({})
 """Argument `nodes` for replicas of one pod each."""
@@ -143,21 +144,29 @@ class ModelEngines:
         self.pods = tuple(placed)
 
 
-def flows(requests: float, slow: float = 1.0, failing: float = 0.0) -> Flows:
-    """Return the counters after this many requests, on engines that take `slow` times the usual duration."""
+def flows(
+    requests: float, slow: float = 1.0, failing: float = 0.0, tokens: float = TOKENS, stopped: float = 0.9
+) -> Flows:
+    """Return the counters after this many requests, on engines that take `slow` times the usual duration.
+
+    Answers have `tokens` tokens on average. The share `stopped` of them ends by itself.
+    """
     if not requests:
         return Flows()
     first, between = 0.4 * slow, 0.03 * slow
     return Flows(
         seconds=5.0,
-        generation_tokens=TOKENS * requests,
+        prompt_tokens=400 * requests,
+        generation_tokens=tokens * requests,
         finished=requests,
         failed=failing * requests,
+        stopped=stopped * (1 - failing) * requests,
+        asked_tokens=4096 * requests,
         prefill_seconds=first * requests,
-        decode_seconds=TOKENS * between * requests,
+        decode_seconds=tokens * between * requests,
         ttft=_spread(requests, first, TTFT),
-        itl=_spread(requests * TOKENS, between, ITL),
-        generation_lengths=Histogram((), (requests,), TOKENS * requests),
+        itl=_spread(requests * tokens, between, ITL),
+        generation_lengths=_spread(requests, tokens, LENGTHS),
     )
 
 

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 # Samples in the pressure window: enough to tell if nine in ten are above the threshold.
 _PRESSURE_BUCKETS = 24
-# Samples in a canary's step. The comparison cuts a step into up to 10 slices of time, and each needs samples.
-_STEP_BUCKETS = 20
+# Samples in a canary's step. The comparison of answers needs 26 slices of time at least, and each needs samples.
+_STEP_BUCKETS = 40
 # Longest bucket of the near window. With longer buckets, two samples could be 60 s (`STALE_SECONDS`) apart, which
 # counts as a gap.
 _LONGEST_BUCKET_SECONDS = 45.0

@@ -160,11 +160,8 @@ def _tell(figure: _Figure, found: Estimate | None) -> str:
 
 
 def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, end: datetime) -> Iterator[_Side]:
-    """Cut both sides into the same slices of time. Count a scrape only if the previous one lies in the window, too."""
-    both = [
-        [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]
-        for samples in (canary, stable)
-    ]
+    """Cut both sides into the same slices of time."""
+    both = [between(samples, start, end) for samples in (canary, stable)]
     count = min(MAX_BATCHES, *map(len, both))
     for scrapes in both:
         slices: list[list[Flows]] = [[] for _ in range(count)]
@@ -172,3 +169,8 @@ def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, 
             slices[min(count - 1, int(count * ((scrape.time - start) / (end - start))))].append(scrape.flows)
         batches, pods = tuple(Flows.together(flows) for flows in slices), sum(s.pods for s in scrapes)
         yield _Side(batches, Flows.together(batches), sum(s.running for s in scrapes) / pods if pods else 0.0)
+
+
+def between(samples: Sequence[Sample], start: datetime, end: datetime) -> list[Sample]:
+    """Return the scrapes of a window. Leave out a scrape if the previous one lies before the window."""
+    return [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]

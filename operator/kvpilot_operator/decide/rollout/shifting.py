@@ -3,7 +3,7 @@
 A step is judged once its pods serve, and its warm-up and holdSeconds are over. Without a verdict, it is judged again
 each time the measured span has doubled. Look k (0, 1, ...) may err with probability ALPHA / 2^(k+1), so all looks
 together err with at most ALPHA. Between looks, every reconcile checks for a clear failure at level EARLY_ALPHA
-(Haybittle 1971, British Journal of Radiology 44:793).
+(Haybittle 1971, British Journal of Radiology 44:793). Bets on users' answers are checked at every reconcile, too.
 """
 
 import math
@@ -13,6 +13,7 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.api.words import Action, Reason, Stage, TrafficMode, Verdict
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.objects import traffic
+from kvpilot_operator.decide.rollout.answers import differing
 from kvpilot_operator.decide.rollout.comparison import Finding, compare
 from kvpilot_operator.decide.rollout.ending import roll_back
 from kvpilot_operator.decide.traffic_plan import TrafficPlan, TrafficStep, counts
@@ -68,6 +69,11 @@ def look(c: Context, step: TrafficStep) -> Finding | None:
         return None
     start = canary.step_time + timedelta(seconds=limits.warm_up_seconds)
     stable, ours = (c.snapshot.samples.get(name, ()) for name in (c.stable.revision, canary.revision))
+    # Another model, image or argument may change answers rightly. Another dtype may not.
+    if c.stable.revision == c.render(canary.from_dtype).name:
+        text = differing(stable, ours, start, c.now)
+        if text is not None:
+            return Finding(Verdict.FAILED, Reason.ACCURACY_REGRESSED, text)
     measured, first = (c.now - start).total_seconds(), _first(c.spec, step.hold_seconds)
     found = None
     if measured >= first:

@@ -1,0 +1,120 @@
+"""Compare the answers that users got from both sides: their lengths, and the share that did not end by itself.
+
+An engine may answer probes well and users badly. So time is cut into slices in which both sides finished at least SLICE
+answers. Each figure has a bet against "a healthy canary is far off in at most half of the slices". A slice multiplies
+its wealth by 1 + STAKE or 1 - STAKE. A share of 1 / (n (n + 1)) of the wealth begins at slice n, so that earlier sound
+slices hide no later damage. By Ville's inequality, the bets of a step fail a healthy canary with a probability of at
+most 1 in 300,000, at whatever time they are looked at, and however much the answers of one slice resemble each other.
+
+The bound 1/2 holds for any distribution of answers if requests are divided at random: a median is as often above as
+below, and a share reaches twice its mean at most half of the time (Markov). If users stay with a side, they may differ.
+So a slice counts as far off only if its requests are alike in the figures that users determine.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import groupby
+from types import MappingProxyType
+
+from kvpilot_operator.decide.intervals import log_quantile
+from kvpilot_operator.decide.rollout.comparison import between
+from kvpilot_operator.state.samples import Flows, Sample
+from kvpilot_probes.sequential import FALSE_ALARM
+
+SLICE = 10
+STAKE = 0.75
+# A median is far off beyond this factor; a share, if it is at least doubled and this much higher.
+FACTOR = 3.0
+MORE = 0.2
+# Requests are alike if their prompts and their max_tokens differ by at most this factor.
+ALIKE = 2.0
+# The part of FALSE_ALARM that the probes leave: with up to 27 buckets, their bets take at most 29 of 30 parts.
+_LEFT = FALSE_ALARM / 30
+_MOST_STEPS = 10
+
+
+def differing(stable: Sequence[Sample], canary: Sequence[Sample], start: datetime, end: datetime) -> str | None:
+    """Describe how the canary's answers differ from the stable side's beyond chance, or return None."""
+    wealth, bound = dict.fromkeys(_FAR_OFF, 0.0), len(_FAR_OFF) * _MOST_STEPS / _LEFT
+    seen: list[tuple[Flows, Flows]] = []
+    for n, (ours, theirs) in enumerate(_slices(canary, stable, start, end), 1):
+        seen.append((ours, theirs))
+        for name, far_off in _FAR_OFF.items():
+            wealth[name] = bet(wealth[name], n, _alike(ours, theirs) and far_off(ours, theirs))
+            if wealth[name] >= bound:
+                sides = [Flows.together(side) for side in zip(*seen, strict=True)]
+                return f"users' answers {name} than the stable side's, beyond chance: {_told(*sides)}"
+    return None
+
+
+def bet(wealth: float, n: int, far_off: bool) -> float:
+    """Return the wealth after slice `n` (from 1)."""
+    return (wealth + 1 / (n * (n + 1))) * (1 + STAKE if far_off else 1 - STAKE)
+
+
+def _slices(
+    canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, end: datetime
+) -> Iterator[tuple[Flows, Flows]]:
+    """Yield both sides' flows in each slice."""
+    scrapes = [(s.time, side, s.flows) for side, of in enumerate((canary, stable)) for s in between(of, start, end)]
+    held: tuple[list[Flows], list[Flows]] = [], []
+    for _, group in groupby(sorted(scrapes, key=lambda one: one[0]), key=lambda one: one[0]):
+        for _, side, flows in group:
+            held[side].append(flows)
+        if all(sum(map(_ended, flows)) >= SLICE for flows in held):
+            yield Flows.together(held[0]), Flows.together(held[1])
+            held = [], []
+
+
+def _ended(flows: Flows) -> float:
+    """Return the answers that ended without an error. Failed requests are judged by another figure."""
+    return flows.finished - flows.failed
+
+
+def _alike(ours: Flows, theirs: Flows) -> bool:
+    """Return True if the users of both sides asked alike."""
+    asked = [(f.prompt_tokens / f.finished, f.asked_tokens / f.finished) for f in (ours, theirs)]
+    return all(max(pair) <= ALIKE * min(pair) for pair in zip(*asked, strict=True))
+
+
+def _median(flows: Flows) -> float:
+    """Return the log of the median length; inf without lengths."""
+    return log_quantile(flows.generation_lengths, 0.5)
+
+
+def _longer(ours: Flows, theirs: Flows) -> bool:
+    return _median(ours) - _median(theirs) > math.log(FACTOR)
+
+
+def _shorter(ours: Flows, theirs: Flows) -> bool:
+    """Return True if the canary's answers are far shorter.
+
+    On a side that has just got more requests, only short answers have finished. Its generated tokens include the
+    unfinished ones, so they must be fewer, too.
+    """
+    made = [f.generation_tokens / _ended(f) for f in (ours, theirs)]
+    return _median(theirs) - _median(ours) > math.log(FACTOR) and made[0] * FACTOR < made[1]
+
+
+def _unended(flows: Flows) -> float:
+    """Return the share of answers with a finished_reason other than stop: length, abort or repetition."""
+    return max(0.0, 1 - flows.stopped / _ended(flows))
+
+
+def _less_often_ended(ours: Flows, theirs: Flows) -> bool:
+    return _unended(ours) >= max(2 * _unended(theirs), MORE + _unended(theirs))
+
+
+_FAR_OFF: Mapping[str, Callable[[Flows, Flows], bool]] = MappingProxyType(
+    {"are far longer": _longer, "are far shorter": _shorter, "end by themselves far less often": _less_often_ended}
+)
+
+
+def _told(ours: Flows, theirs: Flows) -> str:
+    lengths = " and ".join(f"{math.exp(_median(f)):.0f}" for f in (ours, theirs))
+    shares = " and ".join(f"{100 * _unended(f):.0f}%" for f in (ours, theirs))
+    counts = " and ".join(f"{_ended(f):.0f}" for f in (ours, theirs))
+    return (
+        f"median length {lengths} tokens, {shares} without the finished_reason stop, {counts} answers (canary, stable)"
+    )
