@@ -22,7 +22,7 @@ from kvpilot_probes.packs import Message
 from kvpilot_probes.run import bounded, follow
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
 from kvpilot_probes.session import USUAL, Settings, Throttle, probing
-from kvpilot_probes.stats import by_bucket
+from kvpilot_probes.stats import Compared, by_bucket
 
 PRESSURE = "pressure"
 # The longest prompt that fills a context. Its JSON takes 2 MiB of the operator's memory.
@@ -56,15 +56,20 @@ class Filled(NamedTuple):
     """Results of filling a canary.
 
     - `context`: tokens of the prompt that filled the context.
-    - `seen`: damage to prompts while the pool was full.
+    - `compared`: positions that were compared while the pool was full.
     - `tokens`: tokens that the fillers and the judged prompts took, answers included.
     - `milliseconds`: duration.
     """
 
     context: int
-    seen: tuple[Seen, ...] = ()
+    compared: tuple[Compared, ...] = ()
     tokens: int = 0
     milliseconds: int = 0
+
+    @property
+    def seen(self) -> tuple[Seen, ...]:
+        """Return the damage to each prompt while the pool was full."""
+        return by_bucket(self.compared)
 
 
 Look = Callable[[], Awaitable[Pool]]
@@ -89,7 +94,7 @@ async def fill(
         working = asyncio.create_task(_report(settings.progress))
         try:
             await _hold(patient, baseline, 0, size, FILL_ANSWER_TOKENS)
-            seen = (
+            compared = (
                 ()
                 if look is None or allowed is None
                 else await _press(patient, throttle, baseline, size, look, allowed)
@@ -102,17 +107,17 @@ async def fill(
             ) from error
         finally:
             working.cancel()
-    return Filled(size, seen, throttle.spent, round((time.monotonic() - began) * 1000))
+    return Filled(size, compared, throttle.spent, round((time.monotonic() - began) * 1000))
 
 
 async def _press(
     engine: EngineClient, throttle: Throttle, baseline: Baseline, size: int, look: Look, allowed: Allowed
-) -> tuple[Seen, ...]:
-    """Return the damage to the baseline's prompts while the pool is full.
+) -> tuple[Compared, ...]:
+    """Compare answers to the baseline's prompts while the pool is full.
 
     The result is empty if the pool does not become full in time, or if its size is unknown or too large.
     """
-    room, seen = await look(), list[Seen]()
+    room, compared = await look(), list[Compared]()
     if not 0 < room.tokens <= MAX_POOL_TOKENS:
         return ()
     hold = min(HOLD_TOKENS, size // 4)
@@ -128,9 +133,9 @@ async def _press(
             await _hold(engine, baseline, number, each, hold)
 
     async def judge(index: int) -> None:
-        if decide(seen, (PRESSURE,), allowed).answer == Answer.GO_ON:
+        if decide(by_bucket(compared), (PRESSURE,), allowed).answer == Answer.GO_ON:
             prompt = replace(baseline.prompts[index], bucket=PRESSURE)
-            seen.extend(by_bucket((await follow(engine, throttle, index, prompt))[0]))
+            compared.extend((await follow(engine, throttle, index, prompt))[0])
 
     async def judge_all() -> None:
         while (await look()).usage < FULL:
@@ -148,7 +153,7 @@ async def _press(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return tuple(seen)
+    return tuple(compared)
 
 
 async def _hold(engine: EngineClient, baseline: Baseline, number: int, size: int, answer: int) -> None:

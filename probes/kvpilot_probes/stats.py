@@ -71,7 +71,8 @@ class Compared:
     """Comparison of one position in both answers.
 
     `prompt` is an index, and `position` counts from the start of the context. `kl` is in nats. `agrees` is True if both
-    greedy tokens are equal. `bucket` names the case that the prompt tests.
+    greedy tokens are equal. `bucket` names the case that the prompt tests. `broken` is True if the candidate's logprobs
+    are not numbers.
     """
 
     prompt: int
@@ -79,6 +80,7 @@ class Compared:
     kl: float
     agrees: bool
     bucket: str = "general"
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Measurement:
     `stderr_kl_micronats` is the standard error of the mean, with prompts as clusters; it is 0 for a single prompt.
     `tokens` counts the prompt tokens and the requested tokens of all requests. `seen` has the damage of each prompt in
     the order of the answers. `planned` names the buckets to judge. `tasks` counts the tasks that each engine has
-    solved, by bucket.
+    solved, by bucket. `broken` counts the positions with logprobs that are not numbers.
     """
 
     prompts: int
@@ -125,6 +127,7 @@ class Measurement:
     seen: tuple[Seen, ...] = ()
     planned: tuple[str, ...] = ()
     tasks: tuple[Tasks, ...] = ()
+    broken: int = 0
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
@@ -163,7 +166,7 @@ def _cells(top: list[float]) -> list[float]:
 def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs, bucket: str = "general") -> Compared:
     """Compare both answers at one position."""
     agrees = baseline.token == candidate.token
-    return Compared(prompt, position, kl_nats(baseline.top, candidate.top), agrees, bucket)
+    return Compared(prompt, position, kl_nats(baseline.top, candidate.top), agrees, bucket, not candidate.top)
 
 
 def by_bucket(compared: Iterable[Compared]) -> tuple[Seen, ...]:
@@ -228,6 +231,7 @@ def summarise(
         seen=by_bucket(compared),
         planned=tuple(dict.fromkeys(planned)),
         tasks=tasks,
+        broken=sum(c.broken for c in compared),
     )
 
 

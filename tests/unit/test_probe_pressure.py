@@ -71,8 +71,18 @@ async def test_damage_that_only_a_full_pool_shows_fails_the_canary_by_that_name(
     async def garbage(_path: str, body: Body, writer: Writer) -> None:
         stream(writer, *[event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0})] * body["max_tokens"])
 
-    outcome = decide((await Engine(garbage).fill()).seen, ["general", PRESSURE], ALLOWED, ended=True)
+    filled = await Engine(garbage).fill()
+    outcome = decide(filled.seen, ["general", PRESSURE], ALLOWED, ended=True)
     assert (outcome.answer, outcome.failed) == (Answer.FAILED, PRESSURE)
+
+
+async def test_logprobs_that_are_not_numbers_are_counted_under_pressure_too() -> None:
+    async def broken(_path: str, body: Body, writer: Writer) -> None:
+        steps = range(len(body["prompt"]), len(body["prompt"]) + body["max_tokens"])
+        stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": None}) for i in steps))
+
+    filled = await Engine(broken).fill()
+    assert filled.compared and all(position.broken for position in filled.compared)
 
 
 @pytest.mark.parametrize("room", [0, pressure.MAX_POOL_TOKENS + 1])

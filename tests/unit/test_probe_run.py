@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvpilot_operator.api.rollout import Accuracy
+from kvpilot_operator.decide import described, judge
 from kvpilot_probes import codec, session, stats
 from kvpilot_probes.codec import Baseline, BaselinePrompt
 from kvpilot_probes.errors import (
@@ -35,6 +37,7 @@ from support.probe_engine import (
     stream,
     tokens_of,
 )
+from support.services import NOW
 
 ALLOWED = Allowed(kl=0.02, disagreement=0.03)
 
@@ -102,6 +105,11 @@ async def test_one_logprob_that_is_no_number_fails_a_candidate(value: object) ->
     assert outcome.answer == Answer.FAILED
     # The first proof ends the run.
     assert found.prompts <= 2
+    # No limit is so loose that such an engine passes.
+    control = described(codec.with_control(baseline(), replace(found, mean_kl_micronats=0), NOW))
+    judged = judge(found, control, Accuracy(max_excess_kl_millinats=100_000, min_top1_agreement_percent=0))
+    assert (judged.verdict, judged.reason) == ("Failed", "AccuracyRegressed")
+    assert "logprobs that are not numbers" in judged.message
 
 
 async def test_the_order_of_logprobs_is_no_damage() -> None:

@@ -259,6 +259,7 @@ class Prober:
         return replace(
             found,
             seen=(*found.seen, *filled.seen),
+            broken=found.broken + sum(c.broken for c in filled.compared),
             planned=(*found.planned, pressure.PRESSURE),
             tokens=found.tokens + filled.tokens,
             milliseconds=found.milliseconds + filled.milliseconds,

@@ -56,6 +56,9 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
                 f"{tasks.candidate_solved}: the baseline is damaged. Look for the fault of the 16-bit engine"
             )
             return Judgement(Verdict.INCONCLUSIVE, Reason.BASELINE_UNFIT, text, excess, covered)
+    if found.broken:
+        text = f"{found.broken} positions with logprobs that are not numbers (NaN, infinite or missing): {numbers}"
+        return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, text, excess, covered)
     worse = next((tasks for tasks in found.tasks if candidate_worse(tasks)), None)
     if worse is not None and outcome.answer != Answer.FAILED:
         solved = f"{worse.candidate_solved} of {worse.asked} tasks solved, {worse.baseline_solved} by the 16-bit engine"
