@@ -34,6 +34,9 @@ from kvpilot_probes.session import MAX_RESUMES, TOP_K, USUAL, Settings, Throttle
 A = TypeVar("A")
 B = TypeVar("B")
 
+# The case that a measurement names as open if its time was over before all tasks.
+TASKS = "tasks"
+
 # vLLM's pages hold at least 16 tokens, so a shorter half of a prompt would fill no page.
 MIN_HALF_TOKENS = 16
 
@@ -71,7 +74,7 @@ async def measure(
 
     The run takes prompts from all buckets in turn. With `allowed`, it stops once the sequential test has failed the
     engine. With `settings.brief` too, it skips the remaining prompts of a sound bucket. Other runs send those prompts,
-    because they have another `settings.turn`.
+    because they have another `settings.turn`. After `settings.budget_seconds` it skips all that remains.
     """
     order = _in_turns(baseline, settings.turn)
     return await _measure(base_url, model, baseline, order, settings, allowed)
@@ -112,7 +115,12 @@ async def _measure(
     seen: list[Seen] = []
     requests = 0
 
+    def over() -> bool:
+        return time.monotonic() - began >= settings.budget_seconds
+
     def skipped(prompt: BaselinePrompt) -> bool:
+        if over():
+            return True
         if allowed is None:
             return False
         outcome = decide(seen, planned, allowed)
@@ -125,7 +133,7 @@ async def _measure(
         allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), steps)
 
         async def solved(prompt: BaselinePrompt) -> tuple[str, Done | None, Done | None]:
-            task = prompt.task if settings.tasks else None
+            task = prompt.task if settings.tasks and not over() else None
             return prompt.bucket, prompt.done, await tasks.done(engine, throttle, prompt.tokens, task)
 
         async def followed(index: int) -> None:
@@ -153,8 +161,9 @@ async def _measure(
         tokens=throttle.spent,
         milliseconds=round((time.monotonic() - began) * 1000),
         sample=sample,
-        planned=planned,
+        planned=(*planned, TASKS) if over() and any(wanted) else planned,
         tasks=compared_tasks(results),
+        cut=over(),
     )
 
 

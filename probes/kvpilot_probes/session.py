@@ -1,6 +1,7 @@
 """One probe run on an engine: its settings, its waits for users' requests, and its deadline."""
 
 import asyncio
+import math
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -87,6 +88,7 @@ class Settings:
     - `tokens`: decoded tokens of each prompt.
     - `concurrency`: requests in flight.
     - `deadline_seconds`: limit of the whole run; None derives it from the number of tokens.
+    - `budget_seconds`: time after which a measurement sends no further prompt, and has what it has compared until then.
     - `max_resumes`: most new requests of a prompt after divergences.
     - `give_way`: rule by which the run waits for users' requests, or None.
     - `priority`: vLLM's priority of the requests; larger numbers are served later.
@@ -101,6 +103,7 @@ class Settings:
     tokens: int = DEFAULT_TOKENS
     concurrency: int = 2
     deadline_seconds: float | None = None
+    budget_seconds: float = math.inf
     max_resumes: int = MAX_RESUMES
     give_way: GiveWay | None = None
     priority: int | None = None

@@ -110,7 +110,8 @@ class Measurement:
     `stderr_kl_micronats` is the standard error of the mean, with prompts as clusters; it is 0 for a single prompt.
     `tokens` counts the prompt tokens and the requested tokens of all requests. `seen` has the damage of each prompt in
     the order of the answers. `planned` names the buckets to judge. `tasks` counts the tasks that each engine has
-    solved, by bucket. `broken` counts the positions with logprobs that are not numbers.
+    solved, by bucket. `broken` counts the positions with logprobs that are not numbers. `cut` is True if the run's time
+    was over before all prompts.
     """
 
     prompts: int
@@ -128,6 +129,7 @@ class Measurement:
     planned: tuple[str, ...] = ()
     tasks: tuple[Tasks, ...] = ()
     broken: int = 0
+    cut: bool = False
 
 
 def impossible(top: Mapping[int, float], chosen: int) -> str | None:
@@ -214,6 +216,7 @@ def summarise(
     sample: AnswerPair | None = None,
     planned: Sequence[str] = (),
     tasks: tuple[Tasks, ...] = (),
+    cut: bool = False,
 ) -> Measurement:
     """Return the measurement of all compared positions. Their order matters only to `seen`."""
     return Measurement(
@@ -232,6 +235,7 @@ def summarise(
         planned=tuple(dict.fromkeys(planned)),
         tasks=tasks,
         broken=sum(c.broken for c in compared),
+        cut=cut,
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from probing_bench import NAME, Bench, captured, opened, respond_empty
 from kvpilot_operator.control import prober as module
 from kvpilot_operator.control.prober import schedules_by_priority
 from kvpilot_operator.state.decision import Measure, ProbeFailed
-from kvpilot_probes import codec
+from kvpilot_probes import codec, run
 from kvpilot_probes.stats import Measurement
 from support.probe_engine import Body, Handler, Writer, counting, engine, event, respond, stream
 from support.services import manifest, spec_of
@@ -111,6 +112,37 @@ async def test_what_an_engine_that_offloads_is_judged_by_comes_back_from_host_me
         await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=serving), spec_of(manifest(**spec)))
     assert seen
     assert all(one == sent for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("spec", "serving", "cut"),
+    [
+        ({"canary": {"progressDeadlineSeconds": 86_400}}, False, False),
+        ({"canary": {"progressDeadlineSeconds": 900}}, False, True),
+        ({"accuracy": {"periodSeconds": 86_400}}, True, False),
+        ({"accuracy": {"periodSeconds": 60}}, True, True),
+    ],
+    ids=str,
+)
+async def test_a_run_takes_half_of_the_canarys_deadline_or_the_period_at_most(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], serving: bool, cut: bool
+) -> None:
+    bench.cluster.keep(NAME, codec.encode(await captured(bench)))
+    now = 0.0
+
+    async def slow(path: str, body: Body, writer: Writer) -> None:
+        nonlocal now
+        now += 300.0 if path == "/v1/completions" else 0.0
+        await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
+
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now))
+    async with engine(slow) as url:
+        found = await bench.ask(
+            Measure("check/x", "p", url, "m", "fp8", NAME, serving=serving), spec_of(manifest(**spec))
+        )
+    assert isinstance(found.outcome, Measurement)
+    assert found.outcome.cut == cut
+    assert (found.outcome.prompts < 5) == cut
 
 
 async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(bench: Bench) -> None:

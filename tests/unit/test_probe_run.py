@@ -3,12 +3,13 @@
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide import described, judge
-from kvpilot_probes import codec, session, stats
+from kvpilot_probes import codec, run, session, stats
 from kvpilot_probes.codec import Baseline, BaselinePrompt
 from kvpilot_probes.errors import (
     BaselineTooLarge,
@@ -18,6 +19,7 @@ from kvpilot_probes.errors import (
     ProbeTimeout,
 )
 from kvpilot_probes.packs import Message, ProbePrompt
+from kvpilot_probes.results import Done, Task
 from kvpilot_probes.run import capture, control, measure
 from kvpilot_probes.sequential import Allowed, Answer, decide
 from kvpilot_probes.session import Settings
@@ -134,6 +136,42 @@ async def test_a_stream_that_breaks_off_is_no_verdict(answered: int) -> None:
     async with engine(handler) as url:
         with pytest.raises((MalformedAnswer, EngineUnreachable)):
             await measure(url, "m", baseline(), allowed=ALLOWED, settings=SETTINGS)
+
+
+async def test_a_run_whose_time_is_over_is_judged_by_what_it_has_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    async def slow(path: str, body: Body, writer: Writer) -> None:
+        nonlocal now
+        now += 10.0 if path == "/v1/completions" else 0.0
+        await counting(path, body, writer)
+
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now))
+    task = Task("text", '"4711"', 8)
+    prompts = tuple(
+        replace(p, bucket="ab"[i % 2], task=task, done=Done(2, 2)) for i, p in enumerate(baseline(prompts=8).prompts)
+    )
+    kept = replace(baseline(), prompts=prompts)
+    settings = replace(SETTINGS, concurrency=1)
+    async with engine(slow) as url:
+        found = await measure(url, "m", kept, allowed=ALLOWED, settings=replace(settings, budget_seconds=45.0))
+        now = 0.0
+        whole = await measure(url, "m", kept, allowed=ALLOWED, settings=settings)
+    assert (found.prompts, found.cut, found.tasks) == (5, True, ())
+    control = described(codec.with_control(kept, found, NOW))
+    judged = judge(found, control, Accuracy())
+    assert judged.verdict == "Passed"
+    assert judged.covered.startswith("nothing; not: a, b, tasks; ")
+    assert judged.covered.endswith(" s, when its time was over")
+    assert (whole.prompts, whole.cut, len(whole.tasks)) == (8, False, 2)
+
+
+async def test_a_run_without_time_is_no_verdict() -> None:
+    async with engine(counting) as url:
+        found = await measure(url, "m", baseline(), settings=replace(SETTINGS, budget_seconds=0.0))
+    assert (found.prompts, found.cut) == (0, True)
+    control = described(codec.with_control(baseline(), replace(found, positions=8), NOW))
+    assert judge(found, control, Accuracy()).verdict == "Inconclusive"
 
 
 async def test_a_brief_run_skips_sound_buckets_and_begins_elsewhere_at_each_turn() -> None:

@@ -55,7 +55,8 @@ class Canary(Record, frozen=True):
     progress_deadline_seconds: Annotated[int, Meta(ge=30, le=604_800)] = 3600
     """Seconds that one stage of a canary may take without progress. After that the canary is rolled back. The stages
     are: start, probes, the switch to a step's share, the verdict of a step, and each replica of a promotion. Pauses and
-    a step's warmUpSeconds and holdSeconds (at least 30 seconds of measurements) do not count."""
+    a step's warmUpSeconds and holdSeconds (at least 30 seconds of measurements) do not count. A
+    probe run stops after half of this time, and is judged by what it has compared."""
     route_ref: RouteRef | None = None
 
 
@@ -85,7 +86,7 @@ class Accuracy(Record, frozen=True):
     AccuracyVerified becomes Unknown."""
     period_seconds: Annotated[int, Meta(ge=60, le=2_592_000)] = 900
     """Seconds between two probe runs of the serving replicas. Each run probes one replica. While the baseline dtype
-    serves, there are no runs."""
+    serves, there are no runs. A run stops after this time (at least 900), and is judged by what it has compared."""
     on_failure: Literal["Rollback", "Report"] = "Rollback"
     """Reaction if the serving dtype fails its probes. Rollback: kvpilot denies the dtype and moves to a safer one.
     Report: kvpilot only sets the condition AccuracyVerified to False. A canary that fails is rolled back in either

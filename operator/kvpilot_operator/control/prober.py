@@ -134,6 +134,8 @@ PATIENCE_SECONDS = 5.0
 MAX_PATIENCE_SECONDS = 80.0
 # Longest total time that a probe waits for queued user requests.
 GIVE_WAY_SECONDS = 120.0
+# A run on a serving replica may take this long, even if accuracy.periodSeconds is shorter.
+SHORTEST_BUDGET_SECONDS = 900
 # The priority of probes: an engine that schedules by priority serves them after all other requests (priority 0).
 LOW_PRIORITY = 1_000_000
 
@@ -270,12 +272,15 @@ class Prober:
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
-            return Settings(priority=priority, from_host=from_host)
+            # The capture of a baseline and the filling of the cache get the other half.
+            budget = spec.canary.progress_deadline_seconds / 2 if isinstance(request, Measure) else math.inf
+            return Settings(priority=priority, from_host=from_host, budget_seconds=budget)
         give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS)
         if isinstance(request, Capture):
             return Settings(priority=priority, give_way=give_way)
         usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
-        return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()))
+        budget = max(spec.accuracy.period_seconds, SHORTEST_BUDGET_SECONDS)
+        return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()), budget_seconds=budget)
 
 
 def _about(spec: Spec, request: Request) -> dict[str, str]:

@@ -47,7 +47,9 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         f"(limit {needed / 10:.1f}%), {found.positions} positions of {found.prompts} prompts"
     )
     uncovered = f"not: {', '.join(outcome.open)}; " if outcome.open else ""
-    cost = f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s"
+    cost = (
+        f"{found.tokens:,} tokens in {found.milliseconds / 1000:.0f} s{', when its time was over' if found.cut else ''}"
+    )
     covered = f"{', '.join(outcome.sound) or 'nothing'}; {uncovered}{cost}"
     for tasks in found.tasks:
         if baseline_worse(tasks):
