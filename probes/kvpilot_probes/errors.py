@@ -48,6 +48,10 @@ class ProbeTimeout(ProbeError):
     """The probe's deadline passed before every prompt was measured."""
 
 
+class BaselineUnfit(ProbeError):
+    """The engine that shall give the baseline answers nonsense."""
+
+
 class BaselineTooLarge(ProbeError):
     """A baseline that would not fit in a ConfigMap."""
 

@@ -35,15 +35,15 @@ def tasks(seed: int, long_tokens: int) -> list[Made]:
     return [*found, Made("open", (Message("user", _OPEN),), Task("open", "null", long_tokens))]
 
 
-def _shown(name: str, rows: Sequence[tuple[str, str]]) -> Made:
+def _shown(name: str, rows: Sequence[tuple[str, str]], fact: str = "") -> Made:
     """Return a chat that solves all `rows` but the last as examples, and then asks the last one.
 
-    A row is a question and its solution.
+    A row is a question and its solution. With a `fact`, an answer that has it counts as solved.
     """
     turns = [(Message("user", asked), Message("assistant", solved)) for asked, solved in rows]
     asked, wanted = rows[-1]
     chat = (*(message for turn in turns[:-1] for message in turn), Message("user", asked))
-    return Made(name, chat, Task("text", json.dumps(wanted), SHORT_TOKENS))
+    return Made(name, chat, Task("fact" if fact else "text", json.dumps(fact or wanted), SHORT_TOKENS))
 
 
 def _sum(rng: Random, index: int) -> Made:
@@ -62,7 +62,7 @@ def _retrieval(rng: Random, index: int) -> Made:
     facts = "\n".join(f"The number of {word} is {code}." for word, code in codes.items())
     asked = rng.sample(_WORDS, 4)
     rows = [(f"What is the number of {word}?", f"The number of {word} is {codes[word]}.") for word in asked]
-    return _shown(f"find-{index}", [(f"{facts}\n\n{rows[0][0]}", rows[0][1]), *rows[1:]])
+    return _shown(f"find-{index}", [(f"{facts}\n\n{rows[0][0]}", rows[0][1]), *rows[1:]], str(codes[asked[-1]]))
 
 
 def _list(rng: Random, index: int, tokens: int) -> Made:

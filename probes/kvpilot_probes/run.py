@@ -9,6 +9,7 @@ next turn of a chat. A cache can be wrong in that case even if it is right for n
 """
 
 import asyncio
+import math
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,13 +22,10 @@ from kvpilot_formats.untrusted import lines
 from kvpilot_probes import stats, tasks
 from kvpilot_probes.client import EngineClient
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
-from kvpilot_probes.errors import (
-    MalformedAnswer,
-    ProbeError,
-)
+from kvpilot_probes.errors import BaselineUnfit, MalformedAnswer, ProbeError
 from kvpilot_probes.generated import Rendered, check_alike, fingerprint, most_resumes, rendered, sent_first
 from kvpilot_probes.packs import ProbePrompt
-from kvpilot_probes.results import Done, compared_tasks
+from kvpilot_probes.results import LEAST_COPIED, Done, compared_tasks, copied
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
 from kvpilot_probes.session import MAX_RESUMES, TOP_K, USUAL, Settings, Throttle, allow, probing
 
@@ -64,6 +62,12 @@ async def capture(
         check_limits([r.tokens for r in found], positions)
         allow(deadline, settings, sum(len(r.tokens) for r in found), positions + tasks.cost(r.task for r in found))
         answers = await bounded(found, answered, settings.concurrency)
+    asked, right = copied((one.task, one.done) for one in answers)
+    if right < LEAST_COPIED * asked:
+        raise BaselineUnfit(
+            f"{base_url}: the 16-bit engine copied {right} of {asked} facts from its prompts, and a sound one copies "
+            f"at least {math.ceil(LEAST_COPIED * asked)}. Look for its fault (GPU, image, arguments)"
+        )
     return Baseline(identity, model, dtype, tuple(answers), left_out, tokenizer=tokenizer)
 
 

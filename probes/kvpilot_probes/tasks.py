@@ -61,7 +61,7 @@ def checked(task: Task, text: str) -> list[bool]:
     wanted = json.loads(task.wanted)
     if task.kind == "open":
         return []
-    if task.kind == "text":
+    if task.kind in ("text", "fact"):
         return [str(wanted).lower() in " ".join(text.lower().split())]
     if task.kind == "call":
         return [is_call(text, wanted)]

@@ -9,8 +9,8 @@ from probing_bench import IDENTITY, NAME, SPEC, Bench, capture, captured, opened
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Captured, Find, Measure, NothingKept, ProbeFailed, ProbeResult
 from kvpilot_probes import codec
-from support.probe_engine import engine, noisy
-from support.services import KEY
+from support.probe_engine import counting, engine, noisy
+from support.services import KEY, manifest, spec_of
 
 
 @pytest.fixture
@@ -44,6 +44,14 @@ async def test_a_baseline_of_an_engine_that_differs_from_itself_is_not_kept(benc
     assert isinstance(found.outcome, ProbeFailed)
     assert found.outcome.reason == "BaselineUnfit"
     assert found.outcome.message.startswith("pod p: the 16-bit engine differs from its own answers by a mean KL of ")
+
+
+async def test_a_baseline_of_an_engine_that_answers_nonsense_is_not_kept(bench: Bench) -> None:
+    async with engine(counting) as url:
+        found = await bench.ask(capture(url), spec_of(manifest(accuracy={"probeSets": ["builtin/reasoning"]})))
+    assert isinstance(found.outcome, ProbeFailed)
+    assert found.outcome.reason == "BaselineUnfit"
+    assert "copied 0 of 8 facts" in found.outcome.message
 
 
 async def test_a_kept_baseline_whose_control_is_beyond_the_limits_is_captured_anew(bench: Bench) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvpilot_cli.probe import command
 from kvpilot_probes import agent, codec, reasoning, tasks
+from kvpilot_probes.errors import BaselineUnfit
 from kvpilot_probes.packs import load
 from kvpilot_probes.results import FALSE_ALARM, Task, Tasks, baseline_worse, candidate_worse
 from kvpilot_probes.run import capture, measure
@@ -18,6 +19,7 @@ from kvpilot_probes.session import Settings
 from kvpilot_probes.tasks import SAMPLINGS, checked, loops, right_parts
 from support.probe_engine import Body, Handler, Writer, engine, made, reading, respond, serving
 
+FACTS = " ".join(json.loads(task.wanted) for _, _, task in reasoning.tasks(20, 256) if task.kind == "fact")
 REFUND = '{"name": "refund", "arguments": {"number": 4711, "reason": "late"}}'
 
 
@@ -59,7 +61,7 @@ def test_each_task_is_solved_by_its_own_answer_alone(seed: int, tokens: int) -> 
     assert len({name for name, _, _ in found}) == len(found) == 3 * reasoning.EACH + 4
     for name, messages, task in found:
         wanted = json.loads(task.wanted)
-        if task.kind == "text":
+        if task.kind in ("text", "fact"):
             assert checked(task, f"It is {wanted}.") == [True]
             assert checked(task, "") == [False]
             assert name.startswith("sort") or wanted not in messages[-1].content
@@ -134,14 +136,14 @@ def test_the_agents_context_grows_to_tens_of_thousands_of_tokens() -> None:
     assert all(60_000 < len(r.tokens) <= 65_536 for r in found)
 
 
-def speaking(right: bool, loop: bool = False) -> Handler:
-    """Return an engine that answers each request to refund an order, and everything else with one token."""
+def speaking(right: bool, loop: bool = False, facts: str = FACTS) -> Handler:
+    """Return an engine that refunds order 4711 if `right`, or else answers with `facts` and one repeated word."""
 
     async def handler(_path: str, body: Body, writer: Writer) -> None:
         respond(writer, b"")
         for i in range(body["max_tokens"]):
             token = f"token_id:{7 if loop else len(body['prompt']) + i}"
-            text = REFUND if right and i == 0 else "x"
+            text = (REFUND if right else f"{facts} ") if i == 0 else "x"
             logprobs = {"tokens": [token], "token_logprobs": [-0.1], "top_logprobs": [{token: -0.1}]}
             chunk = {"choices": [{"text": text, "logprobs": logprobs, "finish_reason": None}]}
             writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
@@ -178,12 +180,22 @@ async def test_an_engine_that_loops_is_told_apart_from_a_baseline_that_does_not(
     assert {one.bucket: candidate_worse(one) for one in found.tasks} == {"reasoning": False, "reasoning-loops": True}
 
 
+async def test_a_baseline_that_answers_nonsense_is_refused_even_if_its_canary_is_as_bad() -> None:
+    prompts, settings = load(["builtin/reasoning"]), Settings(tokens=8, concurrency=8)
+    one_of_four = FACTS.split()[0]
+    async with engine(speaking(right=False, facts="")) as url:
+        with pytest.raises(BaselineUnfit, match=r"copied 0 of 8 facts from its prompts, .* at least 2"):
+            await capture(url, "m", prompts, identity="i", dtype="auto", settings=settings)
+    async with engine(speaking(right=False, facts=one_of_four)) as url:
+        assert await capture(url, "m", prompts, identity="i", dtype="auto", settings=settings)
+
+
 async def test_the_gate_shows_the_solved_tasks_of_both_engines(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--probe-set", "builtin/general", "--probe-set", "builtin/reasoning", "--concurrency", "8")
     async with engine(serving(speaking(right=False), "m")) as one:
         await asyncio.to_thread(command.main, ("--baseline", one, "--candidate", one, *arguments))
         said = capsys.readouterr().out
         await asyncio.to_thread(command.main, ("--baseline", one, "--candidate", one, *arguments, "--json"))
-    assert re.search(r"solved of 48: reasoning +0 +0\n.*solved of 8: reasoning-loops +8 +8\n", said)
+    assert re.search(r"solved of 48: reasoning +8 +8\n.*solved of 8: reasoning-loops +8 +8\n", said)
     loops = {"bucket": "reasoning-loops", "asked": 8, "baseline_solved": 8, "candidate_solved": 8}
     assert loops in json.loads(capsys.readouterr().out)["measured"]["tasks"]
