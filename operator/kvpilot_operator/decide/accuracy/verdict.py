@@ -92,7 +92,8 @@ def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
     mean, agreement = control.control_mean_kl_micronats, control.control_top1_agreement_permille
     allowed = max(limits.max_excess_kl_millinats * 1000, SOUND_MICRONATS)
     needed = min(limits.min_top1_agreement_percent, SOUND_AGREEMENT_PERCENT)
-    if mean <= allowed and not _surely_below((agreement, control.positions), (1000, control.positions), needed):
+    agreed, positions = agreement * control.positions / 1000, control.positions
+    if mean <= allowed and share_change((agreed, positions), (positions, positions), ALPHA).high >= needed / 100 - 1:
         return None
     return Cause(
         Reason.BASELINE_UNFIT,
@@ -100,14 +101,6 @@ def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
         f"{allowed / 1000:g}), top-1 agreement {agreement / 10:.1f}% (limit {needed}%), and "
         "cannot be a reference. Look for its fault (GPU, image, arguments), or loosen the limits of accuracy",
     )
-
-
-def _surely_below(found: tuple[int, int], against: tuple[int, int], percent: int) -> bool:
-    """Return True if agreement (permille, positions) is below this limit by more than chance explains."""
-    if not found[1] or not against[1]:
-        return False
-    shares = [(permille * positions / 1000, positions) for permille, positions in (found, against)]
-    return share_change(shares[0], shares[1], ALPHA).high < percent / 100 - 1
 
 
 def both_answers(m: Measurement, dtype: str) -> str | None:

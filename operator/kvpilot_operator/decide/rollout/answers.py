@@ -112,7 +112,8 @@ _FAR_OFF: Mapping[str, Callable[[Flows, Flows], bool]] = MappingProxyType(
 
 
 def _told(ours: Flows, theirs: Flows) -> str:
-    lengths = " and ".join(f"{math.exp(_median(f)):.0f}" for f in (ours, theirs))
+    medians = [_median(f) for f in (ours, theirs)]
+    lengths = " and ".join(f"{math.exp(one):.0f}" if math.isfinite(one) else "?" for one in medians)
     shares = " and ".join(f"{100 * _unended(f):.0f}%" for f in (ours, theirs))
     counts = " and ".join(f"{_ended(f):.0f}" for f in (ours, theirs))
     return (
