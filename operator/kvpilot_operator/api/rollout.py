@@ -55,8 +55,8 @@ class Canary(Record, frozen=True):
     progress_deadline_seconds: Annotated[int, Meta(ge=30, le=604_800)] = 3600
     """Seconds that one stage of a canary may take without progress. After that the canary is rolled back. The stages
     are: start, probes, the switch to a step's share, the verdict of a step, and each replica of a promotion. Pauses and
-    a step's warmUpSeconds and holdSeconds (at least 30 seconds of measurements) do not count. A
-    probe run stops after half of this time, and is judged by what it has compared."""
+    a step's warmUpSeconds and holdSeconds (at least 30 seconds of measurements) do not count. A probe run stops
+    after half of this time, and is judged by what it has compared."""
     route_ref: RouteRef | None = None
 
 
