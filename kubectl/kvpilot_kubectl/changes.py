@@ -1,13 +1,9 @@
-"""Changes of a service: spec.rollout.paused, spec.rollout.denySeconds, and requests about one trial.
+"""Changes of a service: spec.rollout.paused, and requests about one trial.
 
 A request is the annotation kvpilot.io/canary. It names the trial, so the operator acts on it once.
 """
 
-import json
-import shlex
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from kvpilot_kubectl.api import Cluster
 from kvpilot_kubectl.errors import ToolError
@@ -17,20 +13,17 @@ from kvpilot_operator.api.names import CANARY_ANNOTATION
 from kvpilot_operator.api.words import Reason, Stage, Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The result of a change, as text and as a JSON document."""
-
-    said: str
-    document: dict[str, Any]
-
-
-def pause(cluster: Cluster, name: str, *, paused: bool) -> Done:
-    """Set spec.rollout.paused. Write nothing if it has that value already."""
+def pause(cluster: Cluster, name: str, *, paused: bool) -> str:
+    """Set spec.rollout.paused, and say what that means. Write nothing if it has that value already."""
     before = read(cluster.service(name))
     if before.paused != paused:
         after = read(cluster.patch(name, {"spec": {"rollout": {"paused": paused}}}))
-        _kept(after.paused == paused, "spec.rollout.paused")
+        if after.paused != paused:
+            # A server drops fields that its CRD does not know.
+            raise ToolError(
+                "the server dropped spec.rollout.paused, because its CRD is older than this tool: update the CRD "
+                "(docs/install.md)"
+            )
     word = "paused" if paused else "not paused"
     already = "" if before.paused != paused else " already"
     meaning = (
@@ -38,47 +31,7 @@ def pause(cluster: Cluster, name: str, *, paused: bool) -> Done:
         if paused
         else "changes continue where they stopped"
     )
-    return Done(
-        f"{_name(before)} is {word}{already}: {meaning}",
-        {**_about(before), "paused": paused, "changed": before.paused != paused},
-    )
-
-
-def undeny(cluster: Cluster, name: str, dtype: str | None, now: datetime) -> Done:
-    """Set spec.rollout.denySeconds to 0. No denial counts while it is 0.
-
-    Raises:
-        ToolError: `dtype` is not denied, or other dtypes are denied, too. The API can only lift all denials together.
-    """
-    before = read(cluster.service(name))
-    standing = before.standing(now)
-    denied = sorted({one.dtype for one in standing})
-    if dtype is not None:
-        _only(before, dtype, denied)
-    lifted = [f"{one.dtype} ({one.reason}, until {stamp(one.until) or 'an unknown time'})" for one in standing]
-    changed = bool(standing) and before.deny_seconds != 0
-    if changed:
-        after = read(cluster.patch(name, {"spec": {"rollout": {"denySeconds": 0}}}))
-        _kept(after.deny_seconds == 0, "spec.rollout.denySeconds")
-    document = {
-        **_about(before),
-        "lifted": denied if changed else [],
-        "denySeconds": 0 if changed else before.deny_seconds,
-        "denySecondsBefore": before.deny_seconds,
-        "changed": changed,
-    }
-    if not standing:
-        return Done(f"{_name(before)}: no dtype is denied", document)
-    if not changed:
-        return Done(f"{_name(before)}: spec.rollout.denySeconds is already 0, so no denial counts", document)
-    held = "\nThe service is paused: no canary starts before `kubectl kvpilot resume`." if before.paused else ""
-    return Done(
-        f"{_name(before)}: no longer denied: {', '.join(lifted)}\n"
-        f"spec.rollout.denySeconds is 0 (was {before.deny_seconds}). While it is 0, no denial counts and none is "
-        f"added. Set it back after the trial. A dtype that passed is then no longer denied; the others are:\n"
-        f"  {_back(before)}{held}",
-        document,
-    )
+    return f"{_name(before)} is {word}{already}: {meaning}"
 
 
 _SKIPS = "hold times and the least number of requests are skipped"
@@ -89,7 +42,7 @@ _PROMOTED = {
 }
 
 
-def end(cluster: Cluster, name: str, *, deny: bool) -> Done:
+def end(cluster: Cluster, name: str, *, deny: bool) -> str:
     """Ask the operator to end the canary, and to deny its dtype if `deny` is set."""
     before, canary = _in_flight(cluster, name)
     again = f"in an hour, after a change of the spec, or by `kubectl kvpilot retry {name}`"
@@ -101,7 +54,7 @@ def end(cluster: Cluster, name: str, *, deny: bool) -> Done:
     )
 
 
-def promote(cluster: Cluster, name: str) -> Done:
+def promote(cluster: Cluster, name: str) -> str:
     """Ask the operator to promote the canary without the rest of its traffic steps. Its probes must pass first."""
     before, canary = _in_flight(cluster, name)
     if before.paused:
@@ -111,7 +64,7 @@ def promote(cluster: Cluster, name: str) -> Done:
     return _ask(cluster, before, "promote", canary, f"canary {_of(canary)}: {_PROMOTED[Stage(canary.stage)]}")
 
 
-def retry(cluster: Cluster, name: str, now: datetime) -> Done:
+def retry(cluster: Cluster, name: str, now: datetime) -> str:
     """Ask the operator to lift the wait after the last trial, and the denial of its dtype."""
     before = read(cluster.service(name))
     last = before.last_trial
@@ -123,8 +76,8 @@ def retry(cluster: Cluster, name: str, now: datetime) -> Done:
     waits = last is not None and last.verdict != Verdict.PASSED and last.reason != Reason.SUPERSEDED
     if last is None or not (denied or waits):
         others = ", ".join(sorted({one.dtype for one in before.standing(now)}))
-        hint = f"; `kubectl kvpilot undeny` lifts denials ({others})" if others else ""
-        return Done(f"{_name(before)}: the last trial left nothing to lift{hint}", {**_about(before), "request": None})
+        hint = f"; spec.rollout.denySeconds: 0 lifts all denials ({others})" if others else ""
+        return f"{_name(before)}: the last trial left nothing to lift{hint}"
     return _ask(cluster, before, "retry", last, f"the operator lets {_of(last)} be tried again at once")
 
 
@@ -137,44 +90,14 @@ def _in_flight(cluster: Cluster, name: str) -> tuple[Service, Trial]:
     return before, before.canary
 
 
-def _ask(cluster: Cluster, service: Service, verb: str, trial: Trial, said: str) -> Done:
+def _ask(cluster: Cluster, service: Service, verb: str, trial: Trial, said: str) -> str:
     request = f"{verb}@{trial.revision}/{stamp(trial.started or trial.since)}"
     cluster.patch(service.name, {"metadata": {"annotations": {CANARY_ANNOTATION: request}}})
-    return Done(f"{_name(service)}: {said}", {**_about(service), "request": request})
+    return f"{_name(service)}: {said}"
 
 
 def _of(trial: Trial) -> str:
     return f"{trial.revision} ({trial.dtype})"
-
-
-def _only(service: Service, dtype: str, denied: list[str]) -> None:
-    if dtype not in denied:
-        raise ToolError(f"{_name(service)}: {dtype} is not denied; denied: {', '.join(denied) or 'nothing'}")
-    others = [one for one in denied if one != dtype]
-    if others:
-        raise ToolError(
-            f"{_name(service)}: {', '.join(others)} {'is' if len(others) == 1 else 'are'} denied, too, and denials are "
-            "lifted together. Leave DTYPE out to lift all, or first remove from spec.kvCache.ladder the dtypes that "
-            "must not be tried"
-        )
-
-
-def _kept(there: bool, field: str) -> None:
-    """Raise ToolError unless the field was stored (`there`). A server drops fields that its CRD does not know."""
-    if not there:
-        raise ToolError(
-            f"the server dropped {field}, because its CRD is older than this tool: update the CRD (docs/install.md)"
-        )
-
-
-def _back(service: Service) -> str:
-    patch = json.dumps({"spec": {"rollout": {"denySeconds": service.deny_seconds}}}, separators=(",", ":"))
-    where = ["kubectl", "-n", service.namespace, "patch", "qllm", service.name, "--type", "merge", "-p", patch]
-    return shlex.join(where)
-
-
-def _about(service: Service) -> dict[str, Any]:
-    return {"namespace": service.namespace, "name": service.name}
 
 
 def _name(service: Service) -> str:

@@ -4,15 +4,12 @@ Exit codes: 0 done, 1 not found or refused, 2 wrong argument, 130 interrupted.
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
-
-import yaml
 
 from kvpilot_formats.installed import add_version
 from kvpilot_kubectl.errors import DONE, ToolError, UsageError
@@ -35,9 +32,6 @@ def parser() -> argparse.ArgumentParser:
     )
     common.add_argument(
         "--kubeconfig", metavar="FILE", help="client configuration (default: KUBECONFIG, ~/.kube/config)"
-    )
-    common.add_argument(
-        "-o", "--output", choices=["json", "yaml", "wide"], help="JSON or YAML instead of text; wide: more columns"
     )
     whole = _Parser(
         prog=PROG,
@@ -63,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
     status = command("status", _status, "show one line for each service, or all about one", any_service=True)
     status.add_argument("-A", "--all-namespaces", action="store_true", help="show services of all namespaces")
+    status.add_argument("-o", "--output", choices=["wide"], help="wide: more columns in the list")
     command("why", _why, "show each decision with its reason and figures, oldest first")
     plan = command("plan", _plan, "run `kvpilot plan` for the service's model on its GPU")
     plan.add_argument(
@@ -80,8 +75,6 @@ def parser() -> argparse.ArgumentParser:
         "promote", _promote, "promote the canary without the rest of its traffic steps, once its probes have passed"
     )
     command("retry", _retry, "lift the wait after the last trial, and the denial of its dtype")
-    undeny = command("undeny", _undeny, "allow denied dtypes to be tried again (spec.rollout.denySeconds: 0)")
-    undeny.add_argument("dtype", metavar="DTYPE", nargs="?", help="do it only if this is the only denied dtype")
     return whole
 
 
@@ -95,26 +88,19 @@ def cluster(options: argparse.Namespace) -> Any:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from kvpilot_kubectl import pods, service, show
+    from kvpilot_kubectl import service, show
 
     if options.service is not None and options.all_namespaces:
         raise UsageError("-A/--all-namespaces lists all services: leave SERVICE out, or name its namespace with -n")
     where = cluster(options)
     if options.service is not None:
         found = service.read(where.service(options.service))
-        stuck, notes = _stuck(where, options.service)
-        if _is_data(options):
-            for note in notes:
-                print(f"{PROG}: {note}", file=sys.stderr)
-            return _print(options, {**service.document(found), "pods": pods.document(stuck)})
-        show.display(show.detailed(found, datetime.now(UTC), stuck, notes))
+        show.display(show.detailed(found, datetime.now(UTC), *_stuck(where, options.service)))
         return DONE
     services = [service.read(one) for one in where.services(everywhere=options.all_namespaces)]
     services.sort(key=lambda one: (one.namespace, one.name))
-    if _is_data(options):
-        return _print(options, {"items": [service.document(one) for one in services]})
     if services:
-        wide = getattr(options, "output", None) == "wide"
+        wide = options.output == "wide"
         show.display([show.listed(services, everywhere=options.all_namespaces, wide=wide)], fold=False)
     else:
         place = "in any namespace" if options.all_namespaces else f"in namespace {where.namespace}"
@@ -145,20 +131,14 @@ def _why(options: argparse.Namespace) -> int:
     except ToolError as error:
         # The journal in the status has every decision; Events only add detail.
         events, notes = [], [f"Events are left out: {error}"]
-    found = journal.entries(obj, events)
-    if _is_data(options):
-        for note in notes:
-            print(f"{PROG}: {note}", file=sys.stderr)
-        return _print(options, journal.document(obj, found))
-    show.display(show.timeline(service.read(obj), found, datetime.now(UTC), notes))
+    show.display(show.timeline(service.read(obj), journal.entries(obj, events), datetime.now(UTC), notes))
     return DONE
 
 
 def _plan(options: argparse.Namespace) -> int:
     from kvpilot_kubectl import plan
 
-    where, output = cluster(options), getattr(options, "output", None)
-    return plan.show(where, options.service, gpu=options.gpu, model=options.model, output=output)
+    return plan.show(cluster(options), options.service, gpu=options.gpu, model=options.model)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -168,52 +148,31 @@ def _export(options: argparse.Namespace) -> int:
 
     manifest, about = export.export(cluster(options), options.service)
     print(f"{PROG}: {about}", file=sys.stderr)
-    as_json = getattr(options, "output", None) == "json"
-    return _print(options, manifest) if as_json else _say(f"---\n{yaml.safe_dump(manifest, sort_keys=False)}".rstrip())
+    return _say(f"---\n{yaml.safe_dump(manifest, sort_keys=False)}".rstrip())
 
 
 def _pause(options: argparse.Namespace, *, paused: bool = True) -> int:
     from kvpilot_kubectl import changes
 
-    return _done(options, changes.pause(cluster(options), options.service, paused=paused))
+    return _say(changes.pause(cluster(options), options.service, paused=paused))
 
 
 def _abort(options: argparse.Namespace) -> int:
     from kvpilot_kubectl import changes
 
-    return _done(options, changes.end(cluster(options), options.service, deny=options.deny))
+    return _say(changes.end(cluster(options), options.service, deny=options.deny))
 
 
 def _promote(options: argparse.Namespace) -> int:
     from kvpilot_kubectl import changes
 
-    return _done(options, changes.promote(cluster(options), options.service))
+    return _say(changes.promote(cluster(options), options.service))
 
 
 def _retry(options: argparse.Namespace) -> int:
     from kvpilot_kubectl import changes
 
-    return _done(options, changes.retry(cluster(options), options.service, datetime.now(UTC)))
-
-
-def _undeny(options: argparse.Namespace) -> int:
-    from kvpilot_kubectl import changes
-
-    return _done(options, changes.undeny(cluster(options), options.service, options.dtype, datetime.now(UTC)))
-
-
-def _done(options: argparse.Namespace, done: Any) -> int:
-    return _print(options, done.document) if _is_data(options) else _say(done.said)
-
-
-def _is_data(options: argparse.Namespace) -> bool:
-    return getattr(options, "output", None) in ("json", "yaml")
-
-
-def _print(options: argparse.Namespace, document: dict[str, Any]) -> int:
-    if options.output == "yaml":
-        return _say(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120).rstrip("\n"))
-    return _say(json.dumps(document, indent=2))
+    return _say(changes.retry(cluster(options), options.service, datetime.now(UTC)))
 
 
 def _say(text: str) -> int:

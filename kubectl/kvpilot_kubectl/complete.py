@@ -109,12 +109,6 @@ def _services(options: argparse.Namespace) -> Iterator[str]:
     yield from (read(one).name for one in cluster(options).services())
 
 
-def _denied(options: argparse.Namespace) -> Iterator[str]:
-    from kvpilot_kubectl.service import read
-
-    yield from {one.dtype for one in read(cluster(options).service(options.service)).denied}
-
-
 def _namespaces(options: argparse.Namespace) -> Iterator[str]:
     yield from cluster(options).namespaces()
 
@@ -133,7 +127,6 @@ def _gpus(_: argparse.Namespace) -> Iterator[str]:
 
 _COMPLETERS = {
     "service": _known(_services),
-    "dtype": _known(_denied),
     "namespace": _known(_namespaces),
     "context": _known(_contexts),
     "gpu": _known(_gpus),

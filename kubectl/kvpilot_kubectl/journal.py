@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
-from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
+from kvpilot_kubectl.fields import Json, items, moment, text, whole
 from kvpilot_operator.api.words import Action
 
 _WARNINGS = (Action.ROLL_BACK, Action.HOLD)
@@ -89,36 +88,3 @@ def _event(one: Json) -> Entry:
         event=True,
         count=whole(one, "count") or 1,
     )
-
-
-def document(obj: Json, found: Iterable[Entry]) -> dict[str, Any]:
-    """Return the timeline as a JSON document, with the last probe from the status."""
-    return {
-        "namespace": text(obj, "metadata", "namespace"),
-        "name": text(obj, "metadata", "name"),
-        "timeline": [
-            {
-                "time": stamp(one.time) or None,
-                "kind": "Event" if one.event else "Decision",
-                "action": one.action,
-                "reason": one.reason or None,
-                "message": one.message,
-                "move": one.move or None,
-                "warning": one.warning,
-                "count": one.count,
-                "options": [
-                    {
-                        "action": step.action,
-                        "dtype": step.dtype,
-                        "replicas": step.replicas,
-                        "capacityTokens": step.capacity,
-                        "outcome": step.outcome,
-                        "message": step.message,
-                    }
-                    for step in one.steps
-                ],
-            }
-            for one in found
-        ],
-        "lastProbe": at(obj, "status", "accuracy", "last"),
-    }

@@ -8,20 +8,16 @@ from kvpilot_cli.plan import service
 from kvpilot_cli.plan.facts import PlanError
 from kvpilot_cli.plan.gpus import gpu_of_labels
 from kvpilot_kubectl.api import Cluster
-from kvpilot_kubectl.errors import DONE, REFUSED, Forbidden, Missing, ToolError, UsageError
+from kvpilot_kubectl.errors import DONE, REFUSED, Forbidden, Missing, ToolError
 from kvpilot_kubectl.fields import Json, at, items, text
 
 _NO_GPU = ("cpu", "unlabelled-")
 
 
-def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None, output: str | None) -> int:
-    """Print the plan, and return an exit code. If there is no plan, `kvpilot plan` prints the reason to stderr."""
+def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None) -> int:
+    """Print the plan. If there is none, `kvpilot plan` has printed the reason to stderr."""
     obj = cluster.service(name)
     argv = arguments(obj, gpu or gpu_of(cluster, obj), model)
-    if output == "yaml":
-        raise UsageError("-o yaml: a plan is printed as text or JSON; use -o json")
-    if output == "json":
-        return DONE if plan.main([*argv, "--json"]) == 0 else REFUSED
     print(f"$ kvpilot plan {shlex.join(argv)}", flush=True)
     return DONE if plan.main(argv) == 0 else REFUSED
 

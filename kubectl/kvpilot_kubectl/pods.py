@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
-from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole
+from kvpilot_kubectl.fields import Json, at, items, moment, text, whole
 
 SHOWN = 5
 """Largest number of pods whose Events are read. Other pods of a service usually have the same warnings."""
@@ -64,18 +63,3 @@ def _waits(pod: Json) -> tuple[str, str]:
             if reason := text(waiting, "reason"):
                 return reason, text(waiting, "message")
     return text(pod, "status", "phase"), ""
-
-
-def document(found: Iterable[Warned]) -> list[dict[str, Any]]:
-    """Return the warnings as JSON documents."""
-    return [
-        {
-            "pod": one.pod,
-            "node": one.node or None,
-            "reason": one.reason or None,
-            "message": one.message,
-            "time": stamp(one.time) or None,
-            "count": one.count,
-        }
-        for one in found
-    ]

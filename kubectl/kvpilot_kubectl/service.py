@@ -3,13 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
-from kvpilot_kubectl.fields import Json, at, items, moment, stamp, text, whole, words
+from kvpilot_kubectl.fields import Json, at, items, moment, text, whole, words
 from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict, WorkloadKind
-
-DENY_SECONDS = 604_800
-"""The default of spec.rollout.denySeconds, for an object without that field."""
 
 # The statuses at which a condition needs no attention. Conditions that are not listed never need attention.
 _CALM: dict[str, tuple[str, ...]] = {
@@ -97,7 +93,6 @@ class Service:
     name: str
     mode: str
     paused: bool
-    deny_seconds: int
     generation: int | None
     written: bool
     dtype: str
@@ -142,13 +137,11 @@ class Service:
 def read(obj: Json) -> Service:
     """Return the service that an object of the API server describes."""
     spec, status = at(obj, "spec"), at(obj, "status")
-    deny = whole(spec, "rollout", "denySeconds")
     return Service(
         namespace=text(obj, "metadata", "namespace"),
         name=text(obj, "metadata", "name"),
         mode=text(spec, "kvCache", "mode"),
         paused=at(spec, "rollout", "paused") is True,
-        deny_seconds=DENY_SECONDS if deny is None else deny,
         generation=whole(obj, "metadata", "generation"),
         written=isinstance(status, Mapping) and bool(status),
         dtype=text(status, "kvCache", "activeDtype") or text(status, "stable", "dtype"),
@@ -225,57 +218,3 @@ def _ended(one: Json) -> Trial:
         capacity=percent,
         itl_change=whole(one, "itlP95ChangePercent"),
     )
-
-
-def document(service: Service) -> dict[str, Any]:
-    """Return the service as a JSON document. Its keys are stable and name units. Unknown values are null."""
-    return {
-        "namespace": service.namespace,
-        "name": service.name,
-        "mode": service.mode or None,
-        "paused": service.paused,
-        "dtype": service.dtype or None,
-        "revision": service.revision or None,
-        "recommendedDtype": service.recommended or None,
-        "url": service.url or None,
-        "adapters": list(service.adapters),
-        "weightsPhase": service.weights or None,
-        "readyReplicas": service.ready,
-        "replicas": service.replicas,
-        "kvUsagePercent": service.usage,
-        "kvCapacityTokens": service.capacity,
-        "load": service.load or None,
-        "upToDate": service.written and not service.behind,
-        "canary": None if service.canary is None else _trial_document(service.canary),
-        "denied": [
-            {"dtype": one.dtype, "reason": one.reason, "until": stamp(one.until) or None, "message": one.message}
-            for one in service.denied
-        ],
-        "conditions": [
-            {
-                "type": one.type,
-                "status": one.status,
-                "reason": one.reason,
-                "message": one.message,
-                "lastTransitionTime": stamp(one.since) or None,
-            }
-            for one in service.conditions
-        ],
-    }
-
-
-def _trial_document(trial: Trial) -> dict[str, Any]:
-    return {
-        "dtype": trial.dtype,
-        "fromDtype": trial.from_dtype,
-        "revision": trial.revision,
-        "stage": trial.stage,
-        "verdict": trial.verdict,
-        "reason": trial.reason,
-        "message": trial.message,
-        "weightPercent": trial.weight,
-        "startedTime": stamp(trial.started) or None,
-        "stableCapacityTokens": trial.stable_capacity,
-        "capacityTokens": trial.capacity,
-        "itlP95ChangePercent": trial.itl_change,
-    }

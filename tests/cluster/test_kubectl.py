@@ -96,14 +96,6 @@ def test_status_is_a_line_a_service_and_all_of_one(world: World) -> None:
     assert everywhere[1].split()[:2] == ["models", "chat"]
 
 
-def test_json_is_what_programs_read(world: World) -> None:
-    (listed,) = json.loads(world.run("status", "-o", "json"))["items"]
-    one = json.loads(world.run("status", "chat", "-o", "json"))
-    assert {**listed, "pods": []} == one
-    assert (one["dtype"], one["revision"]) == ("auto", world.status["stable"]["revision"])
-    assert [denied["dtype"] for denied in one["denied"]] == [BAD]
-
-
 def test_why_tells_the_journal_and_the_events_of_the_service(world: World) -> None:
     text = world.run("why", "chat")
     for one in world.status["decisions"]:
@@ -120,20 +112,12 @@ def test_plan_takes_model_and_gpu_of_the_service(world: World) -> None:
 @pytest.mark.parametrize(("command", "paused"), [("pause", True), ("resume", False)])
 def test_pause_and_resume_write_the_spec_under_a_name_of_their_own(world: World, command: str, paused: bool) -> None:
     before = world.service()
-    assert json.loads(world.run(command, "chat", "-o", "json"))["paused"] is paused
+    assert f" is {'paused' if paused else 'not paused'}: " in world.run(command, "chat")
     after = world.service()
     assert after["spec"]["rollout"]["paused"] is paused
     assert {**after["spec"], "rollout": {}} == {**before["spec"], "rollout": {}}
     assert after["status"] == before["status"]
     assert "kubectl-kvpilot" in {one["manager"] for one in after["metadata"]["managedFields"]}
-
-
-def test_undeny_writes_what_the_operator_heeds_and_the_way_back_works(world: World) -> None:
-    text = world.run("undeny", "chat", BAD)
-    assert world.service()["spec"]["rollout"]["denySeconds"] == 0
-    patch = json.loads(text.partition(" -p '")[2].partition("'\n")[0])
-    world.plane.rest.merge(f"{SERVICES}/chat", patch)
-    assert world.service()["spec"]["rollout"]["denySeconds"] == 604800
 
 
 def test_what_is_not_there_is_said(world: World) -> None:
@@ -167,7 +151,7 @@ def user(world: World, name: str) -> Path:
 
 
 def test_a_user_without_a_right_is_told_which_one_is_missing(world: World, reader: Path) -> None:
-    for argv, verb in ((("status",), "list"), (("status", "chat"), "get"), (("undeny", "chat"), "get")):
+    for argv, verb in ((("status",), "list"), (("status", "chat"), "get"), (("pause", "chat"), "get")):
         line = world.refused(*argv, "-n", "models", kubeconfig=user(world, "stranger"))
         assert f"`kubectl auth can-i {verb} quantizedllmservices.kvpilot.io -n models`" in line
     assert "can-i patch quantizedllmservices" in world.refused("pause", "chat", "-n", "models", kubeconfig=reader)
@@ -188,7 +172,7 @@ def test_a_user_who_may_only_read_services_gets_the_journal_and_the_plan(world: 
 
 def test_kubectl_completes_names_of_services(world: World) -> None:
     program = PROGRAM.with_name("kubectl_complete-kvpilot")
-    found = kvpilot(world.plane.kubeconfig, "undeny", "-n", "models", "", program=program)
+    found = kvpilot(world.plane.kubeconfig, "pause", "-n", "models", "", program=program)
     assert (found.stdout, found.stderr) == ("chat\n:4\n", "")
 
 

@@ -1,4 +1,4 @@
-"""`kubectl kvpilot` changes a service: pause, resume, undeny, and requests for the canary; export changes nothing."""
+"""`kubectl kvpilot` changes a service: pause, resume, and requests for the canary; export changes nothing."""
 
 import copy
 import json
@@ -39,12 +39,6 @@ def test_pause_and_resume_write_one_field_and_only_where_it_differs(run: Run, ap
         assert api.services["chat"]["spec"]["rollout"]["paused"] is paused
     assert [method for method, _ in api.asked if method == "PATCH"] == ["PATCH", "PATCH"]
     assert api.services["chat"]["spec"] == spec
-    assert json.loads(run("pause", "chat", "-o", "json")[1]) == {
-        "namespace": "models",
-        "name": "chat",
-        "paused": True,
-        "changed": True,
-    }
 
 
 SERVED = {
@@ -78,7 +72,6 @@ def test_export_writes_the_earned_dtype_with_its_evidence_into_a_manifest_withou
         assert words in err
     assert made["metadata"]["annotations"] == {"team": "a"}
     assert faults(made) == ()
-    assert json.loads(run("export", "chat", "-o", "json")[1])["spec"] == made["spec"]
     assert api.services["chat"] == before
 
 
@@ -162,39 +155,6 @@ def test_export_of_a_dtype_that_is_not_proven_writes_none_and_says_why(
     assert "startDtype" not in yaml.safe_load(out)["spec"]["kvCache"]
 
 
-def test_undeny_lifts_the_denial_and_says_how_to_set_it_back(run: Run, api: LoopbackApi) -> None:
-    api.services["chat"]["status"] = denied("k4v4")
-    api.services["chat"]["spec"]["rollout"]["denySeconds"] = 3600
-    code, out, _ = run("undeny", "chat", "k4v4")
-    assert code == 0
-    assert api.services["chat"]["spec"]["rollout"]["denySeconds"] == 0
-    assert "k4v4 (AccuracyRegressed, until 2999-01-01T00:00:00Z)" in out
-    assert """kubectl -n models patch qllm chat --type merge -p '{"spec":{"rollout":{"denySeconds":3600}}}'""" in out
-    assert "is already 0" in run("undeny", "chat")[1]
-
-
-def test_undeny_of_one_dtype_is_refused_where_others_would_be_lifted_too(run: Run, api: LoopbackApi) -> None:
-    api.services["chat"]["status"] = denied("k4v4", "k4v2")
-    assert "k4v2 is denied, too" in refused(run, "undeny", "chat", "k4v4")
-    assert all(method == "GET" for method, _ in api.asked)
-    document = json.loads(run("undeny", "chat", "-o", "json")[1])
-    assert (document["lifted"], document["denySecondsBefore"], document["changed"]) == (["k4v2", "k4v4"], 604800, True)
-
-
-def test_undeny_of_what_is_not_denied_changes_nothing(run: Run, api: LoopbackApi) -> None:
-    api.services["chat"]["status"] = denied("k4v4")
-    assert "k8v4 is not denied; denied: k4v4" in refused(run, "undeny", "chat", "k8v4")
-    api.services["chat"]["status"] = {}
-    assert run("undeny", "chat")[:2] == (0, "models/chat: no dtype is denied\n")
-    assert all(method == "GET" for method, _ in api.asked)
-
-
-def test_undeny_of_a_paused_service_says_that_nothing_starts_yet(run: Run, api: LoopbackApi) -> None:
-    api.services["chat"]["status"] = denied("k4v4")
-    api.services["chat"]["spec"]["rollout"]["paused"] = True
-    assert "kubectl kvpilot resume" in run("undeny", "chat")[1]
-
-
 @pytest.mark.parametrize(
     ("argv", "status", "request_", "said"),
     [
@@ -221,7 +181,6 @@ def test_a_request_names_the_trial_so_that_the_operator_acts_on_it_once(
     assert said in out
     assert api.services["chat"]["metadata"]["annotations"] == {"kvpilot.io/canary": request_}
     assert api.services["chat"]["spec"] == before
-    assert json.loads(run(argv[0], "chat", *argv[1:], "-o", "json")[1])["request"] == request_
 
 
 @pytest.mark.parametrize(
@@ -253,5 +212,5 @@ def test_retry_with_nothing_to_lift_changes_nothing(run: Run, api: LoopbackApi, 
     api.services["chat"]["status"] = status
     assert "nothing to lift" in run("retry", "chat")[1]
     api.services["chat"]["status"] = {**status, **denied("k8v4")}
-    assert "`kubectl kvpilot undeny` lifts denials (k8v4)" in run("retry", "chat")[1]
+    assert "spec.rollout.denySeconds: 0 lifts all denials (k8v4)" in run("retry", "chat")[1]
     assert all(method == "GET" for method, _ in api.asked)

@@ -96,13 +96,6 @@ def test_a_bound_and_host_memory_of_the_spec_are_planned(
     assert title in printed
 
 
-def test_json_is_kvpilot_plans_own(api: LoopbackApi, capsys: pytest.CaptureFixture[str]) -> None:
-    on_nodes(api, a="NVIDIA-L40S")
-    assert planned(api, "-o", "json") == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["model"], document["gpu"], document["gpus_per_replica"]) == ("Qwen/Qwen3-8B", "L40S", 2)
-
-
 def near(labels: dict[str, str]) -> dict[str, Any]:
     """Return a podTemplate that requires nodes with these labels."""
     expressions = [{"key": key, "operator": "In", "values": [value]} for key, value in labels.items()]

@@ -35,12 +35,12 @@ def test_a_long_list_is_read_to_its_end(run: Run, api: LoopbackApi) -> None:
         return 200, {"metadata": {"continue": "t" if first else ""}, "items": [{"metadata": {"name": name}}]}
 
     api.answer = answer  # type: ignore[method-assign]
-    _, out, _ = run("status", "-o", "json")
-    assert [one["name"] for one in json.loads(out)["items"]] == ["a", "b"]
+    _, out, _ = run("status")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["a", "b"]
 
 
 def test_a_service_that_is_not_there_is_named_with_where_to_look(run: Run) -> None:
-    for command in ("status", "why", "plan", "export", "pause", "resume", "undeny"):
+    for command in ("status", "why", "plan", "export", "pause", "resume"):
         line = refused(run, command, "chit")
         assert "'chit' not found in namespace models" in line
         assert "`kubectl kvpilot status -n models`" in line
@@ -134,9 +134,6 @@ def test_why_goes_without_events_that_may_not_be_read(run: Run, api: LoopbackApi
     assert code == 0
     assert "Serve" in out
     assert "Events are left out: you may not list events in namespace models" in out
-    code, out, err = run("why", "chat", "-o", "json")
-    assert (code, json.loads(out)["timeline"][0]["action"]) == (0, "Serve")
-    assert "Events are left out" in err
 
 
 def test_a_server_that_drops_the_field_is_not_believed(run: Run, api: LoopbackApi) -> None:

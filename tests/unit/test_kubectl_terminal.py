@@ -3,7 +3,6 @@
 import copy
 import functools
 import io
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -74,7 +73,6 @@ def test_no_pod_of_whatever_shape_ends_in_an_error(listed: list[Any], events: li
         found = pods.warned(pod, events)
         assert found
         show.rendered(show.detailed(service.read({}), now(), found), PLAIN).encode()
-        json.dumps(pods.document(found))
 
 
 @pytest.mark.slow
@@ -87,5 +85,3 @@ def test_no_object_of_whatever_shape_ends_in_an_error(obj: Any, events: list[Any
         text.encode()
         assert not re.search(r"[\x00-\x09\x0b-\x1a\x1c-\x1f\x7f-\x9f]", text)
     assert "\x1b" not in show.rendered(parts, PLAIN)
-    json.dumps(service.document(found))
-    json.dumps(journal.document(obj, entries))
