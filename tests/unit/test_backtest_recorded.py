@@ -1,11 +1,11 @@
-"""A recorded load may use any known column names. Errors about a broken file name line, column and remedy."""
+"""A recorded load is CSV. Errors about a broken file name line, column and remedy."""
 
 import csv
 import io
 import json
 import math
+import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -15,40 +15,32 @@ from hypothesis import strategies as st
 
 from kvpilot_cli.backtest.command import main
 from kvpilot_cli.backtest.costs import BacktestError
-from kvpilot_cli.backtest.recorded import FORMS, MOST_TOKENS, Form, parse, read
+from kvpilot_cli.backtest.recorded import COLUMNS, MOST_TOKENS, parse, read
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.backtest import traces
 
 Rows = Sequence[tuple[int, int, int]]
 """Arrival in milliseconds, tokens of prompt and answer."""
-EPOCH = datetime(2026, 11, 16, 18, 17, 3, tzinfo=UTC)
 DAY = 86_400_000
 
 tokens = st.integers(0, MOST_TOKENS)
 some_rows = st.lists(st.tuples(st.integers(0, 366 * DAY), tokens, tokens), min_size=1, max_size=20)
 
 
-def written(form: Form, rows: Rows, as_json: bool) -> str:
-    """Return the rows as a file in this form, with an extra column that the reader ignores."""
-
-    def arrival(milliseconds: int) -> float | str:
-        if form.unit is None:
-            return (EPOCH + timedelta(milliseconds=milliseconds)).isoformat(" ")
-        return milliseconds / 1000 / form.unit
-
-    columns = (*form.columns, "model")
-    table = [(arrival(at), prompt, output, "a, b") for at, prompt, output in rows]
-    if as_json:
-        return "".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in table)
+def written(rows: Rows) -> str:
+    """Return the rows as a file with an extra column that the reader ignores."""
     text = io.StringIO()
-    csv.writer(text).writerows([columns, *table])
+    table = [(at / 1000, prompt, output, "a, b") for at, prompt, output in rows]
+    csv.writer(text).writerows([(*COLUMNS, "model"), *table])
     return text.getvalue()
 
 
-@given(st.sampled_from([*FORMS.values()]), some_rows, st.booleans())
-def test_each_form_gives_the_requests_in_order_from_the_first_on_and_counts_those_without_tokens(
-    form: Form, rows: Rows, as_json: bool
-) -> None:
+@given(some_rows)
+def test_requests_come_in_order_from_the_first_on_and_those_without_tokens_are_counted(rows: Rows) -> None:
     asked = sorted((row for row in rows if row[1] and row[2]), key=lambda row: row[0])
-    text = io.StringIO(written(form, rows, as_json), newline="")
+    text = io.StringIO(written(rows), newline="")
     if not asked:
         with pytest.raises(BacktestError, match="no request with tokens"):
             parse(text, "load")
@@ -69,7 +61,7 @@ def test_each_form_gives_the_requests_in_order_from_the_first_on_and_counts_thos
 def test_a_scaled_load_has_each_request_as_often_as_asked_and_copies_within_a_minute(
     rows: Rows, size: float, seed: int
 ) -> None:
-    load = parse(io.StringIO(written(FORMS["kvpilot"], rows, False), newline=""), "load")
+    load = parse(io.StringIO(written(rows), newline=""), "load")
     try:
         scaled = load.scaled(size, seed)
     except BacktestError as error:
@@ -100,11 +92,10 @@ def test_any_text_is_a_load_or_refused_in_words(text: str) -> None:
 
 @given(some_rows, st.data())
 def test_a_value_that_is_broken_is_refused_by_its_line_and_column(rows: Rows, data: st.DataObject) -> None:
-    form = FORMS["kvpilot"]
     number = data.draw(st.integers(0, len(rows) - 1))
-    column = data.draw(st.sampled_from(form.columns))
+    column = data.draw(st.sampled_from(COLUMNS))
     bad = data.draw(st.sampled_from(["", "x", "nan", "inf", "1_0", "-", "1e400", "0x1", "\N{DEVANAGARI DIGIT ONE}"]))
-    table = list(csv.DictReader(io.StringIO(written(form, rows, False))))
+    table = list(csv.DictReader(io.StringIO(written(rows))))
     table[number][column] = bad
     text = io.StringIO()
     writer = csv.DictWriter(text, table[0])
@@ -118,11 +109,11 @@ def test_a_value_that_is_broken_is_refused_by_its_line_and_column(rows: Rows, da
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no request with tokens; give arrival_seconds, prompt_tokens, output_tokens (kvpilot) or TIMESTAMP, "),
+        ("", "no request with tokens; give the columns arrival_seconds, prompt_tokens, output_tokens"),
         ("arrival_seconds,prompt_tokens,output_tokens\n", "no request with tokens"),
-        ("when,prompt_tokens,output_tokens\n1,2,3\n", "line 2: columns 'when, prompt_tokens, output_tokens'; give arr"),
+        ("when,prompt_tokens,output_tokens\n1,2,3\n", "line 2: columns 'when, prompt_tokens, output_tokens'; give the"),
         ("arrival_seconds,prompt_tokens,output_tokens\n1,2,3,4\n", "line 2: it has more fields than the header"),
-        ("arrival_seconds,prompt_tokens,output_tokens\n1,2\n", "line 2: output_tokens: None; give a number"),
+        ("arrival_seconds,prompt_tokens,output_tokens\n1,2\n", "line 2: output_tokens: ''; give a number"),
         ("arrival_seconds,prompt_tokens,output_tokens\n1,2.5,3\n", "line 2: prompt_tokens: '2.5'; give a whole number"),
         (
             "arrival_seconds,prompt_tokens,output_tokens\n1,2,-3\n",
@@ -131,11 +122,6 @@ def test_a_value_that_is_broken_is_refused_by_its_line_and_column(rows: Rows, da
         ("arrival_seconds,prompt_tokens,output_tokens\n1,2,10000001\n", "tokens from 0 to 10000000"),
         ('arrival_seconds,prompt_tokens,output_tokens\n1,"2,3\n', "line 2: "),
         ("arrival_seconds,prompt_tokens,output_tokens\n0,1,1\n40000000,1,1\n", "arrival_seconds spans 463 days; give"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n18:17,1,1\n", "line 2: TIMESTAMP: '18:17'; give a date with a time"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n5,1,1\n", "line 2: TIMESTAMP: '5'; give a date with a time"),
-        ('{"timestamp": 1', "line 1: "),
-        ('{"timestamp": 1, "input_length": 2, "output_length": true}', "line 1: output_length: True; give a number"),
-        ('{"timestamp": 1, "input_length": 2, "output_length": 3}\n\n[4]', "line 3: [4] is not an object; give one"),
     ],
 )
 def test_a_file_that_is_no_load_is_refused_with_the_remedy(text: str, words: str) -> None:
@@ -144,12 +130,29 @@ def test_a_file_that_is_no_load_is_refused_with_the_remedy(text: str, words: str
     assert words in str(refused.value)
 
 
-def test_times_with_a_zone_and_seven_digits_of_a_second_are_read() -> None:
-    text = (
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2026-11-16 18:00:01.2500000+02:00,3,4\n2026-11-16 16:00:00.0000000+00:00,1,2\n"
-    )
-    assert parse(io.StringIO(text, newline=""), "x").arrival == pytest.approx([0, 1.25])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "azure.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+            "2026-11-16 18:00:01.2500000+02:00,3,4\n2026-11-16 16:00:00.0000000+00:00,1,2\n",
+        ),
+        (
+            "mooncake.jsonl",
+            '{"timestamp": 1250, "input_length": 3, "output_length": 4, "hash_ids": [1]}\n'
+            '{"timestamp": 0, "input_length": 1, "output_length": 2}\n',
+        ),
+    ],
+)
+def test_the_benchmark_converts_published_traces(tmp_path: Path, name: str, text: str) -> None:
+    trace, converted = tmp_path / name, tmp_path / "load.csv"
+    trace.write_text(text)
+    with converted.open("w", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *traces.requests(trace)])
+    load = read(converted)
+    assert load.arrival == pytest.approx([0, 1.25])
+    assert (load.prompt.tolist(), load.output.tolist()) == ([1, 3], [2, 4])
 
 
 def test_a_file_with_a_byte_order_mark_is_read_and_one_of_bytes_refused(tmp_path: Path) -> None:
@@ -165,8 +168,8 @@ def test_a_file_with_a_byte_order_mark_is_read_and_one_of_bytes_refused(tmp_path
 def test_every_policy_is_asked_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chance, out = np.random.default_rng(0), tmp_path / "rows.json"
     rows = [(i * 900, int(p), int(o)) for i, (p, o) in enumerate(chance.integers(20, 300, (400, 2)))]
-    file = tmp_path / "chat.jsonl"
-    file.write_text(written(FORMS["Mooncake"], rows, True))
+    file = tmp_path / "chat.csv"
+    file.write_text(written(rows))
     assert main(["--recorded", str(file), "--size", "2", "--policies", "pilot,max", "--json", str(out)]) == 0
     assert "chat: 800 requests in 0.13 h, mean prompt" in capsys.readouterr().out
     found = json.loads(out.read_text())

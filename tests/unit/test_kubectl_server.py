@@ -1,7 +1,6 @@
 """`kubectl kvpilot` and its API server: whatever the server answers, or does not answer, is said in one line."""
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -8,19 +8,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kvpilot_cli.backtest import recorded, report
-from kvpilot_cli.backtest.compare import POLICIES, Row, Starter
+from kvpilot_cli.backtest import history, recorded, report
+from kvpilot_cli.backtest.compare import POLICIES, Row, Starter, run_all
 from kvpilot_cli.backtest.costs import BacktestError, load_profile
-from kvpilot_cli.backtest.history import read_file, read_server
 from kvpilot_cli.backtest.loads import NAMES, Asked, synthetic
 from kvpilot_cli.backtest.pilot import load_spec
-from kvpilot_cli.backtest.runs import run_all
 from kvpilot_cli.backtest.service import Objective
 from kvpilot_cli.plan.facts import PlanError
 
-_SYNTHETIC = ("days", "size")
-_ASKED = ("query-range", "selector")
-_SOURCES = ("history", "recorded", "prometheus")
+_WITHOUT_EFFECT = {"history": {"days": 1.0, "size": 1.0}, "recorded": {"days": 1.0}}
+"""Options that have no effect beside a source of requests, with their defaults."""
 
 
 def main(
@@ -41,7 +38,6 @@ def _backtest(
     a: argparse.Namespace, policies: Mapping[str, Starter], tell: Callable[[Sequence[Row], Objective], str]
 ) -> int:
     _check(a)
-    _check_use(a)
     spec, profile = load_spec(a.service), load_profile(a.profile)
     objective = Objective(a.ttft, a.itl / 1000)
     loads, note = _loads(a)
@@ -71,30 +67,12 @@ def _check(a: argparse.Namespace) -> None:
             raise BacktestError(f"{name}: {value}; give a number above 0, such as {such}")
     if a.seed < 0:
         raise BacktestError(f"seed: {a.seed}; give a whole number from 0 on")
+    for source, options in _WITHOUT_EFFECT.items():
+        for name, default in options.items():
+            if getattr(a, source) is not None and (value := getattr(a, name)) != default:
+                raise BacktestError(f"{name}: {value} has no effect with --{source}; leave out one of the two")
     if a.json is not None and not a.json.absolute().parent.is_dir():
         raise BacktestError(f"json: {a.json}: its folder does not exist; make it first")
-
-
-def _check_use(a: argparse.Namespace) -> None:
-    """Raise BacktestError for an option that has no effect in this combination."""
-    mode = next((name for name in _SOURCES if getattr(a, name) is not None), None)
-    unused: dict[str, tuple[str, ...]] = {"history": _SYNTHETIC, "prometheus": _SYNTHETIC}
-    unused["recorded"] = ("days",) if a.size != 1 else ("days", "seed")
-    for name in unused.get(mode or "", ()):
-        _refuse_given(a, name, f"with --{mode}; leave out one of the two")
-    if mode != "prometheus":
-        for name in _ASKED:
-            _refuse_given(a, name, "without --prometheus; give both or none")
-    if not {"pilot", "objectives"} & set(a.policies):
-        _refuse_given(a, "journal", "without a policy that keeps one; add pilot to --policies")
-
-
-def _refuse_given(a: argparse.Namespace, option: str, why: str) -> None:
-    name = option.replace("-", "_")
-    value = getattr(a, name)
-    if value != _parser(POLICIES).get_default(name):
-        shown = str(value) if isinstance(value, Path) else value
-        raise BacktestError(f"{option}: {shown!r} has no effect {why}")
 
 
 def _loads(a: argparse.Namespace) -> tuple[Sequence[Asked], str]:
@@ -103,21 +81,9 @@ def _loads(a: argparse.Namespace) -> tuple[Sequence[Asked], str]:
         load = recorded.read(a.recorded).scaled(a.size, a.seed)
         return [load], load.told()
     if a.history is not None:
-        return [read_file(a.history, a.seed)], ""
-    if a.prometheus is not None:
-        return [read_server(a.prometheus, *_range(a.query_range), a.selector, a.seed)], ""
+        return [history.read(a.history, a.seed)], ""
     names = NAMES if a.trace == "all" else tuple(a.trace.split(","))
     return [synthetic(name, a.days, a.seed, a.size) for name in names], ""
-
-
-def _range(text: str | None) -> tuple[float, float]:
-    try:
-        start, end = map(float, (text or "").split(","))
-    except ValueError as error:
-        raise BacktestError(
-            f"query-range: {text!r}; give START,END in Unix seconds, such as 1767225600,1767312000"
-        ) from error
-    return start, end
 
 
 def _parser(policies: Mapping[str, Starter]) -> argparse.ArgumentParser:
@@ -138,11 +104,8 @@ def _parser(policies: Mapping[str, Starter]) -> argparse.ArgumentParser:
         "--history", type=Path, help="JSON file of Prometheus' /api/v1/query_range, or a list of such answers"
     )
     what.add_argument(
-        "--recorded", type=Path, metavar="FILE", help="recorded requests: CSV or JSON lines of arrival and lengths"
+        "--recorded", type=Path, metavar="FILE", help=f"recorded requests: CSV with {', '.join(recorded.COLUMNS)}"
     )
-    what.add_argument("--prometheus", metavar="URL", help="address of a Prometheus to query; needs --query-range")
-    parser.add_argument("--query-range", metavar="START,END", help="range in Unix seconds for --prometheus")
-    parser.add_argument("--selector", default="", help='label matchers for --prometheus, such as namespace="chat"')
     parser.add_argument("--service", type=Path, help="manifest of the QuantizedLLMService to simulate")
     parser.add_argument("--profile", type=Path, help="costs of your model and GPU (default: Llama-3-8B on an H200)")
     parser.add_argument(

@@ -1,8 +1,11 @@
-"""Simulate one load request by request under each policy. The result is one row of the report."""
+"""Simulate loads request by request under each policy. Each result is one row of the report."""
 
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 from msgspec.structs import replace
 
@@ -20,6 +23,7 @@ START_SECONDS = 240.0
 minutes.
 """
 TIMEOUT = 120.0
+PROCESSES = 2
 WARM_UP = 3600.0
 """Seconds at the beginning that do not count in loads of more than four hours, because every policy begins with the
 same replicas.
@@ -90,10 +94,22 @@ def with_objectives(spec: Spec, objective: Objective) -> Spec:
     return replace(spec, scaling=replace(spec.scaling, objectives=asked))
 
 
-def run(
-    load: Asked, name: str, start: Starter, spec: Spec, profile: Profile, objective: Objective,
-    progress: Callable[[float], None] = lambda _share: None,
-) -> Row:  # fmt: skip
+Job = tuple[Asked, str, Starter, Spec, Profile, Objective]
+"""Arguments of `run`."""
+
+
+def run_all(jobs: Sequence[Job]) -> list[Row]:
+    """Return a row for each job, in their order. Run them in PROCESSES, and tell on stderr how many have ended."""
+    if len(jobs) == 1:
+        return [run(*jobs[0])]
+    with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
+        runs = [pool.submit(run, *job) for job in jobs]
+        for ended, _ in enumerate(as_completed(runs), 1):
+            print(f"backtest: {ended} of {len(jobs)} runs have ended", file=sys.stderr, flush=True)
+        return [one.result() for one in runs]
+
+
+def run(load: Asked, name: str, start: Starter, spec: Spec, profile: Profile, objective: Objective) -> Row:
     """Simulate the load on a service under the policy `name`, which `start` returns."""
     who, dtype, replicas = start(spec, profile, objective)
     service = Service(profile, load, dtype, replicas, objective=objective, start_seconds=START_SECONDS, timeout=TIMEOUT)
@@ -105,7 +121,6 @@ def run(
         service.advance(service.now + SCRAPE)
         serving = who.pilot.dtype if isinstance(who, Piloted) else dtype
         who.judge(service, service.scrape(serving))
-        progress(service.now / load.seconds)
     o = service.outcome
     ttft, itl, latency = o.ttft.take(), o.itl.take(), o.latency.take()
 

@@ -1,20 +1,18 @@
 """Load of one service, minute by minute, from its history in Prometheus.
 
-The input is answers of `/api/v1/query_range` (result type matrix), from a file or a server. Counters may reset, and
-values between scrapes are interpolated. These metrics are used:
+The input is a file of answers of `/api/v1/query_range` (result type matrix). Counters may reset, and values between
+scrapes are interpolated. These metrics are used:
 
 - vllm:request_success_total gives the request rate.
 - vllm:prompt_tokens_total and vllm:generation_tokens_total give the mean lengths.
 """
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal, NamedTuple
 
-import httpx
+import msgspec
 import numpy as np
 
 from kvpilot_cli.backtest.costs import BacktestError
@@ -27,36 +25,47 @@ SIGMA = 0.6
 _LEAST_POINTS = 10
 
 
-def read_file(path: Path, seed: int = 0) -> Load:
+class _Counter(msgspec.Struct):
+    metric: dict[str, str]
+    values: list[tuple[float, float]]
+
+
+class _Data(msgspec.Struct, rename="camel"):
+    result_type: Literal["matrix"]
+    result: list[_Counter]
+
+
+class _Answer(msgspec.Struct):
+    status: Literal["success"]
+    data: _Data
+
+
+class _Series(NamedTuple):
+    name: str
+    times: Array
+    values: Array
+
+
+def read(path: Path, seed: int = 0) -> Load:
     """Read exported JSON: an answer of query_range, or a list of them."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return parse(path.read_bytes(), path.stem, seed)
+    except OSError as error:
         raise BacktestError(
             f"history: {path} cannot be read ({error}); give the JSON of /api/v1/query_range"
         ) from error
-    return parse(raw if isinstance(raw, list) else [raw], path.stem, seed)
 
 
-def read_server(url: str, start: float, end: float, selector: str = "", seed: int = 0) -> Load:
-    """Query a Prometheus for all metrics from `start` to `end` (Unix seconds). `selector` adds label matchers."""
-    if not end > start:
-        raise BacktestError(f"query range: end {end} is not after start {start}; give START,END in Unix seconds")
-    query = f'{{__name__=~"{"|".join(METRICS)}"{"," if selector else ""}{selector}}}'
-    params = {"query": query, "start": f"{start}", "end": f"{end}", "step": f"{STEP:.0f}"}
-    try:
-        answer = httpx.get(f"{url.rstrip('/')}/api/v1/query_range", params=params, timeout=60)
-        raw = answer.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise BacktestError(
-            f"prometheus: {url}: {type(error).__name__}: {error}; give a Prometheus' address"
-        ) from error
-    return parse([raw], "history", seed)
-
-
-def parse(answers: Sequence[Any], name: str, seed: int = 0) -> Load:
+def parse(text: bytes, name: str, seed: int = 0) -> Load:
     """Turn answers of query_range into a load on a grid of minutes."""
-    series = [s for answer in answers for s in _series(answer)]
+    try:
+        # Prometheus writes values as text.
+        answers = msgspec.json.decode(text, type=_Answer | list[_Answer], strict=False)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BacktestError(
+            f"history: {name}: {error}; give an answer of /api/v1/query_range for plain metrics, as it came"
+        ) from error
+    series = [one for answer in (answers if isinstance(answers, list) else [answers]) for one in _series(answer)]
     found = sorted({s.name for s in series})
     for metric in METRICS:
         if metric not in found:
@@ -89,39 +98,11 @@ def parse(answers: Sequence[Any], name: str, seed: int = 0) -> Load:
     return Load(name, shape, requests / STEP, scale[PROMPTS], scale[GENERATED], seed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Series:
-    name: str
-    times: Array
-    values: Array
-
-
-def _series(answer: Any) -> list[_Series]:
-    if not isinstance(answer, Mapping) or answer.get("status") != "success":
-        error = answer.get("error", "no status") if isinstance(answer, Mapping) else type(answer).__name__
-        raise BacktestError(
-            f"history: status is not success ({error}); give an answer of /api/v1/query_range as it came"
-        )
-    data = answer.get("data")
-    if not isinstance(data, Mapping) or data.get("resultType") != "matrix":
-        kind = data.get("resultType") if isinstance(data, Mapping) else None
-        raise BacktestError(
-            f"history: data.resultType is {kind!r}; a range query gives matrix: use /api/v1/query_range"
-        )
-    found = []
-    for item in data.get("result", ()):
-        try:
-            name = item["metric"]["__name__"]
-            points = sorted((float(t), float(v)) for t, v in item["values"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise BacktestError(
-                f"history: a series cannot be read ({error!r}); query plain metrics, without rate()"
-            ) from error
-        points = [(t, v) for t, v in points if math.isfinite(v)]
-        if name in METRICS and points:
-            table = np.array(points)
-            found.append(_Series(name, table[:, 0], table[:, 1]))
-    return found
+def _series(answer: _Answer) -> Iterator[_Series]:
+    for one in answer.data.result:
+        points = np.array(sorted(point for point in one.values if math.isfinite(sum(point))))
+        if (name := one.metric.get("__name__")) in METRICS and len(points):
+            yield _Series(name, points[:, 0], points[:, 1])
 
 
 def _increase(series: _Series, edges: Array) -> Array:
