@@ -68,34 +68,6 @@ def test_it_says_what_kvpilot_plan_says_and_with_which_arguments(
     assert "at 2,048  at 8,192  at 16,384" in text
 
 
-@pytest.mark.parametrize(
-    ("kv_cache", "argument", "title"),
-    [
-        (
-            {"retention": {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": 4096}},
-            "--retention-sink-tokens=4 --retention-window-tokens=4096",
-            "The same with SinksAndWindow",
-        ),
-        ({"offload": {"cpuMemoryGiB": 64}}, "--offload-gib=64", "Host memory of each replica, 64 GiB"),
-        (
-            {"retention": {"policy": "HeavyHitters", "budgetTokens": 4096}},
-            "--retention-budget-tokens=4096",
-            "The same with HeavyHitters, of which 4,096 tokens are kept",
-        ),
-        ({"retention": {"policy": "All"}}, "--utilization=0.85 --context=2048,8192,16384\n", "Sequences that fit"),
-    ],
-    ids=str,
-)
-def test_a_bound_and_host_memory_of_the_spec_are_planned(
-    api: LoopbackApi, capsys: pytest.CaptureFixture[str], kv_cache: dict[str, Any], argument: str, title: str
-) -> None:
-    api.services["chat"]["spec"]["kvCache"] = kv_cache
-    assert planned(api, "--gpu", "H200") == 0
-    printed = capsys.readouterr().out
-    assert argument in printed
-    assert title in printed
-
-
 def near(labels: dict[str, str]) -> dict[str, Any]:
     """Return a podTemplate that requires nodes with these labels."""
     expressions = [{"key": key, "operator": "In", "values": [value]} for key, value in labels.items()]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kvpilot_cli.plan import models
 from kvpilot_cli.plan.capacity import cache, memory
 from kvpilot_cli.plan.gpus import find_gpu
-from kvpilot_cli.plan.kept import Bound
 from kvpilot_cli.plan.make import Request, infeasible, make, usual_dtypes
 from kvpilot_formats import formats
 
@@ -33,7 +32,7 @@ def test_capacities_are_within_half_a_percent_of_those_measured_on_an_h200():
     assert {"auto", "fp8", "int8", "k8v4", "k4v4", "k4v2"} == set(dtypes)
     # Measured before the recent window existed.
     request = Request(models.find("Llama-3-8B"), find_gpu("H200"), dtypes=dtypes, recent_tokens=0)
-    planned = {row.dtype: row.fits[-1].tokens for row in make(request).rows}
+    planned = {row.dtype: row.capacities[-1].capacity_tokens for row in make(request).rows}
     for run in runs:
         assert planned[run["dtype"]] == pytest.approx(run["kv_tokens"], rel=0.005)
 
@@ -147,7 +146,7 @@ def test_the_default_window_of_a_model_of_short_contexts_is_cut_as_its_engine_cu
     short = replace(models.find("Llama-3.1-8B"), max_positions=300)
     assert cache(short, "k2v2", 1).held(300) == 5 + 12  # 256 tokens in blocks, 23 tokens in a ring page
     (row,) = make(Request(short, find_gpu("H200"), dtypes=("k2v2",))).rows
-    assert (row.recent_tokens, row.fits[-1].context) == (256, 300)
+    assert (row.recent_tokens, row.capacities[-1].context_tokens) == (256, 300)
 
 
 def test_a_recent_window_beside_layers_with_a_sliding_one_is_of_the_full_layers_alone():
@@ -167,29 +166,6 @@ def test_a_longer_recent_window_never_holds_more(model, dtype, context, data):
     assert longer <= shorter
 
 
-BOUNDS = st.builds(Bound, st.integers(1, 512), st.integers(1, 2**14))
-
-
-@given(st.sampled_from(PLAIN), st.sampled_from(DTYPES), BOUNDS, st.integers(1, 2**17), st.integers(0, 2**17))
-def test_a_bound_holds_never_more_than_the_whole_cache_and_no_more_however_long_it_gets(
-    model, dtype, bound, context, longer
-):
-    if infeasible(model, dtype, find_gpu("H200")):
-        return
-    whole = cache(model, dtype, 1, 0)
-    bounded = bound.of(cache(model, dtype, 1))
-    assert bounded.held(context) == min(whole.held(context), bounded.most_pages * whole.full_groups)
-    if context > bounded.most_pages * whole.block:
-        assert bounded.held(context + longer) == bounded.held(context)
-
-
-def test_a_bounded_sequence_holds_what_the_engines_scheduler_lets_it_hold():
-    # From tests/runtime/test_bounded_engine.py: blocks of 16 tokens, 4 sinks, a window of 64, one token a step.
-    layout = cache(models.find("Llama-3.1-8B"), "auto", 1)
-    assert Bound(4, 64).of(layout).held(407) == 1 + 64 // 16 + 1
-    assert Bound(4, 64).of(layout).held(40) == 3
-
-
 @given(st.sampled_from(PLAIN), st.sampled_from([1, 2, 4, 8]), st.integers(1, 100))
 def test_the_cache_of_a_token_is_cut_among_the_gpus_until_heads_must_be_copied(model, gpus, gigabytes):
     if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
@@ -202,9 +178,9 @@ def test_the_cache_of_a_token_is_cut_among_the_gpus_until_heads_must_be_copied(m
 @given(st.sampled_from([1, 2, 4, 8]), st.floats(0.05, 1.0), st.integers(0, 2 * 10**12))
 def test_what_is_left_is_what_the_parts_do_not_take(gpus, utilization, weights):
     split = memory(find_gpu("H100-80GB"), gpus, utilization, weights)
-    assert split.kv == max(0, split.usable - split.weights - split.engine)
-    assert split.usable <= 81_559 * 2**20
-    assert split.weights * gpus >= weights
+    assert split.kv_bytes == max(0, split.usable_bytes - split.weights_bytes - split.engine_bytes)
+    assert split.usable_bytes <= 81_559 * 2**20
+    assert split.weights_bytes * gpus >= weights
 
 
 def test_a_latent_cache_is_kept_whole_by_every_gpu():
@@ -257,4 +233,4 @@ def test_heads_of_80_elements_hold_as_many_tokens_as_those_of_96():
 def test_what_engines_calibrate_themselves_is_planned_without_a_note():
     rows = make(Request(models.find("Llama-3.1-8B"), find_gpu("H200"), dtypes=("k2v2",))).rows
     assert rows[0].notes == ()
-    assert rows[0].fits[0].tokens > 0
+    assert rows[0].capacities[0].capacity_tokens > 0

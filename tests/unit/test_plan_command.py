@@ -22,7 +22,7 @@ def test_the_worked_example_holds_67_sequences_of_llama_3_70b(capsys):
 def test_what_the_documentation_shows_is_what_is_printed(capsys):
     blocks = [block for page in DOCS for block in page.read_text().split("```\n")]
     shown = [block for block in blocks if block.startswith("$ kvpilot plan ")]
-    assert len(shown) == 3
+    assert len(shown) == 2
     for block in shown:
         asked, _, answer = block.replace("\\\n", "").partition("\n")
         assert main(shlex.split(asked)[3:]) == 0
@@ -48,69 +48,6 @@ def test_the_recent_window_is_planned_for_and_can_be_chosen(capsys):
     assert (rows[0]["recent_tokens"], rows[0]["recent_bytes_per_sequence"]) == (0, 0)
     assert sequences(plans[64], "k4v4", 2048) < sequences(plans[0], "k4v4", 2048)
     assert sequences(plans[64], "fp8", 2048) == sequences(plans[0], "fp8", 2048)
-
-
-BOUND = ["--retention-sink-tokens", "4", "--retention-window-tokens", "4096"]
-
-
-def test_a_bound_is_planned_beside_the_whole_cache(capsys):
-    document = planned(capsys, "Llama-3.1-8B", "--gpu", "H200", *BOUND)
-    whole = planned(capsys, "Llama-3.1-8B", "--gpu", "H200")
-    assert document["retention"] == {"sink_tokens": 4, "window_tokens": 4096, "budget_tokens": None}
-    assert whole["retention"] is None
-    for row, plain in zip(document["dtypes"], whole["dtypes"], strict=True):
-        assert (row["capacities"], plain["bounded"]) == (plain["capacities"], None)
-        bounded, block = row["bounded"], 16 if row["dtype"] in ("auto", "fp8") else 64
-        kept = block + 4096 + block  # the sinks' page, and a window that may start inside a page
-        assert bounded["bytes_per_sequence"] == kept * row["bytes_per_token"]
-        at = {fit["context_tokens"]: fit for fit in bounded["capacities"]}
-        # Beyond the kept tokens, size does not depend on the context. The tokens are those of all streams.
-        assert (
-            at[8192]["sequences"]
-            == at[131072]["sequences"]
-            == document["kv_bytes_per_gpu"] // (bounded["bytes_per_sequence"])
-        )
-        assert at[131072]["capacity_tokens"] // at[131072]["sequences"] >= 131072
-    assert not any("kvCache.retention" in note for note in document["notes"])
-    assert main(["Llama-3.1-8B", "--gpu", "H200", *BOUND]) == 0
-    printed = capsys.readouterr().out
-    assert "The same with SinksAndWindow, of which the first 4 and the last 4,096 tokens are kept" in printed
-    assert max(map(len, printed.splitlines())) <= 120
-
-
-def test_a_budget_takes_its_pages_and_one_more_whatever_else_is_kept(capsys):
-    budget = ["--retention-budget-tokens", "4096"]
-    for more in ([], ["--retention-window-tokens", "1024"]):
-        document = planned(capsys, "Llama-3.1-8B", "--gpu", "H200", *budget, *more)
-        assert document["retention"]["budget_tokens"] == 4096
-        for row in document["dtypes"]:
-            block = 16 if row["dtype"] in ("auto", "fp8") else 64
-            assert row["bounded"]["bytes_per_sequence"] == (4096 + block) * row["bytes_per_token"]
-    assert main(["Llama-3.1-8B", "--gpu", "H200", *budget]) == 0
-    assert "The same with HeavyHitters, of which 4,096 tokens are kept" in capsys.readouterr().out
-    assert any("on a GPU with our dtypes alone" in note for note in document["notes"])
-
-
-def test_host_memory_holds_as_many_tokens_of_each_dtype_as_its_bytes_do(capsys):
-    document = planned(capsys, "Llama-3.1-8B", "--gpus", "2", "--offload-gib", "64")
-    assert document["host_memory_bytes"] == 64 << 30
-    for row in document["dtypes"]:
-        assert (64 << 30) // row["bytes_per_token"] - row["host_capacity_tokens"] in range(64)
-    assert main(["Llama-3.1-8B", "--gpus", "2", "--offload-gib", "64"]) == 0
-    printed = capsys.readouterr().out
-    assert "Host memory of each replica, 64 GiB\ndtype     tokens  x the GPUs'  prefixes of 131,072" in printed
-    without = planned(capsys, "Llama-3.1-8B")
-    assert without["host_memory_bytes"] is None
-    assert without["dtypes"][0]["host_capacity_tokens"] is None
-
-
-@pytest.mark.parametrize(
-    ("model", "gpus", "word"), [("gemma-3-27b-it", "1", "window"), ("DeepSeek-V3", "8", "latents")]
-)
-def test_what_vllm_offloads_in_ways_of_its_own_has_no_figure_but_a_note(capsys, model, gpus, word):
-    document = planned(capsys, model, "--gpu", "H200", "--gpus", gpus, "--offload-gib", "64")
-    assert {row.get("host_capacity_tokens") for row in document["dtypes"]} == {None}
-    assert any("host memory" in note and word in note for note in document["notes"])
 
 
 @pytest.mark.parametrize("asked", ["100", "-64", "many", "1024"])
@@ -153,19 +90,6 @@ def test_a_model_is_known_by_its_name_without_publisher_in_any_case(capsys):
         (["Llama-3.1-70B"], "use --gpus 2"),
         (["Llama-3.1-405B", "--gpu", "T4"], "however many are used; use a larger GPU"),
         (["Llama-3.1-8B", "--requests-per-second", "2"], "--prompt-tokens and --generated-tokens: missing"),
-        (["Llama-3.1-8B", *BOUND[:2]], "--retention-window-tokens: missing; a bound needs both"),
-        (["Llama-3.1-8B", *BOUND[2:]], "--retention-sink-tokens: missing; a bound needs both"),
-        (["Llama-3.1-8B", *BOUND[:3], "0"], "--retention-window-tokens: '0' is not a positive whole number"),
-        (["Llama-3.1-8B", "--offload-gib", "-1"], "--offload-gib: '-1' is not a positive whole number"),
-        (
-            ["Llama-3.1-8B", *BOUND, "--retention-budget-tokens", "4100"],
-            "--retention-budget-tokens 4100 is not above sinks",
-        ),
-        (["gemma-3-4b-it", *BOUND], "a model with 29 sliding-window layers is not supported with a bounded cache"),
-        (
-            ["DeepSeek-V3", "--gpu", "H200", "--gpus", "8", *BOUND],
-            "multi-head latent attention is not supported with a bounded cache",
-        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_and_ends_with_2(capsys, argv, said):
@@ -188,9 +112,9 @@ def test_every_model_of_the_table_prints_within_120_columns(capsys, model):
 def test_a_load_is_priced_for_every_dtype_that_can_serve(capsys):
     load = ["--requests-per-second", "8", "--prompt-tokens", "3000", "--generated-tokens", "1000"]
     document = planned(capsys, "Llama-3.1-8B", "--gpu", "A100-80GB", *load, "--max-ms-per-token", "40")
-    cost = {row["dtype"]: row.get("cost") for row in document["dtypes"]}
-    assert document["load"]["max_microseconds_per_token"] == 40_000
-    assert all(c["gpus"] == c["replicas"] >= 1 and c["microseconds_per_token"] <= 40_000 for c in cost.values())
+    cost = {row["dtype"]: row["cost"] for row in document["dtypes"]}
+    assert document["load"]["token_seconds"] == 0.04
+    assert all(c["gpus"] == c["replicas"] >= 1 and c["operating"]["token_seconds"] <= 0.04 for c in cost.values())
     assert cost["k4v4"]["replicas"] < cost["auto"]["replicas"]
 
 
@@ -217,23 +141,25 @@ def test_the_keys_of_the_json_are_stable(capsys):
     load = ["--requests-per-second", "1", "--prompt-tokens", "1000", "--generated-tokens", "100"]
     document = planned(capsys, "Llama-3.1-8B", *load)
     assert set(document) == {
-        "model", "gpu", "nodes", "gpus_per_replica", "weights_dtype", "memory_per_gpu", "kv_bytes_per_gpu", "retention",
-        "host_memory_bytes", "load", "dtypes", "notes",
+        "model", "gpu", "nodes", "gpus_per_replica", "weights_dtype", "memory_per_gpu", "kv_bytes_per_gpu", "load",
+        "per_gpu_hour", "dtypes", "notes",
     }  # fmt: skip
-    assert set(document["memory_per_gpu"]) == {"usable_bytes", "weights_bytes", "engine_bytes"}
-    assert set(document["load"]) == {
-        "requests_per_second", "prompt_tokens", "generated_tokens", "max_microseconds_per_token"
-    }  # fmt: skip
+    assert set(document["memory_per_gpu"]) == {"usable_bytes", "weights_bytes", "engine_bytes", "kv_bytes"}
+    assert set(document["load"]) == {"requests_per_second", "prompt_tokens", "generated_tokens", "token_seconds"}
     row = document["dtypes"][0]
     assert set(row) == {
         "dtype", "veto", "bits_per_element", "bytes_per_token", "window_bytes_per_sequence", "recent_tokens",
-        "recent_bytes_per_sequence", "capacities", "bounded", "host_capacity_tokens", "notes", "cost",
+        "recent_bytes_per_sequence", "capacities", "notes", "cost",
     }  # fmt: skip
     assert set(row["capacities"][0]) == {"context_tokens", "capacity_tokens", "sequences"}
-    assert set(row["cost"]) == {
-        "replicas", "gpus", "limit", "microseconds_per_token", "sequences_per_replica", "kv_fill_percent",
-        "prompt_time_percent", "per_hour_micros", "per_million_tokens_micros",
-    }  # fmt: skip
+    assert set(row["cost"]) == {"replicas", "operating", "limit", "gpus", "per_hour", "per_million_tokens"}
+    assert set(row["cost"]["operating"]) == {"sequences", "token_seconds", "fill", "prompt_share", "binds"}
+
+
+def test_a_number_that_is_infinite_is_null_in_json(capsys):
+    load = ["--requests-per-second", "100000000", "--prompt-tokens", "100000", "--generated-tokens", "1"]
+    (row,) = planned(capsys, "Llama-3.1-8B", "--dtype", "auto", *load)["dtypes"]
+    assert (row["cost"]["replicas"], row["cost"]["operating"]["token_seconds"]) == (None, None)
 
 
 def test_the_list_shows_models_and_gpus(capsys):

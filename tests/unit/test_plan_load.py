@@ -28,7 +28,7 @@ def engine(dtype="auto", model="Llama-3-8B", gpu="H200", gpus=1):
     m, g = models.find(model), find_gpu(gpu)
     weights = weight_bytes(m, m.published)
     speed = Speed(m, g, gpus, cache(m, dtype, gpus), weights, attention_efficiency(m, dtype), attention_efficiency(m, "auto"))  # fmt: skip  # noqa: E501
-    return speed, memory(g, gpus, 0.9, weights).kv
+    return speed, memory(g, gpus, 0.9, weights).kv_bytes
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["dtype"])

@@ -71,7 +71,9 @@ def test_nodes_are_planned_as_the_pipeline_that_is_rendered(capsys: pytest.Captu
     one = make(Request(model, gpu, gpus=8, contexts=(32768,), dtypes=("auto",), kv=8 * 10**10))
     two = make(Request(model, gpu, gpus=8, nodes=2, contexts=(32768,), dtypes=("auto",), kv=16 * 10**10))
     # Each node has half of the layers and as much cache, so it holds twice the tokens.
-    assert two.rows[0].fits[0].tokens == pytest.approx(2 * one.rows[0].fits[0].tokens, rel=0.01)
+    assert two.rows[0].capacities[0].capacity_tokens == pytest.approx(
+        2 * one.rows[0].capacities[0].capacity_tokens, rel=0.01
+    )
 
 
 def test_a_pipeline_of_uneven_parts_is_limited_by_its_largest_part() -> None:

@@ -42,18 +42,18 @@ def weight_bytes(model: Model, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one GPU. `usable` is for vLLM and consists of weights, `engine` and the KV cache."""
+    """Memory of one GPU. The usable bytes are those of vLLM: weights, engine and KV cache."""
 
-    usable: int
-    weights: int
-    engine: int
-    kv: int
+    usable_bytes: int
+    weights_bytes: int
+    engine_bytes: int
+    kv_bytes: int
 
 
 def memory(gpu: Gpu, gpus: int, utilization: float, weights: int) -> Memory:
     """Divide the memory of one GPU.
 
-    `weights` are the bytes of all weights. If they do not fit, `kv` of the result is 0.
+    `weights` are the bytes of all weights. If they do not fit, `kv_bytes` of the result is 0.
     """
     usable = int(gpu.memory_mib * MIB * utilization)
     share = -(-weights // gpus)
@@ -89,7 +89,6 @@ class Cache:
       full_token_bytes, window_token_bytes: bytes of one token in all full-attention layers, and in all with a window.
       ring_blocks: largest number of blocks for a sequence's recent window in each full group; 0 without one.
       ring_tokens: tokens of the recent window in a page.
-      most_pages: largest number of pages of a sequence in each full group; 0 for no limit.
     """
 
     block: int
@@ -103,7 +102,6 @@ class Cache:
     window_token_bytes: int
     ring_blocks: int = 0
     ring_tokens: int = 1
-    most_pages: int = 0
 
     def blocks(self, kv_bytes: int) -> int:
         """Return the number of blocks that fit in `kv_bytes` of one GPU."""
@@ -116,10 +114,7 @@ class Cache:
         sequence grows.
         """
         ring = min(-(-context // self.ring_tokens), self.ring_blocks)
-        pages = -(-context // self.block)
-        if self.most_pages:
-            pages = min(pages, self.most_pages)
-        full = (pages + ring) * self.full_groups
+        full = (-(-context // self.block) + ring) * self.full_groups
         if context <= self.window:
             return full + -(-context // self.window_block) * self.window_groups
         return full + (-(-self.window // self.window_block) + 1) * self.window_groups

@@ -4,7 +4,6 @@ MODEL is a folder with a config.json, or a name of the built-in table. FILE hold
 """
 
 import argparse
-import json
 import math
 import sys
 import textwrap
@@ -12,20 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-import yaml
-
 from kvpilot_cli.plan import models, output, service
 from kvpilot_cli.plan.facts import Model, PlanError
 from kvpilot_cli.plan.facts_config import read_folder
 from kvpilot_cli.plan.gpus import find_gpu
-from kvpilot_cli.plan.kept import Bound
 from kvpilot_cli.plan.load import Load
 from kvpilot_cli.plan.make import CONTEXTS, Request, make, usual_dtypes
 from kvpilot_cli.text_tables import render
 from kvpilot_formats.dtypes import parse
 from kvpilot_formats.formats import RECENT_CHOICES, FormatError, default_windows
 from kvpilot_formats.installed import lacks
-from kvpilot_operator.gpus import GPUS, Gpu, PriceError, prices
+from kvpilot_operator.gpus import GPUS
 
 WEIGHTS = ("bfloat16", "fp8", "int4")
 
@@ -50,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except ModuleNotFoundError as error:
         lacks("kvpilot plan", "operator", error)
-    print(json.dumps(output.document(plan), indent=2) if options.json else output.text(plan))
+    print(output.as_json(plan) if options.json else output.text(plan))
     return 0
 
 
@@ -110,10 +106,6 @@ def _parser() -> _Parser:
     add("--weights-dtype", choices=WEIGHTS, help="format of the weights (default: as published)")
     add("--weights-gb", type=_positive, metavar="X", help="weights in 10^9 bytes, instead of the estimate")
     add("--kv-gb", type=_positive, metavar="X", help="KV cache of all GPUs in 10^9 bytes, instead of the estimate")
-    add("--retention-sink-tokens", type=_whole, metavar="N", help="kvCache.retention.sinkTokens; needs --retention-window-tokens")  # fmt: skip  # noqa: E501
-    add("--retention-window-tokens", type=_whole, metavar="N", help="kvCache.retention.windowTokens: also plan a bounded cache")  # fmt: skip  # noqa: E501
-    add("--retention-budget-tokens", type=_whole, metavar="N", help="kvCache.retention.budgetTokens of HeavyHitters, with or without the other two")  # fmt: skip  # noqa: E501
-    add("--offload-gib", type=_whole, metavar="N", help="kvCache.offload.cpuMemoryGiB: also plan host memory")
     add("--json", action="store_true", help="print JSON instead of tables")
     load = parser.add_argument_group("cost of a load on all replicas; give the first three")
     load.add_argument("--requests-per-second", type=_positive, metavar="R")
@@ -121,7 +113,7 @@ def _parser() -> _Parser:
         "--prompt-tokens", type=_whole, metavar="P", help="prompt tokens of a request without a prefix hit"
     )
     load.add_argument("--generated-tokens", type=_whole, metavar="G")
-    load.add_argument("--price", action="append", default=[], metavar="KIND=PER_HOUR", help="price of one GPU, or a file: the chart's prices or its ConfigMap")  # fmt: skip  # noqa: E501
+    load.add_argument("--price", type=_positive, metavar="PER_HOUR", help="what one GPU costs an hour, in any currency")
     load.add_argument(
         "--max-ms-per-token",
         type=_positive,
@@ -137,10 +129,10 @@ def _request(options: argparse.Namespace) -> Request:
         raise PlanError("MODEL is missing; give a folder with a config.json, a name that --list shows, or -f FILE")
     for dtype in options.dtype:
         parse(dtype)
-    gpu, load = find_gpu(options.gpu), _load(options)
+    load = _load(options)
     return Request(
         model=_model(options.model),
-        gpu=gpu,
+        gpu=find_gpu(options.gpu),
         gpus=options.gpus,
         nodes=options.nodes,
         contexts=tuple(dict.fromkeys(options.context)),
@@ -151,9 +143,7 @@ def _request(options: argparse.Namespace) -> Request:
         kv=None if options.kv_gb is None else int(options.kv_gb * 1e9),
         load=load,
         recent_tokens=options.recent_tokens,
-        bound=_bound(options.retention_sink_tokens, options.retention_window_tokens, options.retention_budget_tokens),
-        host=(options.offload_gib or 0) * 2**30,
-        gpu_hour=_price(options.price, gpu, load),
+        gpu_hour=options.price,
     )
 
 
@@ -166,64 +156,16 @@ def _model(name: str) -> Model:
     return models.find(name)
 
 
-def _bound(sinks: int | None, window: int | None, budget: int | None) -> Bound | None:
-    if budget is not None:
-        if (sinks or 4) + (window or budget // 2) >= budget:
-            raise PlanError(f"--retention-budget-tokens {budget} is not above sinks and window together; raise it, or lower these")  # fmt: skip  # noqa: E501
-        return Bound(sinks, window, budget)
-    if (sinks is None) != (window is None):
-        missing = "--retention-sink-tokens" if sinks is None else "--retention-window-tokens"
-        raise PlanError(f"{missing}: missing; a bound needs both, in tokens")
-    return None if sinks is None else Bound(sinks, window)
-
-
 def _load(options: argparse.Namespace) -> Load | None:
     fields = ("requests_per_second", "prompt_tokens", "generated_tokens")
     missing = [f"--{field.replace('_', '-')}" for field in fields if getattr(options, field) is None]
-    if len(missing) == len(fields):
+    if len(missing) == len(fields) and options.price is None:
         return None
     if missing:
         raise PlanError(f"{' and '.join(missing)}: missing; a load needs all of --requests-per-second, --prompt-tokens and --generated-tokens")  # fmt: skip  # noqa: E501
     return Load(
         options.requests_per_second, options.prompt_tokens, options.generated_tokens, options.max_ms_per_token / 1000
     )
-
-
-def _price(given: Sequence[str], gpu: Gpu, load: Load | None) -> float | None:
-    """Return the hourly price of this GPU, or None without --price."""
-    if not given:
-        return None
-    if load is None:
-        raise PlanError("--price: needs a load; give --requests-per-second, --prompt-tokens and --generated-tokens")  # fmt: skip  # noqa: E501
-    pairs: list[tuple[str, object]] = []
-    for one in given:
-        kind, is_pair, price = one.partition("=")
-        pairs += [(kind, _number(price))] if is_pair else _prices_of(Path(one))
-    try:
-        known = prices(pairs)
-    except PriceError as error:
-        raise PlanError(f"--price: {error}") from None
-    if gpu.name not in known:
-        raise PlanError(f"--price: {gpu.name} has no price; give --price {gpu.name}=PER_HOUR")
-    return known[gpu.name] / 1e6
-
-
-def _number(text: str) -> object:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _prices_of(path: Path) -> list[tuple[str, object]]:
-    """Return the prices in a file. It has lines of KIND: PER_HOUR, or is the chart's ConfigMap."""
-    try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(read, dict) and read.get("kind") == "ConfigMap":
-            read = yaml.safe_load(read["data"]["prices.yaml"])
-        return [(str(kind), price) for kind, price in read.items()]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
-        raise PlanError(f"--price {path}: has no prices ({type(error).__name__}); give KIND=PER_HOUR, or a file of KIND: PER_HOUR lines") from None  # fmt: skip  # noqa: E501
 
 
 def _list() -> str:

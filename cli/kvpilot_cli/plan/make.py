@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from kvpilot_cli.plan.capacity import Cache, Memory, cache, kv_heads_per_gpu, memory, weight_bytes
 from kvpilot_cli.plan.facts import Model, PlanError
-from kvpilot_cli.plan.kept import Bound, check_bound, host_tokens
 from kvpilot_cli.plan.load import Cost, Load, cost
 from kvpilot_cli.plan.speed import Speed, attention_efficiency
 from kvpilot_formats import dtypes, hardware, models
@@ -28,8 +27,6 @@ class Request:
         dtypes: KV-cache dtypes; empty for the usual ones of the model.
         weights, kv: bytes of all GPUs together that replace the estimates.
         recent_tokens: length of the recent window; None for each dtype's default.
-        bound: adds the capacity of a bounded cache to the plan.
-        host: bytes of host memory for the offloaded blocks of one engine.
     """
 
     model: Model
@@ -44,8 +41,6 @@ class Request:
     kv: int | None = None
     load: Load | None = None
     recent_tokens: int | None = None
-    bound: Bound | None = None
-    host: int = 0
     gpu_hour: float | None = None
     """Price of one GPU for an hour, in the user's currency."""
 
@@ -61,56 +56,38 @@ class Request:
         layers = -(-self.model.full_layers // self.nodes) + sliding
         return self.model if self.nodes == 1 else replace(self.model, layers=layers, sliding_layers=sliding)
 
-    def hourly(self, cost: Cost) -> float | None:
-        """Return the hourly price of all replicas, or None if it is unknown."""
-        if self.gpu_hour is None or cost.replicas is None:
-            return None
-        return self.gpu_hour * cost.replicas * self.all_gpus
-
-    def per_million(self, cost: Cost) -> float | None:
-        """Return the price of a million generated tokens, or None if it is unknown."""
-        hourly, load = self.hourly(cost), self.load
-        if hourly is None or load is None:
-            return None
-        return hourly * 1e6 / (3600 * load.requests_per_second * load.generated_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Number of tokens and of sequences that fit if every sequence has `context` tokens."""
+    """Number of tokens and of sequences that fit if every sequence has `context_tokens`."""
 
-    context: int
-    tokens: int
+    context_tokens: int
+    capacity_tokens: int
     sequences: int
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Result for one dtype. If `infeasible` has a reason, all other fields are empty.
+    """Result for one dtype. If `veto` has a reason, all other fields are empty.
 
     Attributes:
-      bits: bits of a cache element, including its metadata.
-      token_bytes: bytes of one token in the full-attention layers of all GPUs, including copies of KV heads. If all
+      bits_per_element: bits of a cache element, including its metadata.
+      bytes_per_token: bytes of one token in the full-attention layers of all GPUs, including copies of KV heads. If all
         layers have a sliding window, the bytes of one token in these.
-      window_bytes: bytes of one sequence in layers with a sliding window, once the window is full, on all GPUs.
-      recent_tokens, recent_bytes: tokens and bytes of one sequence's recent window on all GPUs; 0 without one.
-      bounded: capacity with the bound; empty without a bound.
-      bounded_bytes: largest size of a sequence with the bound, on all GPUs.
-      host_tokens: tokens that fit in host memory; None if not requested or unknown.
+      window_bytes_per_sequence: bytes of one sequence in layers with a sliding window, once the window is full, on all
+        GPUs.
+      recent_tokens, recent_bytes_per_sequence: size of one sequence's recent window on all GPUs; 0 without one.
       cost: replicas for the load; None without a load or if the speed is unknown.
     """
 
     dtype: str
-    infeasible: str | None = None
-    bits: float = 0.0
-    token_bytes: int = 0
-    window_bytes: int = 0
+    veto: str | None = None
+    bits_per_element: float = 0.0
+    bytes_per_token: int = 0
+    window_bytes_per_sequence: int = 0
     recent_tokens: int = 0
-    recent_bytes: int = 0
-    fits: tuple[Fit, ...] = ()
-    bounded: tuple[Fit, ...] = ()
-    bounded_bytes: int = 0
-    host_tokens: int | None = None
+    recent_bytes_per_sequence: int = 0
+    capacities: tuple[Fit, ...] = ()
     notes: tuple[str, ...] = ()
     cost: Cost | None = None
 
@@ -136,8 +113,6 @@ def make(request: Request) -> Plan:
         raise PlanError(f"--nodes {request.nodes}: {model.name} has {model.layers} layers; use at most as many nodes")
     if request.nodes > 1 and request.load is not None:
         raise PlanError(f"--nodes {request.nodes}: the speed of a pipeline was not measured; leave the load out")
-    if request.bound is not None:
-        check_bound(model)
     dtype = request.weights_dtype or model.published
     weights = request.weights
     if weights is None and (request.kv is None or request.load is not None):
@@ -147,7 +122,7 @@ def make(request: Request) -> Plan:
         kv = request.kv // request.all_gpus
     else:
         split = memory(request.gpu, request.all_gpus, request.utilization, weights or 0)
-        kv = split.kv
+        kv = split.kv_bytes
         if not kv:
             raise PlanError(_too_large(request, weights or 0, split))
     contexts = request.contexts or _contexts(model)
@@ -171,13 +146,13 @@ def _contexts(model: Model) -> tuple[int, ...]:
 
 
 def _too_large(request: Request, weights: int, split: Memory) -> str:
-    need = f"{split.weights / 1e9:,.1f} GB of weights and {split.engine / 1e9:,.1f} GB for the engine do not leave room for a KV cache in {split.usable / 1e9:,.1f} GB"  # noqa: E501
+    need = f"{split.weights_bytes / 1e9:,.1f} GB of weights and {split.engine_bytes / 1e9:,.1f} GB for the engine do not leave room for a KV cache in {split.usable_bytes / 1e9:,.1f} GB"  # noqa: E501
     for gpus in (2, 4, 8, 16, 32):
         try:
             kv_heads_per_gpu(request.model, gpus)
         except PlanError:
             continue
-        if gpus > request.gpus and memory(request.gpu, gpus * request.nodes, request.utilization, weights).kv:
+        if gpus > request.gpus and memory(request.gpu, gpus * request.nodes, request.utilization, weights).kv_bytes:
             return f"--gpus {request.gpus}: {need} of each {request.gpu.name}; use --gpus {gpus}, or a smaller --weights-dtype"  # noqa: E501
     return f"--gpu {request.gpu.name}: {need}, however many are used; use a larger GPU, or a smaller --weights-dtype"
 
@@ -186,30 +161,20 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
     model, gpus, served = request.model, request.gpus, request.model.served(dtype)
     refusal = infeasible(model, served, request.gpu)
     if refusal is not None:
-        return Row(dtype, infeasible=refusal)
+        return Row(dtype, veto=refusal)
     layout = cache(request.stage, dtype, gpus, request.recent_tokens)
-    bounded = None if request.bound is None else request.bound.of(layout)
     recent = dtypes.parse(served).recent_tokens(request.recent_tokens, model.max_positions)
     return Row(
         dtype,
-        bits=dtypes.parse(served).bits_per_element(model.head_dim),
-        token_bytes=(layout.full_token_bytes or layout.window_token_bytes) * request.all_gpus,
-        window_bytes=layout.window_token_bytes * layout.window * request.all_gpus,
+        bits_per_element=dtypes.parse(served).bits_per_element(model.head_dim),
+        bytes_per_token=(layout.full_token_bytes or layout.window_token_bytes) * request.all_gpus,
+        window_bytes_per_sequence=layout.window_token_bytes * layout.window * request.all_gpus,
         recent_tokens=recent if layout.ring_blocks else 0,
-        recent_bytes=layout.ring_blocks * layout.full_token_bytes * layout.block * request.all_gpus,
-        fits=_fits(layout, kv, contexts),
-        bounded=() if bounded is None else _fits(bounded, kv, contexts),
-        bounded_bytes=0
-        if bounded is None
-        else bounded.most_pages * bounded.page_bytes * bounded.group_layers * request.all_gpus,
-        host_tokens=host_tokens(model, layout, gpus, request.host) if request.host else None,
+        recent_bytes_per_sequence=layout.ring_blocks * layout.full_token_bytes * layout.block * request.all_gpus,
+        capacities=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
         notes=dtype_notes(model, served),
         cost=_cost(request, dtype, layout, kv, weights),
     )
-
-
-def _fits(layout: Cache, kv: int, contexts: tuple[int, ...]) -> tuple[Fit, ...]:
-    return tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts)
 
 
 def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) -> Cost | None:
@@ -221,7 +186,16 @@ def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) ->
     if request.load is None or efficiency is None or wide is None:
         return None
     speed = Speed(request.model, request.gpu, request.gpus, layout, weights, efficiency, wide)
-    return cost(speed, kv, request.load)
+    return _priced(request, request.load, cost(speed, kv, request.load))
+
+
+def _priced(request: Request, load: Load, found: Cost) -> Cost:
+    if found.replicas is None:
+        return found
+    gpus = found.replicas * request.all_gpus
+    hour = None if request.gpu_hour is None else request.gpu_hour * gpus
+    millions = 3600 * load.requests_per_second * load.generated_tokens / 1e6
+    return replace(found, gpus=gpus, per_hour=hour, per_million_tokens=None if hour is None else hour / millions)
 
 
 def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
@@ -245,16 +219,6 @@ def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:
         found.append(f"{model.state_layers} layers keep a state of fixed size for each sequence, which is not counted")
     if model.shared_layers:
         found.append(f"{model.shared_layers} layers read another layer's cache and keep none")
-    if request.bound is not None:
-        if request.bound.budget is not None:
-            found.append("kvCache.retention: HeavyHitters is served on a GPU with our dtypes alone (docs/retention.md)")  # fmt: skip  # noqa: E501
-        if request.load is not None:
-            found.append("the cost of the load is for the whole cache, without kvCache.retention")
-    if request.host and (model.sliding_layers or model.latent_dim):
-        kind = "layers with a window, beside which our dtypes are not offloaded" if model.sliding_layers else "latents"
-        found.append(f"host memory is not planned for {kind} (docs/offloading.md)")
-    if request.bound is not None and request.host:
-        found.append("kvCache.retention and kvCache.offload do not go together: a service has one or the other")
     if model.source == "config.json" and model.weight_bytes is None and request.weights is None and request.kv is None:
         found.append("no weights next to config.json: their size is counted from the shapes of the text model")
     return tuple(found)

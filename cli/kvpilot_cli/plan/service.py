@@ -64,11 +64,6 @@ def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
         argv.append(f"--context={','.join(map(str, (*(c for c in CONTEXTS if c < longest), longest)))}")
     if (recent := _whole(spec, "kvCache", "recentTokens")) is not None:
         argv.append(f"--recent-tokens={recent}")
-    for option, field in (("sink", "sinkTokens"), ("window", "windowTokens"), ("budget", "budgetTokens")):
-        if (tokens := _whole(spec, "kvCache", "retention", field)) is not None:
-            argv.append(f"--retention-{option}-tokens={tokens}")
-    if (size := _whole(spec, "kvCache", "offload", "cpuMemoryGiB")) is not None:
-        argv.append(f"--offload-gib={size}")
     return argv
 
 
