@@ -17,6 +17,7 @@ from kvpilot_operator.act.ownership import claim
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
+from kvpilot_operator.decide.objects.placement import removed
 from kvpilot_operator.decide.rejections import finding, rejected
 from kvpilot_operator.observe.views import pool_view
 from kvpilot_operator.render.objects import inference_pool
@@ -84,7 +85,7 @@ async def told(cluster: Cluster, actor: Actor, whole: dict[str, Any]) -> Cause |
     found = await cluster.find(Ref(whole["apiVersion"], whole["kind"], KEY.namespace, name))
     seen = {} if found is None else {("InferencePool", name): pool_view(found, "u-1")}
     s = replace(snapshot(manifest()), key=KEY, objects=seen)
-    await actor.perform(s, Decision(s.status, Objects((whole,), {}, frozenset())))
+    await actor.perform(s, Decision(s.status, Objects((whole,), {}, frozenset(), removed=removed(s, (whole,)))))
     refused = rejected(replace(s, rejections=actor.rejections))
     return finding(refused) if refused else None
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvpilot_operator.act.perform import Actor
-from kvpilot_operator.act.ungate import ungate
+from kvpilot_operator.act.pod_marks import ungate
 from kvpilot_operator.api.names import ADMITTED
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import Conflict, NotFound, Rejected

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from datetime import timedelta
 
-from kvpilot_operator.act.perform import mark_do_not_evict
+from kvpilot_operator.act.pod_marks import mark_do_not_evict
 from kvpilot_operator.api.faults import Fault
 from kvpilot_operator.api.names import DO_NOT_EVICT_ANNOTATION
 from kvpilot_operator.decide import decide

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.act.ownership import claim
-from kvpilot_operator.act.perform import mark_do_not_evict
+from kvpilot_operator.act.pod_marks import mark_do_not_evict
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.decide import decide
@@ -172,10 +172,11 @@ def test_the_same_trial_runs_by_groups_wherever_the_operator_is_killed(bad, end)
 @pytest.mark.parametrize("steps", [[], STEPS])
 def test_a_canarys_group_starts_again_without_a_gate_before_it_gets_requests(steps):
     cluster = grouped(3, cluster={"requests": BUSY, "demand": 1}, steps=steps)
-    gates, asked = [], []
+    gates, asked, removed = [], [], []
 
     def watch(cluster):
         at_every_moment(cluster)
+        removed.append(decide(cluster.snapshot()).objects.removed)
         canary = cluster.parsed().canary
         view = cluster.api.workloads().get(canary.revision) if canary is not None else None
         if view is not None:
@@ -187,6 +188,10 @@ def test_a_canarys_group_starts_again_without_a_gate_before_it_gets_requests(ste
     cluster.until(ended)
     serves = cluster.settle().stable.revision
     assert serves == cluster.status["history"][0]["revision"]
+    # An apply alone cannot remove the gate that the claim has set.
+    name = ("LeaderWorkerSet", f"chat-{serves}")
+    without = {"leaderTemplate": {"spec": {"readinessGates": None}}}
+    assert next(filter(None, removed)) == {name: {"leaderWorkerTemplate": without}}
     # The template changes once, after the status says that the probes have passed.
     assert [one for one, before in pairwise(gates) if one[0] != before[0]] == [(True, True)]
     assert asked

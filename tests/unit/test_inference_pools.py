@@ -253,8 +253,11 @@ def test_a_canarys_pool_that_no_route_names_any_more_keeps_the_picker_that_the_s
     there = {("InferencePool", f"chat{end}"): ObjectView(f"p{end}", True, "1", old, picker) for end in ("", "-canary")}
     obj = apply_defaults({**obj, "spec": {**obj["spec"], "inferencePool": asked}})
     s = running(obj, OLD, objects=there, server=ServerFacts(inference_pools=True))
-    made = {one["metadata"]["name"]: one["spec"] for one in decide(s).objects.apply if one["kind"] == "InferencePool"}
+    placed = decide(s).objects
+    made = {one["metadata"]["name"]: one["spec"] for one in placed.apply if one["kind"] == "InferencePool"}
     assert made["chat-canary"].get("endpointPickerRef") == (picker if keeps else None)
+    # An apply alone cannot remove the picker that the claim has set.
+    assert placed.removed == ({} if keeps else {key: {"endpointPickerRef": None} for key in there})
     assert made["chat"].get("endpointPickerRef", {}).get("name") == asked.get("endpointPickerRef", {}).get("name")
 
 

@@ -16,14 +16,14 @@ import msgspec
 
 from kvpilot_operator.act.events import Events
 from kvpilot_operator.act.ownership import Reference, claim, hold, is_owned, own, starts_pods
+from kvpilot_operator.act.pod_marks import mark_do_not_evict, ungate
 from kvpilot_operator.act.rejections import Rejections
-from kvpilot_operator.act.ungate import ungate
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVICE_LABEL, baseline_name, deployment_name
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, Ref, version_of
 from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
-from kvpilot_operator.render.objects import baseline_config_map, pod_admission, pod_do_not_evict
-from kvpilot_operator.render.workloads import DEPLOYMENT, KINDS, LEADER_WORKER_SET
+from kvpilot_operator.render.objects import baseline_config_map, pod_admission
+from kvpilot_operator.render.workloads import DEPLOYMENT, KINDS
 from kvpilot_operator.state.decision import Decision, Manifest, Objects
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.snapshot import Snapshot
@@ -140,12 +140,12 @@ class Actor:
         fewer = [manifest for manifest in objects.apply if _shrinks(s, manifest)]
         for manifest in objects.apply:
             if manifest not in fewer:
-                await self._write(s, manifest, objects.named)
+                await self._write(s, manifest, objects)
         if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
             # Do not scale down yet, because it may rely on an object that was just refused. The next reconcile decides.
             return
         for manifest in fewer:
-            await self._write(s, manifest)
+            await self._write(s, manifest, objects)
         await self._scale(s, {r: n for r, n in objects.scale.items() if n < _replicas(s, r)})
         for revision in s.deployments:
             if revision not in objects.keep:
@@ -178,13 +178,13 @@ class Actor:
         self._rejections.accepted(what)
         return True
 
-    async def _write(self, s: Snapshot, manifest: Manifest, named: Sequence[Reference] = ()) -> None:
+    async def _write(self, s: Snapshot, manifest: Manifest, objects: Objects) -> None:
         what, content = (manifest["kind"], manifest["metadata"]["name"]), _hash(manifest)
         if "resourceVersion" in manifest["metadata"]:
             await self._attempt(s, what, content, partial(self._route, manifest))
             return
-        apply = partial(self._apply, s, manifest, content)
-        start = partial(self._start, s, named, what, apply)
+        apply = partial(self._apply, s, manifest, content, objects.removed.get(what))
+        start = partial(self._start, s, objects.named, what, apply)
         await self._attempt(s, what, content, start if starts_pods(s, manifest) else apply)
 
     async def _start(
@@ -209,8 +209,11 @@ class Actor:
         patch = {"metadata": {"resourceVersion": version}, "spec": manifest["spec"]}
         await self._cluster.merge(Ref.to(manifest), patch)
 
-    async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes) -> None:
-        """Apply a manifest, unless it was applied not long ago and the object has not changed since."""
+    async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes, removed: Manifest | None = None) -> None:
+        """Apply a manifest, unless it was applied not long ago and the object has not changed since.
+
+        Before that, merge `removed` into its spec.
+        """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
         # While the spec asks for a prefetch Job, the snapshot shows whether the Job exists.
@@ -219,8 +222,8 @@ class Actor:
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
             return
         uid = await self._uid(s, manifest)
-        if (without := _removed(s, manifest)) is not None:
-            await self._cluster.merge(Ref.to(manifest), {"metadata": {"uid": uid}, "spec": without})
+        if removed is not None:
+            await self._cluster.merge(Ref.to(manifest), {"metadata": {"uid": uid}, "spec": removed})
         pinned = {**manifest, "metadata": {**manifest["metadata"], **({"uid": uid} if uid else {})}}
         answer = await self._cluster.apply(pinned)
         # Spread the next writes. Otherwise, objects applied together at startup would all be due at the same time.
@@ -257,36 +260,8 @@ class Actor:
             self._applied[what] = None
 
 
-async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
-    """Ask cluster autoscalers not to evict these pods and their workers. Withdraw the request for all other pods.
-
-    Annotate the pods themselves, because a change of the pod template would restart them.
-    """
-    for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
-        if pod.terminating or pod.do_not_evict == asked:
-            continue
-        try:
-            await cluster.apply(pod_do_not_evict(s.key, pod, asked))
-        except ClusterError as error:
-            # Usually the pod was just deleted. Its uid in the write protects a new pod of that name.
-            log.info("pod not annotated: %s", error, extra={"service": str(s.key), "pod": pod.name})
-
-
 def _hash(manifest: Manifest) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(manifest, order="sorted"), digest_size=16).digest()
-
-
-def _removed(s: Snapshot, manifest: Manifest) -> Manifest | None:
-    """Return a merge patch that removes a field which kvpilot no longer sets, but another field manager co-owns."""
-    seen = s.objects.get((manifest["kind"], manifest["metadata"]["name"]))
-    if manifest["kind"] == "InferencePool" and seen is not None and seen.picker:
-        return {"endpointPickerRef": None} if "endpointPickerRef" not in manifest["spec"] else None
-    there = s.deployments.get(manifest["metadata"]["labels"].get(REVISION_LABEL, ""))
-    if manifest["kind"] != LEADER_WORKER_SET.name or there is None or not there.has_gate:
-        return None
-    # The create that claimed the name has also set the gate. An apply without the gate does not remove it.
-    gated = "readinessGates" in LEADER_WORKER_SET.pod_template(manifest)["spec"]
-    return None if gated else {"leaderWorkerTemplate": {"leaderTemplate": {"spec": {"readinessGates": None}}}}
 
 
 def _workload(s: Snapshot, revision: str) -> tuple[str, str]:

@@ -129,7 +129,9 @@ class Objects:
     absent: tuple[Ref, ...] = ()
     """Objects to delete if the service owns them."""
     named: tuple[Ref, ...] = ()
-    """Objects that the service must own, and that pods need before they start."""
+    """Objects that pods need before they start, and that the service must own."""
+    removed: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
+    """Merge patches of `spec` by (kind, name), which remove fields that another manager has set, too."""
 
 
 class Latency(NamedTuple):

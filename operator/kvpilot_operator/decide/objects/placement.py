@@ -1,13 +1,19 @@
 """The objects of a service: workloads, Services, the disruption budget, the route. A trial asks for at most one pod
 more than the service's replicas, and only if a free place was observed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import msgspec
 
-from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, SPEC_ANNOTATION, canary_service
+from kvpilot_operator.api.names import (
+    HTTP_ROUTE_API,
+    INFERENCE_POOL_API,
+    REVISION_LABEL,
+    SPEC_ANNOTATION,
+    canary_service,
+)
 from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Placed, in_flight
@@ -16,8 +22,10 @@ from kvpilot_operator.decide.rejections import of_workload
 from kvpilot_operator.decide.traffic_plan import counts, floor, rolling_step, total
 from kvpilot_operator.render import objects as render
 from kvpilot_operator.render.route import POOLS, Backend, backend, carries, own_rules, weighted
+from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from kvpilot_operator.state.decision import Manifest, Objects, Ref
 from kvpilot_operator.state.questions import Question
+from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Stable
 
 
@@ -49,7 +57,26 @@ def in_any_order(c: Context) -> Context:
 def _placed(c: Context, apply: tuple[Manifest, ...], named: tuple[Ref, ...]) -> Context:
     scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
     absent = (*c.storage.absent, *c.shared.absent)
-    return replace(c, objects=Objects((*c.storage.apply, *apply), scale, frozenset(c.wanted), absent, named))
+    without = removed(c.snapshot, apply)
+    return replace(c, objects=Objects((*c.storage.apply, *apply), scale, frozenset(c.wanted), absent, named, without))
+
+
+def removed(s: Snapshot, apply: Sequence[Manifest]) -> dict[tuple[str, str], Manifest]:
+    """Return merge patches for fields that these manifests no longer have, but that another manager has set, too."""
+    patches = {(made["kind"], made["metadata"]["name"]): _removed(s, made) for made in apply}
+    return {what: patch for what, patch in patches.items() if patch is not None}
+
+
+def _removed(s: Snapshot, made: Manifest) -> Manifest | None:
+    seen = s.objects.get((made["kind"], made["metadata"]["name"]))
+    if made["kind"] == "InferencePool" and seen is not None and seen.picker:
+        return {"endpointPickerRef": None} if "endpointPickerRef" not in made["spec"] else None
+    there = s.deployments.get(made["metadata"].get("labels", {}).get(REVISION_LABEL, ""))
+    if made["kind"] != LEADER_WORKER_SET.name or there is None or not there.has_gate:
+        return None
+    # The claim of the set's name has set the gate.
+    gated = "readinessGates" in LEADER_WORKER_SET.pod_template(made)["spec"]
+    return None if gated else {"leaderWorkerTemplate": {"leaderTemplate": {"spec": {"readinessGates": None}}}}
 
 
 def replicas(c: Context) -> Context:

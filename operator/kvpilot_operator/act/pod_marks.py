@@ -1,18 +1,27 @@
-"""Removal of the readiness gate from a serving Deployment, so that its later pods need no operator."""
+"""Marks on pods: the readiness gate of a serving Deployment's pods, and requests not to evict a pod."""
+
+import logging
 
 from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, deployment_name
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, Ref
+from kvpilot_operator.errors import ClusterError
+from kvpilot_operator.render.objects import pod_do_not_evict
 from kvpilot_operator.render.workloads import DEPLOYMENT
 from kvpilot_operator.state.decision import Ungating
 from kvpilot_operator.state.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
 
 _NO_GATE = {"template": {"spec": {"readinessGates": None}}}
 
 
 async def ungate(cluster: Cluster, s: Snapshot, step: Ungating) -> None:
-    """Take one step of the removal. Unless it resumes the Deployment, also remove the gate from the ReplicaSets."""
+    """Take one step for a revision's Deployment, and remove the gate from its ReplicaSets unless it goes on.
+
+    Its later pods then need no operator.
+    """
     name = deployment_name(s.key.name, step.revision)
     uid = s.objects[DEPLOYMENT.name, name].uid
 
@@ -28,3 +37,18 @@ async def ungate(cluster: Cluster, s: Snapshot, step: Ungating) -> None:
     for one in await cluster.list(DEPLOYMENT.api_version, DEPLOYMENT.pods_owner, s.key.namespace, selector):
         if is_owned(one, uid) and one["spec"]["template"]["spec"].get("readinessGates"):
             await patch(DEPLOYMENT.pods_owner, one["metadata"]["name"], one["metadata"]["uid"], _NO_GATE)
+
+
+async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
+    """Ask cluster autoscalers not to evict these pods and their workers. Withdraw the request for all other pods.
+
+    Annotate the pods themselves, because a change of the pod template would restart them.
+    """
+    for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
+        if pod.terminating or pod.do_not_evict == asked:
+            continue
+        try:
+            await cluster.apply(pod_do_not_evict(s.key, pod, asked))
+        except ClusterError as error:
+            # Usually the pod was just deleted. Its uid in the write protects a new pod of that name.
+            log.info("pod not annotated: %s", error, extra={"service": str(s.key), "pod": pod.name})
