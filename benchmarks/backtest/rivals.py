@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.backtest.hpa import Hpa
+from benchmarks.backtest.verdicts import RULE, told
 from benchmarks.backtest.wva import Wva
 from kvpilot_cli.backtest.command import main
 from kvpilot_cli.backtest.compare import POLICIES, Row, Start, Starter
@@ -18,7 +19,6 @@ from kvpilot_cli.backtest.costs import Profile
 from kvpilot_cli.backtest.policies import SCRAPE
 from kvpilot_cli.backtest.report import HEADER, cells, explained
 from kvpilot_cli.backtest.service import Objective, Service
-from kvpilot_cli.backtest.verdicts import RULE, told
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.samples import Sample
 

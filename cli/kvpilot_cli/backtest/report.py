@@ -8,7 +8,6 @@ from typing import Any
 
 from kvpilot_cli.backtest.compare import Row
 from kvpilot_cli.backtest.service import Objective
-from kvpilot_cli.backtest.verdicts import RULE, told
 from kvpilot_cli.text_tables import render
 
 HEADER = (
@@ -39,10 +38,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def terminal(rows: Sequence[Row], objective: Objective) -> str:
-    """Return the table in aligned columns of at most 120 characters, its explanation and the verdicts."""
+    """Return the table in aligned columns of at most 120 characters, and its explanation."""
     shown = [i for i, name in enumerate(HEADER) if name not in _HIDDEN]
     table = render([HEADER[i] for i in shown], [[cells(row)[i] for i in shown] for row in rows], left=(0, 1))
-    return "\n".join([table, "", textwrap.fill(f"{explained(objective)} {RULE}", 118), "", *told(rows)])
+    return f"{table}\n\n{textwrap.fill(explained(objective), 118)}"
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
