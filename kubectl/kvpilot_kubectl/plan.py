@@ -11,23 +11,16 @@ from kvpilot_kubectl.api import Cluster
 from kvpilot_kubectl.errors import DONE, REFUSED, Forbidden, Missing, ToolError
 from kvpilot_kubectl.fields import Json, at, items, text
 
-_NO_GPU = ("cpu", "unlabelled-")
-
 
 def show(cluster: Cluster, name: str, *, gpu: str | None, model: str | None) -> int:
     """Print the plan. If there is none, `kvpilot plan` has printed the reason to stderr."""
     obj = cluster.service(name)
-    argv = arguments(obj, gpu or gpu_of(cluster, obj), model)
+    try:
+        argv = service.arguments(obj, gpu or gpu_of(cluster, obj), model)
+    except PlanError as error:
+        raise ToolError(str(error)) from error
     print(f"$ kvpilot plan {shlex.join(argv)}", flush=True)
     return DONE if plan.main(argv) == 0 else REFUSED
-
-
-def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
-    """Translate the service into arguments of `kvpilot plan`. Raise ToolError if it does not name its model."""
-    try:
-        return service.arguments(obj, gpu, model)
-    except PlanError as error:
-        raise ToolError(f"{error}, with --model") from error
 
 
 def gpu_of(cluster: Cluster, obj: Json) -> str:
@@ -36,8 +29,8 @@ def gpu_of(cluster: Cluster, obj: Json) -> str:
     Raises:
         ToolError: no source names a GPU, or one names several.
     """
-    for found in (_by_nodes(cluster, text(obj, "metadata", "name")), service.selected_gpus(obj), _tried(obj)):
-        known = sorted({one for one in found if one and not one.startswith(_NO_GPU)})
+    by_nodes = service.known_gpus(_by_nodes(cluster, text(obj, "metadata", "name")))
+    for known in (by_nodes, service.selected_gpus(obj), service.known_gpus(_tried(obj))):
         if len(known) > 1:
             raise ToolError(f"the service has several kinds of GPU ({' and '.join(known)}): name one with --gpu")
         if known:
