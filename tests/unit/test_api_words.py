@@ -25,8 +25,8 @@ from kvpilot_runtime import errors
 from support.crd import root_schema
 
 DOCS = Path(__file__).parents[2] / "docs"
-WEIGHED = {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.SCALE_OUT, Action.SCALE_IN, Action.OFFLOAD}
-TAKEN = set(Action) - {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.OFFLOAD}
+WEIGHED = {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP, Action.SCALE_OUT, Action.SCALE_IN}
+TAKEN = set(Action) - {Action.STAY, Action.DTYPE_DOWN, Action.DTYPE_UP}
 
 
 def fields(name: str) -> Iterator[Mapping[str, Any]]:

@@ -51,7 +51,6 @@ class Action(StrEnum):
     DTYPE_UP = "DtypeUp"
     SCALE_OUT = "ScaleOut"
     SCALE_IN = "ScaleIn"
-    OFFLOAD = "Offload"
 
 
 class Outcome(StrEnum):

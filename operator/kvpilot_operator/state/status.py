@@ -198,7 +198,7 @@ class Option(Record, frozen=True, kw_only=True):
     """A step that the policy compared with others, and the dtype, replicas and capacity that it would lead to."""
 
     action: Action
-    """Stay, DtypeDown, DtypeUp, ScaleOut, ScaleIn or Offload."""
+    """Stay, DtypeDown, DtypeUp, ScaleOut or ScaleIn."""
     dtype: Word
     """Dtype after the step."""
     replicas: Count

@@ -59,8 +59,6 @@ class Workload:
     host_hits: float | None = None
     """Share of prompt tokens that came from host memory or disk. `disk_hits` is the share from disk alone."""
     disk_hits: float | None = None
-    thrown_out: bool = False
-    """True if memory is the limit because prefixes are evicted."""
     mean_prompt: float | None = None
     mean_generation: float | None = None
     requests_per_second: float | None = None
@@ -151,7 +149,7 @@ def classify(
     surge = None if kind == WorkloadKind.ENGINES_STALLED else find(window, pressure, objectives)
     waits = kind in _BOUND or surge is not None or any(one.state == ObjectiveState.MISSED for one in measured)
     best = windows.best_rate(samples[:end], pressure.sustained_seconds) if waits else (None, None)
-    f, memory_binds = seen.flows, kind == WorkloadKind.MEMORY_BOUND
+    f = seen.flows
     return Workload(
         kind=kind,
         message=message,
@@ -165,8 +163,7 @@ def classify(
         gpu_hits=_ratio(f.prefix_hits, f.prefix_queries),
         host_hits=_ratio(f.host_hits, f.prefix_queries),
         disk_hits=_ratio(min(f.disk_hits, f.host_hits), f.prefix_queries),
-        thrown_out=memory_binds and lost is not None,
-        memory=memory_binds or lost is not None,
+        memory=kind == WorkloadKind.MEMORY_BOUND or lost is not None,
         computed_prompt=_ratio(f.computed, f.finished),
         mean_prompt=_ratio(f.prompt_tokens, f.finished),
         mean_generation=_ratio(f.generation_tokens, f.finished),

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from kvpilot_formats import dtypes
-from kvpilot_formats.arguments import rules
 from kvpilot_operator.api.words import Action, Outcome, WorkloadKind
 from kvpilot_operator.decide.load.saturation import SHARE, able, backing_off, beyond
 from kvpilot_operator.decide.load.surge import DRAIN_SECONDS
-from kvpilot_operator.decide.steps.capacity import bits_per_element, gain, ring_share, smaller
+from kvpilot_operator.decide.steps.capacity import gain, ring_share, smaller
 from kvpilot_operator.decide.steps.ladder import Rung, rungs
 from kvpilot_operator.decide.steps.latency import Expected, expected_itl_change, would_miss
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
@@ -212,39 +211,6 @@ def needed(s: PolicyInput) -> int:
     return math.ceil(s.replicas * w.demand_tokens / held) if held > 0 else 0
 
 
-def offload(s: PolicyInput) -> list[Weighed]:
-    """Weigh host memory for as many tokens as the GPUs hold, if prefixes are evicted. Only a person can add it."""
-    if not s.workload.thrown_out:
-        return []
-    model, per_pod = s.model, s.workload.capacity_per_pod
-    tokens = int(2 * per_pod * s.counted)
-    memory = "as much host memory as the caches of its GPUs take"
-    if model is not None and not model.mla and model.head_dim > 0:
-        bits = bits_per_element(s.dtype, model, s.spec.kv_cache.skip_layers)
-        taken = per_pod * model.layers * model.kv_heads * 2 * model.head_dim * bits / 8
-        memory = f"cpuMemoryGiB {math.ceil(taken / 2**30)}"
-    outcome, why = _offload_closed(s)
-    text = f"{why}; with {memory} GPUs and hosts would hold {tokens} tokens of prefixes"
-    fits = percent(s.workload.demand_tokens, tokens) <= s.spec.kv_cache.pressure.high_percent
-    option = _option(Action.OFFLOAD, (s.dtype, s.replicas), outcome, text, tokens)
-    return [Weighed(option, open=False, fits=fits)]
-
-
-def _offload_closed(s: PolicyInput) -> Closed:
-    asked, engine, kept = s.spec.kv_cache.offload, s.spec.engine, s.spec.kv_cache.retention
-    if kept is not None and s.spec.kv_cache.bounded:
-        return Outcome.VETOED, f"kvCache.retention {kept.policy} frees pages that offloading would look for"
-    if s.spec.offloads:
-        size = f" {asked.cpu_memory_gib} GiB of" if asked is not None else ""
-        brought = f"{100 * (s.workload.host_hits or 0.0):.0f}% of the prompts' tokens come from{size} host memory"
-        return Outcome.INSUFFICIENT, f"{brought}, and prefixes are thrown out all the same"
-    if any(engine.arguments.on(option) for option in rules.SEVERAL_ENGINES):
-        return Outcome.VETOED, "kvCache.offload is for one engine in a pod, and engine.extraArgs starts several"
-    if dtypes.parse(s.dtype).ours and s.model is not None and s.model.window_layers:
-        return Outcome.VETOED, f"{s.dtype} cannot be offloaded in a model with sliding-window layers"
-    return Outcome.NOT_OWNER, "kvCache.offload is not set, and the memory of your hosts is yours to give"
-
-
 def scale_in(s: PolicyInput) -> Weighed:
     """Weigh a scale-in: by one replica or, if the request rate that one replica can handle is known, by up to half."""
     least = s.replicas - 1
@@ -293,12 +259,11 @@ def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
 
 
 def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
-    """Describe each step's cost per hour, without offloading (host memory has no price); empty without a GPU price."""
+    """Describe each step's cost per hour; empty without a GPU price."""
     if s.gpu_hour_micros is None:
         return ""
     each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6
-    told = [f"{one.dtype} at {one.replicas} {each * one.replicas:.2f}" for one in steps if one.action != Action.OFFLOAD]
-    return f"; an hour costs: {', '.join(told)}" if told else ""
+    return f"; an hour costs: {', '.join(f'{one.dtype} at {one.replicas} {each * one.replicas:.2f}' for one in steps)}"
 
 
 def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:

@@ -73,7 +73,7 @@ def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = Non
 def _relieve(s: PolicyInput) -> PolicyDecision:
     """Choose more memory or a replica, because requests wait or are late."""
     w, downs, more = s.workload, options.down(s), options.out(s)
-    steps, memory = [*downs, *options.offload(s), more], w.kind == WorkloadKind.MEMORY_BOUND
+    steps, memory = [*downs, more], w.kind == WorkloadKind.MEMORY_BOUND
     picked = more if more.open and (w.surge or not memory) else None
     if picked is None and memory:
         # Take the safest dtype that is enough, else replicas, else the smallest dtype unless all objectives are met.
