@@ -116,8 +116,8 @@ def test_every_model_with_a_kv_cache_that_is_known_can_be_planned():
         try:
             model = from_config(config, name, weight_bytes=10**9)
             plan = make(Request(model, find_gpu("B200"), kv=10**11, weights=10**9))
-            assert all(row.token_bytes > 0 for row in plan.rows if row.infeasible is None), name
-            assert any(row.infeasible is None for row in plan.rows), name
+            assert all(row.bytes_per_token > 0 for row in plan.rows if not row.veto), name
+            assert any(not row.veto for row in plan.rows), name
         except PlanError as error:
             refused[name] = str(error)
     assert set(refused) == {*COMPRESSED, *SPARSE, "mistralai/Mamba-Codestral-7B-v0.1", "openai/whisper-tiny"}, refused
@@ -184,4 +184,4 @@ def test_a_broken_config_is_read_or_refused_in_one_line(config):
     except (PlanError, formats.FormatError) as error:
         assert "\n" not in str(error)
     else:
-        assert all(row.token_bytes > 0 for row in plan.rows if row.infeasible is None)
+        assert all(row.bytes_per_token > 0 for row in plan.rows if not row.veto)

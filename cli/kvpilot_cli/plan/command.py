@@ -169,28 +169,11 @@ def _load(options: argparse.Namespace) -> Load | None:
 
 
 def _list() -> str:
-    known = [[m.name, f"{(m.parameters or 0) / 1e9:,.1f}", f"{m.max_positions or 0:,}"] for m in models.table()]
-    also = [f"  {m.name}: {', '.join(n.rpartition('/')[2] for n in m.also)}" for m in models.table() if m.also]
-    listed = {name for m in models.table() for name in (m.name, *m.also)}
-    more = textwrap.fill(
-        ", ".join(name for name in models.published() if name not in listed), 118, break_on_hyphens=False
-    )
+    named = textwrap.fill(", ".join(models.names()), 118, break_on_hyphens=False)
     gpus = [
         [g.name, f"{g.memory_mib:,}", f"{g.bandwidth_gb_s:,}", ".".join(map(str, g.compute_capability))] for g in GPUS
     ]
-    return "\n".join(
-        [
-            render(["model", "10^9 parameters", "tokens"], known),
-            "",
-            "models with the same facts:",
-            *also,
-            "",
-            "models of docs/models.md, planned by their config.json:",
-            textwrap.indent(more, "  "),
-            "",
-            render(["GPU", "MiB", "GB/s", "compute capability"], gpus),
-        ]
-    )
+    return f"{named}\n\n{render(['GPU', 'MiB', 'GB/s', 'compute capability'], gpus)}"
 
 
 def _list_of(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:

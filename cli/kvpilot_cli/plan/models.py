@@ -50,6 +50,11 @@ def find(name: str) -> Model:
     raise PlanError(f"MODEL {name!r} is neither a folder nor in the table; {hint}")
 
 
+def names() -> list[str]:
+    """Return the proper names of all models in order."""
+    return sorted({called for called, _ in _known().values()})
+
+
 @functools.cache
 def _known() -> dict[str, tuple[str, Callable[[], Model]]]:
     """Return each model's proper name and facts, by full and by short name. models.yaml takes precedence."""
