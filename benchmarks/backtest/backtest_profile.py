@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from msgspec import to_builtins
 
-from kvpilot_cli.backtest.costs import Costs, Profile, Shape
+from kvpilot_cli.backtest.costs import Costs, Profile
+from kvpilot_operator.state.snapshot import ModelFacts
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 PACKAGE = Path(__file__).parents[2] / "cli" / "kvpilot_cli" / "backtest" / "h200-llama3-8b.json"
-MODEL = Shape(head_dim=128, kv_heads=8, layers=32, window_layers=0)
+MODEL = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=0, mla=False)
 
 
 def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:

@@ -25,7 +25,7 @@ from kvpilot_cli.backtest.buckets import FINE
 from kvpilot_cli.backtest.compare import START_SECONDS, TIMEOUT
 from kvpilot_cli.backtest.costs import Profile, load_profile
 from kvpilot_cli.backtest.loads import NAMES, STEP, Load, synthetic
-from kvpilot_cli.backtest.pilot import Pilot, load_spec, model_of, node_of
+from kvpilot_cli.backtest.pilot import Pilot, load_spec, node_of
 from kvpilot_cli.backtest.policies import PROBE_SECONDS
 from kvpilot_cli.backtest.service import Objective
 from kvpilot_cli.text_tables import render
@@ -115,7 +115,7 @@ def run_fleet(
     pods = Pods(np.full(size, begin, dtype=np.int64))
     first = "fp8" if policy == "fp8-hpa" else spec.kv_cache.baseline
     dtype = np.full(size, dtypes.index(first), dtype=np.int64)
-    pilots = [Pilot(spec, node_of(profile), model_of(profile), first) for _ in loads]
+    pilots = [Pilot(spec, node_of(profile), profile.model, first) for _ in loads]
     crew = Crew(pilots, moments)
     hpa = Hpa(pods.ready, target=hpa_target, minimum=max(1, spec.scaling.min_replicas),
               maximum=spec.scaling.max_replicas, sync_seconds=STEP)  # fmt: skip

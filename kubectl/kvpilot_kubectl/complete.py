@@ -120,9 +120,9 @@ def _contexts(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _gpus(_: argparse.Namespace) -> Iterator[str]:
-    from kvpilot_cli.plan.gpus import BF16_TFLOPS
+    from kvpilot_cli.plan.gpus import NAMES
 
-    yield from BF16_TFLOPS
+    yield from NAMES
 
 
 _COMPLETERS = {

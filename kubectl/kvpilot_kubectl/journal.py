@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from kvpilot_kubectl.fields import Json, items, moment, text, whole
+from kvpilot_kubectl.fields import Json, event_time, items, moment, text, whole
 from kvpilot_operator.api.words import Action
 
 _WARNINGS = (Action.ROLL_BACK, Action.HOLD)
@@ -78,9 +78,8 @@ def _step(one: Json) -> Step:
 
 
 def _event(one: Json) -> Entry:
-    times = (moment(one, *path) for path in (("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp")))
     return Entry(
-        time=next((time for time in times if time is not None), None),
+        time=event_time(one),
         action=text(one, "reason") or "(no reason)",
         reason="",
         message=text(one, "message"),

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from kvpilot_kubectl.fields import Json, at, items, moment, text, whole
+from kvpilot_kubectl.fields import Json, at, event_time, items, text, whole
 
 SHOWN = 5
 """Largest number of pods whose Events are read. Other pods of a service usually have the same warnings."""
@@ -44,9 +44,8 @@ def warned(pod: Json, events: Iterable[Json]) -> tuple[Warned, ...]:
     for one in events:
         if text(one, "type") != "Warning" or text(one, "involvedObject", "uid") != uid:
             continue
-        times = (moment(one, *path) for path in (("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp")))
         found = Warned(
-            name, node, text(one, "reason"), text(one, "message"), next((time for time in times if time), None),
+            name, node, text(one, "reason"), text(one, "message"), event_time(one),
             whole(one, "count") or 1,
         )  # fmt: skip
         before = newest.get((found.reason, found.message))

@@ -1,7 +1,6 @@
 """`kvpilot backtest`: run loads through the pilot, and report as text and JSON."""
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -51,7 +50,7 @@ def _backtest(
     if note:
         print(note)
     if a.json:
-        a.json.write_text(json.dumps(report.as_json(rows), indent=1) + "\n", encoding="utf-8")
+        a.json.write_bytes(report.as_json(rows) + b"\n")
     return 0
 
 

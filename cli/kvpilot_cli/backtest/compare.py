@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvpilot_cli.backtest.costs import Profile
 from kvpilot_cli.backtest.loads import Asked
-from kvpilot_cli.backtest.pilot import Pilot, model_of, node_of
+from kvpilot_cli.backtest.pilot import Pilot, node_of
 from kvpilot_cli.backtest.policies import SCRAPE, Fixed, Piloted, Policy
 from kvpilot_cli.backtest.service import Objective, Service
 from kvpilot_operator.api.scaling import Objective as LatencyObjective
@@ -69,7 +69,7 @@ Starter = Callable[[Spec, Profile, Objective], Start]
 def by_pilot(spec: Spec, profile: Profile, _objective: Objective) -> Start:
     """Start with the pilot's rules and the spec's replicas."""
     replicas, baseline = spec.scaling.clamp(spec.replicas), spec.kv_cache.baseline
-    return Piloted(Pilot(spec, node_of(profile), model_of(profile), baseline), replicas), baseline, replicas
+    return Piloted(Pilot(spec, node_of(profile), profile.model, baseline), replicas), baseline, replicas
 
 
 def by_objectives(spec: Spec, profile: Profile, objective: Objective) -> Start:

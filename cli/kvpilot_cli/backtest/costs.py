@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from kvpilot_operator.decide.steps.capacity import gain
+from kvpilot_operator.state.snapshot import ModelFacts
 
 
 class BacktestError(ValueError):
@@ -49,22 +50,14 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
         return self.per_prefill_token * tokens + self.per_prefill_pair * tokens * (context + tokens / 2)
 
 
-class Shape(Struct, frozen=True):
-    """The engine's facts about the model."""
-
-    head_dim: int
-    kv_heads: int
-    layers: int
-    window_layers: int
-
-
 class Profile(Struct, frozen=True):
     """Costs of every dtype of one model on one GPU, and the number of GPUs in a replica."""
 
     name: str
     gpu: str
     """GPU, as the node label nvidia.com/gpu.product names it."""
-    model: Shape
+    model: ModelFacts
+    """Facts that the engines report about the model."""
     gpus_per_replica: int
     costs: dict[str, Costs]
     max_num_seqs: int = 1024

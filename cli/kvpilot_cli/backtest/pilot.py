@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from msgspec.structs import asdict
 
 from kvpilot_cli.backtest.costs import BacktestError, Profile
 from kvpilot_operator.api.faults import judge
@@ -60,11 +59,6 @@ def node_of(profile: Profile) -> NodeFacts:
     if gpu is None:
         return NodeFacts(profile.gpu)
     return NodeFacts(profile.gpu, gpu.compute_capability, gpu.memory_mib)
-
-
-def model_of(profile: Profile) -> ModelFacts:
-    """Return the facts that the profile's engines report about their model."""
-    return ModelFacts(**asdict(profile.model), mla=False)
 
 
 @dataclass(slots=True)

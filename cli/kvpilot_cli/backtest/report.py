@@ -4,7 +4,8 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+
+import msgspec
 
 from kvpilot_cli.backtest.compare import Row
 from kvpilot_cli.backtest.service import Objective
@@ -44,11 +45,7 @@ def terminal(rows: Sequence[Row], objective: Objective) -> str:
     return f"{table}\n\n{textwrap.fill(explained(objective), 118)}"
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return all figures as JSON values. Infinite and unknown numbers become null."""
-
-    def plain(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return [{k: plain(v) for k, v in (asdict(r) | {"good_percent": round(r.good_percent, 3),
-             "gpu_hours_per_million_good": round(r.price, 2)}).items()} for r in rows]  # fmt: skip
+def as_json(rows: Sequence[Row]) -> bytes:
+    """Return all figures as JSON. Infinite and unknown numbers become null."""
+    more = [{"good_percent": round(r.good_percent, 3), "gpu_hours_per_million_good": round(r.price, 2)} for r in rows]
+    return msgspec.json.format(msgspec.json.encode([asdict(r) | m for r, m in zip(rows, more, strict=True)]), indent=1)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from kvpilot_cli.plan.capacity import Cache
 from kvpilot_cli.plan.facts import Model
-from kvpilot_cli.plan.gpus import BF16_TFLOPS
 from kvpilot_operator.decide.steps.latency import EFFICIENCY
 from kvpilot_operator.gpus import Gpu
 
@@ -99,4 +98,4 @@ class Speed:
         return 2 * ((model.parameters or 0) - idle - looked_up) + 4 * model.heads * model.head_dim * seen
 
     def _peak(self) -> float:
-        return BF16_TFLOPS[self.gpu.name] * 1e12 * self.gpus
+        return self.gpu.bf16_tflops * 1e12 * self.gpus
