@@ -100,10 +100,6 @@ class Cluster:
             kind = {"group": group, "version": version, "plural": "leaderworkersets"}
             return self._ask("get", "leaderworkersets", self._custom.get_namespaced_custom_object, **kind, **about)
 
-    def node(self, name: str) -> Json:
-        """Return one node."""
-        return self._ask("get", "nodes", self._core.read_node, name=name)
-
     def namespaces(self) -> Iterator[str]:
         """Yield the names of all namespaces."""
         for page in self._pages("list", "namespaces", self._core.list_namespace):

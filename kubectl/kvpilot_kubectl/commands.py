@@ -59,13 +59,6 @@ def parser() -> argparse.ArgumentParser:
     status.add_argument("-A", "--all-namespaces", action="store_true", help="show services of all namespaces")
     status.add_argument("-o", "--output", choices=["wide"], help="wide: more columns in the list")
     command("why", _why, "show each decision with its reason and figures, oldest first")
-    plan = command("plan", _plan, "run `kvpilot plan` for the service's model on its GPU")
-    plan.add_argument(
-        "--gpu", metavar="NAME", help="plan for this GPU instead of its nodes' GPU; `kvpilot plan --list` shows names"
-    )
-    plan.add_argument(
-        "--model", metavar="MODEL", help="a model that `kvpilot plan --list` shows, or a folder with a config.json"
-    )
     command("export", _export, "print its manifest with the dtype that it has earned as kvCache.startDtype")
     command("pause", _pause, "start no canary, and hold a running one (spec.rollout.paused: true)")
     command("resume", partial(_pause, paused=False), "continue after a pause (spec.rollout.paused: false)")
@@ -133,12 +126,6 @@ def _why(options: argparse.Namespace) -> int:
         events, notes = [], [f"Events are left out: {error}"]
     show.display(show.timeline(service.read(obj), journal.entries(obj, events), datetime.now(UTC), notes))
     return DONE
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from kvpilot_kubectl import plan
-
-    return plan.show(cluster(options), options.service, gpu=options.gpu, model=options.model)
 
 
 def _export(options: argparse.Namespace) -> int:

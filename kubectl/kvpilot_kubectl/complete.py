@@ -71,7 +71,7 @@ def _stay(_: int = 0) -> None:
 
 
 def _wants_file(words: list[str]) -> bool:
-    return words[-1].startswith("--kubeconfig=") or words[-2:-1] in (["--kubeconfig"], ["--model"])
+    return words[-1].startswith("--kubeconfig=") or words[-2:-1] == ["--kubeconfig"]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,15 +119,8 @@ def _contexts(options: argparse.Namespace) -> Iterator[str]:
     yield from contexts(getattr(options, "kubeconfig", None))[0]
 
 
-def _gpus(_: argparse.Namespace) -> Iterator[str]:
-    from kvpilot_cli.plan.gpus import NAMES
-
-    yield from NAMES
-
-
 _COMPLETERS = {
     "service": _known(_services),
     "namespace": _known(_namespaces),
     "context": _known(_contexts),
-    "gpu": _known(_gpus),
 }

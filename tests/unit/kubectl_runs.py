@@ -12,7 +12,7 @@ from kvpilot_kubectl.main import main
 from support.services import manifest
 
 Run = Callable[..., tuple[int, str, str]]
-COMMANDS = ("abort", "export", "pause", "plan", "promote", "resume", "retry", "status", "why")
+COMMANDS = ("abort", "export", "pause", "promote", "resume", "retry", "status", "why")
 
 
 @contextmanager

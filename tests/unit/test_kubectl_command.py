@@ -36,7 +36,7 @@ def run(api: LoopbackApi, capsys: pytest.CaptureFixture[str]) -> Run:
         (["status", "--everything"], "--everything"),
         (["status", "-o", "xml"], "xml"),
         (["status", "-o", "json"], "json"),
-        (["plan", "chat", "--deny"], "--deny"),
+        (["why", "chat", "--deny"], "--deny"),
         (["promote"], "SERVICE"),
         (["pause", "Chat"], "'Chat' is not a valid name"),
         (["pause", ""], "'' is not a valid name"),

@@ -24,13 +24,12 @@ def api(tmp_path: Path) -> Iterator[LoopbackApi]:
     ("words", "found"),
     [
         ([""], list(COMMANDS)),
-        (["p"], ["pause", "plan", "promote"]),
+        (["p"], ["pause", "promote"]),
         (["status", ""], ["chat"]),
         (["why", "x"], []),
         (["status", "--context", ""], ["bare", "here"]),
         (["status", "-n", ""], ["models", "other"]),
         (["status", "--all"], ["--all-namespaces"]),
-        (["plan", "chat", "--gpu", "H2"], ["H20", "H200", "H200-NVL"]),
         (["status", "-o", ""], ["wide"]),
     ],
     ids=" ".join,
@@ -55,7 +54,7 @@ def test_a_shell_that_asks_by_argcompletes_protocol_is_answered() -> None:
     program = Path(sys.executable).with_name("kubectl-kvpilot")
     asked = ["bash", "-c", f"'{program}' 8>&1 9>/dev/null"]
     done = subprocess.run(asked, capture_output=True, text=True, check=True, env={**os.environ, **told}, timeout=600)
-    assert sorted(done.stdout.split()) == ["pause", "plan", "promote"]
+    assert sorted(done.stdout.split()) == ["pause", "promote"]
 
 
 def test_kubectl_is_told_to_offer_files_only_where_one_is_wanted() -> None:

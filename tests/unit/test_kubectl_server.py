@@ -39,7 +39,7 @@ def test_a_long_list_is_read_to_its_end(run: Run, api: LoopbackApi) -> None:
 
 
 def test_a_service_that_is_not_there_is_named_with_where_to_look(run: Run) -> None:
-    for command in ("status", "why", "plan", "export", "pause", "resume"):
+    for command in ("status", "why", "export", "pause", "resume"):
         line = refused(run, command, "chit")
         assert "'chit' not found in namespace models" in line
         assert "`kubectl kvpilot status -n models`" in line

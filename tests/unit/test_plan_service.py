@@ -3,10 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpilot_cli.plan.command import main
 from kvpilot_cli.plan.gpus import find_gpu
@@ -105,6 +108,67 @@ def test_the_gpu_is_the_one_that_the_service_selects(tmp_path: Path, capsys: pyt
     file = written(tmp_path, {"engine": {"podTemplate": pod}})
     assert planned(capsys, "-f", file)["gpu"] == "L40S"
     assert "selects no GPU by a node label; name one" in refused(capsys, "-f", written(tmp_path, {}))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"cloud.google.com/gke-accelerator": "nvidia-l4"},
+        {"nvidia.com/gpu.product": "NVIDIA-L4"},
+    ],
+)
+def test_a_selector_and_a_required_affinity_name_the_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], labels: dict[str, str]
+) -> None:
+    expressions = [{"key": key, "operator": "In", "values": [value]} for key, value in labels.items()]
+    required = {"nodeSelectorTerms": [{"matchExpressions": expressions}, {"matchFields": []}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+    for pod in ({"nodeSelector": labels}, {"affinity": affinity}):
+        file = written(tmp_path, {"engine": {"podTemplate": {"spec": pod}}})
+        assert planned(capsys, "-f", file)["gpu"] == "L4"
+
+
+def test_a_service_of_a_cluster_is_planned_on_the_gpu_of_its_last_trial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "service.yaml"
+    history = [{"gpu": "NVIDIA-H200"}, {"gpu": "NVIDIA-L4"}]
+    file.write_text(yaml.safe_dump({**GOOD, "status": {"history": history}}))
+    assert planned(capsys, "-f", file)["gpu"] == "H200"
+
+
+def test_a_service_without_an_image_of_its_own_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The chart may give the image of all services.
+    spec = {**GOOD["spec"], "engine": {key: value for key, value in GOOD["spec"]["engine"].items() if key != "image"}}
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump({**GOOD, "spec": spec}))
+    assert planned(capsys, "-f", file, "--gpu", "H200")["gpu"] == "H200"
+
+
+@pytest.mark.parametrize("limit", [4, "4"])
+def test_without_a_size_of_tensor_parallelism_it_plans_for_all_gpus_of_a_pod(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int | str
+) -> None:
+    file = written(tmp_path, {"engine": {"resources": {"limits": {"nvidia.com/gpu": limit}}}})
+    assert planned(capsys, "-f", file, "--gpu", "L40S")["gpus_per_replica"] == 4
+
+
+NUMBER = st.none() | st.integers() | st.text(max_size=3)
+
+
+@given(NUMBER, NUMBER, NUMBER, NUMBER, st.sampled_from(["hf://Qwen/Qwen3-8B", "hf://", "hf://-h", "", "x"]))
+def test_no_spec_of_whatever_shape_ends_in_an_error(
+    gpus: Any, percent: Any, longest: Any, recent: Any, source: str
+) -> None:
+    spec = {
+        "model": {"source": source, "maxModelLen": longest},
+        "engine": {"tensorParallelSize": gpus, "gpuMemoryUtilizationPercent": percent},
+        "kvCache": {"recentTokens": recent},
+    }
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "service.yaml")
+        file.write_text(json.dumps({**GOOD, "spec": spec}))
+        assert main(["-f", str(file), "--gpu", "H200"]) in (0, 2)
 
 
 def test_a_model_without_a_name_is_planned_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

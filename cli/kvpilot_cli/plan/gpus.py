@@ -7,8 +7,6 @@ from kvpilot_cli.plan.facts import PlanError
 from kvpilot_operator.gpus import GPUS, Gpu, by_product
 from kvpilot_operator.observe.nodes import node_facts
 
-NAMES = tuple(gpu.name for gpu in GPUS)
-
 
 def find_gpu(name: str) -> Gpu:
     """Return the GPU with this name, or with this value of the node label nvidia.com/gpu.product."""
@@ -18,7 +16,7 @@ def find_gpu(name: str) -> Gpu:
         return gpu
     # A short name such as H100 matches several GPUs, so suggest all of them.
     close = [key for key in known if key.startswith(name.lower())] or difflib.get_close_matches(name.lower(), known)
-    names = [known[key].name for key in close] or NAMES
+    names = [known[key].name for key in close] or [gpu.name for gpu in GPUS]
     raise PlanError(f"--gpu {name!r} is not in the table; use one of {', '.join(names)}, or a node's nvidia.com/gpu.product label")  # fmt: skip  # noqa: E501
 
 

@@ -31,26 +31,22 @@ def from_file(file: str, gpu: str | None, model: str | None) -> list[str]:
     if len(services) != 1:
         names = ", ".join(one.name for one in services) or "none"
         raise PlanError(f"-f: {file} has {len(services)} QuantizedLLMServices ({names}); give a file with one")
-    obj = services[0].obj
-    known = selected_gpus(obj)
+    spec = _spec(services[0].obj)
+    selected = _selected(spec.engine.pod_template.get("spec", {}))
+    # A service in a cluster tells the GPU of its last trial.
+    known = _known(selected) or _known(_tried(services[0].obj))
     if gpu is None and len(known) != 1:
         said = f"selects several kinds of GPU ({', '.join(known)})" if known else "selects no GPU by a node label"
         raise PlanError(f"--gpu: {file} {said}; name one, for example --gpu H100-80GB")
-    return arguments(obj, gpu or known[0], model)
+    return _arguments(spec, gpu or known[0], model)
 
 
-def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
-    """Translate a service into arguments of `kvpilot plan`.
-
-    Raises:
-        PlanError: the operator would refuse the service, or the service does not name its model.
-    """
-    spec = _spec(obj)
+def _arguments(spec: Spec, gpu: str, model: str | None) -> list[str]:
     source = spec.model.source
     if model is None and (not source.startswith(_HUB) or source.startswith(f"{_HUB}-") or source == _HUB):
         raise PlanError(
             f"spec.model.source {source!r} does not name a published model: name one, or a folder with its "
-            "config.json, as MODEL (`kubectl kvpilot plan`: with --model)"
+            "config.json, as MODEL"
         )
     containers = pod_template("plan", spec, spec.kv_cache.baseline)["spec"]["containers"]
     given = read_arguments(next(one["args"] for one in containers if one["name"] == ENGINE_CONTAINER))
@@ -67,15 +63,13 @@ def arguments(obj: Json, gpu: str, model: str | None = None) -> list[str]:
     return argv
 
 
-def selected_gpus(obj: Json) -> list[str]:
-    """Return the GPUs that the node selector and the required node affinity of the pods name. Raise PlanError as
-    `arguments` does."""
-    return known_gpus(_selected(_spec(obj).engine.pod_template.get("spec", {})))
-
-
-def known_gpus(found: Iterator[str]) -> list[str]:
-    """Return the GPUs among the results of `gpu_of_labels`, each once."""
+def _known(found: Iterator[str]) -> list[str]:
     return sorted({one for one in found if one and not one.startswith(_NO_GPU)})
+
+
+def _tried(obj: Json) -> Iterator[str]:
+    status = obj.get("status") or {}
+    yield from (str(one.get("gpu") or "") for one in (status.get("history") or ())[:1])
 
 
 def _selected(pod: Json) -> Iterator[str]:
