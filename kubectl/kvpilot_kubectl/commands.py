@@ -57,7 +57,6 @@ def parser() -> argparse.ArgumentParser:
 
     status = command("status", _status, "show one line for each service, or all about one", any_service=True)
     status.add_argument("-A", "--all-namespaces", action="store_true", help="show services of all namespaces")
-    status.add_argument("-o", "--output", choices=["wide"], help="wide: more columns in the list")
     command("why", _why, "show each decision with its reason and figures, oldest first")
     command("export", _export, "print its manifest with the dtype that it has earned as kvCache.startDtype")
     command("pause", _pause, "start no canary, and hold a running one (spec.rollout.paused: true)")
@@ -93,8 +92,7 @@ def _status(options: argparse.Namespace) -> int:
     services = [service.read(one) for one in where.services(everywhere=options.all_namespaces)]
     services.sort(key=lambda one: (one.namespace, one.name))
     if services:
-        wide = options.output == "wide"
-        show.display([show.listed(services, everywhere=options.all_namespaces, wide=wide)], fold=False)
+        show.display([show.listed(services, everywhere=options.all_namespaces)], fold=False)
     else:
         place = "in any namespace" if options.all_namespaces else f"in namespace {where.namespace}"
         print(f"no services found {place}", file=sys.stderr)

@@ -1,7 +1,6 @@
 """Shell completion of commands, options and names from the cluster.
 
-To complete `kubectl kvpilot`, kubectl 1.26 and newer runs `kubectl_complete-kvpilot WORD... LAST`. Shells that use
-argcomplete's register-python-argcomplete complete `kubectl-kvpilot` without kubectl.
+To complete `kubectl kvpilot`, kubectl 1.26 and newer runs `kubectl_complete-kvpilot WORD... LAST`.
 """
 
 import argparse
@@ -11,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-import argcomplete
 from argcomplete.finders import CompletionFinder
 
 from kvpilot_kubectl.commands import cluster, parser
@@ -52,11 +50,6 @@ def candidates(words: list[str]) -> list[str]:
         os.environ.clear()
         os.environ.update(before)
     return sorted({one.strip() for one in found.getvalue().split("\n")} - {""})
-
-
-def in_shell() -> None:
-    """Answer a shell that uses argcomplete's protocol, and end the process."""
-    argcomplete.autocomplete(_parser(), always_complete_options=False)
 
 
 class _Finder(CompletionFinder):

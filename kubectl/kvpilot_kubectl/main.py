@@ -13,10 +13,6 @@ from kvpilot_kubectl.errors import INTERRUPTED, REFUSED, ToolError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    if "_ARGCOMPLETE" in os.environ:
-        from kvpilot_kubectl import complete
-
-        complete.in_shell()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Messages may hold characters that the user's terminal cannot show.
         sys.stdout.reconfigure(errors="replace")

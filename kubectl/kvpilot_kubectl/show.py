@@ -24,6 +24,9 @@ _UNBOUNDED = 100_000
 _NARROWEST = 100
 _TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 _NONE = "-"
+_COLUMNS = (
+    "NAME", "READY", "SERVING", "REASON", "DTYPE", "REVISION", "REPLICAS", "KV%", "LOAD", "CANARY", "MODE", "ATTENTION",
+)  # fmt: skip
 # Keep rich from interpreting a status' text as markup.
 _PLAIN: Final[dict[str, Any]] = {"markup": False, "emoji": False, "highlight": False}
 
@@ -44,24 +47,9 @@ def rendered(parts: Iterable[RenderableType], console: Console, *, fold: bool = 
     return _TRAILING.sub(r"\1", captured.get())
 
 
-def listed(services: Sequence[Service], *, everywhere: bool, wide: bool = False) -> RenderableType:
-    """Return a table with a line for each service and its conditions that need attention; `wide` adds columns."""
-    head = [
-        "NAME",
-        "READY",
-        "SERVING",
-        "REASON",
-        "DTYPE",
-        "REVISION",
-        "REPLICAS",
-        "KV%",
-        "LOAD",
-        "CANARY",
-        "MODE",
-        *(["RECOMMENDED", "TOKENS", "LAST TRIAL", "ADDRESS"] if wide else []),
-        "ATTENTION",
-    ]
-    table = _table(["NAMESPACE", *head] if everywhere else head, right=("REPLICAS", "KV%", "TOKENS"))
+def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
+    """Return a table with a line for each service, and the conditions that need attention."""
+    table = _table(["NAMESPACE", *_COLUMNS] if everywhere else _COLUMNS, right=("REPLICAS", "KV%"))
     for one in services:
         ready, serving = one.condition(ConditionType.READY), one.condition(ConditionType.SERVING)
         cells: list[str | Text] = [
@@ -75,17 +63,10 @@ def listed(services: Sequence[Service], *, everywhere: bool, wide: bool = False)
             one.load or _NONE,
             trial(one.canary) if one.canary is not None else _NONE,
             mode(one),
-            *(_more(one) if wide else ()),
             _attention(one),
         ]
         table.add_row(*([one.namespace, *cells] if everywhere else cells))
     return table
-
-
-def _more(service: Service) -> tuple[str, ...]:
-    last = service.last_trial
-    ended = _NONE if last is None else f"{last.dtype} {last.stage} ({last.reason or last.verdict})"
-    return service.recommended or _NONE, _number(service.capacity), ended, service.url or _NONE
 
 
 def detailed(

@@ -61,22 +61,18 @@ _MOST_AN_HOUR = 1_000_000
 _KIND = re.compile(r"[A-Za-z][A-Za-z0-9._/-]*")
 
 
-class PriceError(ValueError):
-    """A price that cannot be used. The message names the field, the value and the remedy."""
-
-
 def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
-    """Return prices of a GPU hour by `price_key`, in millionths of the currency. Raise PriceError for a bad price."""
+    """Return prices of a GPU hour by `price_key`, in millionths of the currency. Raise ValueError for a bad price."""
     found: dict[str, int] = {}
     for kind, price in given:
         if not _KIND.fullmatch(kind):
-            raise PriceError(f"prices.{kind}: is not the name of a GPU; use H200, or a node's label gpu.product")
+            raise ValueError(f"prices.{kind}: is not the name of a GPU; use H200, or a node's label gpu.product")
         key = price_key(kind)
         if key in found:
-            raise PriceError(f"prices.{kind}: {key} has a price already; remove one of them")
+            raise ValueError(f"prices.{kind}: {key} has a price already; remove one of them")
         number = price if isinstance(price, int | float) and not isinstance(price, bool) else math.nan
         if not 0.000001 <= number <= _MOST_AN_HOUR:
-            raise PriceError(
+            raise ValueError(
                 f"prices.{kind}: {price!r} is not a price; give a number above 0, such as 2.5, or leave it out"
             )
         found[key] = round(number * 1e6)

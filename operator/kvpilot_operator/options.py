@@ -11,7 +11,7 @@ import yaml
 from kvpilot_formats.installed import add_version
 from kvpilot_operator.api.engine_defaults import NO_DEFAULTS, EngineDefaults
 from kvpilot_operator.api.pod_template import KINDS
-from kvpilot_operator.gpus import PriceError, prices
+from kvpilot_operator.gpus import prices
 
 PURPOSE = "Gives every QuantizedLLMService the smallest KV cache that it can afford, and proves it."
 
@@ -75,7 +75,7 @@ def _prices(path: str) -> dict[str, int]:
     try:
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         if not isinstance(given, Mapping):
-            raise PriceError("prices: is not a mapping; write KIND: PRICE lines, such as H200: 2.5")
+            raise ValueError("prices: is not a mapping; write KIND: PRICE lines, such as H200: 2.5")
         return prices((str(kind), price) for kind, price in given.items())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from None

@@ -30,7 +30,6 @@ def api(tmp_path: Path) -> Iterator[LoopbackApi]:
         (["status", "--context", ""], ["bare", "here"]),
         (["status", "-n", ""], ["models", "other"]),
         (["status", "--all"], ["--all-namespaces"]),
-        (["status", "-o", ""], ["wide"]),
     ],
     ids=" ".join,
 )
@@ -47,14 +46,6 @@ def test_completion_knows_commands_options_and_what_the_cluster_has(
 
 def test_completion_without_a_cluster_completes_nothing(api: LoopbackApi) -> None:
     assert complete.candidates(["--kubeconfig", "/no-such-file", "status", ""]) == []
-
-
-def test_a_shell_that_asks_by_argcompletes_protocol_is_answered() -> None:
-    told = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": " ", "COMP_LINE": "kubectl-kvpilot p", "COMP_POINT": "17"}
-    program = Path(sys.executable).with_name("kubectl-kvpilot")
-    asked = ["bash", "-c", f"'{program}' 8>&1 9>/dev/null"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=True, env={**os.environ, **told}, timeout=600)
-    assert sorted(done.stdout.split()) == ["pause", "promote"]
 
 
 def test_kubectl_is_told_to_offer_files_only_where_one_is_wanted() -> None:
