@@ -19,7 +19,7 @@ class Gpu:
     memory_mib: int
     """`memory.total` of `nvidia-smi`, with the factory setting of ECC."""
     bandwidth_gb_s: int
-    """Peak by the data sheet. Forecasts multiply it by a measured efficiency (latency.py)."""
+    """Peak memory bandwidth by the data sheet. Forecasts multiply it by a measured efficiency (latency.py)."""
     bf16_tflops: int
     """Dense bfloat16 throughput of tensor cores with float32 sums, by the data sheet. For the T4, which has no
     bfloat16, the value is for float16."""

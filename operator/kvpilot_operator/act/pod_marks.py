@@ -18,9 +18,9 @@ _NO_GATE = {"template": {"spec": {"readinessGates": None}}}
 
 
 async def ungate(cluster: Cluster, s: Snapshot, step: Ungating) -> None:
-    """Take one step for a revision's Deployment, and remove the gate from its ReplicaSets unless it goes on.
+    """Take one step of the removal. Unless it resumes the Deployment, also remove the gate from the ReplicaSets.
 
-    Its later pods then need no operator.
+    Later pods of the revision then need no operator.
     """
     name = deployment_name(s.key.name, step.revision)
     uid = s.objects[DEPLOYMENT.name, name].uid

@@ -129,7 +129,7 @@ class Objects:
     absent: tuple[Ref, ...] = ()
     """Objects to delete if the service owns them."""
     named: tuple[Ref, ...] = ()
-    """Objects that pods need before they start, and that the service must own."""
+    """Objects that the service must own, and that pods need before they start."""
     removed: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
     """Merge patches of `spec` by (kind, name), which remove fields that another manager has set, too."""
 
