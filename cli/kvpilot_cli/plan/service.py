@@ -1,7 +1,7 @@
 """Arguments of `kvpilot plan` for a QuantizedLLMService: the engine that the operator would start for it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvpilot_cli import manifests
@@ -83,7 +83,7 @@ def _selected(pod: Json) -> Iterator[str]:
 
 def _spec(obj: Json) -> Spec:
     # The chart may give the image of all services, and a plan needs none.
-    filled = {**obj, "metadata": {"name": "plan"}}
+    filled: Mapping[str, Json] = {**obj, "metadata": {"name": "plan"}}
     with contextlib.suppress(LookupError, TypeError):  # `judge` reports a service without an engine.
         filled = EngineDefaults(image="any").fill(filled)
     judged = judge(filled, allowed=KINDS)
