@@ -12,9 +12,10 @@ SHORT_TOKENS = 48
 # Each kind of short task is asked this many times.
 EACH = 4
 _LISTS = 3
-_OPEN = (
-    "Think aloud, step by step and at great length, about how a town could get through a winter without its bridge. "
-    "Look at every side of it before you decide."
+_OPEN = tuple(
+    f"Think aloud, step by step and at great length, about how a town could get through {trouble}. Look at every side "
+    "of it before you decide."
+    for trouble in ("a winter without its bridge", "a summer without rain")
 )
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "junco", "karst", "lilac")
 
@@ -32,7 +33,7 @@ def tasks(seed: int, long_tokens: int) -> list[Made]:
     rng = Random(seed)  # noqa: S311 - repeatable texts, nothing secret
     found = [made for i in range(EACH) for made in (_sum(rng, i), _sorting(rng, i), _retrieval(rng, i))]
     found += [_list(rng, i, long_tokens) for i in range(_LISTS)]
-    return [*found, Made("open", (Message("user", _OPEN),), Task("open", "null", long_tokens))]
+    return found + [_open(i, text, long_tokens) for i, text in enumerate(_OPEN)]
 
 
 def _shown(name: str, rows: Sequence[tuple[str, str]], fact: str = "") -> Made:
@@ -75,3 +76,7 @@ def _list(rng: Random, index: int, tokens: int) -> Made:
         f"them and nothing else.\n\n{shown},"
     )
     return Made(f"list-{index}", (Message("user", text),), Task("list", json.dumps([first, step, count]), tokens))
+
+
+def _open(index: int, text: str, tokens: int) -> Made:
+    return Made(f"open-{index}", (Message("user", text),), Task("open", "null", tokens))

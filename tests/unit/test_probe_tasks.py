@@ -58,7 +58,7 @@ def test_a_call_with_a_wrong_name_number_type_or_argument_is_not_valid(text: str
 def test_each_task_is_solved_by_its_own_answer_alone(seed: int, tokens: int) -> None:
     found = reasoning.tasks(seed, tokens)
     assert found == reasoning.tasks(seed, tokens)
-    assert len({name for name, _, _ in found}) == len(found) == 3 * reasoning.EACH + 4
+    assert len({name for name, _, _ in found}) == len(found) == 3 * reasoning.EACH + 5
     for name, messages, task in found:
         wanted = json.loads(task.wanted)
         if task.kind in ("text", "fact"):
@@ -115,6 +115,14 @@ def test_sixteen_calls_condemn_an_engine_that_solves_a_quarter_of_what_the_basel
     assert not candidate_worse(Tasks("agent", 16, 0, 0))
     assert baseline_worse(Tasks("agent", 16, 0, 10))
     assert 3 * FALSE_ALARM <= 1 / 1000
+
+
+def test_an_engine_whose_long_answers_all_loop_is_condemned_even_if_one_answer_of_the_baseline_loops() -> None:
+    kinds = [task.kind for _, _, task in reasoning.tasks(1, 256)]
+    long = len(SAMPLINGS) * sum(kind in ("list", "open") for kind in kinds)
+    assert candidate_worse(Tasks("reasoning-loops", long, long - 1, 0))
+    assert candidate_worse(Tasks("reasoning-loops", long, long, 1))
+    assert not candidate_worse(Tasks("reasoning-loops", long, long, 2))
 
 
 @pytest.mark.parametrize("schema", [{}, {"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}])
@@ -196,6 +204,6 @@ async def test_the_gate_shows_the_solved_tasks_of_both_engines(capsys: pytest.Ca
         await asyncio.to_thread(command.main, ("--baseline", one, "--candidate", one, *arguments))
         said = capsys.readouterr().out
         await asyncio.to_thread(command.main, ("--baseline", one, "--candidate", one, *arguments, "--json"))
-    assert re.search(r"solved of 48: reasoning +8 +8\n.*solved of 8: reasoning-loops +8 +8\n", said)
-    loops = {"bucket": "reasoning-loops", "asked": 8, "baseline_solved": 8, "candidate_solved": 8}
+    assert re.search(r"solved of 48: reasoning +8 +8\n.*solved of 10: reasoning-loops +10 +10\n", said)
+    loops = {"bucket": "reasoning-loops", "asked": 10, "baseline_solved": 10, "candidate_solved": 10}
     assert loops in json.loads(capsys.readouterr().out)["measured"]["tasks"]
