@@ -1,0 +1,302 @@
+"""Failure modes inside the engine's process: a vLLM plugin that damages reads of pages, stores, logits and streams.
+
+The plugin reads the name of the mode from a file at each step, so one engine serves every mode in turn. It hooks vLLM's
+own CPU backend with a 16-bit cache, so that nothing but the mode differs from the baseline. `modes.py` says which
+public report each mode follows.
+"""
+
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MODE_FILE = "GATE_MODE_FILE"
+"""Environment variable with the file that holds the name of the mode. Without the file the engine is healthy."""
+
+BLOCK = 64
+FOREIGN = 7
+"""A foreign page is the page with the sequence's block number plus this. It belongs to another request, or to none."""
+
+
+@dataclass
+class Row:
+    """One sequence of a step: its prompt, the tokens that the prefix cache held, and its tokens before and in the step.
+
+    `again` is True after the sequence was preempted.
+    """
+
+    request: str
+    prompt: int
+    hit: int
+    before: int
+    new: int
+    again: bool
+
+    @property
+    def length(self) -> int:
+        """Number of tokens after the step."""
+        return self.before + self.new
+
+    @property
+    def generated(self) -> int:
+        """Number of generated tokens that the step reads."""
+        return max(0, self.length - self.prompt)
+
+
+@dataclass
+class Step:
+    """The running step: its sequences, and the share of the pool's pages in use."""
+
+    rows: list[Row]
+    usage: float = 0.0
+
+
+STEP = Step([])
+Table = Callable[[torch.Tensor, int, Row], None]
+
+
+def _foreign(table: torch.Tensor, row: int, page: int) -> None:
+    table[row, page] = (table[row, page] + FOREIGN) % 100 + 1
+
+
+def _long(table: torch.Tensor, row: int, one: Row) -> None:
+    """Read pages beyond 1,280 tokens twenty pages too early."""
+    last = (one.length - 1) // BLOCK
+    if one.length > 1280 + BLOCK:
+        table[row, 20:last] = table[row, : last - 20].clone()
+
+
+def _hit(table: torch.Tensor, row: int, one: Row) -> None:
+    """Read a foreign page in place of the last page from the prefix cache."""
+    if one.hit >= BLOCK:
+        _foreign(table, row, one.hit // BLOCK - 1)
+
+
+def _long_hit(table: torch.Tensor, row: int, one: Row) -> None:
+    if one.hit >= 8 * BLOCK:
+        _foreign(table, row, one.hit // BLOCK - 2)
+
+
+def _after_hit(table: torch.Tensor, row: int, one: Row) -> None:
+    """Damage the first three tokens after a hit."""
+    if one.hit >= BLOCK and one.generated <= 2:
+        _foreign(table, row, one.hit // BLOCK - 1)
+
+
+def _full(table: torch.Tensor, row: int, one: Row) -> None:
+    if STEP.usage >= 0.9:
+        _foreign(table, row, (one.length - 1) // BLOCK // 2)
+
+
+def _residue(table: torch.Tensor, row: int, one: Row) -> None:
+    """Damage the first four tokens after prompts of one length modulo 16."""
+    if one.prompt % 16 == 5 and 1 <= one.generated <= 4:
+        _foreign(table, row, (one.prompt - 1) // BLOCK)
+
+
+def _generation(table: torch.Tensor, row: int, one: Row) -> None:
+    """After 128 generated tokens, read the pages of the generation from the start of the sequence."""
+    if one.generated > 128:
+        first, last = one.prompt // BLOCK + 1, (one.length - 1) // BLOCK
+        table[row, first:last] = table[row, 0]
+
+
+def _sinks(table: torch.Tensor, row: int, one: Row) -> None:
+    """Read the second page in place of the first one in sequences of more than 512 tokens."""
+    if one.length > 512:
+        table[row, 0] = table[row, 1]
+
+
+def _preempted(table: torch.Tensor, row: int, one: Row) -> None:
+    if one.again:
+        _foreign(table, row, (one.length - 1) // BLOCK // 2)
+
+
+def _crowd(table: torch.Tensor, row: int, one: Row) -> None:
+    """With five sequences or more in a step, read one page of a neighbour."""
+    if len(STEP.rows) >= 5:
+        table[row, (one.length - 1) // BLOCK // 2] = table[row - 1, 0]
+
+
+def _large_batch(table: torch.Tensor, row: int, one: Row) -> None:
+    if len(STEP.rows) >= 16:
+        _foreign(table, row, (one.length - 1) // BLOCK // 2)
+
+
+def _mixed(table: torch.Tensor, row: int, one: Row) -> None:
+    """Damage sequences that decode beside a prompt."""
+    if one.generated and any(other.generated == 0 for other in STEP.rows):
+        _foreign(table, row, (one.length - 1) // BLOCK // 2)
+
+
+def _shared_prefix(table: torch.Tensor, row: int, one: Row) -> None:
+    """Damage sequences of one step that share their first four pages."""
+    if one.length > 5 * BLOCK and int((table[:, 3] == table[row, 3]).sum()) > 1:
+        _foreign(table, row, 2)
+
+
+def _page_start(table: torch.Tensor, row: int, one: Row) -> None:
+    """Damage the step that generates the first token of a page."""
+    if one.generated and one.before and one.before % BLOCK == 0:
+        _foreign(table, row, one.before // BLOCK - 1)
+
+
+def _chunk(table: torch.Tensor, row: int, one: Row) -> None:
+    """In the second chunk of a prompt, lose the last two pages of the first chunk."""
+    if one.hit < one.before < one.prompt:
+        last = (one.before - 1) // BLOCK
+        table[row, last - 1 : last + 1] = table[row, 0]
+
+
+def _drafts(table: torch.Tensor, row: int, one: Row) -> None:
+    if one.generated and one.new > 1:
+        _foreign(table, row, (one.length - 1) // BLOCK // 2)
+
+
+def _context(table: torch.Tensor, row: int, one: Row) -> None:
+    if one.length > 2290:
+        raise MemoryError("the buffers of attention do not fit")
+
+
+TABLES: dict[str, Table] = {
+    "long-context": _long, "hit": _hit, "long-hit": _long_hit, "first-tokens-after-hit": _after_hit,
+    "full-pool": _full, "residue": _residue, "long-generation": _generation, "sinks": _sinks,
+    "preempted": _preempted, "crowd": _crowd, "large-batch": _large_batch, "mixed-step": _mixed,
+    "shared-prefix": _shared_prefix, "page-start": _page_start, "chunk": _chunk, "drafts": _drafts,
+    "full-context": _context,
+}  # fmt: skip
+
+
+def _one_head(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Store the values of one head of one layer with eight times their scale."""
+    if layer == 12:
+        value[:, 1] *= 8
+
+
+def _overflow(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Change the sign of elements beyond 16, as an integer does that overflows. About one key in 30 has one."""
+    key[key.abs() > OVERFLOW] *= -1
+
+
+OVERFLOW = 16.0
+STORES = {"one-head": _one_head, "overflow": _overflow}
+
+
+class Loops:
+    """The last tokens of each request, from which an engine repeats eight once it has generated 64."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, list[int]] = {}
+
+    def logits(self, logits: torch.Tensor, read: list[list[int]]) -> None:
+        """Make each request that has generated 64 tokens repeat its last eight. `read` has the tokens of the step."""
+        for row, (one, tokens) in enumerate(zip(STEP.rows, read, strict=True)):
+            past = [] if one.generated == 0 else self._read.get(one.request, [])
+            self._read[one.request] = past = [*past, *tokens][-16:]
+            if one.generated >= 64 and len(past) >= 8:
+                logits[row] = -100.0
+                logits[row, past[-8]] = 0.0
+
+
+def _nan(logits: torch.Tensor, read: list[list[int]]) -> None:
+    for row, one in enumerate(STEP.rows):
+        if one.length > 600:
+            logits[row] = float("nan")
+
+
+LOGITS = {"loops": Loops().logits, "nan-logprobs": _nan}
+CUT, CUT_CHUNKS = "cut-streams", 12
+
+
+def mode() -> str:
+    """Return the name of the present mode, or an empty text."""
+    path = os.environ.get(MODE_FILE)
+    try:
+        return Path(path).read_text() if path else ""
+    except FileNotFoundError:
+        return ""
+
+
+def register() -> None:
+    """Install the hooks in this process of vLLM."""
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    hits: dict[str, int] = {}
+    again: set[str] = set()
+    read: list[list[int]] = []
+
+    def schedule(original: Any, self: Any, *args: Any, **more: Any) -> Any:
+        found = original(self, *args, **more)
+        STEP.usage = self.kv_cache_manager.usage
+        return found
+
+    def prepare(original: Any, self: Any, scheduled: Any, *args: Any) -> Any:
+        found = original(self, scheduled, *args)
+        again.update(scheduled.scheduled_cached_reqs.resumed_req_ids)
+        hits.update({one.req_id: one.num_computed_tokens for one in scheduled.scheduled_new_reqs})
+        batch = self.input_batch
+        STEP.rows, read[:] = [], []
+        end = 0
+        for row, name in enumerate(batch.req_ids[: batch.num_reqs]):
+            before, new = int(batch.num_computed_tokens_cpu[row]), scheduled.num_scheduled_tokens[name]
+            prompt = int(batch.num_prompt_tokens[row])
+            STEP.rows.append(Row(name, prompt, hits.get(name, 0), before, new, name in again))
+            read.append(self.input_ids.gpu[end : end + new].tolist())
+            end += new
+        return found
+
+    def build(original: Any, self: Any, *args: Any, **more: Any) -> Any:
+        meta = original(self, *args, **more)
+        damage = TABLES.get(mode())
+        if damage is not None and len(STEP.rows) == len(meta.block_table):
+            meta.block_table = meta.block_table.clone()
+            for row, one in enumerate(STEP.rows):
+                damage(meta.block_table, row, one)
+        return meta
+
+    def store(original: Any, self: Any, layer: Any, key: Any, value: Any, *args: Any) -> Any:
+        damage = STORES.get(mode())
+        if damage is not None and STEP.rows:
+            key, value = key.clone(), value.clone()
+            damage(int(layer.layer_name.split(".")[2]), key, value)
+        return original(self, layer, key, value, *args)
+
+    def compute(original: Any, self: Any, *args: Any, **more: Any) -> Any:
+        logits = original(self, *args, **more)
+        damage = LOGITS.get(mode())
+        if damage is not None and len(STEP.rows) == len(logits):
+            damage(logits, read)
+        return logits
+
+    async def stream(original: Any, self: Any, *args: Any, **more: Any) -> AsyncIterator[str]:
+        """End a stream in its middle, without a finish_reason and without an error."""
+        sent = 0
+        async for chunk in original(self, *args, **more):
+            sent += 1
+            if mode() == CUT and sent > CUT_CHUNKS:
+                return
+            yield chunk
+
+    for owner, name, hook in (
+        (Scheduler, "schedule", schedule),
+        (GPUModelRunner, "_prepare_inputs", prepare),
+        (CPUAttentionMetadataBuilder, "build", build),
+        (CPUAttentionBackendImpl, "do_kv_cache_update", store),
+        (LlamaForCausalLM, "compute_logits", compute),
+        (OpenAIServingCompletion, "completion_stream_generator", stream),
+    ):
+        setattr(owner, name, _around(getattr(owner, name), hook))
+
+
+def _around(original: Any, hook: Any) -> Any:
+    def called(self: Any, *args: Any, **more: Any) -> Any:
+        return hook(original, self, *args, **more)
+
+    return called

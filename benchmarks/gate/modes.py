@@ -1,0 +1,88 @@
+"""Failure modes of the gate's detection matrix. Each follows a public report, and damages one case of a real engine."""
+
+from typing import NamedTuple
+
+SHARED = "damaged"
+"""Engine with a 16-bit cache that serves most modes in turn."""
+
+
+DEFAULT, PRESSURE = "default", "pressure"
+_PRESSED, _PATHS = (DEFAULT, PRESSURE), (DEFAULT, "paths")
+
+
+class Mode(NamedTuple):
+    """One failure mode.
+
+    - `source`: the public report, as repository#number.
+    - `reported`: the report in a few words.
+    - `damage`: the patch.
+    - `stages`: the stages to run, until one of them finds the damage: DEFAULT, PRESSURE (a full context, then a full
+      pool, after the default packs have passed), or an opt-in pack.
+    - `engine`: the engine that gets the damage: SHARED, or the name of an engine in `run.ENGINES`.
+    """
+
+    name: str
+    source: str
+    reported: str
+    damage: str
+    stages: tuple[str, ...] = (DEFAULT,)
+    engine: str = SHARED
+
+
+MODES = (
+    Mode("long-context", "eeshansrivastava89/minimal-ai#18", "quality drops after 40K tokens",
+         "in contexts of more than 1,344 tokens, pages beyond 1,280 tokens are read from earlier in the text"),
+    Mode("hit", "LMCache/LMCache#4463", "reused KV differs from computed KV",
+         "after a prefix hit, the last page of the hit is another request's"),
+    Mode("long-hit", "LMCache/LMCache#4385", "long conversations that return get another request's KV",
+         "after a hit of at least 512 tokens, one page is another request's"),
+    Mode("first-tokens-after-hit", "vllm-project/vllm-ascend#10440", "a partial private block is reused by a hit",
+         "after a hit, the first three tokens read another request's page", _PATHS),
+    Mode("full-pool", "vllm-project/vllm#50702", "corrupt JSON with a full pool only",
+         "with 90% of the pool in use, one page of each sequence is another request's", _PRESSED),
+    Mode("preempted", "LMCache/LMCache#1969", "wrong KV when a preempted request resumes",
+         "after a preemption, one page is stale", _PRESSED),
+    Mode("crowd", "vllm-project/vllm-ascend#14118", "content of other requests under high concurrency",
+         "with five or more sequences in a step, one page is the neighbour's", _PRESSED),
+    Mode("large-batch", "pytorch/torchtitan#3668", "random tokens with large batches",
+         "with 16 or more sequences in a step, one page is another request's", _PRESSED),
+    Mode("mixed-step", "vllm-project/vllm#40766", "decode reads wrong state beside a prefill",
+         "sequences that decode in one step with a prompt read another request's page"),
+    Mode("shared-prefix", "vllm-project/vllm#22103", "wrong answers of prompts with a common prefix",
+         "sequences of one step with four common pages read another request's page"),
+    Mode("page-start", "GeeeekExplorer/nano-vllm#71", "off by one when a new block begins",
+         "the step that fills the first place of a page reads another request's page", _PATHS),
+    Mode("residue", "vllm-project/vllm#50749", "first tokens wrong, by prompt length modulo 16",
+         "after prompts of 16 n + 5 tokens, the first four tokens read another request's page", _PATHS),
+    Mode("chunk", "pytorch/executorch#20346", "the tail of the previous chunk is lost at a chunk boundary",
+         "in the second chunk of a prompt, the last two pages of the first chunk are lost", _PATHS),
+    Mode("long-generation", "osaurus-ai/osaurus#998", "endless loops after long thinking",
+         "after 128 generated tokens, the pages of the generation are lost", ("reasoning",)),
+    Mode("loops", "osaurus-ai/osaurus#998", "endless loops after long thinking",
+         "after 64 generated tokens, the last eight tokens repeat", ("reasoning",)),
+    Mode("one-head", "ovg-project/kvcached#424", "scales of single heads at wrong places",
+         "one of 90 KV heads stores values with eight times their scale"),
+    Mode("overflow", "sgl-project/sglang#20705", "scales of the checkpoint are ignored",
+         "elements of keys beyond 16 overflow and change their sign, in about one key of 30"),
+    Mode("sinks", "awslabs/keys_values#140", "garbage once old tokens are evicted",
+         "in sequences of more than 512 tokens, the first page is lost"),
+    Mode("nan-logprobs", "vllm-project/vllm#48585", "NaN logprobs with a quantized path",
+         "NaN logits in sequences of more than 600 tokens"),
+    Mode("cut-streams", "vllm-project/vllm#27572", "streams without a finish_reason",
+         "each stream ends after 12 chunks, without a finish_reason"),
+    Mode("drafts", "vllm-project/vllm#40831", "degenerate with drafts only",
+         "in steps with drafts, one page is another request's", engine="drafts"),
+    Mode("tokenizer", "huggingface/transformers#45812", "another release gives other token ids",
+         "the canary's tokenizer no longer splits digits", engine="tokenizer"),
+    Mode("float16", "vllm-project/vllm#54338", "fluent nonsense with a float16 cache on a bf16 model",
+         "`--kv-cache-dtype=float16` for a model in bf16", engine="float16"),
+    Mode("full-context", "vllm-project/vllm#46985", "out of memory at long contexts",
+         "attention runs out of memory beyond 2,290 tokens", engine="full-context"),
+    Mode("reference", "vllm-project/vllm#54338", "the reference itself is damaged",
+         "the 16-bit engine loses the pages of its generation after 32 tokens; the canary is healthy",
+         ("reasoning",), "reference"),
+)  # fmt: skip
+
+DRAFTS = "auto with drafts"
+HEALTHY = ("auto", DRAFTS, "k8v4", "k4v4", "fp8")
+"""Canaries without damage. The first word is the dtype."""

@@ -1,0 +1,61 @@
+"""Print the tables of docs/benchmarks/gate.md from its raw results: `python -m benchmarks.gate.page`.
+
+The page has each table between two comments; tests/unit/test_gate_matrix.py compares them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gate.modes import HEALTHY, MODES, Mode
+
+RAW = Path("docs/benchmarks/gate.json")
+FOUND = {"Failed": "yes", "Error": "yes", "Inconclusive": "not promoted", "Passed": "**no**"}
+"""Result of a mode by the verdict of its last stage."""
+
+
+def modes(rows: dict[str, Any]) -> str:
+    """Return the table of failure modes. A mode without a row has not run."""
+    lines = ["| mode | report | found | by | verdict | prompts | seconds |", "|---|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *(_mode(mode, rows.get(mode.name)) for mode in MODES)])
+
+
+def _mode(mode: Mode, row: dict[str, Any] | None) -> str:
+    repository, number = mode.source.split("#")
+    link = f"[{repository.split('/')[1]}#{number}](https://github.com/{repository}/issues/{number})"
+    if row is None:
+        return f"| `{mode.name}` | {link} | not run | | | | |"
+    last = row["stages"][-1]
+    cells = (FOUND[last["verdict"]], last["stage"], _verdict(last), *_cost(row["stages"]))
+    return f"| `{mode.name}` | {link} | {' | '.join(cells)} |"
+
+
+def healthy(rows: dict[str, Any]) -> str:
+    """Return the table of canaries without damage."""
+    lines = ["| canary | verdict | mean KL, millinats | prompts | seconds |", "|---|---|---|---|---|"]
+    for name in HEALTHY:
+        if (row := rows.get(name)) is not None:
+            first, last = row["stages"][0], row["stages"][-1]
+            cells = (_verdict(last), f"{first['mean_kl_millinats']:.1f}", *_cost(row["stages"]))
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def damages() -> str:
+    """Return the table of damages, one for each mode."""
+    lines = ["| mode | reported | damage here |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{mode.name}` | {mode.reported} | {mode.damage} |" for mode in MODES)])
+
+
+def _verdict(stage: dict[str, Any]) -> str:
+    return f"{stage['verdict']}, `{stage['reason']}`"
+
+
+def _cost(stages: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the prompts and the seconds of all stages together."""
+    return str(sum(one["prompts"] for one in stages)), str(sum(one["seconds"] for one in stages))
+
+
+if __name__ == "__main__":
+    found = json.loads(RAW.read_text())["rows"]
+    print(modes(found), healthy(found), damages(), sep="\n\n")

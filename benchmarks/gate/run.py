@@ -1,0 +1,213 @@
+"""Detection matrix of the accuracy gate: `python -m benchmarks.gate.run`, or with the names of some rows.
+
+A 16-bit engine answers the packs once. Then each failure mode damages a real engine, and the gate judges it as the
+operator judges a canary, by the stages that the mode names. Rows that
+docs/benchmarks/gate.json already has are not run again unless they are named.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.gate import engines
+from benchmarks.gate.modes import DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHARED, Mode
+from kvpilot_operator.api.rollout import Accuracy
+from kvpilot_operator.api.words import Verdict
+from kvpilot_operator.decide import Judgement, allowed, described, judge
+from kvpilot_operator.observe.scrape import Scraper
+from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_probes import codec, packs, pressure, run
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.errors import ProbeError
+from kvpilot_probes.pressure import Filled, Pool
+from kvpilot_probes.session import Settings
+from kvpilot_probes.stats import Measurement
+
+OUT = Path("docs/benchmarks/gate.json")
+KEPT = Path.home() / ".cache" / "kvpilot" / "gate"
+LIMITS = Accuracy()
+SETS = {
+    DEFAULT: LIMITS.probe_sets,
+    "paths": ("builtin/paths",),
+    "agent": ("builtin/agent",),
+    "reasoning": ("builtin/reasoning",),
+}
+# More requests at a time than the product's two keep the runs short. The damage of `crowd` needs five.
+SETTINGS = {
+    name: Settings(concurrency=8 if name == "reasoning" else 4, deadline_seconds=3600) for name in (*SETS, PRESSURE)
+}
+# The product gives the pressure stage 90 s. Two busy cores take many times longer than a GPU to fill a pool.
+PRESSURE_SECONDS = 240.0
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+
+
+def captured(url: str, name: str, dtype: str = "auto") -> Baseline:
+    """Return the answers of the engine at `url` to a set of packs, with its noise."""
+
+    async def both() -> Baseline:
+        kept = await run.capture(url, "m", packs.load(SETS[name]), identity=name, dtype=dtype, settings=SETTINGS[name])
+        noise = await run.control(url, "m", kept, settings=SETTINGS[name])
+        return codec.with_control(kept, noise, datetime.now(UTC))
+
+    return asyncio.run(both())
+
+
+def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> list[dict[str, Any]]:
+    """Judge a canary by `stages`, until one of them finds damage. Return a row for each stage."""
+    rows: list[dict[str, Any]] = []
+    found: Measurement | None = None
+    for name in stages:
+        if rows and rows[-1]["verdict"] != Verdict.PASSED:
+            break
+        baseline = kept[DEFAULT if name == PRESSURE else name]
+        known = described(baseline)
+        limits = allowed(known, LIMITS)
+        began = time.monotonic()
+        try:
+            if name == PRESSURE and found is not None:
+                more = asyncio.run(_fill(url, baseline, limits))
+                both = replace(found, seen=(*found.seen, *more.seen), planned=(*found.planned, PRESSURE))
+                row = _row(name, judge(both, known, LIMITS), both)
+                rows.append({**row, "prompts": len(more.seen), "seconds": round(more.milliseconds / 1000)})
+            else:
+                found = asyncio.run(run.measure(url, "m", baseline, allowed=limits, settings=SETTINGS[name]))
+                rows.append(_row(name, judge(found, known, LIMITS), found))
+        except ProbeError as error:
+            rows.append(_error(name, error, began))
+    return rows
+
+
+async def _fill(url: str, baseline: Baseline, limits: Any) -> Filled:
+    vars(pressure)["PRESSURE_SECONDS"] = PRESSURE_SECONDS
+    scraper = Scraper(None)
+
+    async def look() -> Pool:
+        page = await scraper.scrape(ServiceKey("default", "gate"), url, lambda _: None)
+        return Pool(page.capacity_tokens, page.usage)
+
+    try:
+        return await pressure.fill(url, "m", baseline, look=look, allowed=limits, settings=SETTINGS[PRESSURE])
+    finally:
+        await scraper.close()
+
+
+def _row(name: str, judged: Judgement, found: Measurement) -> dict[str, Any]:
+    return {
+        "stage": name,
+        "verdict": str(judged.verdict),
+        "reason": judged.reason,
+        "message": judged.message,
+        "covered": judged.covered,
+        "prompts": found.prompts,
+        "seconds": round(found.milliseconds / 1000),
+        "mean_kl_millinats": round(found.mean_kl_micronats / 1000, 2),
+    }
+
+
+def _error(name: str, error: ProbeError, began: float) -> dict[str, Any]:
+    said = {"verdict": "Error", "reason": type(error).__name__, "message": str(error)}
+    return {"stage": name, **said, "prompts": 0, "seconds": round(time.monotonic() - began)}
+
+
+class Matrix:
+    """The rows of the matrix, kept in a JSON file after each one."""
+
+    def __init__(self, out: Path, only: list[str]) -> None:
+        self._out, self._only = out, only
+        self.rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
+
+    def wants(self, name: str) -> bool:
+        """Return True if this run shall measure the row."""
+        return name in self._only if self._only else name not in self.rows
+
+    def turn(self, mode: Mode) -> int:
+        """Return the place of a mode among the named rows."""
+        return self._only.index(mode.name) if self._only else 0
+
+    def add(self, name: str, stages: list[dict[str, Any]]) -> None:
+        """Keep a row."""
+        self.rows[name] = {"date": datetime.now(UTC).date().isoformat(), "stages": stages}
+        about = {"model": "SmolLM2-135M", "vllm": version("vllm"), "context": engines.CONTEXT}
+        text = json.dumps({**about, "pool": engines.POOL_TOKENS, "rows": self.rows}, indent=1)
+        self._out.write_text(text + "\n")
+        last = stages[-1]
+        print(name, *(f"{s['stage']}: {s['verdict']} {s['prompts']} prompts {s['seconds']} s" for s in stages),
+              last["message"], sep="\n  ", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    """Run the rows that are missing or named."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    matrix = Matrix(OUT, sys.argv[1:])
+    with TemporaryDirectory() as folder:
+        kept = _baselines(Path(folder))
+        _shared(matrix, kept, Path(folder))
+        for mode in MODES:
+            if mode.engine != SHARED and matrix.wants(mode.name):
+                matrix.add(mode.name, _own_engine(mode, kept, Path(folder)))
+        _healthy(matrix, kept, Path(folder))
+
+
+def _baselines(folder: Path) -> dict[str, Baseline]:
+    missing = [name for name in SETS if not (KEPT / name).exists()]
+    if missing:
+        with engines.baseline(folder) as running:
+            for name in missing:
+                (KEPT / name).write_bytes(codec.encode(captured(running.url, name)))
+    return {name: codec.decode((KEPT / name).read_bytes()) for name in SETS}
+
+
+def _healthy(matrix: Matrix, kept: Mapping[str, Baseline], folder: Path) -> None:
+    for name in HEALTHY:
+        if matrix.wants(name):
+            arguments = (f"--speculative-config={NGRAM}",) if name == DRAFTS else ()
+            with engines.canary(name.split()[0], folder, *arguments) as running:
+                matrix.add(name, judged(running.url, kept, (DEFAULT,)))
+
+
+def _shared(matrix: Matrix, kept: Mapping[str, Baseline], folder: Path) -> None:
+    left = [mode for mode in MODES if mode.engine == SHARED]
+    left = sorted((mode for mode in left if matrix.wants(mode.name)), key=matrix.turn)
+    while left:
+        with engines.canary("auto", folder) as running:
+            while left and running.healthy():
+                mode = left.pop(0)
+                engines.switch(running, folder, mode.name)
+                matrix.add(mode.name, judged(running.url, kept, mode.stages))
+
+
+def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[dict[str, Any]]:
+    """Judge a mode that needs an engine with other arguments, or that ends its engine."""
+    if mode.engine == "reference":
+        with engines.canary("auto", folder) as running:
+            engines.switch(running, folder, "loops")
+            kept = {name: captured(running.url, name) for name in mode.stages}
+        with engines.canary("auto", folder) as running:
+            engines.switch(running, folder, "")
+            return judged(running.url, kept, mode.stages)
+    dtype, arguments, model = {
+        "drafts": ("auto", (f"--speculative-config={NGRAM}",), None),
+        "full-context": ("auto", (), None),
+        "tokenizer": ("auto", (), engines.with_other_tokenizer(folder)),
+        "float16": ("float16", (), None),
+    }[mode.engine]
+    began = time.monotonic()
+    try:
+        with engines.canary(dtype, folder, *arguments, model=model) as running:
+            engines.switch(running, folder, mode.name)
+            return judged(running.url, kept, mode.stages)
+    except RuntimeError as error:
+        said = {"verdict": "Error", "reason": "Refused", "message": str(error)[-600:]}
+        return [{"stage": "start", **said, "prompts": 0, "seconds": round(time.monotonic() - began)}]
+
+
+if __name__ == "__main__":
+    main()

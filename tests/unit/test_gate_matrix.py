@@ -1,0 +1,39 @@
+"""The gate's detection matrix: its modes, its raw results, and the page that shows them."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.gate import damage, page
+from benchmarks.gate.modes import HEALTHY, MODES, SHARED
+
+RAW = json.loads(Path("docs/benchmarks/gate.json").read_text())
+PAGE = Path("docs/benchmarks/gate.md").read_text()
+
+
+def test_the_matrix_has_sixteen_modes_or_more_that_each_name_a_public_report() -> None:
+    names = [mode.name for mode in MODES]
+    assert len(set(names)) == len(names) >= 16
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", mode.source) for mode in MODES)
+    assert all(mode.reported and mode.damage for mode in MODES)
+
+
+def test_each_damage_has_a_mode_and_each_mode_of_the_shared_engine_a_damage() -> None:
+    damages = {*damage.TABLES, *damage.STORES, *damage.LOGITS, damage.CUT}
+    names = {mode.name for mode in MODES}
+    assert damages <= names
+    assert {mode.name for mode in MODES if mode.engine == SHARED} <= damages
+
+
+def test_the_raw_results_have_only_known_rows_and_end_each_row_with_a_verdict() -> None:
+    assert set(RAW["rows"]) <= {*(mode.name for mode in MODES), *HEALTHY}
+    verdicts = {stage["verdict"] for row in RAW["rows"].values() for stage in row["stages"]}
+    assert verdicts <= {"Passed", "Failed", "Error", "Inconclusive"}
+
+
+def test_the_page_shows_the_raw_results() -> None:
+    for table in (page.modes(RAW["rows"]), page.healthy(RAW["rows"]), page.damages()):
+        assert table in PAGE
