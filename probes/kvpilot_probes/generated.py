@@ -31,8 +31,9 @@ QUESTIONS = 5
 RESIDUES = 64
 RESIDUE_TOKENS = 8
 _SHORTEST = 128
-# vLLM's usual sizes of --max-num-batched-tokens: a longer prompt is read in chunks.
-CHUNKS = (2048, 8192)
+# vLLM's usual sizes of --max-num-batched-tokens, each with the tokens of a prompt that go beyond it. vLLM reads the
+# prompt in chunks of that size. If an engine reads chunks of 8,192 tokens, only the first prompts have a second chunk.
+CHUNKS = {8192: (1, 65, 129), 2048: (1, 33, 65, 129, 193, 0)}
 # For prompts of these buckets, do not send the first half alone before the whole prompt.
 FRESH = ("residue", "chunk")
 HIT = "hit"
@@ -211,7 +212,7 @@ async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Re
     await document.grow(1)
     tail = await document.tail(question)
     lengths = [("residue", _SHORTEST + more, RESIDUE_TOKENS) for more in range(RESIDUES)]
-    lengths += [("chunk", size + more, room.answer) for size in CHUNKS for more in (-1, 0, 1)]
+    lengths += [("chunk", size + more, room.answer) for size, beyond in CHUNKS.items() for more in beyond]
     lengths += [(HIT, _SHORTEST + 13 * more, room.answer) for more in range(QUESTIONS)]
     found = []
     for at, (bucket, length, answer) in enumerate(lengths, 1):

@@ -13,8 +13,9 @@ from kvpilot_probes.codec import Baseline, BaselinePrompt
 from kvpilot_probes.errors import EnginesDiffer, NothingFits, PackError
 from kvpilot_probes.generated import CHUNKS, HIT, MAX_CONTEXT, RESIDUES, Rendered, sent_first
 from kvpilot_probes.joined import Joined, prefixes
-from kvpilot_probes.packs import load
+from kvpilot_probes.packs import BUILTIN, load
 from kvpilot_probes.run import capture, measure
+from kvpilot_probes.sequential import Allowed, Seen, decide
 from kvpilot_probes.session import Settings
 from support.probe_engine import SETTINGS, Body, Writer, counting, engine, event, made, reading, respond, stream
 
@@ -78,11 +79,13 @@ def test_an_own_prompt_is_filled_to_its_length_with_the_fact_at_its_depth(
     assert at == pytest.approx(context * percent * depth / 10_000, abs=40)
 
 
-def test_every_length_modulo_64_and_both_sides_of_a_chunk_are_asked_of_an_engine_that_has_not_read_them() -> None:
+def test_every_length_modulo_64_and_lengths_beyond_a_chunk_are_asked_of_an_engine_that_has_not_read_them() -> (
+    None
+):
     found = made(load(["builtin/paths"]), 16_384)
     by = {b: [r for r in found if r.prompt.bucket == b] for b in ("residue", "chunk", HIT)}
     assert {len(r.tokens) % RESIDUES for r in by["residue"]} == set(range(64))
-    assert [len(r.tokens) for r in by["chunk"]] == [c + more for c in CHUNKS for more in (-1, 0, 1)]
+    assert [len(r.tokens) for r in by["chunk"]] == [c + more for c in CHUNKS for more in CHUNKS[c]]
     assert len(by[HIT]) == 5
     # No two begin with the same block, so none is found in a prefix cache.
     starts = {tuple(r.tokens[:32]) for r in found}
@@ -90,6 +93,20 @@ def test_every_length_modulo_64_and_both_sides_of_a_chunk_are_asked_of_an_engine
     assert all(not sent_first(r.prompt.bucket, r.tokens) for r in [*by["residue"], *by["chunk"]])
     assert all(list(sent_first(HIT, r.tokens)) == list(r.tokens) for r in by[HIT])
     assert list(sent_first("general", (1, 2, 3, 4))) == [1, 2]
+
+
+def test_damage_behind_a_chunk_fails_an_engine_that_reads_chunks_of_any_usual_size() -> None:
+    found = made(load(["builtin/paths"]), 16_384)
+    allowed = Allowed(kl=0.02, disagreement=1.0)
+    for size in CHUNKS:
+        seen = [Seen(r.prompt.bucket, 0.4 * (r.prompt.bucket == "chunk" and len(r.tokens) > size), 0) for r in found]
+        outcome = decide(seen, ("residue", "chunk", HIT), allowed, ended=True)
+        assert outcome.failed == "chunk"
+
+
+def test_all_built_in_packs_fit_into_one_baseline_of_the_longest_context() -> None:
+    found = made(load([f"builtin/{name}" for name in BUILTIN]), MAX_CONTEXT + 1024)
+    codec.check_limits([r.tokens for r in found], sum(r.answer for r in found))
 
 
 async def test_damage_beyond_an_eighth_of_the_context_is_seen_in_its_buckets_alone() -> None:
