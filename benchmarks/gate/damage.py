@@ -132,10 +132,20 @@ def _mixed(table: torch.Tensor, row: int, one: Row) -> None:
         _foreign(table, row, (one.length - 1) // BLOCK // 2)
 
 
-def _shared_prefix(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage sequences of one step that share their first four pages."""
-    if one.length > 5 * BLOCK and int((table[:, 3] == table[row, 3]).sum()) > 1:
+def _shared(table: torch.Tensor, row: int, one: Row) -> bool:
+    """Return True if another sequence of the step has the same first four pages."""
+    return one.length > 5 * BLOCK and int((table[:, 3] == table[row, 3]).sum()) > 1
+
+
+def _shared_page(table: torch.Tensor, row: int, one: Row) -> None:
+    if _shared(table, row, one):
         _foreign(table, row, 2)
+
+
+def _shared_prefix(table: torch.Tensor, row: int, one: Row) -> None:
+    if _shared(table, row, one):
+        for page in range(3):
+            _foreign(table, row, page)
 
 
 def _page_start(table: torch.Tensor, row: int, one: Row) -> None:
@@ -165,8 +175,8 @@ TABLES: dict[str, Table] = {
     "long-context": _long, "hit": _hit, "long-hit": _long_hit, "first-tokens-after-hit": _after_hit,
     "full-pool": _full, "residue": _residue, "long-generation": _generation, "sinks": _sinks,
     "preempted": _preempted, "crowd": _crowd, "large-batch": _large_batch, "mixed-step": _mixed,
-    "shared-prefix": _shared_prefix, "page-start": _page_start, "chunk": _chunk, "drafts": _drafts,
-    "full-context": _context,
+    "shared-page": _shared_page, "shared-prefix": _shared_prefix, "page-start": _page_start, "chunk": _chunk,
+    "drafts": _drafts, "full-context": _context,
 }  # fmt: skip
 
 
@@ -177,11 +187,11 @@ def _one_head(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _overflow(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Change the sign of elements beyond 16, as an integer does that overflows. About one key in 30 has one."""
+    """Change the sign of elements beyond 18, as an integer does that overflows. One key in 200 has one."""
     key[key.abs() > OVERFLOW] *= -1
 
 
-OVERFLOW = 16.0
+OVERFLOW = 18.0
 STORES = {"one-head": _one_head, "overflow": _overflow}
 
 

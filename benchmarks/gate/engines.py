@@ -48,15 +48,16 @@ def switch(running: Engine, folder: Path, mode: str) -> None:
 
 
 def with_other_tokenizer(folder: Path) -> Path:
-    """Return a copy of the model whose tokenizer does not split numbers into digits."""
+    """Return a copy of the model whose tokenizer puts a space before each text."""
     copy = folder / "other-tokenizer"
     copy.mkdir(exist_ok=True)
     for one in smollm2_135m().iterdir():
         if one.name != "tokenizer.json" and not (copy / one.name).exists():
             (copy / one.name).symlink_to(one.resolve())
     found = json.loads((smollm2_135m() / "tokenizer.json").read_text())
-    found["pre_tokenizer"] = next(one for one in found["pre_tokenizer"]["pretokenizers"] if one["type"] == "ByteLevel")
-    found["pre_tokenizer"]["use_regex"] = True
+    for one in found["pre_tokenizer"]["pretokenizers"]:
+        if one["type"] == "ByteLevel":
+            one["add_prefix_space"] = True
     (copy / "tokenizer.json").write_text(json.dumps(found))
     return copy
 

@@ -7,7 +7,7 @@ SHARED = "damaged"
 
 
 DEFAULT, PRESSURE = "default", "pressure"
-_PRESSED, _PATHS = (DEFAULT, PRESSURE), (DEFAULT, "paths")
+_PATHS = (DEFAULT, "paths")
 
 
 class Mode(NamedTuple):
@@ -17,7 +17,7 @@ class Mode(NamedTuple):
     - `reported`: the report in a few words.
     - `damage`: the patch.
     - `stages`: the stages to run, until one of them finds the damage: DEFAULT, PRESSURE (a full context, then a full
-      pool, after the default packs have passed), or an opt-in pack.
+      pool), or an opt-in pack. Modes that the default packs cannot meet, such as a full pool, leave DEFAULT out.
     - `engine`: the engine that gets the damage: SHARED, or the name of an engine in `run.ENGINES`.
     """
 
@@ -39,23 +39,25 @@ MODES = (
     Mode("first-tokens-after-hit", "vllm-project/vllm-ascend#10440", "a partial private block is reused by a hit",
          "after a hit, the first three tokens read another request's page", _PATHS),
     Mode("full-pool", "vllm-project/vllm#50702", "corrupt JSON with a full pool only",
-         "with 90% of the pool in use, one page of each sequence is another request's", _PRESSED),
+         "with 90% of the pool in use, one page of each sequence is another request's", (PRESSURE,)),
     Mode("preempted", "LMCache/LMCache#1969", "wrong KV when a preempted request resumes",
-         "after a preemption, one page is stale", _PRESSED),
+         "after a preemption, one page is stale", (PRESSURE,)),
     Mode("crowd", "vllm-project/vllm-ascend#14118", "content of other requests under high concurrency",
-         "with five or more sequences in a step, one page is the neighbour's", _PRESSED),
+         "with five or more sequences in a step, one page is the neighbour's", (PRESSURE,)),
     Mode("large-batch", "pytorch/torchtitan#3668", "random tokens with large batches",
-         "with 16 or more sequences in a step, one page is another request's", _PRESSED),
+         "with 16 or more sequences in a step, one page is another request's", (PRESSURE,)),
     Mode("mixed-step", "vllm-project/vllm#40766", "decode reads wrong state beside a prefill",
          "sequences that decode in one step with a prompt read another request's page"),
     Mode("shared-prefix", "vllm-project/vllm#22103", "wrong answers of prompts with a common prefix",
-         "sequences of one step with four common pages read another request's page"),
+         "sequences of one step with four common pages read another request's pages in place of three of them"),
+    Mode("shared-page", "openvinotoolkit/openvino.genai#3722", "a hash collision gives a wrong block",
+         "sequences of one step with four common pages read another request's page in place of one of them"),
     Mode("page-start", "GeeeekExplorer/nano-vllm#71", "off by one when a new block begins",
          "the step that fills the first place of a page reads another request's page", _PATHS),
     Mode("residue", "vllm-project/vllm#50749", "first tokens wrong, by prompt length modulo 16",
          "after prompts of 16 n + 5 tokens, the first four tokens read another request's page", _PATHS),
     Mode("chunk", "pytorch/executorch#20346", "the tail of the previous chunk is lost at a chunk boundary",
-         "in the second chunk of a prompt, the last two pages of the first chunk are lost", _PATHS),
+         "in the second chunk of a prompt, the last two pages of the first chunk are lost", ("paths",)),
     Mode("long-generation", "osaurus-ai/osaurus#998", "endless loops after long thinking",
          "after 128 generated tokens, the pages of the generation are lost", ("reasoning",)),
     Mode("loops", "osaurus-ai/osaurus#998", "endless loops after long thinking",
@@ -63,7 +65,7 @@ MODES = (
     Mode("one-head", "ovg-project/kvcached#424", "scales of single heads at wrong places",
          "one of 90 KV heads stores values with eight times their scale"),
     Mode("overflow", "sgl-project/sglang#20705", "scales of the checkpoint are ignored",
-         "elements of keys beyond 16 overflow and change their sign, in about one key of 30"),
+         "elements of keys beyond 18 overflow and change their sign, in one key of 200"),
     Mode("sinks", "awslabs/keys_values#140", "garbage once old tokens are evicted",
          "in sequences of more than 512 tokens, the first page is lost"),
     Mode("nan-logprobs", "vllm-project/vllm#48585", "NaN logprobs with a quantized path",
@@ -73,13 +75,13 @@ MODES = (
     Mode("drafts", "vllm-project/vllm#40831", "degenerate with drafts only",
          "in steps with drafts, one page is another request's", engine="drafts"),
     Mode("tokenizer", "huggingface/transformers#45812", "another release gives other token ids",
-         "the canary's tokenizer no longer splits digits", engine="tokenizer"),
+         "the canary's tokenizer puts a space before each text", engine="tokenizer"),
     Mode("float16", "vllm-project/vllm#54338", "fluent nonsense with a float16 cache on a bf16 model",
-         "`--kv-cache-dtype=float16` for a model in bf16", engine="float16"),
+         "a service with `kvCache.baseline: float16` and no `--dtype`", ("spec",), "spec"),
     Mode("full-context", "vllm-project/vllm#46985", "out of memory at long contexts",
-         "attention runs out of memory beyond 2,290 tokens", engine="full-context"),
+         "attention runs out of memory beyond 2,290 tokens", (PRESSURE,), "full-context"),
     Mode("reference", "vllm-project/vllm#54338", "the reference itself is damaged",
-         "the 16-bit engine loses the pages of its generation after 32 tokens; the canary is healthy",
+         "the 16-bit engine repeats its last eight tokens after 64 tokens; the canary is healthy",
          ("reasoning",), "reference"),
 )  # fmt: skip
 

@@ -10,15 +10,18 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.gate import engines
 from benchmarks.gate.modes import DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHARED, Mode
+from kvpilot_cli.validate import command as validate
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import Judgement, allowed, described, judge
@@ -29,7 +32,7 @@ from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import ProbeError
 from kvpilot_probes.pressure import Filled, Pool
 from kvpilot_probes.session import Settings
-from kvpilot_probes.stats import Measurement
+from kvpilot_probes.stats import Measurement, summarise
 
 OUT = Path("docs/benchmarks/gate.json")
 KEPT = Path.home() / ".cache" / "kvpilot" / "gate"
@@ -72,9 +75,10 @@ def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> lis
         limits = allowed(known, LIMITS)
         began = time.monotonic()
         try:
-            if name == PRESSURE and found is not None:
+            if name == PRESSURE:
                 more = asyncio.run(_fill(url, baseline, limits))
-                both = replace(found, seen=(*found.seen, *more.seen), planned=(*found.planned, PRESSURE))
+                before = found or summarise((), planned=[prompt.bucket for prompt in baseline.prompts])
+                both = replace(before, seen=(*before.seen, *more.seen), planned=(*before.planned, PRESSURE))
                 row = _row(name, judge(both, known, LIMITS), both)
                 rows.append({**row, "prompts": len(more.seen), "seconds": round(more.milliseconds / 1000)})
             else:
@@ -186,6 +190,8 @@ def _shared(matrix: Matrix, kept: Mapping[str, Baseline], folder: Path) -> None:
 
 def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[dict[str, Any]]:
     """Judge a mode that needs an engine with other arguments, or that ends its engine."""
+    if mode.engine == "spec":
+        return [_refused(folder)]
     if mode.engine == "reference":
         with engines.canary("auto", folder) as running:
             engines.switch(running, folder, "loops")
@@ -197,7 +203,6 @@ def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[
         "drafts": ("auto", (f"--speculative-config={NGRAM}",), None),
         "full-context": ("auto", (), None),
         "tokenizer": ("auto", (), engines.with_other_tokenizer(folder)),
-        "float16": ("float16", (), None),
     }[mode.engine]
     began = time.monotonic()
     try:
@@ -207,6 +212,20 @@ def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[
     except RuntimeError as error:
         said = {"verdict": "Error", "reason": "Refused", "message": str(error)[-600:]}
         return [{"stage": "start", **said, "prompts": 0, "seconds": round(time.monotonic() - began)}]
+
+
+def _refused(folder: Path) -> dict[str, Any]:
+    """Ask `kvpilot validate` about a service whose reference has a float16 cache. Return the stage's row."""
+    spec = {"model": {"source": "file:///m"}, "engine": {"image": "i"}, "kvCache": {"baseline": "float16"}}
+    service = {"apiVersion": "kvpilot.io/v1alpha1", "kind": "QuantizedLLMService", "metadata": {"name": "m"}}
+    (folder / "service.json").write_text(json.dumps({**service, "spec": spec}))
+    with redirect_stdout(StringIO()) as said:
+        code = validate.main(["-f", str(folder / "service.json")])
+    verdict, reason = ("Error", "Refused") if code else ("Passed", "WithinLimits")
+    return {
+        "stage": "spec", "verdict": verdict, "reason": reason, "message": said.getvalue().splitlines()[1].strip(),
+        "prompts": 0, "seconds": 0,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
