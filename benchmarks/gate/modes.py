@@ -6,7 +6,7 @@ SHARED = "damaged"
 """Engine with a 16-bit cache that serves most modes in turn."""
 
 
-DEFAULT, PRESSURE = "default", "pressure"
+DEFAULT, PRESSURE, CROWDED = "default", "pressure", "crowded"
 _PATHS = (DEFAULT, "paths")
 
 
@@ -17,8 +17,9 @@ class Mode(NamedTuple):
     - `reported`: the report in a few words.
     - `damage`: the patch.
     - `stages`: the stages to run, until one of them finds the damage: DEFAULT, PRESSURE (a full context, then a full
-      pool), or an opt-in pack. Modes that the default packs cannot meet, such as a full pool, leave DEFAULT out.
-    - `engine`: the engine that gets the damage: SHARED, or the name of an engine in `run.ENGINES`.
+      pool), CROWDED (the default packs with 24 requests in flight), or an opt-in pack. Modes that the default packs
+      cannot meet, such as a full pool, leave DEFAULT out.
+    - `engine`: the engine that gets the damage: SHARED, or a name that `run.py` knows.
     """
 
     name: str
@@ -43,9 +44,9 @@ MODES = (
     Mode("preempted", "LMCache/LMCache#1969", "wrong KV when a preempted request resumes",
          "after a preemption, one page is stale", (PRESSURE,)),
     Mode("crowd", "vllm-project/vllm-ascend#14118", "content of other requests under high concurrency",
-         "with five or more sequences in a step, one page is the neighbour's", (PRESSURE,)),
+         "with five or more sequences in a step, one page is the neighbour's", (CROWDED,)),
     Mode("large-batch", "pytorch/torchtitan#3668", "random tokens with large batches",
-         "with 16 or more sequences in a step, one page is another request's", (PRESSURE,)),
+         "with 16 or more sequences in a step, one page is another request's", (CROWDED,)),
     Mode("mixed-step", "vllm-project/vllm#40766", "decode reads wrong state beside a prefill",
          "sequences that decode in one step with a prompt read another request's page"),
     Mode("shared-prefix", "vllm-project/vllm#22103", "wrong answers of prompts with a common prefix",

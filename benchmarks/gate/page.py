@@ -14,6 +14,14 @@ FOUND = {"Failed": "yes", "Error": "yes", "Inconclusive": "not promoted", "Passe
 """Result of a mode by the verdict of its last stage."""
 
 
+def summary(rows: dict[str, Any]) -> str:
+    """Return the sentence that counts the results."""
+    ends = [rows[mode.name]["stages"][-1]["verdict"] for mode in MODES if mode.name in rows]
+    count = {found: sum(FOUND[end] == found for end in ends) for found in FOUND.values()}
+    found, held, missed = count.values()
+    return f"Of {len(MODES)} modes, {len(ends)} have run: {found} are found, {held} are not promoted, {missed} pass."
+
+
 def modes(rows: dict[str, Any]) -> str:
     """Return the table of failure modes. A mode without a row has not run."""
     lines = ["| mode | report | found | by | verdict | prompts | seconds |", "|---|---|---|---|---|---|---|"]
@@ -31,12 +39,19 @@ def _mode(mode: Mode, row: dict[str, Any] | None) -> str:
 
 
 def healthy(rows: dict[str, Any]) -> str:
-    """Return the table of canaries without damage."""
-    lines = ["| canary | verdict | mean KL, millinats | prompts | seconds |", "|---|---|---|---|---|"]
+    """Return the table of canaries without damage. A row of such a canary has one stage for each run."""
+    lines = ["| canary | runs | failed | mean KL, millinats | prompts | seconds |", "|---|---|---|---|---|---|"]
     for name in HEALTHY:
         if (row := rows.get(name)) is not None:
-            first, last = row["stages"][0], row["stages"][-1]
-            cells = (_verdict(last), f"{first['mean_kl_millinats']:.1f}", *_cost(row["stages"]))
+            runs = row["stages"]
+            failed = sum(one["verdict"] != "Passed" for one in runs)
+            means = [one["mean_kl_millinats"] for one in runs]
+            cells = (
+                str(len(runs)),
+                str(failed),
+                " to ".join(dict.fromkeys(f"{mean:.1f}" for mean in (min(means), max(means)))),
+                *_cost(runs),
+            )
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -58,4 +73,4 @@ def _cost(stages: list[dict[str, Any]]) -> tuple[str, str]:
 
 if __name__ == "__main__":
     found = json.loads(RAW.read_text())["rows"]
-    print(modes(found), healthy(found), damages(), sep="\n\n")
+    print(summary(found), modes(found), healthy(found), damages(), sep="\n\n")

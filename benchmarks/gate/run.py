@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.gate import engines
-from benchmarks.gate.modes import DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHARED, Mode
+from benchmarks.gate.modes import CROWDED, DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHARED, Mode
 from kvpilot_cli.validate import command as validate
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.api.words import Verdict
@@ -44,9 +44,9 @@ SETS = {
     "reasoning": ("builtin/reasoning",),
 }
 # More requests at a time than the product's two keep the runs short. The damage of `crowd` needs five.
-SETTINGS = {
-    name: Settings(concurrency=8 if name == "reasoning" else 4, deadline_seconds=3600) for name in (*SETS, PRESSURE)
-}
+SETTINGS = {name: Settings(concurrency=4, deadline_seconds=3600) for name in (*SETS, PRESSURE)}
+SETTINGS["reasoning"] = replace(SETTINGS[DEFAULT], concurrency=8)
+SETTINGS[CROWDED] = replace(SETTINGS[DEFAULT], concurrency=24)
 # The product gives the pressure stage 90 s. Two busy cores take many times longer than a GPU to fill a pool.
 PRESSURE_SECONDS = 240.0
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
@@ -70,7 +70,7 @@ def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> lis
     for name in stages:
         if rows and rows[-1]["verdict"] != Verdict.PASSED:
             break
-        baseline = kept[DEFAULT if name == PRESSURE else name]
+        baseline = kept[DEFAULT if name in (PRESSURE, CROWDED) else name]
         known = described(baseline)
         limits = allowed(known, LIMITS)
         began = time.monotonic()

@@ -35,5 +35,6 @@ def test_the_raw_results_have_only_known_rows_and_end_each_row_with_a_verdict() 
 
 
 def test_the_page_shows_the_raw_results() -> None:
-    for table in (page.modes(RAW["rows"]), page.healthy(RAW["rows"]), page.damages()):
-        assert table in PAGE
+    rows = RAW["rows"]
+    for part in (page.summary(rows), page.modes(rows), page.healthy(rows), page.damages()):
+        assert part in PAGE
