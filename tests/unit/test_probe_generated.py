@@ -79,9 +79,7 @@ def test_an_own_prompt_is_filled_to_its_length_with_the_fact_at_its_depth(
     assert at == pytest.approx(context * percent * depth / 10_000, abs=40)
 
 
-def test_every_length_modulo_64_and_lengths_beyond_a_chunk_are_asked_of_an_engine_that_has_not_read_them() -> (
-    None
-):
+def test_every_length_modulo_64_and_lengths_beyond_a_chunk_are_asked_of_an_engine_that_has_not_read_them() -> None:
     found = made(load(["builtin/paths"]), 16_384)
     by = {b: [r for r in found if r.prompt.bucket == b] for b in ("residue", "chunk", HIT)}
     assert {len(r.tokens) % RESIDUES for r in by["residue"]} == set(range(64))
