@@ -19,23 +19,26 @@ python -m benchmarks.accuracy.accuracy{option} --out docs/benchmarks/{page}.json
 python -m benchmarks.accuracy.accuracy_report docs/benchmarks/{page}.json
 ```
 
-It uses a GPU if there is one.
+The first command uses a GPU if there is one.
 
 Model: {model}
-The base is a 16-bit (bf16) cache. **Every** key (after RoPE) and value that attention sees has passed the codec, also
-the query's own token, as in decode steps.
 
-Text: {tokens} tokens a row, in sequences of 1,024, 2,048 and 4,608: Newton's *Opticks* (in the sources that
-apache-tvm-ffi carries), the manual of GNU coreutils (Debian), Python's language reference (`pydoc_data`)
-and source code of its standard library.
+Each row compares a codec with a 16-bit (bf16) KV cache of the same model. The codec has encoded and decoded **every**
+key (after RoPE) and value that attention reads. This includes the query's own token, as in decode steps.
+
+Text: each row has {tokens} tokens, in sequences of 1,024, 2,048 and 4,608 tokens. The texts are Newton's *Opticks* (in
+the sources of apache-tvm-ffi), the manual of GNU coreutils (Debian), Python's language reference (`pydoc_data`) and
+source code of Python's standard library.
 
 {rows}
-The control compares the model in bf16 with itself, through two kernels of attention. It shows the noise of 16 bits.
+The control compares two runs of the model in bf16, with different attention kernels. It shows the noise of 16 bits.
 
-Bits count codes, scales and zero points, at head_dim 128 (most models) and at {head_dim} (this model). They also count
-what is kept beside the pages (a ring's whole pages of 64 tokens, tokens in 16 bits), spread over a context of 4,096
-tokens. Rivals with a scale per vector take more bits where the vectors are short. KL is over the whole vocabulary, in
-nats x 1000 (millinats), with its standard error. PPL is the change of perplexity.
+* *Bits* are the mean bits of one number of a key or value, at head_dim 128 (most models) and at {head_dim} (this
+  model). They include scales and zero points. They also include data outside the pages, spread over a context of 4,096
+  tokens: the ring's whole pages of 64 tokens, and tokens in 16 bits. Rivals with one scale per vector need more bits
+  for short vectors.
+* *KL* is the KL divergence over the whole vocabulary in nats x 1000 (millinats), with its standard error.
+* *PPL* is the change of perplexity.
 """
 
 
@@ -66,21 +69,30 @@ MODELS = {
         page="accuracy",
         option="",
         about="""\
-SmolLM2-135M-Instruct, its real weights (30 layers, 3 KV heads, head_dim 64), computed in float32. Small models
-are hurt most by a small cache, which is why this is the test. [A second model](accuracy-gemma3.md) has normalized
-queries and keys; [the same in the engine](engine-kl.md) is what a real vLLM says of the same texts, decoded from its
-pages.""",
+SmolLM2-135M-Instruct with its real weights (30 layers, 3 KV heads, head_dim 64), computed in float32. The test
+uses a small model, because few bits in the KV cache damage small models most. Two pages have related measurements:
+[Gemma 3](accuracy-gemma3.md), which has normalized queries and keys, and [a real vLLM](engine-kl.md), which decodes the
+same texts from its pages.""",
         rows="""\
-Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. Rows
-`+calibrated` use `kvpilot calibrate` on 16,384 tokens of other documents (licences, docstrings, the manual of
-findutils, other source code), three sequences of 4,096 and four of 1,024, in bf16 on a GPU. In rows `+wN` a query
-reads its last N tokens at 8 bits, as the ring of the
-[recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md) keeps them. The row `+first128`
-keeps the first 128 tokens in 16 bits, to compare with KVarN (`+exact`), which keeps them and the open tile. The row
-`k4v4+calibrated` is older than
-[the first key's own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md), which lowers it. Of the
-other rows `+calibrated`, that of `k4v4` was computed on a CPU with a file from an H200. Those of 2 bits and their
-needles were computed on an H100 on 2026-11-24, with a file from there.
+The parts of a row's name after the codec mean:
+
+* `+self`: with calibration factors that an engine computes at start, from 8,192 tokens of built-in text.
+* `+calibrated`: with factors from a file of `kvpilot calibrate`, computed in bf16 on a GPU. The command read 16,384
+  tokens of other documents: licences, docstrings, the manual of findutils and other source code. They were three
+  sequences of 4,096 tokens and four of 1,024.
+* `+wN`: each query reads its last N tokens at 8 bits, as the ring of the
+  [recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md) keeps them.
+* `+first128`: the first 128 tokens stay in 16 bits. Compare this row with KVarN's rows `+exact`, which keep the first
+  128 tokens and the open tile in 16 bits.
+
+The rows `+calibrated` come from several runs:
+
+* `k4v4+calibrated` was computed before kvpilot stored
+  [the first key relative to its own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md), which
+  lowers the KL of this row.
+* `k4v4+calibrated+w64` was computed on a CPU, with a file that an H200 had computed.
+* Those with 2-bit values (`k4v2`, `k2v2`), and their needles, were computed on an H100 on 2026-11-24. The same GPU
+  computed their file.
 """,
         head_dim=64,
     ),
@@ -89,13 +101,14 @@ needles were computed on an H100 on 2026-11-24, with a file from there.
         page="accuracy-gemma3",
         option=" --model gemma3-270m",
         about="""\
-Gemma 3 270M (pretrained), its real weights (of 4 to 6 bits, read as bf16; 18 layers, 1 KV head, head_dim 256,
-normalized queries and keys), computed in float32. Of its layers 3 are full, and these are what the rows are about: the
-15 with a window of 512 tokens stay in 16 bits, as they do in an engine by default. [SmolLM2](accuracy.md) is the first
-model.""",
+Gemma 3 270M (pretrained) with its real weights, computed in float32. The weights have 4 to 6 bits, and are read
+as bf16. The model has 18 layers, 1 KV head, head_dim 256, and normalized queries and keys. The codecs apply only to its
+3 layers with full attention. The KV cache of the 15 layers with a window of 512 tokens stays in 16 bits, which is also
+the engine's default. [The other page](accuracy.md) measures SmolLM2.""",
         rows="""\
-Rows `+self` have the factors that an engine gives itself at start, from 8,192 tokens of built-in text. In rows `+wN` a
-query reads its last N tokens at 8 bits, as the ring of the
+Rows `+self` use calibration factors that an engine computes at start, from 8,192 tokens of built-in text. Rows
+`+calibrated` use factors from a file of `kvpilot calibrate`. In rows `+wN` each query reads its last N tokens at 8
+bits, as the ring of the
 [recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md) keeps them.
 """,
         head_dim=256,
@@ -106,8 +119,10 @@ query reads its last N tokens at 8 bits, as the ring of the
 SERVED_HEAD = """
 ## As served
 
-Each dtype with its [default recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md).
-`+calibrated` has a file, fitted for a window of 64. After them comes `k4v2` with a window of 64.
+The first rows are our dtypes with their
+[default recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md). The factors of the rows
+`+calibrated` were fitted for a window of 64 tokens. Rows of `k4v2` with a window of 64 follow, if they were measured.
+The last rows, from the control on, are for comparison.
 {missing}
 """
 ALONE_HEAD = "\n## Codecs alone, and rivals\n\n"
@@ -115,9 +130,9 @@ ALONE_HEAD = "\n## Codecs alone, and rivals\n\n"
 NEEDLE = """
 ## Needles
 
-Five facts at 10% to 90% of a text of {lengths} tokens, asked for at its end, with {seeds} orders and
-sets of numbers. Found: all five digits are the model's first choice. The log-probability is of the whole number, in
-nats.
+A text hides five facts, at 10% to 90% of its length. The end of the prompt asks for them. The texts have {lengths}
+tokens. Each length was tested {seeds} times, with other numbers and another order of the questions. A fact counts as
+found if each of its five digits is the model's first choice. The log-probability is that of the whole number, in nats.
 
 | codec | {depths} | found | log-prob {columns} |
 |---|{dashes}---|{column_dashes}

@@ -8,19 +8,20 @@ from benchmarks.accuracy import page_beside
 HEAD = """\
 # The damage of a KV cache, measured in the engine
 
-[The accuracy table](accuracy.md) models an engine: plain transformers attend over the output of each codec. Here a
-real vLLM answers, with SmolLM2-135M's real weights and the table's texts, one token at a time. So every position is a
-decode step over pages and rings, as a user's tokens are.
+[The accuracy table](accuracy.md) only simulates an engine: plain transformers attend over the output of each codec.
+This page measures a real vLLM with SmolLM2-135M's real weights. It gets the table's texts one token at a time. So every
+position is a decode step over pages and rings, as for a user's tokens.
 
-* KL (nats x 1000) compares the distributions over the whole vocabulary with those of the same engine with the cache in
-  the model's dtype. They are made from the engine's states after the last norm.
-* `model` is the table's model for the same tokens.
-* The control is the 16-bit engine again, with each text in one prefill: two kernels of attention. In bfloat16 the
-  control is part of each row's KL.
-* The H200's rows after a hit are older than
-  [the first key's own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md), on both sides.
-* `fp8_e4m3` is vLLM's own code. On a GPU it also rounds queries to e4m3, which the model does not. On a CPU it rounds
-  more, for a reason that was not examined.
+* *KL in the engine* (nats x 1000) is the KL divergence from the same engine whose KV cache has the model's dtype. It
+  covers the whole vocabulary. The distributions are computed from the engines' hidden states after the last norm.
+* *KL by the model* is the KL divergence that the accuracy table's simulation gives for the same tokens.
+* The control is the engine with the unquantized KV cache again, but with each text in one prefill. So it shows the
+  effect of another attention kernel. In bfloat16 this effect is part of each row's KL.
+* The H200's rows after a hit are from before kvpilot stored
+  [the first key relative to its own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md). This
+  holds for the engine's KL and for the simulation's.
+* `fp8_e4m3` is vLLM's own code. On a GPU, vLLM also rounds queries to e4m3, which the simulation does not. On a CPU,
+  vLLM rounds more than the simulation. The reason was not examined.
 
 """
 
@@ -31,11 +32,12 @@ TABLE = """\
 
 
 HIT = """\
-Each piece of text is {hit} tokens, which an earlier request left in the prefix cache, and the 64 measured tokens after
-them. Tokens of a hit are in no ring, so they are read in the bits of their pages.
+
+Each sequence begins with {hit} tokens that an earlier request left in the prefix cache. The 64 tokens after them are
+measured. No ring holds tokens from the prefix cache, so attention reads these tokens with the bits of their pages.
 """
 
-SAID = "The engines' messages:\n\n"
+SAID = "The engines logged:\n\n"
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -49,8 +51,8 @@ def _section(name: str, section: dict[str, Any]) -> str:
     worst = max(row["unlike"] for row in rows.values())
     about = (
         f"{section['date']}, vLLM {found['vllm']}, torch {found['torch']}, Python {found['python']}; {tokens:,} "
-        "positions. The engines' own\nlog-probabilities of the text, from logits in the model's dtype, are within "
-        f"{worst} nats of those of the states.\n"
+        "positions. As a check,\nthe engines' own log-probabilities, from logits in the model's dtype, were compared with "
+        f"those from the hidden states.\nThey differ by at most {worst} nats.\n"
     )
     hit = HIT.format(hit=section["hit"]) if section["hit"] else ""
     said = "".join(

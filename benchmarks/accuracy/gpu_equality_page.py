@@ -16,17 +16,22 @@ INTRODUCTION = """\
 # Whether scheduling changes answers, in real vLLM
 
 `python -m benchmarks.accuracy.gpu_equality`; raw: [h200-equality.json](h200-equality.json). Engines answer the same
-prompts greedily:
+prompts greedily, in different conditions:
 
-* *alone*: one at a time, eager, no prefix caching, a prompt in one piece;
-* *crowded*: CUDA graphs, prefix caching, prompts in small chunks, many at once, so little cache that requests are
-  preempted;
-* *tp2*: crowded on several GPUs.
+* *alone*: one prompt at a time in one prefill, eager, without prefix caching;
+* *crowded*: many prompts at once in small chunks, with CUDA graphs and prefix caching, and a KV cache so small that
+  vLLM preempts requests;
+* *tp2*: crowded, on several GPUs.
 
-The rows of `auto` are the control: 16-bit sums in another order flip near-ties. A chunk attends to itself in 16 bits
-and to earlier tokens from its pages. So the cuts of a prompt change what is read quantized, and with it the answers.
-"Read back" means that chunks read themselves from pages, too. Tokens count up to an answer's first difference.
-Logprobs and divergence cover that position, too, for the 20 most likely tokens.
+The rows of `auto` are the control. Its answers differ too, because 16-bit sums in another order change the result where
+two tokens are almost equally likely.
+
+By default, a chunk of a prompt attends to its own tokens in 16 bits, and to earlier tokens from quantized pages. So the
+chunk size changes which tokens are quantized, and with them the answers. "Chunks read back" means that a chunk reads
+its own tokens from pages, too.
+
+*tokens equal* counts an answer's tokens up to its first difference. The differences of log-probabilities and the KL
+divergence also include the first different position. They cover the 20 most likely tokens.
 """
 
 

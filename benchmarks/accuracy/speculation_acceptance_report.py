@@ -8,14 +8,19 @@ from benchmarks.accuracy import page_beside
 
 PAGE = """# Acceptance of ngram's drafts
 
-vLLM counts drafted and accepted tokens (`vllm:spec_decode_num_*_tokens`), with SmolLM2-135M's real weights in {dtype},
-greedy. In each of {prompts} prompts a piece of a text of [the accuracy table](accuracy.md) begins a second time, so
-that the model quotes it. Each answer has {tokens} tokens; at most {drafts} are drafted, after 2 to 4 that stood in the
-text before. Our dtypes are as served: calibrated by the engine, with their default window.
+This page shows which share of n-gram drafts each KV-cache dtype accepts. vLLM counts the drafted and the accepted
+tokens (`vllm:spec_decode_num_*_tokens`).
 
-An answer changes with the dtype, and so do its drafts. `like auto` counts tokens of the answers up to the first one
-that differs from `auto`'s. After ± stands a standard error of independent drafts. Raw:
-[speculation-acceptance.json](speculation-acceptance.json).
+* **Model.** SmolLM2-135M with its real weights in {dtype}, greedy. Our dtypes have their defaults: calibration by the
+  engine, and their recent window.
+* **Prompts.** Each of the {prompts} prompts has a piece of a text of [the accuracy table](accuracy.md), and then the
+  beginning of the same piece. So the model quotes the rest of the piece.
+* **Drafts.** An answer has {tokens} tokens. If its last 2 to 4 tokens occur earlier in the text, vLLM drafts at most
+  {drafts} tokens that followed them there.
+
+Another dtype gives other answers, and so other drafts. *like auto* is the share of the answers' tokens before the
+first one that differs from the answer of `auto`. The number after ± is the standard error if drafts are independent.
+Raw: [speculation-acceptance.json](speculation-acceptance.json).
 
 `{command}`, {date}, vLLM {vllm}, torch {torch}, Python {python}, {machine}.
 

@@ -104,12 +104,13 @@ def table(facts: dict[str, Any]) -> str:
     base = facts["rows"][0]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     about = (
-        f"`{facts['command']}`, {facts['date']}, {versions}; {facts['machine']}. SmolLM2-135M, 256 MiB of KV cache, "
-        f"400 prompt tokens and 33 to 96 output tokens a request, closed loop, {SECONDS:.0f} s after "
-        f"{WARM_SECONDS:.0f} s to warm up. `auto` and `fp8` are vLLM's own CPU kernels. The others are our pages in "
-        "plain torch, the backend of the demo and the tests; they say nothing about a GPU. The operator's probe "
-        "measures the damage (general and multi-turn packs), and the row of `auto` is the control. Raw: "
-        "[cpu-backend.json](cpu-backend.json)."
+        f"`{facts['command']}`, {facts['date']}, {versions}; {facts['machine']}. Each engine serves SmolLM2-135M with "
+        f"256 MiB of KV cache. Users send a request as soon as they have the last answer. Each request has 400 prompt "
+        f"tokens and 33 to 96 output tokens. Throughput is measured for {SECONDS:.0f} s, after {WARM_SECONDS:.0f} s to "
+        "warm up. `auto` and `fp8` use vLLM's own CPU kernels. The other dtypes use our backend in plain torch, which "
+        "serves the demo and the tests. Its speed says nothing about our GPU kernels. The last three columns are from "
+        "the operator's probe with the packs general and multi-turn: they compare answers with those of `auto`. The "
+        "row of `auto` is the control. Raw: [cpu-backend.json](cpu-backend.json)."
     )
     lines = [
         "# Our backend on CPU beside vLLM's own",

@@ -199,11 +199,15 @@ def versions_of(facts: dict[str, str]) -> str:
 
 
 INTRODUCTION = """\
-One engine per dtype: dummy weights, default compilation and CUDA graphs, prefix caching on. A step is the time for
-one token of all sequences: the mean of consecutive steps in which every sequence decodes, the median of the repeats.
-In brackets: how many times better than `auto`, and for steps than `fp8` too. Prefill is of prompts that the engine
-never saw. Attention is the step less that of 16 tokens a sequence. "Second half" is the time to the first token of
-a long prompt whose first half is cached.
+Each dtype has its own engine, with dummy weights, default compilation and CUDA graphs, and prefix caching. Ratios in
+brackets say how many times better a figure is than that of `auto`. Steps have a second ratio, over `fp8`. The columns:
+
+* *32 x 16K, ms* and the like: time of a decode step with 32 sequences of 16K tokens. A step gives each sequence one
+  token. Each timing is the mean of consecutive steps, and the table shows the median of the timings.
+* *attention*: the time of that step, less the time of a step with 16 tokens of context a sequence.
+* *prefill*: tokens per second of prompts that are not in the prefix cache.
+* *second half*: time to the first token of a long prompt, whose first half is in the prefix cache.
+
 Raw: [h200-engine.json](h200-engine.json).
 """
 

@@ -18,9 +18,11 @@ def page(source: Path, title: str) -> str:
     copy = facts["copy_bytes_per_s"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     about = (
-        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Microseconds of one layer. This run's "
-        f"copy rate is {copy / 1e12:.2f} TB/s; `of copy` is the cache's bytes over the time of the split kernel, or of "
-        f"`merged` for the others, over that rate. Raw: [{source.name}]({source.name})."
+        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Times are in microseconds for one layer. "
+        "*decode* is our split-KV kernel alone, *merged* includes the merge of its splits, and *layer* also includes "
+        "the store of the new token. *of copy* is the cache's bytes over the time of *decode* (*merged* if there is no "
+        f"*decode*), relative to this run's copy rate of {copy / 1e12:.2f} TB/s. *over bf16* is the speed of *merged* "
+        f"relative to the first bf16 row. Raw: [{source.name}]({source.name})."
     )
     lines = [title, "", textwrap.fill(about, 118, break_on_hyphens=False, break_long_words=False)]
     last = None

@@ -22,21 +22,26 @@ _HEAD = """# The operator with a fleet
     python -m benchmarks.operator.fleet{options}
     python -m benchmarks.operator.fleet_page docs/benchmarks/fleet.json{before}
 
-{date}. The real API server and etcd (Kubernetes 1.20, `localcluster/kvpilot_localcluster`), the real operator, and
-two processes of the benchmark. One makes the Deployments' pods: real objects, Running and Ready on 100 nodes, with
-nothing in them. The other answers `/metrics` of all pods on their own addresses, with a page of a real vLLM 0.32 (19
-KiB) whose counters run. **All share {cores} cores**, so the operator also waits for the API server's processor time.
+{date}. The benchmark runs the real operator with the real API server and etcd (Kubernetes 1.20,
+`localcluster/kvpilot_localcluster`). Two more processes replace kubelets and engines:
 
-Services are in mode `Recommend`, with canary steps and three replicas each. At each size two specs are edited and one
-pod is made unready a second. Every 30 s the operator's own metrics are read.
+- One creates the Deployments' pods. They are real objects, Running and Ready on 100 nodes, but nothing runs in them.
+- The other answers `/metrics` for all pods, each on its own address. It serves a page of a real vLLM 0.32 (19 KiB),
+  whose counters grow.
 
-- *edit*: from the API server's answer to the edit, to the watch event of the status with its generation.
-- *pod*: from the answer to a pod's change, to the watch event of the status that counts it.
-- *gap*: between two scrapes of one pod, as the pods saw it. The operator scrapes every 5 s, or less often so that it
-  fetches at most {pages:.0f} pages a second.
-- *cores*: processor seconds of the operator's process in a second. *requests*: to the API server, watches included.
-- *own page*: KiB of the operator's own `/metrics`, and the slowest answer.
-- *up*: from the first new service's creation until all new ones have their three ready replicas.
+**All processes share {cores} cores**, so the operator also waits while the API server uses the cores.
+
+Each service has mode `Recommend`, canary steps and three replicas. At each size, the benchmark edits two specs a second
+and makes one pod a second unready. Every 30 s it reads the operator's own metrics. The columns are:
+
+- *up*: time from the creation of the first new service until all new services have three ready replicas.
+- *edit*: time from the API server's answer to an edit until the watch event of the status with the edit's generation.
+- *pod*: time from the API server's answer to a change of a pod until the watch event of the status that counts it.
+- *gap*: time between two scrapes of one pod, measured at the pods. The operator scrapes each pod every 5 s, or less
+  often in large fleets, because it fetches at most {pages:.0f} pages a second.
+- *requests/s*: the operator's requests to the API server, including watches.
+- *own page*: size of the operator's own `/metrics` in KiB, and time of its slowest answer.
+- *cores*: processor seconds that the operator uses per second.
 
 """
 
@@ -97,10 +102,11 @@ def soak(one: dict[str, Any]) -> str:
     memory, edit = one["rss_mib"], one["edit_to_status"]
     half = memory[len(memory) // 2 :]
     told = (
-        f"**{one['seconds'] / 60:.0f} minutes more at the largest size**, with the same edits: edit p99 "
-        f"{1000 * edit['p99']:.0f} ms (at most {1000 * edit['max']:.0f} ms, {edit['count']} edits), {one['cores']:.2f} "
-        f"cores, {one['scrapes_failed']:.0f} failed scrapes, {one['passes_failed']:.0f} failed reconciles. RSS from "
-        f"{memory[0][1]:.0f} to {memory[-1][1]:.0f} MiB, {slope(half):+.0f} MiB an hour over its second half."
+        f"**The run continued for {one['seconds'] / 60:.0f} minutes at the largest size**, with as many edits a second. "
+        f"The p99 of *edit* was {1000 * edit['p99']:.0f} ms (maximum {1000 * edit['max']:.0f} ms, {edit['count']} edits). "
+        f"The operator used {one['cores']:.2f} cores. It had {one['scrapes_failed']:.0f} failed scrapes and "
+        f"{one['passes_failed']:.0f} failed reconciles. Its RSS went from {memory[0][1]:.0f} to {memory[-1][1]:.0f} MiB, "
+        f"and changed by {slope(half):+.0f} MiB an hour in the second half."
     )
     return f"\n{_wrapped(told)}\n"
 
