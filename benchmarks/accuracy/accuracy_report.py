@@ -130,8 +130,8 @@ ALONE_HEAD = "\n## Codecs alone, and rivals\n\n"
 NEEDLE = """
 ## Needles
 
-A text hides five facts, at 10% to 90% of its length. The end of the prompt asks for them. The texts have {lengths}
-tokens. Each length was tested {seeds} times, with other numbers and another order of the questions. A fact counts as
+A text of {lengths} tokens hides five facts, at 10% to 90% of its length. The end of the prompt asks for
+them. Each length was tested {seeds} times, with other numbers and another order of the questions. A fact counts as
 found if each of its five digits is the model's first choice. The log-probability is that of the whole number, in nats.
 
 | codec | {depths} | found | log-prob {columns} |

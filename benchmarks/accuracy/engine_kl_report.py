@@ -51,8 +51,8 @@ def _section(name: str, section: dict[str, Any]) -> str:
     worst = max(row["unlike"] for row in rows.values())
     about = (
         f"{section['date']}, vLLM {found['vllm']}, torch {found['torch']}, Python {found['python']}; {tokens:,} "
-        "positions. As a check,\nthe engines' own log-probabilities, from logits in the model's dtype, were compared with "
-        f"those from the hidden states.\nThey differ by at most {worst} nats.\n"
+        "positions. As a check,\nthe engines' own log-probabilities, from logits in the model's dtype, were compared "
+        f"with those from the hidden states.\nThey differ by at most {worst} nats.\n"
     )
     hit = HIT.format(hit=section["hit"]) if section["hit"] else ""
     said = "".join(

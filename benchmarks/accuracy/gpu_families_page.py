@@ -22,26 +22,36 @@ Rows = dict[str, Figures]
 INTRODUCTION = """\
 # Families of models, and what people switch on, in real vLLM on a GPU
 
-Small random models, `k4v4` beside `auto`, greedy answers; no speed was measured. All figures are mean Kullback-Leibler
-divergences (nats x 1000) of the 20 most likely tokens. Those from plain transformers cover all tokens of all answers,
-those between engines an answer up to its first difference.
+This page shows if `k4v4` gives right answers with many model families and vLLM features. The models are small and
+have random weights. Answers are greedy, and speed was not measured. All figures are mean KL divergences in nats x 1000,
+over the 20 most likely tokens. Divergences from plain transformers cover all tokens of all answers. Divergences between
+two engines cover each answer up to its first difference.
 
-* The *codec*'s column is the engine without window and factors, whose chunks read themselves back, in a crowd (CUDA
-  graphs, prefix caching, chunks, little cache). It shows how far its predictions are from plain transformers in float32
-  with the same codec, without one, and with one block of 16 tokens of the prompt misread.
-* *As served* is `k4v4` with its default window and its own factors. It shows how far its answers in a crowd are from
-  its own alone (one at a time, eager, no prefix caching), beside the same of `auto`, and how far alone it is from
-  `auto`.
+Engines run in one of two ways:
 
-*Served and right* means all of this:
+* *crowd*: many prompts at once, with CUDA graphs, prefix caching, chunked prompts and a small KV cache;
+* *alone*: one prompt at a time, eager, without prefix caching.
 
-* `auto` and the codec are each nearer to their own oracle in transformers than to the other's, by a factor of at least
-  {near:.0f}. Or `auto` is no further off than plain transformers in bfloat16, and the codec no further than
-  {rounded:.0f} times the effect of rounding alone, which moves codes.
-* The codec is nearer to its oracle than with a block misread, by a factor of at least {fault:.0f}.
-* `k4v4` as served does at most {served:.2f} times the damage of the bare codec.
-* In a crowd `k4v4` is at most as far from itself alone as alone from `auto`, and at most {crowd:.0f} times as far as
-  `auto` in a crowd is from `auto` alone.
+`k4v4` runs in two variants:
+
+* *codec*: in a crowd, without window and factors, and a chunk reads its own tokens back from pages. Its predictions are
+  compared with plain transformers in float32: with the codec, without it (`auto`), and with the codec and one misread
+  block of 16 prompt tokens (*misread*). *rounding alone* is the effect of rounding errors on transformers with the
+  codec.
+* *as served*: with its default window and its own factors. Its answers in a crowd are compared with its answers alone.
+  Beside that are the same comparison for `auto`, and `k4v4` alone compared with `auto` alone.
+
+The verdict *served and right* means that all of these hold:
+
+* `auto` is at least {near:.0f} times nearer to transformers without the codec than to transformers with it. In bfloat16
+  it may also be as far off as transformers in bfloat16.
+* The codec is at least {near:.0f} times nearer to transformers with the codec than to transformers without it. Or it is
+  at most {rounded:.0f} times as far off as *rounding alone* and `auto` together.
+* The codec is at least {fault:.0f} times nearer to transformers with the codec than to those with a misread block.
+* `k4v4` as served has at most {served:.2f} times the divergence of the bare codec from transformers without a codec.
+* `k4v4` in a crowd differs from `k4v4` alone at most by a sum: the divergence of `k4v4` alone from `auto` alone, and
+  {crowd:.0f} times the divergence of `auto` in a crowd from `auto` alone.
+* No logit is NaN.
 """
 
 

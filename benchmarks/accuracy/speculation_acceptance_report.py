@@ -53,7 +53,7 @@ def markdown(facts: dict[str, Any]) -> str:
     note = textwrap.fill(facts.get("note", ""), 118, break_on_hyphens=False)
     facts = {
         **facts,
-        "note": f"{note}\n" if note else "",
+        "note": f"\n{note}\n" if note else "",
         "rows": "\n".join(lines),
         "texts": " | ".join(texts),
         "lines": "---|" * len(texts),

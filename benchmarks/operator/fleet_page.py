@@ -102,11 +102,11 @@ def soak(one: dict[str, Any]) -> str:
     memory, edit = one["rss_mib"], one["edit_to_status"]
     half = memory[len(memory) // 2 :]
     told = (
-        f"**The run continued for {one['seconds'] / 60:.0f} minutes at the largest size**, with as many edits a second. "
-        f"The p99 of *edit* was {1000 * edit['p99']:.0f} ms (maximum {1000 * edit['max']:.0f} ms, {edit['count']} edits). "
-        f"The operator used {one['cores']:.2f} cores. It had {one['scrapes_failed']:.0f} failed scrapes and "
-        f"{one['passes_failed']:.0f} failed reconciles. Its RSS went from {memory[0][1]:.0f} to {memory[-1][1]:.0f} MiB, "
-        f"and changed by {slope(half):+.0f} MiB an hour in the second half."
+        f"**The run continued for {one['seconds'] / 60:.0f} minutes at the largest size**, with as many edits a "
+        f"second. The p99 of *edit* was {1000 * edit['p99']:.0f} ms (maximum {1000 * edit['max']:.0f} ms, "
+        f"{edit['count']} edits). The operator used {one['cores']:.2f} cores. It had {one['scrapes_failed']:.0f} "
+        f"failed scrapes and {one['passes_failed']:.0f} failed reconciles. Its RSS went from {memory[0][1]:.0f} to "
+        f"{memory[-1][1]:.0f} MiB, and changed by {slope(half):+.0f} MiB an hour in the second half."
     )
     return f"\n{_wrapped(told)}\n"
 

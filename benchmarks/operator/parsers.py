@@ -114,13 +114,13 @@ def table(result: dict[str, Any]) -> str:
         "# What each parser of tenants' input costs\n",
         "    python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json\n",
         f"{result['date']}, {result['machine']}; {', '.join(f'{k} {v}' for k, v in result['versions'].items())}.\n",
-        "The tables show processor time in nanoseconds per byte of text, the best of three or five runs. Columns are\n"
-        "sizes of the text. A parser takes linear time if the numbers of its row are constant. They fall with the size\n"
-        "if the parser refuses the text early. The operator's limits on the size of a metrics page are lifted here, so\n"
-        "that larger pages show the slope, too.\n",
-        "*memory* is the peak of Python's allocations at the largest size, in bytes per byte of text. *outcome* is `read`\n"
-        "or the error that refused the text. A stored baseline is compressed: its bytes are counted before it is\n"
-        "unpacked (to at most 2 MiB).\n",
+        "The tables show processor time in nanoseconds per byte, by size of the text. Each figure is the best of\n"
+        "three or five runs. If the figures of a row are constant, the parser takes linear time. They fall with the\n"
+        "size if the parser refuses the text early. The operator's limits on the size of a metrics page are lifted\n"
+        "here, so that larger pages show the slope, too.\n",
+        "*memory* is the peak of Python's allocations at the largest size, in bytes per byte of text. *outcome* is\n"
+        "`read`, or the error that refused the text. A stored baseline is compressed. Its bytes are counted before it\n"
+        "is unpacked (to at most 2 MiB).\n",
     ]
     for which, kinds in result["parsers"].items():
         sizes = max((list(one["ns_per_byte"]) for one in kinds.values()), key=len)[::2]
