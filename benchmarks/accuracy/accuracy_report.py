@@ -19,7 +19,8 @@ python -m benchmarks.accuracy.accuracy{option} --out docs/benchmarks/{page}.json
 python -m benchmarks.accuracy.accuracy_report docs/benchmarks/{page}.json
 ```
 
-The first command uses a GPU if there is one.
+These commands measure how much each KV-cache codec changes a model's predictions, and write this page. The first one
+uses a GPU if there is one.
 
 Model: {model}
 
@@ -91,8 +92,8 @@ The rows `+calibrated` come from several runs:
   [the first key relative to its own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md), which
   lowers the KL of this row.
 * `k4v4+calibrated+w64` was computed on a CPU, with a file that an H200 had computed.
-* Those with 2-bit values (`k4v2`, `k2v2`), and their needles, were computed on an H100 on 2026-11-24. The same GPU
-  computed their file.
+* The rows of `k4v2` and `k2v2`, and their needles, were computed on an H100 on 2026-11-24. The same GPU computed
+  their calibration file.
 """,
         head_dim=64,
     ),

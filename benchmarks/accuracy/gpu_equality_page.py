@@ -27,8 +27,8 @@ The rows of `auto` are the control. Its answers differ too, because 16-bit sums 
 two tokens are almost equally likely.
 
 By default, a chunk of a prompt attends to its own tokens in 16 bits, and to earlier tokens from quantized pages. So the
-chunk size changes which tokens are quantized, and with them the answers. "Chunks read back" means that a chunk reads
-its own tokens from pages, too.
+chunk size changes which tokens are quantized, and with them the answers. Chunks that are "read
+back from pages" attend to their own tokens in pages, too.
 
 *tokens equal* counts an answer's tokens up to its first difference. The differences of log-probabilities and the KL
 divergence also include the first different position. They cover the 20 most likely tokens.
@@ -67,9 +67,10 @@ def table(run: dict[str, Any]) -> str:
         [
             f"## {run['model']}\n",
             wrapped(
-                f"{versions}; {run['date']} UTC; {options['prompts']} prompts, {options['tokens']} tokens each, "
-                f"{options['kv_tokens']:,} tokens of crowded cache in blocks of {options['block_size']}, chunks of "
-                f"{options['chunk']}{', chunks read back' if options['from_pages'] else ''}."
+                f"{versions}; {run['date']} UTC. Each of {options['prompts']} prompts got {options['tokens']} tokens. "
+                f"Crowded engines had a KV cache of {options['kv_tokens']:,} tokens in blocks of "
+                f"{options['block_size']}, and chunks of {options['chunk']} tokens"
+                f"{', which were read back from pages' if options['from_pages'] else ''}."
             )
             + "\n",
             f"| {' | '.join(heads)} |",

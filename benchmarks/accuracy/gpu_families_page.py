@@ -39,7 +39,7 @@ Engines run in one of two ways:
   block of 16 prompt tokens (*misread*). *rounding alone* is the effect of rounding errors on transformers with the
   codec.
 * *as served*: with its default window and its own factors. Its answers in a crowd are compared with its answers alone.
-  Beside that are the same comparison for `auto`, and `k4v4` alone compared with `auto` alone.
+  The table also compares `auto` in a crowd with `auto` alone, and `k4v4` alone with `auto` alone.
 
 The verdict *served and right* means that all of these hold:
 

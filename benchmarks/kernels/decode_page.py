@@ -10,6 +10,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+INTRODUCTION = """\
+Each table measures attention of one layer over random pages. Its heading has the shape (query heads/KV heads/head_dim),
+and the number of sequences x the context of each in tokens. *last 64 finer* means a recent window of 64 tokens. The
+columns are times in microseconds and ratios:
+
+* *decode*: our split-KV kernel alone.
+* *merged*: with the merge of the splits, which other backends always include.
+* *layer*: also with the store of the new token.
+* *of copy*: the KV cache's bytes over the time of *decode*, relative to the rate of a device-to-device copy in the same
+  run. Backends without a *decode* time use *merged*.
+* *over bf16*: the speed of *merged*, relative to the first bf16 row.
+"""
 
 
 def page(source: Path, title: str) -> str:
@@ -18,11 +30,8 @@ def page(source: Path, title: str) -> str:
     copy = facts["copy_bytes_per_s"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     about = (
-        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. Times are in microseconds for one layer. "
-        "*decode* is our split-KV kernel alone, *merged* includes the merge of its splits, and *layer* also includes "
-        "the store of the new token. *of copy* is the cache's bytes over the time of *decode* (*merged* if there is no "
-        f"*decode*), relative to this run's copy rate of {copy / 1e12:.2f} TB/s. *over bf16* is the speed of *merged* "
-        f"relative to the first bf16 row. Raw: [{source.name}]({source.name})."
+        f"`{facts['command']}`, {facts['date']}, {facts['gpu']}, {versions}. The copy rate of this run is "
+        f"{copy / 1e12:.2f} TB/s. Raw: [{source.name}]({source.name})."
     )
     lines = [title, "", textwrap.fill(about, 118, break_on_hyphens=False, break_long_words=False)]
     last = None
@@ -55,7 +64,9 @@ def page(source: Path, title: str) -> str:
 
 def write(name: str, title: str, runs: Iterable[tuple[str, str]]) -> None:
     """Write several runs as one page. `runs` has their file names and titles."""
-    (DOCS / name).write_text("\n".join([f"{title}\n", *(page(DOCS / source, heading) for source, heading in runs)]))
+    (DOCS / name).write_text(
+        "\n".join([f"{title}\n\n{INTRODUCTION}", *(page(DOCS / source, heading) for source, heading in runs)])
+    )
 
 
 def main() -> None:
