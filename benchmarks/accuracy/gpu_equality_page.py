@@ -27,8 +27,8 @@ The rows of `auto` are the control. Its answers differ too, because 16-bit sums 
 two tokens are almost equally likely.
 
 By default, a chunk of a prompt attends to its own tokens in 16 bits, and to earlier tokens from quantized pages. So the
-chunk size changes which tokens are quantized, and with them the answers. Chunks that are "read
-back from pages" attend to their own tokens in pages, too.
+chunk size changes which tokens attention reads quantized, and with them the answers. Chunks that are "read back from
+pages" attend to their own tokens in pages, too.
 
 *tokens equal* counts an answer's tokens up to its first difference. The differences of log-probabilities and the KL
 divergence also include the first different position. They cover the 20 most likely tokens.

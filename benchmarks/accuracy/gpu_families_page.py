@@ -43,8 +43,8 @@ Engines run in one of two ways:
 
 The verdict *served and right* means that all of these hold:
 
-* `auto` is at least {near:.0f} times nearer to transformers without the codec than to transformers with it. In bfloat16
-  it may also be as far off as transformers in bfloat16.
+* `auto` is at least {near:.0f} times nearer to transformers without the codec than to transformers with it. A
+  model in bfloat16 also passes if `auto` is no further off than plain transformers in bfloat16.
 * The codec is at least {near:.0f} times nearer to transformers with the codec than to transformers without it. Or it is
   at most {rounded:.0f} times as far off as *rounding alone* and `auto` together.
 * The codec is at least {fault:.0f} times nearer to transformers with the codec than to those with a misread block.
