@@ -94,7 +94,8 @@ def verdicts(phases: dict[str, dict[str, Any]]) -> Iterator[str]:
         before, after = waited(phases["quiet"]), waited(phases["hostile"])
         word = "within" if after <= 2 * before else "**over**"
         beside = f", {waited(phases['background']):.2g} s beside a load" if "background" in phases else ""
-        yield f"* {what}: {after:.2g} s, {before:.2g} s alone{beside}. The ratio {after / before:.1f} is {word} the bar."
+        ratio = f"The ratio {after / before:.1f} is {word} the bar."
+        yield f"* {what}: {after:.2g} s, {before:.2g} s alone{beside}. {ratio}"
 
 
 def _cores(program: str, one: dict[str, Any]) -> str:
