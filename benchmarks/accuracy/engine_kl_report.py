@@ -12,8 +12,9 @@ HEAD = """\
 This page measures a real vLLM with SmolLM2-135M's real weights. It gets the table's texts one token at a time. So every
 position is a decode step over pages and rings, as for a user's tokens.
 
-* *KL in the engine* (nats x 1000) is the KL divergence from the same engine whose KV cache has the model's dtype. It
-  covers the whole vocabulary. The distributions are computed from the engines' hidden states after the last norm.
+* *KL in the engine* (nats x 1000) compares two engines: one with the row's KV cache, and one with an unquantized KV
+  cache in the model's dtype. It covers the whole vocabulary. The distributions are computed from the engines' hidden
+  states after the last norm.
 * *KL by the model* is the KL divergence that the accuracy table's simulation gives for the same tokens.
 * The control is the engine with the unquantized KV cache again, but with each text in one prefill. So it shows the
   effect of another attention kernel. In bfloat16 this effect is part of each row's KL.
