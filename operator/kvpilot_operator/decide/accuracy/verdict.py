@@ -67,11 +67,25 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         text = f"{worse.bucket}: {solved}; {numbers}"
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, text, excess, covered)
     if outcome.answer == Answer.FAILED:
-        return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, f"{outcome.failed}: {numbers}", excess, covered)
+        text = f"{_figures(found, outcome.failed, control, limits)}{numbers}"
+        return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, text, excess, covered)
     if outcome.answer == Answer.GO_ON:
         text = f"{numbers}; too few to decide about {', '.join(outcome.open) or ALL}: name more or longer probe sets"
         return Judgement(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, text, excess, covered)
     return Judgement(Verdict.PASSED, Reason.WITHIN_LIMITS, numbers, excess, covered)
+
+
+def _figures(found: Measurement, bucket: str, control: Baseline, limits: Accuracy) -> str:
+    """Return the figures of a bucket that failed, to precede those of all prompts."""
+    seen = [one for one in found.seen if one.bucket == bucket]
+    if not seen:
+        return f"{bucket}: "
+    excess = 1000 * sum(one.kl for one in seen) / len(seen) - control.control_mean_kl_micronats / 1000
+    agreement = 100 - 100 * sum(one.disagreement for one in seen) / len(seen)
+    return (
+        f"{bucket}: excess KL {max(0.0, excess):.1f} millinats (limit {limits.max_excess_kl_millinats}), top-1 "
+        f"agreement {agreement:.1f}% in {len(seen)} prompts; {ALL}: "
+    )
 
 
 def allowed(control: Baseline, limits: Accuracy) -> Allowed:
