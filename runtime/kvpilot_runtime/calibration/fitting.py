@@ -7,6 +7,7 @@ contributes no gradient for keys and values inside its window.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,13 @@ from transformers import AttentionInterface
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Moments, fit
 from kvpilot_kernels.reference.windowed import windowed
-from kvpilot_runtime.calibration import held_out
 from kvpilot_runtime.calibration.factors_file import ModelFacts
+
+HOOK = "kvpilot_calibrate"
+"""Name under which transformers knows our attention. Each function here registers its own."""
+
+_CHUNK = 256
+"""Number of tokens whose logits are in memory at once."""
 
 Progress = Callable[[int, int], None]
 """Callback that receives the number of finished tokens and the total."""
@@ -24,6 +30,54 @@ Progress = Callable[[int, int], None]
 
 class CalibrateError(ValueError):
     """Refusal of a model or prompts that cannot be used. The message names the fault and the remedy."""
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Parameters of a layer's attention. `softcap` is 0 for none, and `sliding_window` is None for none."""
+
+    scale: float
+    softcap: float
+    sliding_window: int | None
+
+    @classmethod
+    def of(cls, module: Any, options: dict[str, Any]) -> "_Attention":
+        """Read the parameters from a call of transformers' attention function."""
+        window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+        return cls(float(options["scaling"]), float(options.get("softcap") or 0.0), window)
+
+
+def _exact(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend without quantization, with transformers' signature. The query is [sequences, heads, tokens, D]."""
+    how, fresh = _Attention.of(module, options), (key, value)
+    out = windowed(
+        query, fresh, fresh, how.scale, 0, softcap=how.softcap, sliding_window=how.sliding_window
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def hook() -> str:
+    """Register our attention with transformers, and return the name to load a model with."""
+    AttentionInterface.register(HOOK, _exact)
+    return HOOK
+
+
+def _first_keys(model: Any, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the keys of `tokens`, int64 [n], by layer: [n, kv_heads, D]. Each token is alone at position 0."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> Any:
+        seen[module.layer_idx] = key[:, :, 0]
+        return _exact(module, query, key, value, mask, **options)
+
+    AttentionInterface.register(HOOK, attend)
+    with torch.inference_mode():
+        model.get_decoder()(tokens[:, None], use_cache=False)
+    return seen
 
 
 def fit_model(
@@ -35,7 +89,7 @@ def fit_model(
     Layers that are not calibrated get factors that change nothing.
 
     Args:
-        model: loaded with `attn_implementation=held_out.hook()`.
+        model: loaded with `attn_implementation=hook()`.
         pieces: token ids, int64 [tokens] each.
         first: possible first tokens of prompts, int64 [n].
         recent: tokens of the recent window that will be served.
@@ -44,7 +98,7 @@ def fit_model(
         parameter.requires_grad_(False)
     model.eval()
     recorder = _Recorder(facts, recent)
-    AttentionInterface.register(held_out.HOOK, recorder.attend)
+    AttentionInterface.register(HOOK, recorder.attend)
     draw = torch.Generator("cpu").manual_seed(0)
     done, total = 0, sum(piece.numel() for piece in pieces)
     for piece in pieces:
@@ -56,7 +110,7 @@ def fit_model(
     if not recorder.keys:
         raise CalibrateError(f"no layer of {type(model).__name__} keeps keys and values; there is nothing to calibrate")
     found = [Factors.identity(facts.kv_heads, facts.head_dim) for _ in range(facts.layers)]
-    at_zero = held_out.first_keys(model, first.to(model.get_input_embeddings().weight.device))
+    at_zero = _first_keys(model, first.to(model.get_input_embeddings().weight.device))
     for layer in recorder.keys:
         mean = at_zero[layer].float().mean(0)
         found[layer] = Factors(*fit(recorder.keys[layer]), *fit(recorder.values[layer]), mean).to("cpu")
@@ -69,8 +123,8 @@ def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
     inputs = table(piece[None].to(table.weight.device)).detach().requires_grad_()
     states = model.get_decoder()(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
     top = states.detach().requires_grad_()
-    for start in range(0, len(top), held_out.CHUNK):
-        logs = model.get_output_embeddings()(top[start : start + held_out.CHUNK]).float().log_softmax(-1)
+    for start in range(0, len(top), _CHUNK):
+        logs = model.get_output_embeddings()(top[start : start + _CHUNK]).float().log_softmax(-1)
         with torch.no_grad():
             drawn = torch.multinomial(logs.exp().cpu(), 1, generator=draw).to(logs.device)
         logs.gather(1, drawn).sum().backward()
@@ -99,9 +153,9 @@ class _Recorder:
                 )
         if options.get("s_aux") is not None:
             raise CalibrateError("our formats do not serve attention with sinks of its own; use dtype auto or fp8")
-        how = held_out.Attention.of(module, options)
+        how = _Attention.of(module, options)
         if how.sliding_window is not None:  # engines keep sliding-window layers in 16 bits
-            return held_out.exact(module, query, key, value, mask, **options)
+            return _exact(module, query, key, value, mask, **options)
         far_key, far_value = key.clone(), value.clone()
         far_key.retain_grad()
         far_value.retain_grad()
