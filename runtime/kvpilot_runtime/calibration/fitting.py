@@ -7,7 +7,6 @@ contributes no gradient for keys and values inside its window.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers import AttentionInterface
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Moments, fit
-from kvpilot_kernels.reference.windowed import windowed
+from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration.factors_file import ModelFacts
 
 HOOK = "kvpilot_calibrate"
@@ -32,30 +31,25 @@ class CalibrateError(ValueError):
     """Refusal of a model or prompts that cannot be used. The message names the fault and the remedy."""
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """Parameters of a layer's attention. `softcap` is 0 for none, and `sliding_window` is None for none."""
+def _window(module: Any, options: dict[str, Any]) -> int | None:
+    """Return a layer's sliding window, from a call of transformers' attention function; None for none."""
+    return options.get("sliding_window") or getattr(module, "sliding_window", None)
 
-    scale: float
-    softcap: float
-    sliding_window: int | None
 
-    @classmethod
-    def of(cls, module: Any, options: dict[str, Any]) -> "_Attention":
-        """Read the parameters from a call of transformers' attention function."""
-        window = options.get("sliding_window") or getattr(module, "sliding_window", None)
-        return cls(float(options["scaling"]), float(options.get("softcap") or 0.0), window)
+def _attend(
+    module: Any, query: torch.Tensor, pages: Sides, fine: Sides, recent: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, None]:
+    """Attend as `windowed` does, with the shapes and the options of transformers' attention function."""
+    softcap, window = float(options.get("softcap") or 0.0), _window(module, options)
+    out = windowed(query, pages, fine, float(options["scaling"]), recent, softcap=softcap, sliding_window=window)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _exact(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend without quantization, with transformers' signature. The query is [sequences, heads, tokens, D]."""
-    how, fresh = _Attention.of(module, options), (key, value)
-    out = windowed(
-        query, fresh, fresh, how.scale, 0, softcap=how.softcap, sliding_window=how.sliding_window
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
+    """Attend without a recent window, with transformers' signature. The query is [sequences, heads, tokens, D]."""
+    return _attend(module, query, (key, value), (key, value), 0, options)
 
 
 def hook() -> str:
@@ -153,15 +147,13 @@ class _Recorder:
                 )
         if options.get("s_aux") is not None:
             raise CalibrateError("our formats do not serve attention with sinks of its own; use dtype auto or fp8")
-        how = _Attention.of(module, options)
-        if how.sliding_window is not None:  # engines keep sliding-window layers in 16 bits
+        if _window(module, options) is not None:  # engines keep sliding-window layers in 16 bits
             return _exact(module, query, key, value, mask, **options)
         far_key, far_value = key.clone(), value.clone()
         far_key.retain_grad()
         far_value.retain_grad()
         self._pass.append((module.layer_idx, far_key, far_value))
-        out = windowed(query, (far_key, far_value), (key, value), how.scale, self._recent, softcap=how.softcap)
-        return out.transpose(1, 2).contiguous(), None
+        return _attend(module, query, (far_key, far_value), (key, value), self._recent, options)
 
     def collect(self) -> None:
         """Add the keys, values and gradients of the pass to the moments, and release them."""
