@@ -1,5 +1,7 @@
 """Decode and reduce on pages against the float64 reference; both kernels run on a CPU (`support.gluon_eager`)."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -222,8 +224,7 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     assert waits == plan.splits.shape[0] * batch.kv_heads  # every program, even one without work
 
 
-@pytest.mark.parametrize("layout", BLOCK_OUTERMOST)
-@pytest.mark.parametrize("name", formats.own_names())
+@pytest.mark.parametrize(("name", "layout"), zip(formats.own_names(), itertools.cycle(BLOCK_OUTERMOST), strict=False))
 def test_pages_among_other_layers_are_stored_and_read_as_alone_and_those_stay_as_they_are(
     name: str, layout: str
 ) -> None:

@@ -1,5 +1,6 @@
 """Recent window in the GPU kernels: the ring's bytes equal those of the CPU code, and decode reads them."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -83,8 +84,7 @@ def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
     assert_right(s, gpu(s))
 
 
-@pytest.mark.parametrize("layout", BLOCK_OUTERMOST)
-@pytest.mark.parametrize("name", WITH_RING)
+@pytest.mark.parametrize(("name", "layout"), zip(WITH_RING, itertools.cycle(BLOCK_OUTERMOST), strict=False))
 def test_rings_among_other_layers_are_stored_and_read_as_alone_and_those_stay_as_they_are(
     name: str, layout: str
 ) -> None:
