@@ -44,19 +44,19 @@ def stored_dim(dim: int) -> int:
 
 
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
-                   softcap: bool = False, window: int = 0, tokens: int = 1) -> Variant:  # fmt: skip
+                   softcap: bool = False, tokens: int = 1) -> Variant:  # fmt: skip
     """Return decode as `GpuPages` launches it for this format, head_dim and number of query heads per KV head."""
     fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
     kept = recent + tokens - 1 if recent else 0
     key, value = side_layouts(fmt, dim, page, recent)
     choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, page, recent, divmod(capability, 10))
     parts = [f"head_dim {dim}", f"{ratio} queries", tokens > 1 and f"of {tokens} tokens", recent and f"window {recent}",
-             page != BLOCK and f"blocks of {page}", softcap and "soft cap", window and f"sliding {window}"]  # fmt: skip
+             page != BLOCK and f"blocks of {page}", softcap and "soft cap"]  # fmt: skip
     return Variant(
         "decode_kernel", name, ", ".join(part for part in parts if part), 1,
         {"C": DecodeConfig.of(
             key, queries, value_side=value, ratio=ratio, tile=choice.tile, stages=choice.stages, softcap=softcap,
-            window=window, recent=recent, ring_blocks=fmt.ring_blocks(kept, dim, page), several=tokens > 1,
+            recent=recent, ring_blocks=fmt.ring_blocks(kept, dim, page), several=tokens > 1,
             overlap=False,
         )}, choice.registers,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def prefill_variant(causal: bool, capability: int) -> Variant:
 
 def step_variants() -> list[Variant]:
     """Return the variants of the plan kernel and the ring slots kernel, which do not depend on heads."""
-    cut = {"TILE": 64, "WINDOW": 0, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "ROUNDS": plan.ROUNDS}
+    cut = {"TILE": 64, "CHUNK": plan.CHUNK, "OWN": plan.OWN, "PER": plan.PER, "ROUNDS": plan.ROUNDS}
     slot_constants = {"RECENT": 64, "RING": 39, "RING_BLOCKS": 2, "ROUNDS": 8, "TOKENS": ring.TOKENS}
     return [Variant("plan_kernel", "any", "a token of a sequence", 4, cut | {"SEVERAL": False}),
             Variant("plan_kernel", "any", "several tokens", 4, cut | {"SEVERAL": True}),
@@ -175,7 +175,7 @@ def every_variant(capability: int) -> list[Variant]:
             found += [store_variant(name, dim, recent, tokens) for recent in windows for tokens in STORED]
             found += [gather_variant(name, dim), weigh_variant(name, dim, 4, capability)]
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
-        found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True, window=4096))
+        found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True))
         found += [reduce_variant(dim, *way, several) for _, way in tuning.MERGES[dim] for several in (False, True)]
     found += [prefill_variant(causal, capability) for causal in (True, False)]
     for heads in (8, 16, 20, 64, 128):

@@ -1,12 +1,8 @@
 """Packed pages on a CPU, in vectorised plain torch: store, decode and prefill over `layouts.PageLayout`.
 
-Decode never dequantizes a key or a value. A group has codes c (quantized integers), a scale s and a zero point z. With
-the rotated query q, and the probability p_t of token t,
-
-    q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
-
-so the matrix products run on codes. Key scales apply only to scores, and value scales only to probabilities. A layer's
-static factors (`kvpilot_kernels.factors`) apply to q, to out, and to a stored token before its rotation.
+Decode attends in the rotated space: it reads keys and values back from codes, scales and zero points, but rotates only
+queries and outputs. A layer's static factors (`kvpilot_kernels.factors`) apply to queries, to outputs, and to a stored
+token before its rotation.
 """
 
 from collections.abc import Sequence
@@ -19,8 +15,8 @@ from kvpilot_formats.layouts import Region
 from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.hadamard import rotation
-from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
-from kvpilot_kernels.ring import FineRows, RingPages
+from kvpilot_kernels.reference.quantize import decode, encode, pack, split, unpack
+from kvpilot_kernels.ring import RingPages
 from kvpilot_kernels.softmax import attention, softmax
 
 
@@ -60,7 +56,7 @@ class PackedPages:
                 f"[{cache.shape[1]}, {head_dim}]; load this model's calibration, and shard it as its heads are"
             )
         self.fmt, self.head_dim, self.block_size, self.factors = fmt, head_dim, cache.shape[2], factors
-        self.groups, self.rotation = fmt.groups(head_dim), rotation(head_dim)
+        self.rotation = rotation(head_dim)
         layout = fmt.page_layout(head_dim, self.block_size)
         pages = cache.flatten(2)
 
@@ -159,7 +155,7 @@ class PackedPages:
         blocks = -(-int(seq_lens.max()) // self.block_size)
         table = block_table[:, :blocks]
         length = blocks * self.block_size
-        # Dimensions in comments: S sequences, H KV heads, L tokens, g elements of a group.
+        # Dimensions in comments: S sequences, H KV heads, L tokens.
         past = torch.arange(length)[None, :] >= seq_lens[:, None]  # [S, L]
         # Table entries past a sequence's end are arbitrary, so point them at a valid block.
         table = table.masked_fill(past[:, :: self.block_size], 0)
@@ -173,19 +169,14 @@ class PackedPages:
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
             q = q / self.factors.key_scale[:, None]
-        q = split((q @ self.rotation).mul_(scale), self.groups).transpose(2, 3)  # [S, H, groups, queries, g]
-
-        group_scale, zero = self._meta(self.key_meta, table, self.fmt.key.bits)  # [S, H, groups, 1, L]
-        codes = self._codes(self.key_codes, table, self.fmt.key.bits)  # [S, H, groups, L, g]
-        scores = torch.matmul(q, codes.transpose(-1, -2))
-        scores = scores.sub_(zero * q.sum(-1, keepdim=True)).mul_(group_scale).sum(2)  # [S, H, queries, L]
-        at, fine_key, fine_value = None, None, None
+        q = (q @ self.rotation).mul_(scale)  # [S, H, queries, D]
+        keys, values = self._rows("key", table), self._rows("value", table)
         if self.ring is not None and ring_table is not None:
-            positions, (fine_key, fine_value) = self._recent(self.ring, table, seq_lens, ring_table)
-            at = positions.clamp(min=0)[:, None, None].expand(-1, *scores.shape[1:3], -1)
-        if at is not None and fine_key is not None:
-            finer = torch.matmul(q, fine_key.values.transpose(-1, -2)).mul_(fine_key.scales.unsqueeze(3)).sum(2)
-            scores.scatter_add_(-1, at, finer)  # tokens missing from the ring have scale 0, so this adds 0 for them
+            at, fine = self._recent(self.ring, table, seq_lens, ring_table)
+            for rows, added in zip((keys, values), fine, strict=True):
+                if added is not None:  # zeros for tokens that the ring does not have
+                    rows.scatter_add_(2, at[:, None, :, None].expand_as(added), added)
+        scores = q @ keys.mT  # [S, H, queries, L]
         if apart is not None:
             scores[..., 0] += apart
         if level is not None and (softcap or sinks is not None):
@@ -193,20 +184,12 @@ class PackedPages:
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         scores = scores.masked_fill_(past[:, None, None, :], -torch.inf)
-        p = softmax(scores, None if sinks is None else sinks.view(kv_heads, -1, 1)).unsqueeze(2)
-
-        group_scale, zero = self._meta(self.value_meta, table, self.fmt.value.bits)
+        p = softmax(scores, None if sinks is None else sinks.view(kv_heads, -1, 1))
         # Unused slots may have NaN scales, and 0 * NaN is NaN.
-        weights = p * group_scale.masked_fill(past[:, None, None, None, :], 0.0)  # [S, H, groups, queries, L]
-        codes = self._codes(self.value_codes, table, self.fmt.value.bits)
-        out = torch.matmul(weights, codes) - (weights * zero).sum(-1, keepdim=True)
-        if at is not None and fine_value is not None:
-            near = p.squeeze(2).gather(-1, at).unsqueeze(2) * fine_value.scales.unsqueeze(3)
-            out += torch.matmul(near, fine_value.values)
-        out = out.transpose(2, 3).flatten(3) @ self.rotation.T
+        out = p @ values.masked_fill_(past[:, None, :, None], 0.0) @ self.rotation.T
         if self.factors is not None:
             # A sink takes part of the softmax weight. The mean is multiplied by the rest.
-            weight = 1.0 if sinks is None else p.sum(-1).transpose(2, 3).reshape(sequences, kv_heads, -1, 1)
+            weight = 1.0 if sinks is None else p.sum(-1, keepdim=True)
             out = out / self.factors.value_scale[:, None] + weight * self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)
 
@@ -265,14 +248,8 @@ class PackedPages:
 
     def _side(self, side: str, block_table: torch.Tensor, length: int) -> torch.Tensor:
         check.tables(block_table[None], torch.tensor([length]), self.key_codes.shape[0], self.block_size)
-        table = block_table[: -(-length // self.block_size)].long()
-        codes, meta, bits = {
-            "key": (self.key_codes, self.key_meta, self.fmt.key.bits),
-            "value": (self.value_codes, self.value_meta, self.fmt.value.bits),
-        }[side]
-        rows = codes[table].transpose(1, 2).flatten(0, 1)[:length]
-        meta = meta[table].transpose(1, 2).flatten(0, 1)[:length]
-        back = decode(unpack(rows, bits), meta, bits) @ self.rotation.T
+        table = block_table[None, : -(-length // self.block_size)].long()
+        back = self._rows(side, table)[0].transpose(0, 1)[:length] @ self.rotation.T
         if self.factors is not None:
             mean, scale = self.factors.of(side)
             back = back / scale + mean
@@ -282,10 +259,10 @@ class PackedPages:
 
     def _recent(
         self, ring: RingPages, table: torch.Tensor, seq_lens: torch.Tensor, ring_table: torch.Tensor
-    ) -> tuple[torch.Tensor, list[FineRows | None]]:
-        """Return the positions of the window's tokens, int64 [S, recent], and their `FineRows`.
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Return the positions of the window's tokens, int64 [S, recent], and what `RingPages.fine_rows` adds to them.
 
-        Positions before the start of a sequence are negative.
+        Positions before the start of a sequence are 0, and nothing is added for them.
         """
         positions = seq_lens[:, None].long() - self.recent + torch.arange(self.recent)
         at = positions.clamp(min=0)
@@ -294,14 +271,13 @@ class PackedPages:
             (codes[block, :, at % self.block_size], meta[block, :, at % self.block_size])
             for codes, meta in ((self.key_codes, self.key_meta), (self.value_codes, self.value_meta))
         ]
-        return positions, ring.fine_rows(positions, ring_table, pages)
+        return at, ring.fine_rows(positions, ring_table, pages)
 
-    def _codes(self, codes: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-        """Return the codes of sequences, float32 [sequences, kv_heads, groups, tokens, elements of a group]."""
-        rows = codes[table].transpose(1, 2).flatten(2, 3)
-        return split(unpack(rows, bits), self.groups).transpose(2, 3).float()
-
-    def _meta(self, meta: torch.Tensor, table: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scales and zero points of sequences, float32 [sequences, kv_heads, groups, 1, tokens] each."""
-        meta = meta[table].transpose(1, 2).flatten(2, 3).transpose(2, 3).unsqueeze(3)
-        return scale_and_zero(meta, bits)
+    def _rows(self, side: str, table: torch.Tensor) -> torch.Tensor:
+        """Return keys or values of sequences, still rotated: float32 [sequences, kv_heads, tokens, D]."""
+        codes, meta, bits = {
+            "key": (self.key_codes, self.key_meta, self.fmt.key.bits),
+            "value": (self.value_codes, self.value_meta, self.fmt.value.bits),
+        }[side]
+        rows, meta = (x[table].transpose(1, 2).flatten(2, 3) for x in (codes, meta))
+        return decode(unpack(rows, bits), meta, bits)

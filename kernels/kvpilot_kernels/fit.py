@@ -82,12 +82,6 @@ class Moments:
         self.second += second
         self.tokens += x.shape[0]
 
-    def still(self) -> int:
-        """Return the number of channels that have the same value in all tokens."""
-        total = self.weight.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-        mean, square = self.first.sum(1) / total, self.second.sum(1) / total
-        return int((square - mean.square() <= 1e-12 * square).sum())
-
 
 def fit(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean and scale that minimise damage, float32 [kv_heads, D]. A head's scales have geometric mean 1."""
@@ -177,10 +171,6 @@ class Observed:
     def tokens(self) -> int:
         """Number of added tokens, without the first token of each sequence."""
         return self._key.tokens
-
-    def still(self) -> int:
-        """Return the number of constant channels of keys and values. Only `_FLOOR` determines their scale."""
-        return self._key.still() + self._value.still()
 
     def factors(self) -> Factors:
         """Return the layer's factors, float32. A head's scales have geometric mean 1.

@@ -1,7 +1,5 @@
 """Ring of the recent window: slots of tokens in it, and its pages on a CPU. `layouts` has the byte layout."""
 
-from dataclasses import dataclass
-
 import torch
 
 from kvpilot_formats.formats import Format
@@ -9,9 +7,8 @@ from kvpilot_formats.layouts import Region
 from kvpilot_kernels import check
 from kvpilot_kernels.reference.quantize import split
 from kvpilot_kernels.reference.residual import (
+    decode_residual,
     encode_residual,
-    fine_scales,
-    half,
     pack_digits,
     ring_meta,
     split_ring_meta,
@@ -40,20 +37,6 @@ def ring_slots(
     block = ring_rows.long().gather(1, (place // ring_tokens)[:, None])[:, 0]
     live = (positions >= 0) & (positions >= ends - recent) & (block >= 0)
     return torch.where(live, block * ring_tokens + place % ring_tokens, -1)
-
-
-@dataclass
-class FineRows:
-    """Refinement of the keys, or of the values, of a window's tokens.
-
-    Attributes:
-        scales: float32 [sequences, kv_heads, groups, recent], 0 for a token whose residual the ring does not hold.
-        values: float32 [sequences, kv_heads, groups, recent, g]. Multiply them by the scale, and add the product to the
-            decoded keys or values.
-    """
-
-    scales: torch.Tensor
-    values: torch.Tensor
 
 
 class RingPages:
@@ -118,8 +101,10 @@ class RingPages:
 
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> list[FineRows | None]:
-        """Return the `FineRows` of keys and of values; None for codes of 8 bits.
+    ) -> list[torch.Tensor | None]:
+        """Return what the ring adds to rotated keys and to values, float32 [sequences, kv_heads, recent, D].
+
+        It is 0 for tokens whose residuals the ring does not have, and None for codes of 8 bits.
 
         Args:
             positions: int64 [sequences, recent], negative for no token.
@@ -136,13 +121,9 @@ class RingPages:
             found, same = split_ring_meta(meta_at[at], tags(packed, meta))
             exponents.append(found)
             right = right & same  # [sequences, recent, kv_heads]
-        rows: list[FineRows | None] = []
-        for (bits, digits, _), (_, meta), e in zip(self.sides, pages, exponents, strict=True):
-            if digits is None:
-                rows.append(None)
-                continue
-            scales = fine_scales(e, meta, bits).masked_fill(~right.unsqueeze(-1), 0.0)
-            r = unpack_digits(digits[at], bits).float() - half(bits)
-            r = split(r, meta.shape[-1])  # [sequences, recent, kv_heads, groups, g]
-            rows.append(FineRows(scales.permute(0, 2, 3, 1), r.permute(0, 2, 3, 1, 4)))
-        return rows
+        return [
+            None if digits is None
+            else decode_residual(unpack_digits(digits[at], bits), e, meta, bits)
+            .masked_fill(~right.unsqueeze(-1), 0.0).transpose(1, 2)
+            for (bits, digits, _), (_, meta), e in zip(self.sides, pages, exponents, strict=True)
+        ]  # fmt: skip

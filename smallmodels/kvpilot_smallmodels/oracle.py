@@ -90,14 +90,7 @@ class Oracle:
                 position, means that a step of several tokens computed it.
             picture: the prompt's image.
         """
-        self._jitter, self._misread, self._spans = jitter, misread, picture.spans if picture else ()
-        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
-        tokens = torch.tensor([prompt + answer[:-1]])
-        self._fine = self._fine_keys(tokens.shape[1], rings)
-        # Count positions from 0, as vLLM does. PaliGemma's default of 1 would change the codes of keys.
-        places = torch.arange(tokens.shape[1])[None]
-        shown = {"pixel_values": picture.pixels, "position_ids": places} if picture else {}
-        logits = self._model(tokens, use_cache=False, logits_to_keep=len(answer), **shown).logits[0].double()
+        logits = self._logits(prompt, answer, jitter, misread, rings, picture)
         chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         below: list[float] = (logits.amax(1) - chosen).tolist()
         return below
@@ -110,12 +103,7 @@ class Oracle:
 
         `jitter` and `misread` are those of `shortfalls`.
         """
-        self._jitter, self._misread = jitter, misread
-        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
-        tokens = torch.tensor([prompt + answer[:-1]])
-        self._fine = self._fine_keys(tokens.shape[1], ())
-        logits: torch.Tensor = self._model(tokens, use_cache=False, logits_to_keep=len(answer)).logits[0]
-        return logits.double().log_softmax(-1)
+        return self._logits(prompt, answer, jitter, misread).log_softmax(-1)
 
     def logprobs(self, prompt: list[int], answer: list[int]) -> list[float]:
         """Return the log-probability of each token of an answer, without a recent window."""
@@ -126,12 +114,23 @@ class Oracle:
     @torch.inference_mode()
     def best(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
         """Return the `count` most likely next tokens and their log-probabilities, best first, with no recent window."""
-        self._jitter, self._misread = 0.0, None
-        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
-        self._fine = self._fine_keys(len(prompt), ())
-        logits = self._model(torch.tensor([prompt]), use_cache=False, logits_to_keep=1).logits[0, -1].double()
-        values, tokens = logits.log_softmax(-1).topk(count)
+        values, tokens = self._logits(prompt, [0])[-1].log_softmax(-1).topk(count)
         return list(zip(tokens.tolist(), values.tolist(), strict=True))
+
+    def _logits(
+        self, prompt: list[int], answer: list[int], jitter: float = 0.0, misread: int | None = None,
+        rings: Sequence[int | None] = (), picture: Picture | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the logits at each answer token, float64 [tokens, vocabulary]. The last token itself is not read."""
+        self._jitter, self._misread, self._spans = jitter, misread, picture.spans if picture else ()
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
+        tokens = torch.tensor([prompt + answer[:-1]])
+        self._fine = self._fine_keys(tokens.shape[1], rings)
+        # Count positions from 0, as vLLM does. PaliGemma's default of 1 would change the codes of keys.
+        places = torch.arange(tokens.shape[1])[None]
+        shown = {"pixel_values": picture.pixels, "position_ids": places} if picture else {}
+        logits: torch.Tensor = self._model(tokens, use_cache=False, logits_to_keep=len(answer), **shown).logits[0]
+        return logits.double()
 
     def sound(
         self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,

@@ -110,15 +110,15 @@ class Sequences:
         lens = torch.tensor(self.lengths)
         return self.cpu.decode(query, self.table, lens, self.scale, ring_table=self.ring_table)
 
-    def read_back(self, sequence: int, length: int, window: int = 0) -> torch.Tensor:
-        """Return keys and values of the last `window` tokens (0: all), float64 [2, tokens, kv_heads, dim]."""
+    def read_back(self, sequence: int, length: int) -> torch.Tensor:
+        """Return keys and values of the first `length` tokens, float64 [2, tokens, kv_heads, dim]."""
         fine = self.fine[sequence][:length] & (torch.arange(length) >= length - self.recent)
         plain, refined = self.plain[sequence][:, :length], self.refined[sequence][:, :length]
-        return torch.where(fine[:, None, None], refined, plain)[:, -window:]
+        return torch.where(fine[:, None, None], refined, plain)
 
-    def wanted(self, query: torch.Tensor, sequence: int, length: int, window: int = 0) -> torch.Tensor:
-        """Return the reference's answer to a query over the last `window` tokens (0: all), float64 [heads, dim]."""
-        key, value = self.read_back(sequence, length, window)
+    def wanted(self, query: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
+        """Return the reference's answer to a query over the first `length` tokens, float64 [heads, dim]."""
+        key, value = self.read_back(sequence, length)
         return attend(query[None], key, value, self.scale)[0]
 
     def assert_decode_equals_the_reference(

@@ -34,7 +34,6 @@ def assert_within_rounding(
     factors: Factors,
     scale: float,
     softcap: float = 0.0,
-    begin: int = 0,
 ) -> None:
     """Compare one sequence's output [heads, dim] with the reference.
 
@@ -43,13 +42,11 @@ def assert_within_rounding(
         key, value: all visible tokens as read back, float64 [tokens, kv_heads, dim].
         factors: factors of the cache.
         scale, softcap: scale and soft cap of the scores.
-        begin: position of the first token.
     """
     heads, dim = query.shape
     ratio = heads // key.shape[1]
     mean = factors.key_mean.double().expand_as(key).clone()
-    if begin == 0:
-        mean[0] = factors.key_first.double()
+    mean[0] = factors.key_first.double()
     turn = rotation(dim, torch.float64)
     rows = [((key - mean) * factors.key_scale) @ turn, ((value - factors.value_mean) * factors.value_scale) @ turn]
     wide = [

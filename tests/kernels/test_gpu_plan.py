@@ -20,33 +20,30 @@ from kvpilot_runtime.preflight.request import Request
 from support.gpu_batch import CPU, launch_as, several
 
 
-def cut(lengths: list[int], tile: int, wave: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+def cut(lengths: list[int], tile: int, wave: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return splits [count, 4] and spans [sequences, 2]. Their buffers are filled with 77 before."""
     sequences = len(lengths)
     count = most_splits(sequences, wave, beyond(1))
     # An extra row shows writes past the end.
     splits = torch.full((count + 1, 4), 77, dtype=torch.int32)
     spans = torch.full((sequences + 1, 2), 77, dtype=torch.int32)
-    fill_splits(torch.tensor(lengths, dtype=torch.int32), splits, spans, wave, tile, window)
+    fill_splits(torch.tensor(lengths, dtype=torch.int32), splits, spans, wave, tile)
     assert (splits[-1] == 77).all()
     assert (spans[-1] == 77).all()
     return splits[:-1], spans[:-1]
 
 
 # Possible steps: sequences of 1 and 4,095 tiles, one without tokens, or many of one tile.
-@example([16, 16 * 4095, 0, 1], 16, 2, 0)
-@example([1] * 40, 64, 1, 0)
-@example([10**6], 64, 1056, 0)
-@example([100, 4000, 7], 32, 3, 33)
+@example([16, 16 * 4095, 0, 1], 16, 2)
+@example([1] * 40, 64, 1)
+@example([10**6], 64, 1056)
 @settings(max_examples=60)
 @given(
     st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_size=1, max_size=20),
-    st.sampled_from([16, 32, 64]), st.integers(1, 300), st.one_of(st.just(0), st.integers(1, 500)),
+    st.sampled_from([16, 32, 64]), st.integers(1, 300),
 )  # fmt: skip
-def test_items_cover_every_tile_that_is_seen_once_and_in_order(
-    lengths: list[int], tile: int, wave: int, window: int
-) -> None:
-    splits, spans = cut(lengths, tile, wave, window)
+def test_items_cover_every_tile_once_and_in_order(lengths: list[int], tile: int, wave: int) -> None:
+    splits, spans = cut(lengths, tile, wave)
     used = 0
     for sequence, length in enumerate(lengths):
         first, number = spans[sequence].tolist()
@@ -54,8 +51,7 @@ def test_items_cover_every_tile_that_is_seen_once_and_in_order(
         used += number
         assert (number == 0) == (length == 0)
         mine = splits[first:used, :3].tolist()
-        seen = max(length - window, 0) if window else 0
-        at = seen // tile * tile
+        at = 0
         for owner, start, end in mine:
             assert (owner, start) == (sequence, at)
             assert start % tile == 0
@@ -70,7 +66,7 @@ def test_items_cover_every_tile_that_is_seen_once_and_in_order(
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 200))
 def test_no_item_is_longer_than_its_share_allows(lengths: list[int], wave: int) -> None:
-    splits, _ = cut(lengths, 16, wave, 0)
+    splits, _ = cut(lengths, 16, wave)
     share = max(1, -(-sum(-(-n // 16) for n in lengths) // wave))
     for _ in range(4):
         share += -(-share // 8)
@@ -82,7 +78,7 @@ def test_no_item_is_longer_than_its_share_allows(lengths: list[int], wave: int) 
     [40000, 100, 100, 90000, 7], [2000] * 150,
 ])  # fmt: skip
 def test_no_program_waits_for_another_to_end(lengths: list[int]) -> None:
-    splits, _ = cut(lengths, 64, 198, 0)
+    splits, _ = cut(lengths, 64, 198)
     used = int((splits[:, 0] >= 0).sum())
     assert 140 <= used <= 198 or len(lengths) == 8
 
@@ -101,7 +97,7 @@ def takes(splits: torch.Tensor, wave: int, tile: int) -> int:
 ])  # fmt: skip
 def test_a_gpu_is_busy_nearly_all_of_the_time_whatever_the_number_of_sequences(lengths: list[int], wave: int) -> None:
     """Keep near the shortest time. One split per sequence, or one wave, often takes 1.4 to 1.6 times as long."""
-    splits, _ = cut(lengths, 64, wave, 0)
+    splits, _ = cut(lengths, 64, wave)
     least = -(-sum(-(-n // 64) for n in lengths) // wave) + int(FIXED)
     assert takes(splits, wave, 64) <= 1.3 * least
 
@@ -111,7 +107,7 @@ def test_a_gpu_is_busy_nearly_all_of_the_time_whatever_the_number_of_sequences(l
 def test_more_rounds_are_made_only_where_they_may_end_sooner_than_one_split_a_sequence(
     lengths: list[int], wave: int
 ) -> None:
-    splits, _ = cut(lengths, 64, wave, 0)
+    splits, _ = cut(lengths, 64, wave)
     tiles = [-(-n // 64) for n in lengths]
     whole = torch.tensor([[i, 0, n, n] for i, n in enumerate(lengths)])
     assert takes(splits, wave, 64) <= max(takes(whole, wave, 64), -(-len(lengths) // wave) * (max(tiles) + int(FIXED)))
@@ -121,24 +117,23 @@ rows = st.integers(0, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 
 
 
 @settings(max_examples=40)
-@given(st.lists(rows, min_size=1, max_size=12), st.sampled_from([16, 32]), st.integers(1, 100),
-       st.one_of(st.just(0), st.integers(1, 500)))  # fmt: skip
+@given(st.lists(rows, min_size=1, max_size=12), st.sampled_from([16, 32]), st.integers(1, 100))
 def test_each_split_has_a_result_of_its_own_for_each_row_and_reads_what_any_of_them_sees(
-    sequences: list[tuple[int, int]], tile: int, wave: int, window: int
+    sequences: list[tuple[int, int]], tile: int, wave: int
 ) -> None:
     counts, lengths = [n for n, _ in sequences], torch.tensor([n for _, n in sequences], dtype=torch.int32)
     most = max(2, *counts)
     splits = torch.full((most_splits(len(counts), wave, beyond(most)), 4), 77, dtype=torch.int32)
     spans, bases = torch.full((len(counts), 2), 77, dtype=torch.int32), torch.full((len(counts) + 1,), 77).int()
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-    fill_splits(lengths, splits, spans, wave, tile, window, bases[:-1], starts, most)
+    fill_splits(lengths, splits, spans, wave, tile, bases[:-1], starts, most)
     assert bases[-1] == 77
     results = 0
     for i, (count, length) in enumerate(sequences):
         first, number = spans[i].tolist()
         assert bases[i] == results
         results += number * count
-        begin = max(length - window - (most - 1), 0) // tile * tile if window else 0
+        begin = 0
         for owner, start, end, whole in splits[first : first + number].tolist():
             assert (owner, start, whole) == (i, begin, length)
             begin = end
@@ -200,7 +195,7 @@ def test_preflight_counts_what_a_plan_of_latents_takes() -> None:
 def test_thousands_of_sequences_are_cut_like_a_few() -> None:
     """A program counts only some of the sequences, so sums take several rounds and many programs."""
     lengths = [(i * 37) % 400 for i in range(2500)]
-    splits, spans = cut(lengths, 16, 700, 0)
+    splits, spans = cut(lengths, 16, 700)
     used = 0
     for i, (first, number) in enumerate(spans.tolist()):
         assert first == used

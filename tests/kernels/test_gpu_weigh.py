@@ -100,7 +100,7 @@ def test_what_is_past_the_last_stretch_is_left_out() -> None:
     assert torch.equal(part, whole[..., :3])
 
 
-def test_sequences_of_several_tokens_a_window_and_a_total_of_other_heads_or_too_few_sequences_are_refused() -> None:
+def test_sequences_of_several_tokens_and_a_total_of_other_heads_or_too_few_sequences_are_refused() -> None:
     batch = Batch("k4v4", 64, [100, 20], seed=1)
     plan, wanted = batch.plan(), torch.ones(1, dtype=torch.int32)
     for total in (torch.zeros(2, 1, 7), torch.zeros(3, 2, 7), torch.zeros(2, 7, 2).mT):
@@ -109,6 +109,3 @@ def test_sequences_of_several_tokens_a_window_and_a_total_of_other_heads_or_too_
     plan.several = several([2, 1])
     with pytest.raises(check.BadInputError, match="several tokens"):
         weigh(batch.pages, batch.table, batch.lens, plan, wanted, torch.zeros(2, 2, 7))
-    windowed = Batch("k4v4", 64, [100], seed=1, window=32)
-    with pytest.raises(check.BadInputError, match="window of 32 tokens"):
-        weigh(windowed.pages, windowed.table, windowed.lens, windowed.plan(), wanted, torch.zeros(2, 1, 7))

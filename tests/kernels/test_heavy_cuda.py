@@ -15,7 +15,6 @@ from cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, STEP, Engine
 
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.config.retention import HeavyHitters
-from kvpilot_runtime.errors import UnsupportedModelError
 
 BOUND = HeavyHitters(4, 100, 4 * BLOCK)
 LAYERS = 2
@@ -173,11 +172,3 @@ def test_every_page_of_every_measured_sequence_is_read_once_and_no_more_at_a_tim
             assert torch.equal(piece.slots, slots.flatten())
             assert torch.equal(piece.ordinals, (places + 1).repeat(len(group.at)))
     assert sorted(read) == list(range(12))
-
-
-def test_layers_of_other_pages_are_refused(cuda: Any) -> None:
-    from kvpilot_runtime.bounded import heavy
-
-    builder = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(UnsupportedModelError, match="only kvpilot's pages are weighed: KVPILOT_RETENTION"):
-        heavy.singles(builder, BLOCK, 5, 8)

@@ -79,14 +79,19 @@ def test_the_committed_table_is_that_of_the_installed_vllm() -> None:
 
 
 def beginnings() -> Iterator[str]:
-    for action in REAL._actions:
-        for name in action.option_strings:
-            yield from (name[:length] for length in range(2, len(name) + 1))
+    """Yield each name, and its beginnings up to the first that no other name has. Longer ones read like it."""
+    names = [name for action in REAL._actions for name in action.option_strings]
+    for name in names:
+        yield name
+        for length in range(2, len(name)):
+            yield name[:length]
+            if sum(other.startswith(name[:length]) for other in names) == 1:
+                break
 
 
 def test_every_beginning_of_every_name_is_read_as_vllm_reads_it() -> None:
     tried = sorted(set(beginnings()) - {"--config"})  # vLLM would read the named file, but kvpilot rejects this option
-    assert len(tried) > 2000
+    assert len(tried) > 1000
     for beginning in tried:
         arguments = [f"{beginning}=x"]
         found = read(arguments)

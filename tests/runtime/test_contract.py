@@ -6,7 +6,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvpilot_formats import dtypes, formats
-from kvpilot_localcluster.engines.real import engine
 from kvpilot_runtime import plugin
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import UnsupportedEngineError
@@ -140,24 +139,21 @@ def another_vllm(folder: Path, version: str, plugin_source: str = "") -> dict[st
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], str]]:
     """Return answers and logs of two engines of a later version: one unchanged, and one that swaps keys and values."""
 
-    def run(name: str, start: Any, source: str, more: dict[str, str]) -> tuple[list[int], str]:
+    def run(name: str, source: str, more: dict[str, str]) -> tuple[list[int], str]:
         folder = tmp_path_factory.mktemp(name)
         env = another_vllm(folder / "site", AHEAD, source) | more
         small = ("--kv-cache-memory-bytes=16M", "--max-model-len=256", "--num-gpu-blocks-override=20")
         answer: list[int] = []
         try:
-            with start(tiny_llama(), "k4v4", folder, *small, env=env) as running:
+            with forked_serve.engine(tiny_llama(), "k4v4", folder, *small, env=env) as running:
                 answer = running.tokens([5, 6, 7], 4)
         except RuntimeError:  # the engine ended by itself; its log says why
             pass
         (log,) = folder.glob("*.log")
         return answer, log.read_text(errors="replace")
 
-    # By vLLM's default the serving engine has several processes, and each imports the plugin.
-    asked: dict[str, tuple[Any, str, dict[str, str]]] = {
-        "served": (engine, "", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
-        "swapped": (forked_serve.engine, SWAPS, {}),
-    }
+    # By vLLM's default the serving engine has several processes, and each loads the plugin.
+    asked = {"served": ("", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}), "swapped": (SWAPS, dict[str, str]())}
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.delenv(contract.TOLD, raising=False)  # an earlier test's plugin set it
         return dict(zip(asked, pool.map(lambda name: run(name, *asked[name]), asked), strict=True))

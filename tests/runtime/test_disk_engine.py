@@ -26,12 +26,12 @@ pytestmark = pytest.mark.timeout(3600)
 SHARED = Path("/dev/shm")  # noqa: S108
 
 
-def conversations(dtype: str, folder: Path, faults: dict[int, str] | None = None, **more: Any) -> Asked:
-    """Return 20 conversations of four turns each. All requests of a turn are sent together, in a random order."""
+def conversations(dtype: str, folder: Path, faults: dict[int, str] | None = None, turns: int = 4, **more: Any) -> Asked:
+    """Return 20 conversations of up to four turns each. All requests of a turn are sent together, in a random order."""
     rng = random.Random(20261125)
     texts = [[rng.randrange(3, 49152) for _ in range(192)] for _ in range(20)]
     rounds = []
-    for turn in range(1, 5):
+    for turn in range(1, turns + 1):
         prompts = [text[: 192 * turn // 4 - rng.randrange(8)] for text in texts]
         rounds.append(rng.sample(prompts, len(texts)))
     options = {
@@ -45,7 +45,7 @@ def conversations(dtype: str, folder: Path, faults: dict[int, str] | None = None
 
 @pytest.mark.parametrize("dtype", [*formats.own_names(), "auto"])
 def test_bytes_that_come_back_from_a_disk_are_those_that_left(dtype: str, tmp_path: Path) -> None:
-    question = conversations(dtype, tmp_path, recent=None)
+    question = conversations(dtype, tmp_path, turns=3, recent=None)
     question.options["num_gpu_blocks_override"] = 90  # a ring of k2v2 takes many blocks
     if dtype == "auto":  # vLLM's attention on a CPU takes blocks of 32 tokens
         question.options |= {"block_size": 32, "num_gpu_blocks_override": 45, "kv_offloading_size": 0.004}

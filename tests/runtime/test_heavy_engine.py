@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.bounded.heavy import most_pages
 from kvpilot_runtime.bounded.heavy_spec import lightest
 from kvpilot_runtime.config.retention import HeavyHitters
@@ -21,14 +22,11 @@ from kvpilot_smallmodels.oracle import SLACK, Oracle
 from support.bounded_engine import Asked, Told, serve
 from support.engines_in_turn import refused
 from support.forked_serve import engine
-from support.processors import serves_quantized_by_vllm
 
 pytestmark = pytest.mark.timeout(3600)
 
-PAGE = {"auto": 32, "k4v4": 16}
-BOUND = {"auto": HeavyHitters(4, 40, 160), "k4v4": HeavyHitters(4, 40, 96)}
-BLOCKS = {"auto": 22, "k4v4": 30}
-CHUNK = 48
+PAGE, BLOCKS, CHUNK = 16, 30, 48
+BOUND = HeavyHitters(4, 40, 96)
 GIVEN_UP = 3
 
 
@@ -38,12 +36,12 @@ def asked(dtype: str, ahead: bool = False, **more: object) -> Asked:
     prompts = [[rng.randrange(3, 49152) for _ in range(length)] for length in (150, 20, 260, 7, 90, 12, 200)]
     rounds = [prompts[:-1], [prompts[-1]], [[*prompts[-1], *prompts[1]], prompts[0]]]
     options = {
-        "max_model_len": 640, "block_size": PAGE[dtype], "num_gpu_blocks_override": BLOCKS[dtype],
+        "max_model_len": 640, "block_size": PAGE, "num_gpu_blocks_override": BLOCKS,
         "kv_cache_memory_bytes": 64 * 2**20, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8,
         "async_scheduling": ahead,
     }  # fmt: skip
     tokens = [[180, 150, 60, 400, 120, 300], [4], [90, 20]]
-    return Asked(str(tiny_llama()), dtype, str(BOUND[dtype]), rounds, tokens, options, abort={str(GIVEN_UP): 200},
+    return Asked(str(tiny_llama()), dtype, str(BOUND), rounds, tokens, options, abort={str(GIVEN_UP): 200},
                  **more)  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -70,7 +68,9 @@ class Weighing(Oracle):
 
     def _attention(self, layer: Any, query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> Any:
         repeat = query.shape[1] // key.shape[1]
-        scores = (query.double() @ key.double().repeat_interleave(repeat, 1).transpose(2, 3)) * options["scaling"]
+        assert self._format is not None
+        stored = round_trip(key.transpose(1, 2), self._format, "key").transpose(1, 2)
+        scores = (query.double() @ stored.repeat_interleave(repeat, 1).transpose(2, 3)) * options["scaling"]
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
         assert self._seen is not None
         p = scores.masked_fill(~(seen & self._seen(len(seen))), -torch.inf).softmax(-1)[0].sum(0)
@@ -78,8 +78,8 @@ class Weighing(Oracle):
         return super()._attention(layer, query, key, *more, **options)
 
 
-def by_page(x: torch.Tensor, page: int) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, -len(x) % page)).view(-1, page).sum(1)
+def by_page(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, -len(x) % PAGE)).view(-1, PAGE).sum(1)
 
 
 def answers_of(what: Asked, told: Told) -> dict[str, tuple[list[int], list[int]]]:
@@ -87,7 +87,7 @@ def answers_of(what: Asked, told: Told) -> dict[str, tuple[list[int], list[int]]
     return {str(i): pair for i, pair in enumerate(pairs)}
 
 
-@pytest.fixture(scope="module", params=["auto", "k4v4", "k4v4, steps ahead"])
+@pytest.fixture(scope="module", params=["int8", "k4v4, steps ahead"])
 def served(request: pytest.FixtureRequest) -> tuple[Asked, Told]:
     dtype, _, ahead = request.param.partition(", ")
     what = asked(dtype, bool(ahead))
@@ -96,12 +96,11 @@ def served(request: pytest.FixtureRequest) -> tuple[Asked, Told]:
 
 def test_answers_are_those_of_the_pages_that_were_held(served: tuple[Asked, Told]) -> None:
     what, told = served
-    page, bound = PAGE[what.dtype], BOUND[what.dtype]
     mask = torch.zeros(0)
     oracle, whole = Oracle(tiny_llama(), what.dtype, seen=lambda _: mask), Oracle(tiny_llama(), what.dtype)
     unlike = 0
     for name, (prompt, answer) in answers_of(what, told).items():
-        mask = held(last_life(told.steps[name]), page, len(prompt) + len(answer) - 1)
+        mask = held(last_life(told.steps[name]), PAGE, len(prompt) + len(answer) - 1)
         judged = slice(told.begun[name], None)
         below = oracle.shortfalls(prompt, answer)[judged]
         assert max(below) <= SLACK or oracle.sound(prompt, answer, rounds=10, judged=judged), name
@@ -112,44 +111,43 @@ def test_answers_are_those_of_the_pages_that_were_held(served: tuple[Asked, Told
     assert told.chunks > 3
     # A request holds its budget and one step at any alignment. Asynchronous scheduling adds a second step in flight.
     ahead = what.options["async_scheduling"]
-    assert told.held <= bound.budget // page + (1 + ahead) * -(-CHUNK // page) + 1
+    assert told.held <= BOUND.budget // PAGE + (1 + ahead) * -(-CHUNK // PAGE) + 1
     assert max(len(places) for steps in told.steps.values() for _, new, places, _ in steps if new == 1) <= most_pages(
-        bound, page, SimpleNamespace(max_num_batched_tokens=CHUNK, async_scheduling=ahead)
+        BOUND, PAGE, SimpleNamespace(max_num_batched_tokens=CHUNK, async_scheduling=ahead)
     )
     assert len(told.answers[0][GIVEN_UP]) == 200
     assert told.left == 0
-    label = f'budget_tokens="{bound.budget}",page_tokens="{page}",policy="HeavyHitters",sink_tokens="4"'
+    label = f'budget_tokens="{BOUND.budget}",page_tokens="{PAGE}",policy="HeavyHitters",sink_tokens="4"'
     assert any(label in line for line in told.metrics)
 
 
-@pytest.mark.parametrize("served", ["auto"], indirect=True)  # the reference does not quantize keys either
+@pytest.mark.parametrize("served", ["int8"], indirect=True)  # a rounded code hardly changes a mass
 def test_the_lightest_pages_by_the_models_own_attention_are_freed(served: tuple[Asked, Told]) -> None:
     """Measure one decode step in 32, with weight 32, and the last tokens of each chunk (docs/retention.md)."""
     what, told = served
-    page, bound = PAGE[what.dtype], BOUND[what.dtype]
     mask, drops, middle = torch.zeros(0), 0, 0
     for name, (prompt, answer) in answers_of(what, told).items():
         steps = last_life(told.steps[name])
-        mask = held(steps, page, len(prompt) + len(answer) - 1)
+        mask = held(steps, PAGE, len(prompt) + len(answer) - 1)
         oracle = Weighing(tiny_llama(), what.dtype, seen=lambda _, mask=mask: mask)  # type: ignore[misc]
         oracle.shortfalls(prompt, answer)
         assert oracle.given is not None
-        masses = by_page(torch.zeros(len(mask), dtype=torch.float64), page)
-        had = list(range(-(-steps[0][0] // page)))
+        masses = by_page(torch.zeros(len(mask), dtype=torch.float64))
+        had = list(range(-(-steps[0][0] // PAGE)))
         for before, new, places, alone in steps:
             if before + new > len(mask):
                 break  # a step after the client had given the request up
-            light = lightest(bound, page, had, dict(enumerate(masses.tolist())), before)
+            light = lightest(BOUND, PAGE, had, dict(enumerate(masses.tolist())), before)
             freed = [at for at in had if at not in places]
             assert len(freed) == len(light)
             # Compare sums, because rounding may swap pages of equal weight.
-            torch.testing.assert_close(masses[freed].sum(), masses[light].sum(), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(masses[freed].sum(), masses[light].sum(), rtol=1e-3, atol=1e-6)
             drops += len(freed)
-            middle += any(min(freed) > at >= bound.sink_pages(page) for at in places) if freed else 0
+            middle += any(min(freed) > at >= BOUND.sink_pages(PAGE) for at in places) if freed else 0
             had = places
             rows = min(max(new // 32, 1), 8) if new > 1 else int(alone)
             given = oracle.given[before + new - rows : before + new] * ((32 if new == 1 else new / rows) if rows else 0)
-            masses += by_page(given.sum(0), page)
+            masses += by_page(given.sum(0))
     assert drops > 10
     assert middle > 0  # not simply the oldest page
 
@@ -187,19 +185,11 @@ def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("retention", "options", "word"),
+    ("retention", "dtype", "word"),
     [
-        ("HeavyHitters:4:64:100", {"block_size": 32}, "take 160 tokens in pages of 32"),
-        pytest.param(
-            "HeavyHitters:4:64:512",
-            {"kv_cache_dtype": "fp8", "block_size": 32},
-            "kv-cache dtype 'fp8'",
-            marks=serves_quantized_by_vllm,
-        ),
+        ("HeavyHitters:4:64:100", "k4v4", "take 160 tokens in pages of 32"),
+        ("HeavyHitters:4:64:512", "auto", "kv-cache dtype 'auto' is not supported"),
     ],
 )
-def test_an_engine_that_is_started_without_kvpilot_serve_refuses(
-    retention: str, options: dict[str, object], word: str
-) -> None:
-    dtype = str(options.pop("kv_cache_dtype", "auto"))
-    assert word in refused(tiny_llama(), {"KVPILOT_RETENTION": retention}, dtype=dtype, **options)
+def test_an_engine_that_is_started_without_kvpilot_serve_refuses(retention: str, dtype: str, word: str) -> None:
+    assert word in refused(tiny_llama(), {"KVPILOT_RETENTION": retention}, dtype=dtype, block_size=32)

@@ -1,4 +1,4 @@
-"""Attention masses of pages, the requests that are measured, and the order of keys in vLLM's backends."""
+"""Attention masses of pages, and the requests that are measured."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.bounded import heavy
 from kvpilot_runtime.bounded.heavy import HeldTables, Step, held_alone, most_pages
-from kvpilot_runtime.bounded.heavy_mass import Singles, key_places, masses, page_mass, scores
+from kvpilot_runtime.bounded.heavy_mass import Singles, masses, page_mass, scores
 from kvpilot_runtime.bounded.heavy_spec import NOTHING, Kept
 from kvpilot_runtime.config.retention import HeavyHitters
 from kvpilot_runtime.errors import UnsupportedEngineError, UnsupportedModelError
@@ -224,31 +224,3 @@ def test_a_sequence_that_the_scheduler_does_not_tell_of_is_no_guess() -> None:
 def test_a_batch_that_is_not_causal_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"causal=False.*HeavyHitters:4:32:128"):
         held_alone(batch([(0, 2)], torch.zeros(1, 4), causal=False), BOUND, 16, Step({}))
-
-
-class Scrambled:
-    """Backend that stores keys in its own random order; `lossy` halves them."""
-
-    def __init__(self, heads: int, tokens: int, dim: int, lossy: bool = False) -> None:
-        self.order = torch.randperm(2 * tokens * dim, generator=torch.Generator().manual_seed(1))[: tokens * dim]
-        self.lossy = lossy
-
-    def do_kv_cache_update(self, _: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, at: Any) -> None:
-        kept = key / 2 if self.lossy else key
-        for head in range(key.shape[1]):
-            block = torch.full_like(cache[0, head].flatten(), float(value[0, 0, 0]))
-            block[self.order] = kept[:, head].flatten()
-            cache[0, head] = block.view(cache.shape[2:])
-
-
-@pytest.mark.parametrize(("tokens", "dim", "dtype"), [(16, 64, torch.float32), (512, 128, torch.bfloat16)])
-def test_where_a_backend_keeps_keys_is_found_by_writing_some(tokens: int, dim: int, dtype: torch.dtype) -> None:
-    impl = Scrambled(2, tokens, dim)
-    layer = SimpleNamespace(kv_cache=torch.zeros(3, 2, tokens, 2 * dim, dtype=dtype), impl=impl)
-    assert torch.equal(key_places(layer).flatten(), impl.order)
-
-
-def test_keys_that_are_not_stored_as_they_are_cannot_be_weighed() -> None:
-    layer = SimpleNamespace(kv_cache=torch.zeros(3, 2, 16, 128), impl=Scrambled(2, 16, 64, lossy=True))
-    with pytest.raises(UnsupportedModelError, match="keys that Scrambled stores cannot be read"):
-        key_places(layer)

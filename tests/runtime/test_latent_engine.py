@@ -38,7 +38,7 @@ def some_requests(count: int) -> list[tuple[list[int], int]]:
 
 @pytest.mark.parametrize("name", names())
 def test_paging_changes_no_token_of_latent_attention(name: str, model: Path) -> None:
-    requests = some_requests(80)
+    requests = some_requests(50)
     told = serve(
         model, name, requests, from_pages=True, max_model_len=LONGEST + 32, max_num_seqs=16,
         max_num_batched_tokens=CHUNK, num_gpu_blocks_override=BLOCKS, kv_cache_memory_bytes=2**20,
@@ -47,7 +47,7 @@ def test_paging_changes_no_token_of_latent_attention(name: str, model: Path) -> 
     assert [len(answer) for answer in answers] == [count for _, count in requests]
     assert told["vllm:num_preemptions"] > 0
     assert told["vllm:prefix_cache_hits"] > 0
-    assert sum(len(prompt) > CHUNK for prompt, _ in requests) > 20  # these must have come in chunks
+    assert sum(len(prompt) > CHUNK for prompt, _ in requests) > 12  # these must have come in chunks
 
     oracle = Oracle(model, name)
     prompts = [prompt for prompt, _ in requests]
@@ -84,7 +84,7 @@ def test_the_cuda_backends_metadata_and_kernels_serve_an_engine_in_tritons_inter
     model: Path,
 ) -> None:
     """Serve prompts in chunks, cached prefixes and mixed steps, with splits for 4 programs and buffers of graphs."""
-    requests = [(prompt, min(count, 4)) for prompt, count in some_requests(10)]
+    requests = [(prompt, min(count, 4)) for prompt, count in some_requests(7)]
     told = serve(
         model, "mla4", requests, from_pages=True, interpreted=True, max_model_len=LONGEST + 32,
         max_num_seqs=4, max_num_batched_tokens=CHUNK, num_gpu_blocks_override=BLOCKS, kv_cache_memory_bytes=2**20,

@@ -38,7 +38,7 @@ def conversations(dtype: str, count: int, longest: int, blocks: int, **more: Any
 def test_answers_are_those_of_attention_with_a_window_wherever_pages_have_been(
     record_property: Callable[[str, object], None],
 ) -> None:
-    question = conversations("k4v4", 24, 192, 44)
+    question = conversations("k4v4", 14, 192, 44)
     told = serve(question)
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64))
     figures = {"judged": found.judged, "windowed": found.windowed, "loaded": told.loaded, "poisoned": told.poisoned,
@@ -54,7 +54,7 @@ def test_answers_are_those_of_attention_with_a_window_wherever_pages_have_been(
 
 def test_clients_that_leave_and_copies_that_end_late_change_no_answer() -> None:
     rng = random.Random(7)
-    question = conversations("k4v4", 24, 192, 44, late=3)
+    question = conversations("k4v4", 14, 192, 44, late=3)
     requests = sum(map(len, question.rounds))
     question.given_up = [(n, rng.randint(1, 40)) for n in rng.sample(range(requests), requests // 3)]
     told = serve(question)

@@ -34,7 +34,9 @@ class Request:
 
     def __init__(self, rng: random.Random, shared: list[int], longest: int) -> None:
         self.alone = rng.random() < 0.5
-        prefix = [] if self.alone else shared[: rng.randint(16, len(shared))]
+        # Gemma's two kinds of layers share pages. So a block of a full layer has 256 tokens, and prefixes must be as
+        # long.
+        prefix = [] if self.alone else shared[: rng.randint(256 if longest > 256 else 16, len(shared))]
         tail = rng.randint(0 if prefix else 1, rng.choice([16, longest - len(prefix)]))
         self.prompt = prefix + [rng.randrange(3, 49152) for _ in range(tail)]
         self.tokens = rng.randint(1, 24)
@@ -76,13 +78,12 @@ def served_in_turn(model: Path, count: int, longest: int, blocks: int, seed: int
     return requests, told
 
 
-# Gemma's two kinds of layers share pages. So a block of a full layer has 256 tokens, and prefixes must be as long.
 @pytest.mark.parametrize(
     ("model", "count", "longest", "blocks"),
     [
         pytest.param(tiny_llama, 80, 128, 20, id="llama"),
         pytest.param(tiny_qwen3, 200, 128, 20, id="qwen3", marks=pytest.mark.long),
-        pytest.param(tiny_gemma3, 200, 448, 44, id="gemma3"),
+        pytest.param(tiny_gemma3, 60, 448, 44, id="gemma3"),
     ],
 )
 def test_paging_changes_no_token(
@@ -148,7 +149,7 @@ def judge(
     # Control. With a 16-bit cache, 81 to 98 of 100 answers differ, depending on the model. With a misread block, 179 of
     # 180 are not the best ones any more, and rounding does not explain them.
     plain = Oracle(model, "auto")
-    assert sum(max(plain.shortfalls(r.prompt, r.answer)) > SLACK for r in requests[:80]) > 40
+    assert sum(max(plain.shortfalls(r.prompt, r.answer)) > SLACK for r in requests[:30]) > 15
     long = sorted((r for r in requests if len(r.prompt) > CHUNK), key=lambda r: len(r.prompt))[:6]
     misread = [oracle.sound(r.prompt, r.answer, misread=len(r.prompt) // 2, rounds=10) for r in long]
     assert sum(misread) <= 1

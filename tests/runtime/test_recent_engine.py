@@ -47,9 +47,9 @@ def asked(
 @pytest.mark.parametrize(
     ("model", "dtype", "count", "longest", "blocks"),
     [
-        pytest.param(tiny_llama, "k4v4", 60, 160, 44, id="llama-k4v4"),
-        pytest.param(tiny_qwen3, "k4v2", 60, 160, 64, id="qwen3-k4v2"),
-        pytest.param(tiny_gemma3, "k4v4", 30, 448, 60, id="gemma3-k4v4"),
+        pytest.param(tiny_llama, "k4v4", 30, 160, 44, id="llama-k4v4"),
+        pytest.param(tiny_qwen3, "k4v2", 30, 160, 64, id="qwen3-k4v2"),
+        pytest.param(tiny_gemma3, "k4v4", 18, 448, 60, id="gemma3-k4v4"),
     ],
 )
 def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_it(
@@ -82,7 +82,7 @@ def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_i
 
 @pytest.mark.parametrize(("layout", "recent"), [("BHLNC", 64), ("BHLNC", 0), ("BLHNC", 64)])
 def test_answers_are_the_same_where_a_block_has_the_pages_of_all_layers_in_a_row(layout: str, recent: int) -> None:
-    question = asked(tiny_llama(), "k4v4", 30, 160, 44, seed=20261122, recent=recent, layout=layout)
+    question = asked(tiny_llama(), "k4v4", 18, 160, 44, seed=20261122, recent=recent, layout=layout)
     told = serve(question)
     assert told.layout == layout
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=recent))
@@ -94,7 +94,7 @@ def test_answers_are_the_same_where_a_block_has_the_pages_of_all_layers_in_a_row
 
 def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pages(tmp_path: Path) -> None:
     model = make("gemma4-26b", tmp_path / "model")
-    question = asked(model, "k4v4", 30, 160, 60, seed=20261122, vocabulary=VOCABULARY)
+    question = asked(model, "k4v4", 18, 160, 60, seed=20261122, vocabulary=VOCABULARY)
     question.options |= {"kv_cache_dtype_skip_layers": ["sliding_window"]}
     told = serve(question)
     # A 16-bit page is as large as several of ours, so vLLM merges ours into one block. The ring is sized before that.
@@ -106,7 +106,7 @@ def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pag
 
 
 def test_a_default_window_is_cut_where_the_context_is_shorter_and_answers_are_those_of_what_is_left() -> None:
-    question = asked(tiny_llama(), "k2v2", 30, 160, 240, seed=20261122)
+    question = asked(tiny_llama(), "k2v2", 18, 160, 240, seed=20261122)
     assert question.options["max_model_len"] == 224
     question.recent = None
     told = serve(question)
@@ -117,7 +117,7 @@ def test_a_default_window_is_cut_where_the_context_is_shorter_and_answers_are_th
 
 
 def test_rows_of_other_tokens_would_be_seen_if_they_were_used() -> None:
-    question = asked(tiny_llama(), "k4v4", 30, 160, 44, seed=20261122)
+    question = asked(tiny_llama(), "k4v4", 18, 160, 44, seed=20261122)
     question.trusting = True
     told = serve(question)
     found = Judge(question, told, Oracle(tiny_llama(), "k4v4", recent=64), rounds=3)
@@ -125,7 +125,7 @@ def test_rows_of_other_tokens_would_be_seen_if_they_were_used() -> None:
 
 
 def test_a_window_shortens_no_prefix_hit_and_without_one_answers_are_the_codecs() -> None:
-    question = asked(tiny_llama(), "k4v4", 30, 160, 400, seed=3)
+    question = asked(tiny_llama(), "k4v4", 18, 160, 400, seed=3)
     with_window = serve(question)
     question.recent = 0
     without = serve(question)

@@ -52,7 +52,7 @@ def asked(model: Path, dtype: str, prompts: list[list[int]], calibration: str = 
 @pytest.mark.parametrize("model", [tiny_llama, tiny_gemma3], ids=["llama", "gemma3"])
 def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[], Path]) -> None:
     rng = random.Random(7)
-    prompts = [[rng.randrange(3, 49152) for _ in range(rng.randint(8, 120))] for _ in range(40)]
+    prompts = [[rng.randrange(3, 49152) for _ in range(rng.randint(8, 120))] for _ in range(20)]
     question = asked(model(), "k4v4", prompts)
     if model is tiny_gemma3:
         question.options["kv_cache_dtype_skip_layers"] = ["sliding_window"]
@@ -66,7 +66,7 @@ def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[
     assert not wrong
     # Control: the same codec answers differently without factors.
     plain = Oracle(model(), "k4v4")
-    assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 10
+    assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 5
 
 
 def test_two_starts_find_the_same_factors_in_whichever_dtype_and_a_start_without_says_so() -> None:

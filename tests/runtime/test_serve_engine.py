@@ -47,7 +47,7 @@ class Life:
 
 
 # The answer takes seconds, and polls are milliseconds apart.
-ANSWER_TOKENS = 1000
+ANSWER_TOKENS = 500
 SAME = ("--kv-cache-memory-bytes=64M",)
 
 

@@ -125,7 +125,6 @@ class Batch:
     tile: int = 16
     stages: int = 2
     wave: int = 1
-    window: int = 0
     softcap: float = 0.0
     calibrated: bool = False
     rng: torch.Generator = field(init=False)
@@ -150,7 +149,7 @@ class Batch:
         for i, n in enumerate(self.lengths):
             self.table[i, -(-n // self.block_size) :] = PAST_THE_END
         self.table = self.table.int()
-        self.shape = Shape(self.fmt, self.dim, self.kv_heads, self.ratio, self.block_size, CPU, self.window,
+        self.shape = Shape(self.fmt, self.dim, self.kv_heads, self.ratio, self.block_size, CPU,
                            self.softcap)  # fmt: skip
         launch_as(self.shape, self.tile, self.stages, self.wave)
         self.pages = GpuPages(self.cache, self.shape, self.factors)
@@ -171,13 +170,10 @@ class Batch:
         """Return float32 [sequences, heads, dim]."""
         return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
 
-    def read_back(self, sequence: int, begin: int = 0) -> list[torch.Tensor]:
-        """Return keys and values of the tokens from `begin` on as the CPU code would read them from pages.
-
-        Both are float64 [tokens, kv_heads, dim].
-        """
+    def read_back(self, sequence: int) -> list[torch.Tensor]:
+        """Return keys and values as the CPU code would read them from pages, float64 [tokens, kv_heads, dim]."""
         return [
-            round_trip(x[sequence][begin:], self.fmt, side, self.factors, begin=begin)
+            round_trip(x[sequence], self.fmt, side, self.factors)
             for x, side in ((self.keys, "key"), (self.values, "value"))
         ]
 

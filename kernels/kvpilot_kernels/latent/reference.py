@@ -44,20 +44,3 @@ def attend(query: torch.Tensor, entries: torch.Tensor, scale: float) -> torch.Te
     scores = torch.einsum("ihd,td->hit", query.double(), entries) * scale
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(entries.shape[0] - query.shape[0] + 1)
     return torch.einsum("hit,td->ihd", scores.masked_fill(future, -torch.inf).softmax(-1), entries[:, :RANK])
-
-
-def decode_reference(
-    query: torch.Tensor, entries: torch.Tensor, fmt: LatentFormat, scale: float, factors: LatentFactors | None = None
-) -> torch.Tensor:
-    """Return attention from one query token to all stored tokens of one sequence.
-
-    Args:
-        query: [heads, 576].
-        entries: [tokens, 576] before quantization, including the query's own token.
-        fmt, factors: format and factors of the cache.
-        scale: factor on the scores.
-
-    Returns:
-        float64 [heads, 512], in latent space.
-    """
-    return attend(query[None], round_trip(entries, fmt, factors), scale)[0]

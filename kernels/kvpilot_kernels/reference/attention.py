@@ -57,7 +57,6 @@ def decode_reference(
     scale: float,
     factors: Factors | None = None,
     fine: torch.Tensor | None = None,
-    begin: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -70,7 +69,6 @@ def decode_reference(
         scale: factor on the scores.
         factors: factors of the layer, or None.
         fine: bool [tokens], True if the recent window's ring refines the token; None for no token.
-        begin: position of the first token.
         softcap, sinks: as in `attend`.
 
     Returns:
@@ -78,7 +76,7 @@ def decode_reference(
     """
 
     def read(recent: bool) -> list[torch.Tensor]:
-        return [round_trip(x, fmt, side, factors, recent, begin) for x, side in ((key, "key"), (value, "value"))]
+        return [round_trip(x, fmt, side, factors, recent) for x, side in ((key, "key"), (value, "value"))]
 
     stored = read(recent=False)
     if fine is not None:

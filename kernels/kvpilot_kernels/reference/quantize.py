@@ -134,4 +134,4 @@ def decode(codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
     """Decode codes uint8 [..., D] and scale metadata int16 [..., groups] to float32 [..., D], still rotated."""
     scale, zero = scale_and_zero(meta, bits)
     grouped = split(codes.float(), meta.shape[-1])
-    return ((grouped - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(-2)
+    return grouped.sub_(zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1)).flatten(-2)

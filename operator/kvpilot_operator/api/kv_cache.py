@@ -101,7 +101,8 @@ class Retention(Record, frozen=True):
     (StreamingLLM) keeps the first and the last tokens. It frees the pages between them, and the model forgets their
     content. HeavyHitters (H2O) also keeps those tokens between that got the most attention so far, up to a budget.
     kvpilot never chooses a limit itself. Engines refuse a limit with sliding-window layers, offload, recentTokens above
-    0 or speculative decoding. On a GPU they refuse HeavyHitters with dtype auto. A change starts a new revision."""
+    0 or speculative decoding. They refuse HeavyHitters with dtypes other than kvpilot's. A change starts a new
+    revision."""
 
     policy: Literal["All", "SinksAndWindow", "HeavyHitters"]
     """All keeps every token. SinksAndWindow needs sinkTokens and windowTokens. HeavyHitters needs budgetTokens."""

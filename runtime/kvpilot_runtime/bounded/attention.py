@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
+from kvpilot_formats import formats
 from kvpilot_formats.arguments import rules
 from kvpilot_runtime.config import options, retention
 from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
@@ -204,18 +205,14 @@ def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
     """Raise UnsupportedModelError for models and options without bounded caches, as kvpilot-serve's preflight does."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.platforms import current_platform
 
     every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     unlike = (f"{_unlike(layer)} ({name})" for name, layer in every.items() if _unlike(layer))
     switch = rules.first_set(vllm_config, rules.BESIDE_BOUNDED)
     skipped = set(vllm_config.cache_config.kv_cache_dtype_skip_layers or ())
-    weighed = isinstance(bound, HeavyHitters)
+    dtype = vllm_config.cache_config.cache_dtype
     switched = (
-        (
-            weighed and not (current_platform.is_cpu() or current_platform.is_cuda()),
-            "a platform other than a CPU or CUDA, where no page is weighed,",
-        ),
+        (isinstance(bound, HeavyHitters) and dtype not in formats.own_names(), f"kv-cache dtype {dtype!r}"),
         (bool(skipped - {options.SLIDING}), "--kv-cache-dtype-skip-layers"),
         (switch is not None, f"{switch[1]} ({switch[0]})" if switch is not None else ""),
     )

@@ -200,7 +200,6 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
     found = (
         (switch is not None, switch[1] if switch else ""),
         (len(runner.kv_cache_config.kv_cache_groups) != 1, "layers with pages of several kinds"),
-        (str(config.cache_config.cache_dtype).startswith("fp8"), f"kv-cache dtype {config.cache_config.cache_dtype!r}"),
     )
     if what := next((what for on, what in found if on), None):
         raise UnsupportedModelError(

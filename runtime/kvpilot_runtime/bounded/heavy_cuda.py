@@ -18,9 +18,6 @@ from kvpilot_kernels.places import stored_slots
 from kvpilot_runtime.backends.cuda import CudaImpl
 from kvpilot_runtime.backends.cuda_steps import CudaBuilder, Metadata
 from kvpilot_runtime.bounded.heavy_mass import Singles, Weighing, masses, scores
-from kvpilot_runtime.calibration.attention import softcap_of
-from kvpilot_runtime.config import retention
-from kvpilot_runtime.errors import UnsupportedModelError
 
 
 @dataclass
@@ -93,13 +90,8 @@ def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
         )
 
 
-def singles(builder: Any, page: int, most: int, sequences: int) -> Singles:
+def singles(builder: CudaBuilder, page: int, most: int, sequences: int) -> Singles:
     """Return buffers to measure single tokens of up to `sequences` sequences with up to `most` pages each."""
-    if not isinstance(builder, CudaBuilder):
-        raise UnsupportedModelError(
-            f"on a GPU only kvpilot's pages are weighed: {retention.VARIABLE} needs another policy, or a KV-cache "
-            "dtype of kvpilot"
-        )
     shape = builder.shape
     per_page = page // stretch(shape)
     return Singles(
@@ -129,7 +121,7 @@ def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles
             asked = query[group.rows]
             parts = [scores(asked, keys(pages, group, piece, workspace), impl.scale) for piece in group.pieces]
             score = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-            mass = masses(score, page, softcap_of(impl), impl.sinks, group.lens) * group.weights
+            mass = masses(score, page, impl.softcap, impl.sinks, group.lens) * group.weights
             weighing.total[:, : mass.shape[1]].index_add_(0, group.at, mass)
 
     return weigh

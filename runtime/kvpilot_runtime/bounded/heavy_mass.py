@@ -7,9 +7,6 @@ from typing import Any
 import torch
 
 from kvpilot_runtime.bounded.heavy_spec import Masses
-from kvpilot_runtime.calibration.attention import softcap_of
-from kvpilot_runtime.config import retention
-from kvpilot_runtime.errors import UnsupportedModelError
 
 
 @dataclass
@@ -142,65 +139,15 @@ def page_mass(
 
 def on_cpu(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles | None], None]:
     """Return a function that adds a layer's attention to a step's masses, one sequence at a time (`heavy.weigher`)."""
-    impl, keys, page = layer.impl, _reader(layer), layer.kv_cache.shape[2]
-    softcap = softcap_of(impl)
+    impl, page = layer.impl, layer.kv_cache.shape[2]
 
     def weigh(query: torch.Tensor, _: Any, weighing: Weighing | None, __: Singles | None) -> None:
         if weighing is None:
             return
         for total, one in zip(weighing.total, weighing.sequences, strict=True):
-            found = keys(weighing.table[one.row, : len(one.pages)].long(), one.length)
-            mass = page_mass(query[one.rows], found, page, impl.scale, softcap, impl.sinks)
+            pages = impl.pages_of(layer, layer.kv_cache)
+            keys = pages.keys(weighing.table[one.row, : len(one.pages)].long(), one.length).permute(1, 2, 0)
+            mass = page_mass(query[one.rows], keys, page, impl.scale, impl.softcap, impl.sinks)
             total[: len(one.pages)] += mass * one.weight
 
     return weigh
-
-
-def _reader(layer: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Return a function that reads a layer's keys, float [kv_heads, head_dim, tokens], by block table and length."""
-    from kvpilot_runtime.backends.cpu import CpuImpl
-
-    if isinstance(impl := layer.impl, CpuImpl):
-        return lambda table, length: impl.pages_of(layer, layer.kv_cache).keys(table, length).permute(1, 2, 0)
-    at = key_places(layer).T.contiguous()
-    straight = torch.equal(at.flatten(), torch.arange(at.numel()))
-
-    def keys(table: torch.Tensor, length: int) -> torch.Tensor:
-        blocks = layer.kv_cache.flatten(2)[table]
-        pages = blocks[..., : at.numel()].unflatten(2, at.shape) if straight else blocks[..., at]
-        tokens: torch.Tensor = pages.permute(1, 2, 0, 3).flatten(2)
-        return tokens[..., :length]
-
-    return keys
-
-
-def key_places(layer: Any) -> torch.Tensor:
-    """Return where a backend of vLLM stores a block's keys, int64 [tokens, head_dim], found by writing test keys.
-
-    The order depends on the CPU's instructions. Test keys are whole numbers up to 256, exact in every cache dtype.
-    """
-    cache, impl = layer.kv_cache, layer.impl
-    _, heads, tokens, width = cache.shape
-    dim, device = width // 2, cache.device
-
-    def written(keys: torch.Tensor) -> torch.Tensor:
-        block = torch.zeros_like(cache[:1])
-        given = keys.to(cache)[:, None].expand(tokens, heads, dim).contiguous()
-        impl.do_kv_cache_update(layer, given, torch.full_like(given, -1), block, torch.arange(tokens, device=device))
-        stored: torch.Tensor = block[0].flatten(1).cpu()
-        return stored
-
-    token, element = torch.meshgrid(torch.arange(tokens), torch.arange(dim), indexing="ij")
-    # Write each number as two digits: a block may have more tokens than a dtype has exact numbers.
-    low, high, which = written(token % 128 + 1), written(token // 128 + 1), written(element)
-    order = torch.full((tokens, dim), -1)
-    place = (low[0] > 0).nonzero().flatten()
-    row = (low[0, place].long() - 1) + 128 * (high[0, place].long() - 1)
-    order[row.clamp(0, tokens - 1), which[0, place].long().clamp(0, dim - 1)] = place
-    numbers = torch.randn(tokens, dim).to(cache.dtype)
-    if (order < 0).any() or not all(torch.equal(one[order], numbers) for one in written(numbers)):
-        raise UnsupportedModelError(
-            f"the keys that {type(impl).__name__} stores cannot be read, so pages cannot be weighed: "
-            f"{retention.VARIABLE} needs another policy, or a KV-cache dtype of kvpilot"
-        )
-    return order

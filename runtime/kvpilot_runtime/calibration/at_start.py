@@ -183,9 +183,6 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
             found = seen[name].factors()
         except ValueError as error:
             return f"calibration of layer {name!r}: {error}; use --kv-cache-dtype auto, or {_REMEDY}"
-        still = seen[name].still()
-        if still:
-            log.warning("Calibration of layer %r: %d channels never moved; they get the scale of a floor", name, still)
         layer.impl.set_factors(layer, found)
     return ""
 

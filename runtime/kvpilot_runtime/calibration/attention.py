@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from kvpilot_kernels.fit import Observed
-from kvpilot_kernels.softmax import softmax
+from kvpilot_kernels.softmax import attention, softmax
 
 _ROWS = 1024
 """Number of queries that attend at once, to limit the memory of scores and masks."""
@@ -42,7 +42,8 @@ class Chunk:
             self.seen.add_first(key[start:])
         alone, repeat = slice(start, None), query.shape[1] // value.shape[1]
         key, value = (x[alone].repeat_interleave(repeat, 1) for x in (key, value))
-        scores = _capped((query[alone] * key).sum(-1, keepdim=True).float() * self.scale, self.softcap)
+        scores = (query[alone] * key).sum(-1, keepdim=True).float() * self.scale
+        scores = (scores / self.softcap).tanh() * self.softcap if self.softcap else scores
         out[alone] = softmax(scores, None if self.sinks is None else self.sinks[:, None]).to(value.dtype) * value
         return output
 
@@ -50,10 +51,6 @@ class Chunk:
 def softcap_of(impl: Any) -> float:
     """Return a backend's cap on scores, 0 for none. Backends use different attribute names for it."""
     return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
-
-
-def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
-    return (scores / softcap).tanh() * softcap if softcap else scores
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
@@ -72,18 +69,14 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
             q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
-    repeat = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(repeat, 0).float(), v.repeat_interleave(repeat, 0).float()
     outs, tokens = [], q.shape[1]
     for start in range(0, tokens, _ROWS):
         end = min(start + _ROWS, tokens)
         first = 0 if window is None else max(0, start - window + 1)
-        scores = q[:, start:end].float() @ k[:, first:end].transpose(1, 2) * scale
-        scores = _capped(scores, softcap)
         ago = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
-        hidden = (ago < 0) if window is None else (ago < 0) | (ago >= window)
-        weights = softmax(scores.masked_fill(hidden, -torch.inf), None if sinks is None else sinks[:, None, None])
-        outs.append(weights @ v[:, first:end])
+        seen = (ago >= 0) if window is None else (ago >= 0) & (ago < window)
+        some_k, some_v = (x[None, :, first:end] for x in (k, v))
+        outs.append(attention(q[None, :, start:end], some_k, some_v, seen, scale, softcap, sinks)[0])
     return torch.cat(outs, 1).transpose(0, 1).to(query.dtype)
 
 

@@ -1,8 +1,7 @@
 """`kvpilot calibrate MODEL --prompts FILE`: fit static factors to a model and write them to a calibration file.
 
 Calibration sequences must be as long as the contexts that will be served. RoPE rotates a channel's mean with the
-position, so a mean from short texts is harmful at positions far beyond their length. Part of the text is held out, to
-compare the factors with those that an engine finds by itself (`held_out`).
+position, so a mean from short texts is harmful at positions far beyond their length.
 """
 
 import argparse
@@ -15,11 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvpilot_formats import formats
-from kvpilot_kernels.factors import Factors
-from kvpilot_runtime.calibration import factors_file, fitting, held_out
-from kvpilot_runtime.calibration.factors_file import ModelFacts
+from kvpilot_kernels.fit import RECENT
+from kvpilot_runtime.calibration import factors_file, fitting
 from kvpilot_runtime.calibration.fitting import CalibrateError
-from kvpilot_runtime.calibration.text import LONGEST, beginnings, lone, text_ids
+from kvpilot_runtime.calibration.text import beginnings, lone
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -82,12 +80,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=16384, help="at most this many in all (default %(default)s)")
     parser.add_argument(
-        "--dtype", choices=formats.own_names(), default="k4v4", help="KV-cache dtype to serve (default %(default)s)"
-    )
-    parser.add_argument(
         "--recent",
         type=int,
-        help=f"tokens of the recent window that is served (default: the dtype's, {formats.default_windows()})",
+        help=f"tokens of the recent window that is served (default {RECENT}, or as many as a sequence has room for)",
     )
     parser.add_argument(
         "--device",
@@ -105,17 +100,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> Path:
-    """Calibrate the model in a folder, write the file, print the gain, and return the file's path.
+    """Calibrate the model in a folder, write the file, and return the file's path.
 
     Raises:
         CalibrateError: the model, the prompts or an option cannot be used.
     """
     model, prompts, length, tokens = options.model, options.prompts, options.length, options.tokens
-    dtype, device, recent = options.dtype, options.device, options.recent
+    device = options.device
     if length < 2 or tokens < length:
         raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")
-    if recent is None:
-        recent = formats.parse(dtype).recent_tokens(context=length - 1)
+    recent = min(RECENT, length - 1) if options.recent is None else options.recent
     if not 0 <= recent < length:
         raise CalibrateError(f"--recent {recent} leaves no token outside the window; use 0 to --length {length}")
     try:
@@ -132,8 +126,8 @@ def run(options: argparse.Namespace) -> Path:
     texts = read_prompts(prompts)
     tokenizer = AutoTokenizer.from_pretrained(model)
     exact = torch.float32 if device == "cpu" else torch.bfloat16
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact, attn_implementation=held_out.hook()).to(device)
-    pieces, kept_back = split(tokenizer, texts, length, tokens)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact, attn_implementation=fitting.hook()).to(device)
+    pieces = sequences(tokenizer, texts, length, tokens)
     if not pieces:
         raise CalibrateError(f"--prompts {str(prompts)!r} gives no sequence of two tokens; give more text")
 
@@ -144,52 +138,7 @@ def run(options: argparse.Namespace) -> Path:
     first = torch.tensor(beginnings(tokenizer, text, max(1, lone(len(text)))))
     layers = fitting.fit_model(loaded, pieces, first, facts, recent, report)
     factors_file.save(output, layers, facts)
-    read = sum(piece.numel() for piece in pieces)
-    print(gain(loaded, tokenizer, kept_back, layers, dtype, recent, facts, read), file=sys.stderr)
     return output
-
-
-def split(tokenizer: Any, texts: list[str], length: int, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the sequences to fit, and the sequences that are held out of the fit.
-
-    The latter are from the text after the first `tokens` tokens. If no such text is left, hold out the last sequence.
-    """
-    pieces = sequences(tokenizer, texts, length, tokens)
-    kept_back = sequences(tokenizer, texts, length, tokens + length)[len(pieces) :]
-    if not kept_back and len(pieces) > 1:
-        kept_back = [pieces.pop()]
-    return pieces, kept_back
-
-
-def gain(
-    model: Any,
-    tokenizer: Any,
-    kept_back: list[torch.Tensor],
-    layers: list[Factors],
-    dtype: str,
-    recent: int,
-    facts: ModelFacts,
-    read: int,
-) -> str:
-    """Return a line with the damage on held-out text: with these factors, with an engine's own, and without factors.
-
-    Args:
-        read: largest number of tokens of the built-in text from which an engine's own factors are fitted.
-    """
-    if not kept_back:
-        return "no text was left to judge the factors by; give more than one sequence"
-    device = model.get_input_embeddings().weight.device
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or LONGEST
-    ids = torch.tensor(text_ids(tokenizer, min(LONGEST, context, read)), device=device)
-    own = held_out.self_calibrated(model, ids, context)
-    file = {layer: layers[layer].to(device) for layer in own}
-    none = {layer: Factors.identity(facts.kv_heads, facts.head_dim, device) for layer in own}
-    pieces = [piece.to(device) for piece in kept_back]
-    found = [held_out.damage(model, pieces, dtype, factors, recent) for factors in (file, own, none)]
-    return (
-        f"{dtype} with a recent window of {recent}, on {sum(map(len, pieces)):,} other tokens: {found[0]:.1f} "
-        f"millinats with this file, {found[1]:.1f} as an engine calibrates itself, {found[2]:.1f} without calibration"
-    )
 
 
 if __name__ == "__main__":

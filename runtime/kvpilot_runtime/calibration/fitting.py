@@ -14,9 +14,14 @@ from transformers import AttentionInterface
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Moments, fit
-from kvpilot_kernels.reference.windowed import windowed
-from kvpilot_runtime.calibration import held_out
+from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration.factors_file import ModelFacts
+
+HOOK = "kvpilot_calibrate"
+"""Name under which transformers knows our attention. Each function here registers its own."""
+
+_CHUNK = 256
+"""Number of tokens whose logits are in memory at once."""
 
 Progress = Callable[[int, int], None]
 """Callback that receives the number of finished tokens and the total."""
@@ -24,6 +29,49 @@ Progress = Callable[[int, int], None]
 
 class CalibrateError(ValueError):
     """Refusal of a model or prompts that cannot be used. The message names the fault and the remedy."""
+
+
+def _window(module: Any, options: dict[str, Any]) -> int | None:
+    """Return a layer's sliding window, from a call of transformers' attention function; None for none."""
+    return options.get("sliding_window") or getattr(module, "sliding_window", None)
+
+
+def _attend(
+    module: Any, query: torch.Tensor, pages: Sides, fine: Sides, recent: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, None]:
+    """Attend as `windowed` does, with the shapes and the options of transformers' attention function."""
+    softcap, window = float(options.get("softcap") or 0.0), _window(module, options)
+    out = windowed(query, pages, fine, float(options["scaling"]), recent, softcap=softcap, sliding_window=window)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _exact(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend without a recent window, with transformers' signature. The query is [sequences, heads, tokens, D]."""
+    return _attend(module, query, (key, value), (key, value), 0, options)
+
+
+def hook() -> str:
+    """Register our attention with transformers, and return the name to load a model with."""
+    AttentionInterface.register(HOOK, _exact)
+    return HOOK
+
+
+def _first_keys(model: Any, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the keys of `tokens`, int64 [n], by layer: [n, kv_heads, D]. Each token is alone at position 0."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> Any:
+        seen[module.layer_idx] = key[:, :, 0]
+        return _exact(module, query, key, value, mask, **options)
+
+    AttentionInterface.register(HOOK, attend)
+    with torch.inference_mode():
+        model.get_decoder()(tokens[:, None], use_cache=False)
+    return seen
 
 
 def fit_model(
@@ -35,7 +83,7 @@ def fit_model(
     Layers that are not calibrated get factors that change nothing.
 
     Args:
-        model: loaded with `attn_implementation=held_out.hook()`.
+        model: loaded with `attn_implementation=hook()`.
         pieces: token ids, int64 [tokens] each.
         first: possible first tokens of prompts, int64 [n].
         recent: tokens of the recent window that will be served.
@@ -44,7 +92,7 @@ def fit_model(
         parameter.requires_grad_(False)
     model.eval()
     recorder = _Recorder(facts, recent)
-    AttentionInterface.register(held_out.HOOK, recorder.attend)
+    AttentionInterface.register(HOOK, recorder.attend)
     draw = torch.Generator("cpu").manual_seed(0)
     done, total = 0, sum(piece.numel() for piece in pieces)
     for piece in pieces:
@@ -56,7 +104,7 @@ def fit_model(
     if not recorder.keys:
         raise CalibrateError(f"no layer of {type(model).__name__} keeps keys and values; there is nothing to calibrate")
     found = [Factors.identity(facts.kv_heads, facts.head_dim) for _ in range(facts.layers)]
-    at_zero = held_out.first_keys(model, first.to(model.get_input_embeddings().weight.device))
+    at_zero = _first_keys(model, first.to(model.get_input_embeddings().weight.device))
     for layer in recorder.keys:
         mean = at_zero[layer].float().mean(0)
         found[layer] = Factors(*fit(recorder.keys[layer]), *fit(recorder.values[layer]), mean).to("cpu")
@@ -69,8 +117,8 @@ def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
     inputs = table(piece[None].to(table.weight.device)).detach().requires_grad_()
     states = model.get_decoder()(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
     top = states.detach().requires_grad_()
-    for start in range(0, len(top), held_out.CHUNK):
-        logs = model.get_output_embeddings()(top[start : start + held_out.CHUNK]).float().log_softmax(-1)
+    for start in range(0, len(top), _CHUNK):
+        logs = model.get_output_embeddings()(top[start : start + _CHUNK]).float().log_softmax(-1)
         with torch.no_grad():
             drawn = torch.multinomial(logs.exp().cpu(), 1, generator=draw).to(logs.device)
         logs.gather(1, drawn).sum().backward()
@@ -99,15 +147,13 @@ class _Recorder:
                 )
         if options.get("s_aux") is not None:
             raise CalibrateError("our formats do not serve attention with sinks of its own; use dtype auto or fp8")
-        how = held_out.Attention.of(module, options)
-        if how.sliding_window is not None:  # engines keep sliding-window layers in 16 bits
-            return held_out.exact(module, query, key, value, mask, **options)
+        if _window(module, options) is not None:  # engines keep sliding-window layers in 16 bits
+            return _exact(module, query, key, value, mask, **options)
         far_key, far_value = key.clone(), value.clone()
         far_key.retain_grad()
         far_value.retain_grad()
         self._pass.append((module.layer_idx, far_key, far_value))
-        out = windowed(query, (far_key, far_value), (key, value), how.scale, self._recent, softcap=how.softcap)
-        return out.transpose(1, 2).contiguous(), None
+        return _attend(module, query, (far_key, far_value), (key, value), self._recent, options)
 
     def collect(self) -> None:
         """Add the keys, values and gradients of the pass to the moments, and release them."""

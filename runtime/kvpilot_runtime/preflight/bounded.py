@@ -28,9 +28,8 @@ def check(
 
     if lacks := compat.lacks(compat.NEWEST):
         raise PreflightError("BadArguments", f"--retention {bound} needs {lacks}; leave it out, or use that version")
-    if platform == "cuda" and isinstance(bound, HeavyHitters) and not fmt.ours:
-        raise refuse(f"kv-cache dtype {fmt.name!r} on a GPU (page weights were not tested there)",
-                     "use a dtype of kvpilot, or SinksAndWindow")  # fmt: skip
+    if isinstance(bound, HeavyHitters) and not fmt.ours:
+        raise refuse(f"kv-cache dtype {fmt.name!r}", "use a dtype of kvpilot, or SinksAndWindow")
     if isinstance(fmt, LatentFormat):
         raise refuse(f"kv-cache dtype {fmt.name!r}", "leave it out")
     if (found := rules.first_on(read(request.others), rules.BESIDE_BOUNDED)) is not None:
@@ -42,7 +41,7 @@ def check(
     if request.recent:
         raise refuse(f"--recent-tokens {request.recent} (the recent window)", "leave one of the two out")
     if isinstance(bound, HeavyHitters):
-        _heavy(fmt, bound, request, BLOCK_TOKENS[platform], refuse)
+        _heavy(bound, request, BLOCK_TOKENS[platform], refuse)
     if config is None:
         return []
     if (what := models.unsupported_bounded(config)) is not None:
@@ -56,12 +55,9 @@ def check(
 
 
 def _heavy(
-    fmt: formats.Format | LatentFormat, bound: HeavyHitters, request: Request, usual: int,
-    refuse: Callable[[str, str], PreflightError],
+    bound: HeavyHitters, request: Request, usual: int, refuse: Callable[[str, str], PreflightError]
 ) -> None:  # fmt: skip
     """Refuse settings that heavy hitters do not support. `usual`: default number of tokens of a page."""
-    if fmt.name.startswith("fp8"):
-        raise refuse(f"kv-cache dtype {fmt.name!r}", "use auto or a dtype of kvpilot")
     every = read((*request.others, f"--tensor-parallel-size={request.tensor_parallel}"))
     if (found := rules.first_on(every, rules.BESIDE_HEAVY_HITTERS)) is not None:
         raise refuse(f"{found[0]} ({found[1]})", "leave it out")

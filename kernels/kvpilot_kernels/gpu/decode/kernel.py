@@ -23,7 +23,7 @@ residual of another token.
 
 If a sequence has several tokens in a step (`several`: a token and its drafts), each column of the products has its own
 `end`: the number of tokens that its query attends to. Pages are read once for all columns. Masks by column apply only
-to tiles in which columns differ: the last tiles, the first tiles of a sliding window, and those of the recent window.
+to tiles in which columns differ: the last tiles, and those of the recent window.
 
 The language is Gluon, because Triton's own layouts move unpacked values through shared memory, at half the speed.
 
@@ -68,7 +68,6 @@ class DecodeConfig:
         tile: tokens of a tile.
         stages: tiles in flight.
         softcap: True if scores have a soft cap.
-        window: number of last tokens that a query attends to; 0 for all.
         recent: number of last tokens that the ring refines; 0 without a ring.
         ring_blocks: blocks of a sequence's ring.
         several: True if sequences have several query tokens.
@@ -86,7 +85,6 @@ class DecodeConfig:
     tile: int
     stages: int
     softcap: bool
-    window: int
     recent: int
     ring_blocks: int
     several: bool
@@ -113,8 +111,7 @@ Attributes:
     end: end of the split.
     ahead: end of the tokens that are copied ahead.
     length: smallest number of tokens that a query attends to.
-    ends: with `several` a pair: the number of tokens that each query attends to, int32 [queries], and the largest of
-        these numbers; otherwise ().
+    ends: with `several` the number of tokens that each query attends to, int32 [queries]; otherwise ().
 """
 
 
@@ -139,7 +136,7 @@ def attend(query, smem, stage, state, tags, begin, stop, split, C: gl.constexpr)
             exponents, right = pack_exponents(tags, right, C) if C.wide else (tags.meta, right)
             seen = ()
             if C.several:
-                seen = (t + gl.arange(0, C.tile, ROWS))[:, None] >= split.ends[0][None, :] - C.recent
+                seen = (t + gl.arange(0, C.tile, ROWS))[:, None] >= split.ends[None, :] - C.recent
             fine = Fine(exponents=exponents, right=right, seen=seen)
         else:
             next_stage = stage + C.stages - 1
@@ -218,7 +215,7 @@ def decode_kernel(
         ends = ()
         if C.several:
             after = gl.maximum(rows - 1 - (first + gl.arange(0, C.queries, COLS)) // C.ratio, 0)
-            ends = (length - after, length)
+            ends = length - after
             length = length - rows + 1
         pages = Pages(base=base, blocks=table_ptr + sequence.to(gl.int64) * table_stride, stride=page_stride)
         blocks = ()

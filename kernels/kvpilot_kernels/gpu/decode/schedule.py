@@ -50,13 +50,10 @@ def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
 
 
 @triton.jit
-def tiles_of(lens_ptr, s, live, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return lengths of sequences s, and the first tile and number of tiles that their last `tokens` tokens need."""
+def tiles_of(lens_ptr, s, live, TILE: tl.constexpr):
+    """Return lengths and numbers of tiles of sequences s."""
     lens = tl.load(lens_ptr + s, mask=live, other=0)
-    begin = lens * 0
-    if WINDOW > 0:
-        begin = tl.maximum(lens - WINDOW - (tokens - 1), 0) // TILE
-    return lens, begin, tl.maximum((lens + TILE - 1) // TILE - begin, 0)
+    return lens, tl.maximum((lens + TILE - 1) // TILE, 0)
 
 
 @triton.jit
@@ -68,21 +65,20 @@ def cut(tiles, c):
 
 
 @triton.jit
-def count_splits(lens_ptr, sequences, tokens, c, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def count_splits(lens_ptr, sequences, c, TILE: tl.constexpr, CHUNK: tl.constexpr):
     """Return the number of splits of all sequences if a split has at most c tiles, and the tiles of the largest one."""
     total = 0
     largest = 1
     for at in range(0, sequences, CHUNK):
         s = at + tl.arange(0, CHUNK)
-        each, number = cut(tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2], c)
+        each, number = cut(tiles_of(lens_ptr, s, s < sequences, TILE)[1], c)
         total += tl.sum(number, 0)
         largest = tl.maximum(tl.max(each, 0), largest)
     return total, largest
 
 
 @triton.jit
-def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WINDOW: tl.constexpr, ROUNDS: tl.constexpr,
-               CHUNK: tl.constexpr):  # fmt: skip
+def most_tiles(lens_ptr, sequences, more, wave, TILE: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr):
     """Return the limit on tiles per split that gives the step the shortest estimated time.
 
     A plan has at most a wave of splits, plus `more` for each sequence that has tokens. Sequences without tokens get no
@@ -94,7 +90,7 @@ def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WIND
     live = 0
     for at in range(0, sequences, CHUNK):
         s = at + tl.arange(0, CHUNK)
-        tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
+        tiles = tiles_of(lens_ptr, s, s < sequences, TILE)[1]
         total += tl.sum(tiles, 0)
         live += tl.sum((tiles > 0).to(tl.int32), 0)
     count = wave + more * live
@@ -106,11 +102,11 @@ def most_tiles(lens_ptr, sequences, more, wave, tokens, TILE: tl.constexpr, WIND
         if cost * 8 > least * 9:
             room = tl.minimum(rounds * wave, count)
             may = tl.maximum((total + room - 1) // room, 1)
-            number, largest = count_splits(lens_ptr, sequences, tokens, may, TILE, WINDOW, CHUNK)
+            number, largest = count_splits(lens_ptr, sequences, may, TILE, CHUNK)
             for _ in range(4):
                 if number > room:
                     may += (may + 7) // 8
-                    number, largest = count_splits(lens_ptr, sequences, tokens, may, TILE, WINDOW, CHUNK)
+                    number, largest = count_splits(lens_ptr, sequences, may, TILE, CHUNK)
             found = (number + wave - 1) // wave * (largest + FIXED)
             if (number <= count) & ((rounds == fewest) | (found < cost)):
                 c = may
@@ -127,29 +123,28 @@ def rows_of(starts_ptr, s, live, SEVERAL: tl.constexpr):
     return rows
 
 
-@triton.jit(do_not_specialize=["sequences", "count", "more", "wave", "tokens"])
-def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequences, count, more, wave, tokens,
-                TILE: tl.constexpr, WINDOW: tl.constexpr, SEVERAL: tl.constexpr, ROUNDS: tl.constexpr,
-                CHUNK: tl.constexpr, OWN: tl.constexpr, PER: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["sequences", "count", "more", "wave"])
+def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequences, count, more, wave,
+                TILE: tl.constexpr, SEVERAL: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr,
+                OWN: tl.constexpr, PER: tl.constexpr):  # fmt: skip
     """Count the splits of all sequences, and write those of the program's own sequences. Grid (cdiv(sequences, OWN),).
 
     lens: int32 [sequences], stored tokens; 0 means padding.
-    starts: int32 [sequences + 1], the first row of each sequence, which has at most `tokens` rows; read only with
-        SEVERAL.
+    starts: int32 [sequences + 1], the first row of each sequence; read only with SEVERAL.
     splits: int32 [count, 4], written, as (sequence, start, end, length of the sequence) in tokens. `start` is a
         multiple of TILE. Unused splits have the sequence -1.
     spans: int32 [sequences, 2], written: the first split of a sequence and the number of its splits.
     bases: int32 [sequences], written with SEVERAL: the first result of a sequence's first split.
     more: as in `most_tiles`.
     """
-    c = most_tiles(lens_ptr, sequences, more, wave, tokens, TILE, WINDOW, ROUNDS, CHUNK)
+    c = most_tiles(lens_ptr, sequences, more, wave, TILE, ROUNDS, CHUNK)
     own = tl.program_id(0) * OWN
     used = 0
     first = 0
     base = 0
     for at in range(0, sequences, CHUNK):
         s = at + tl.arange(0, CHUNK)
-        tiles = tiles_of(lens_ptr, s, s < sequences, tokens, TILE, WINDOW)[2]
+        tiles = tiles_of(lens_ptr, s, s < sequences, TILE)[1]
         number = cut(tiles, c)[1]
         used += tl.sum(number, 0)
         before = tl.where(s < own, number, 0)
@@ -158,7 +153,7 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
             base += tl.sum(before * rows_of(starts_ptr, s, s < sequences, SEVERAL), 0)
     s = own + tl.arange(0, OWN)
     live = s < sequences
-    lens, begin, tiles = tiles_of(lens_ptr, s, live, tokens, TILE, WINDOW)
+    lens, tiles = tiles_of(lens_ptr, s, live, TILE)
     each, number = cut(tiles, c)
     first += tl.cumsum(number, 0) - number
     tl.store(spans_ptr + 2 * s, first, mask=live)
@@ -169,7 +164,7 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
     for i in range(0, tl.max(number, 0), PER):
         k = i + tl.arange(0, PER)[None, :]
         mine = k < number[:, None]
-        start = (begin[:, None] + k * each[:, None]) * TILE
+        start = k * each[:, None] * TILE
         to = splits_ptr + 4 * (first[:, None] + k)
         tl.store(to, s[:, None] + k * 0, mask=mine)
         tl.store(to + 1, start, mask=mine)
@@ -181,8 +176,8 @@ def plan_kernel(lens_ptr, starts_ptr, splits_ptr, spans_ptr, bases_ptr, sequence
 
 
 def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tensor, wave: int, tile: int,
-                window: int = 0, bases: torch.Tensor | None = None, starts: torch.Tensor | None = None,
-                tokens: int = 1, more: int | None = None) -> None:  # fmt: skip
+                bases: torch.Tensor | None = None, starts: torch.Tensor | None = None, tokens: int = 1,
+                more: int | None = None) -> None:  # fmt: skip
     """Split the work of a step into `splits` and `spans`, with `plan_kernel`.
 
     Args:
@@ -196,6 +191,5 @@ def fill_splits(seq_lens: torch.Tensor, splits: torch.Tensor, spans: torch.Tenso
     count = most_splits(sequences, wave, more)
     plan_kernel[(triton.cdiv(sequences, OWN),)](
         seq_lens, starts if several else spans, splits, spans, bases if several else spans, sequences,
-        count, more, wave, tokens, TILE=tile, WINDOW=window, SEVERAL=several, ROUNDS=ROUNDS, CHUNK=CHUNK, OWN=OWN,
-        PER=PER, num_warps=4,
+        count, more, wave, TILE=tile, SEVERAL=several, ROUNDS=ROUNDS, CHUNK=CHUNK, OWN=OWN, PER=PER, num_warps=4,
     )  # fmt: skip

@@ -180,22 +180,13 @@ def hide(score, meta, t, split, C: gl.constexpr):
     token = t + gl.arange(0, C.tile, ROWS)
     limits = gl.full([C.tile], NAN_HALF, gl.uint16, ROWS)
     if C.several:
-        by_query, longest = split.ends
-        unseen = t + C.tile > split.length
-        if C.window > 0:
-            unseen = unseen | (t < longest - C.window)
-        if unseen:
+        if t + C.tile > split.length:
             for g in gl.static_range(GROUPS):
                 score += (scales(meta.slice((GROUPS + g) * C.tile, C.tile).load(ROWS)) * 0.0)[:, None]
-            seen = token[:, None] < by_query[None, :]
-            if C.window > 0:
-                seen = seen & (token[:, None] >= by_query[None, :] - C.window)
-            score = gl.where(seen, score, float("-inf"))
+            score = gl.where(token[:, None] < split.ends[None, :], score, float("-inf"))
             limits = gl.full([C.tile], LARGEST_HALF, gl.uint16, ROWS)
     else:
         live = token < split.end
-        if C.window > 0:
-            live = live & (token >= split.length - C.window)
         score = gl.where(live[:, None], score, -1e38)
         limits = gl.where(live, limits, gl.full([C.tile], LARGEST_HALF, gl.uint16, ROWS))
     return score, limits

@@ -163,9 +163,8 @@ def weigh(pages: "GpuPages", block_table: torch.Tensor, seq_lens: torch.Tensor, 
         total: float32 [kv_heads, sequences or more, stretches], to which the attention of each stretch is added.
     """
     s, cut = pages.shape, plan.cut()
-    if plan.several is not None or s.window:
-        what = f"a window of {s.window} tokens" if s.window else "sequences of several tokens"
-        raise check.BadInputError("plan", f"has {what}", "weigh whole sequences that have one token")
+    if plan.several is not None:
+        raise check.BadInputError("plan", "has sequences of several tokens", "weigh sequences that have one token")
     if total.shape[0] != s.kv_heads or total.shape[1] < seq_lens.shape[0] or not total.is_contiguous():
         least = f"{s.kv_heads} heads and {seq_lens.shape[0]} sequences or more"
         raise check.BadInputError("total", f"is {tuple(total.shape)}", f"give it {least}, contiguous")

@@ -73,7 +73,6 @@ class Shape:
         kv_heads: KV heads of this rank.
         ratio: query heads per KV head.
         block_size: tokens in a page.
-        window: number of last tokens that a query attends to; 0 for all.
         softcap: 0 for none.
         recent: number of last tokens that a ring refines; 0 for no ring.
 
@@ -84,11 +83,11 @@ class Shape:
     """
 
     def __init__(self, fmt: Format, head_dim: int, kv_heads: int, ratio: int, block_size: int, device: torch.device,
-                 window: int = 0, softcap: float = 0.0, recent: int = 0) -> None:  # fmt: skip
+                 softcap: float = 0.0, recent: int = 0) -> None:  # fmt: skip
         if ratio < 1:
             raise check.BadInputError("ratio", f"is {ratio} query heads per KV head", "give 1 or more")
         self.fmt, self.head_dim, self.kv_heads, self.ratio = fmt, head_dim, kv_heads, ratio
-        self.block_size, self.device, self.window, self.softcap = block_size, device, window, softcap
+        self.block_size, self.device, self.softcap = block_size, device, softcap
         self.row_dim = dim = fmt.row_dim(head_dim)
         self.wide = dim > NARROW.value
         self.recent, self.ring_blocks = recent, fmt.ring_blocks(recent, head_dim, block_size)
@@ -205,8 +204,7 @@ class Plan:
             check.several(several.starts, several.owners, several.most, seq_lens, self.tokens, self.rows)
         self.overlap, self.several = overlap and self.shape.can_overlap, several
         cut, rows = self.cut(), () if several is None else (self.bases, several.starts, several.most)
-        fill_splits(seq_lens, self.splits, self.spans, cut.wave, cut.choice.grain or cut.choice.tile,
-                    self.shape.window, *rows)  # fmt: skip
+        fill_splits(seq_lens, self.splits, self.spans, cut.wave, cut.choice.grain or cut.choice.tile, *rows)
 
 
 class GpuPages:
@@ -309,7 +307,7 @@ class GpuPages:
         launch = s.variant(decode_kernel, (cut.take, choice, several is None, plan.overlap), lambda: {
             "C": DecodeConfig.of(
                 s.key, cut.take, value_side=s.value, ratio=s.ratio, tile=choice.tile, stages=choice.stages,
-                softcap=s.softcap > 0, window=s.window, recent=s.recent, ring_blocks=s.ring_blocks,
+                softcap=s.softcap > 0, recent=s.recent, ring_blocks=s.ring_blocks,
                 several=several is not None, overlap=s.can_overlap,
             ),
             "num_warps": 1, "maxnreg": choice.registers, **tuning.FUSED, **(s.chained if plan.overlap else {}),
