@@ -67,7 +67,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         text = f"{worse.bucket}: {solved}; {numbers}"
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, text, excess, covered)
     if outcome.answer == Answer.FAILED:
-        text = f"{_figures(found, outcome.failed, control, limits)}{numbers}"
+        text = f"{_figures(found, outcome.failed or ALL, control, limits)}{numbers}"
         return Judgement(Verdict.FAILED, Reason.ACCURACY_REGRESSED, text, excess, covered)
     if outcome.answer == Answer.GO_ON:
         text = f"{numbers}; too few to decide about {', '.join(outcome.open) or ALL}: name more or longer probe sets"
