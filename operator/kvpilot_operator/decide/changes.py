@@ -1,4 +1,4 @@
-"""Describe differences other than the dtype between the spec and the serving revision, for people."""
+"""Describe to users how the spec differs from the serving revision, apart from the KV-cache dtype."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 
 
 def spec_changes(c: Context, stable: Stable) -> str:
-    """Name the changes of image, model and arguments; empty if the spec asks for the serving revision."""
+    """Describe changes of image, model and arguments. Return "" if the spec renders the serving revision."""
     asked, there = c.render(stable.dtype), c.snapshot.deployments.get(stable.revision)
     if asked.name == stable.revision:
         return ""
@@ -32,7 +32,7 @@ def spec_changes(c: Context, stable: Stable) -> str:
 
 
 def move(canary: Canary) -> str:
-    """Return the dtypes of a trial as text. Return one dtype if only another part of the spec changes."""
+    """Return the old and the new dtype of a trial as text, or one dtype if the trial does not change it."""
     return canary.dtype if canary.dtype == canary.from_dtype else f"{canary.from_dtype} -> {canary.dtype}"
 
 
@@ -52,7 +52,7 @@ def _change(name: str, old: str | None, new: str | None) -> str:
 
 
 def _options(arguments: Sequence[object]) -> dict[str, str]:
-    """Return the values of each option. A repeated option has all its values."""
+    """Return each option's values, joined by spaces. An option that is repeated has the values of all its uses."""
     found: dict[str, str] = {}
     for one in read(map(str, arguments)).given:
         values = ("off",) if one.off else one.values

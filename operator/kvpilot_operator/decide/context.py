@@ -1,4 +1,4 @@
-"""The context of one reconcile: its observations, the new status so far, and the results of earlier rules."""
+"""Define `Context`, which each rule of a reconcile takes and returns: observations, new status, earlier results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Denied, Option, Stable, Status, clip
 from kvpilot_operator.times import utc
 
-# Decisions that neither start nor end a hold on the next dtype or revision.
+# Journal entries with these actions neither begin nor end a hold, so `hold` skips them.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
 
 
@@ -40,7 +40,7 @@ class Draft(Decision):
 
     @property
     def before(self) -> Status:
-        """Return the status as it was observed."""
+        """Return the status as the reconcile observed it, before any change."""
         return self.snapshot.status
 
     @property
@@ -88,7 +88,7 @@ class Draft(Decision):
     ) -> Self:
         """Write a decision into the journal, and post it as an event.
 
-        `event` is the event's reason, by default `reason`. `entry` has more fields of the journal entry.
+        `event` is the event's reason, by default `reason`. `entry` gives further fields of the JournalEntry.
         """
         made = status.JournalEntry(time=self.now, action=action, reason=reason, message=clip(message), **entry)
         recorded = self.set(decisions=(made, *self.status.decisions)[: status.MAX_DECISIONS])
@@ -100,7 +100,7 @@ class Draft(Decision):
         return self.record(action, reason, message, from_dtype=canary.from_dtype, to_dtype=canary.dtype, **entry)
 
     def hold(self, reason: str, message: str, options: tuple[Option, ...] = ()) -> Self:
-        """Record a hold on the next dtype or revision, unless the journal already has it."""
+        """Record why the next dtype or revision must wait, unless one of the newest holds in the journal says so."""
         steps = (one for one in self.status.decisions if one.action not in _BESIDE)
         if any(one.reason == reason for one in takewhile(lambda one: one.action == Action.HOLD, steps)):
             return self
@@ -119,7 +119,7 @@ def in_flight(draft: Draft) -> Canary:
 
 
 class Revision(NamedTuple):
-    """The present spec with one dtype: the template of its pods, and the hash of it that names the revision."""
+    """Pod template rendered from the present spec with one dtype. The revision's name is the template's hash."""
 
     name: str
     template: dict[str, Any]
@@ -137,7 +137,7 @@ class Target:
     recommended: str | None = None
     warning: str | None = None
     options: tuple[Option, ...] = ()
-    """The steps that the policy weighed for this target."""
+    """Changes of dtype or replicas that the policy compared when it chose this target."""
     startable: bool = True
 
 
@@ -169,15 +169,15 @@ class Context(Draft):
     policy: PolicyDecision = _NOT_WEIGHED
     target: Target = _NOT_CHOSEN
     storage: Placed = _NOTHING
-    """The claim that keeps the weights, and the Job that fills it."""
+    """The PersistentVolumeClaim for the model's weights, and the Job that fills it."""
     wanted: Mapping[str, int] = field(default_factory=dict)
-    """Replicas by revision."""
+    """Target number of replicas by revision."""
     engines: Mapping[str, Manifest] = field(default_factory=dict)
-    """Deployments by revision."""
+    """Deployment or LeaderWorkerSet by revision."""
     own: Placed = _NOTHING
-    """The Service and its disruption budget."""
+    """The Service, the InferencePool that selects the same pods, and the PodDisruptionBudget."""
     shared: Placed = _NOTHING
-    """The canary's Service, and the HTTPRoute."""
+    """The canary's Service and InferencePool, and the HTTPRoute."""
 
     @classmethod
     def of(cls, s: Snapshot, spec: Spec) -> Self:
@@ -191,12 +191,12 @@ class Context(Draft):
         return scaling.target_replicas(self.spec, self.status.scaling)
 
     def denial(self, dtype: str) -> Denied | None:
-        """Return the denial of a dtype, or None. While no pod is on a node, the GPU is unknown, and any GPU matches."""
+        """Return the denial of a dtype, or None. Until a pod has a node, the GPU is unknown, so any GPU matches."""
         gpu = self.snapshot.node.gpu if any(pod.node for pod in self.snapshot.pods) else None
         return denial(dtype, self.spec, gpu, self.status.kv_cache.denied, self.now)
 
     def deny(self, dtype: str, reason: str, message: str, seconds: int) -> Self:
-        """Deny trials of a dtype for `seconds` with this model, image, GPU and recent window. Do nothing for 0."""
+        """Deny trials of a dtype for `seconds` with this model, image, GPU and recent window. 0 denies nothing."""
         if seconds == 0:
             return self
         of, until = Subject.of(dtype, self.spec, self.snapshot.node.gpu), self.now + timedelta(seconds=seconds)
@@ -207,7 +207,11 @@ class Context(Draft):
 
     @property
     def asked(self) -> str:
-        """Return the revision that the spec asks for. In mode Fixed it has the spec's dtype, else the dtype in use."""
+        """Return the name of the revision that the spec asks for.
+
+        Its dtype is the spec's in mode Fixed. In other modes it is the dtype of a canary that is not rolled back, else
+        the serving dtype, and at first the baseline.
+        """
         kv, canary, stable = self.spec.kv_cache, self.canary, self.stable
         if kv.mode == "Fixed" and kv.dtype is not None:
             return self.render(kv.dtype).name
@@ -228,7 +232,7 @@ class Context(Draft):
 
     @property
     def plan(self) -> TrafficPlan:
-        """Return the plan by which the canary, or the next one, gets live traffic."""
+        """Return the traffic plan of the canary in flight or, without one, of the next canary."""
         canary = self.canary
         begun, replaces = (canary.traffic_mode, canary.replaces_one) if canary is not None else (None, False)
         return self.plan_traffic(begun, replaces, self.replicas)

@@ -1,4 +1,4 @@
-"""The whole decision of one reconcile: the rules and their order."""
+"""Decide one reconcile: list all rules in their order, and apply them to a snapshot."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,12 +19,12 @@ D = TypeVar("D", bound=Draft)
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[D]):
-    """One step of a decision: a pure function `answer`. If it raises, `otherwise`, which never raises, decides."""
+    """One part of a decision: a pure function `answer`. If `answer` raises, `otherwise` decides and must not raise."""
 
     question: Question
     answer: Callable[[D], D]
     otherwise: Callable[[D], D] | None = None
-    """None keeps the results of earlier rules."""
+    """Fallback. None keeps the results of earlier rules."""
 
 
 def fold(draft: D, rules: Sequence[Rule[D]]) -> D:

@@ -1,4 +1,4 @@
-"""Faults of engines: causes that keep them from starting, and deviating calibration factors."""
+"""Find faults of engines: causes that keep them from starting, and calibration factors that differ between pods."""
 
 import json
 import re
@@ -10,17 +10,18 @@ from kvpilot_operator.state.objects import ON_ITS_WAY, PodView
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import clip
 
-# A busy node may kill an engine once or twice; a third time is not an accident.
+# A busy node may kill an engine once or twice, so only a third restart counts as a failure.
 MAX_RESTARTS = 3
-# Accept only the form of a condition's reason, because a container may write anything.
+# A container may write any text as its reason, so accept only the form that a condition's reason must have.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# Scheduler messages for a claim without a volume, except those that also report insufficient resources.
+# Scheduler messages about a PersistentVolumeClaim without a volume. The last two texts match only without
+# "Insufficient", because otherwise the pod waits for resources, too.
 _UNBOUND = re.compile(
     r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding'
     r"|^(?!.*Insufficient).*(?:didn't find available persistent volumes to bind|did not have enough free storage)"
 )
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
-# The kubelet's messages for a missing object, or a missing key, that a container's variables refer to.
+# Kubelet messages about a Secret or ConfigMap that a container's variables use: it does not exist, or lacks the key.
 _NOT_THERE = re.compile(
     r'(?P<kind>secret|configmap) "(?P<name>[^"]*)" not found'
     r"|couldn't find key (?P<key>\S+) in (?P<kind_of_key>Secret|ConfigMap) [^/\s]*/(?P<holder>\S+)",
@@ -30,7 +31,7 @@ _MISSING = {"secret": "Secret", "configmap": "ConfigMap"}
 
 
 def refusal(exit_message: str | None) -> Cause | None:
-    """Return the cause in the JSON line that kvpilot-serve leaves when it refuses to start."""
+    """Return the cause from the JSON line that kvpilot-serve writes when it refuses to start, or None."""
     for line in reversed((exit_message or "").splitlines()):
         if '"kvpilot"' not in line:
             continue
@@ -40,7 +41,7 @@ def refusal(exit_message: str | None) -> Cause | None:
             continue
         if isinstance(record, dict) and record.get("kvpilot") == "refused":
             said = record.get("message")
-            # JSON can escape lone surrogates, but a status cannot hold them.
+            # JSON can escape lone surrogates, but a status cannot hold them, so replace them.
             text = said.encode("utf-8", "replace").decode() if isinstance(said, str) else ""
             return Cause(_reason(record.get("reason"), Reason.ENGINE_CRASHED), clip(text))
     return None
@@ -51,7 +52,7 @@ def _reason(said: object, otherwise: str) -> str:
 
 
 def engine_failure(pods: Sequence[PodView]) -> Cause | None:
-    """Return the cause that makes it pointless to wait for these pods, or None."""
+    """Return a failure that waiting cannot cure (the engine refused to start, or keeps crashing), or None."""
     for pod in (one for leader in pods if not (leader.ready or leader.containers_ready) for one in leader.group):
         refused = refusal(pod.exit_message)
         if refused is not None:
@@ -63,15 +64,17 @@ def engine_failure(pods: Sequence[PodView]) -> Cause | None:
 
 
 def made_anew(s: Snapshot, revision: str) -> list[PodView]:
-    """Return the terminating leaders of multi-node groups. A failing group is deleted as a whole, so its last messages
-    are only on these pods."""
+    """Return the terminating leader pods of a revision that runs on several nodes; empty for other revisions.
+
+    If one pod of a multi-node group fails, the whole group is deleted. So only terminating pods have its last messages.
+    """
     view = s.deployments.get(revision)
     groups = view is not None and view.nodes > 1
     return [pod for pod in s.pods if groups and pod.terminating and pod.revision == revision]
 
 
 def pending_reason(pods: Sequence[PodView]) -> Cause | None:
-    """Return the cause that keeps pods from coming up: no node, no image, back-off."""
+    """Return the first cause that keeps one of these pods from starting, such as no node or no image; or None."""
     for pod in (one for leader in pods for one in leader.group):
         if pod.unschedulable:
             known = Reason.CLAIM_NOT_BOUND if waits_for_volume(pod) else Reason.UNSCHEDULABLE
@@ -103,12 +106,12 @@ def _missing(message: str) -> Cause | None:
 
 
 def waits_for_volume(pod: PodView) -> bool:
-    """Return True if a claim without a volume keeps this pod from every node. More free capacity does not help then."""
+    """Return True if no node takes this pod because a claim has no volume, so that free capacity does not help."""
     return pod.unschedulable is not None and _UNBOUND.search(pod.unschedulable) is not None
 
 
 def not_started(pod: PodView) -> str:
-    """Say where to find the kubelet's reason: it is in Events, which the operator may not read."""
+    """Tell users where the kubelet's reason is: in Events, which the operator has no right to read."""
     volumes = f" It needs {', '.join(pod.needs)}." if pod.needs else ""
     return (
         f"pod {pod.name} has a node, and nothing of it has started yet.{volumes} Where it stays so, `kubectl kvpilot "
@@ -117,7 +120,7 @@ def not_started(pod: PodView) -> str:
 
 
 def mixed_factors(s: Snapshot, revision: str) -> str | None:
-    """Name the pods of a revision whose calibration factors differ from most, with the remedy, or return None."""
+    """Name pods whose calibration factors differ from most pods of the revision, and the remedy. Else return None."""
     sample, there = s.last_sample(revision), {pod.name for pod in s.pods_of(revision)}
     others = [] if sample is None else [f"{pod} has {factors}" for pod, factors in sample.mixed if pod in there]
     if sample is None or not others:

@@ -1,12 +1,12 @@
-"""Differences between two sides' figures, with one-sided confidence limits.
+"""Estimate how much two sides, such as canary and stable, differ, with one-sided confidence limits.
 
-- p95: Woodruff's interval for each side (1952, JASA 47:635). MOVER joins both on the log scale (Zou and Donner 2008,
-  Statistics in Medicine 27:1693).
-- Means and rates: ratios of sums (Cochran 1977, Sampling Techniques, 6.3).
-- Shares: Newcombe's method 10 (1998, Statistics in Medicine 17:873).
+- Ratio of p95s: Woodruff's interval for each side (1952, JASA 47:635). MOVER joins both on the log scale (Zou and
+  Donner 2008, Statistics in Medicine 27:1693).
+- Ratio of means or rates: ratios of sums (Cochran 1977, Sampling Techniques, 6.3).
+- Difference of shares: Newcombe's method 10 (1998, Statistics in Medicine 17:873).
 
-Consecutive requests resemble each other. So variances come from batch means over equal slices of time (Schmeiser 1982,
-Operations Research 30:556), with Student's t.
+Consecutive requests resemble each other, so they are no independent samples. Variances therefore come from batch means
+over equal slices of time (Schmeiser 1982, Operations Research 30:556), with Student's t.
 """
 
 import math
@@ -23,7 +23,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A change (log ratio or difference of shares) and its one-sided limits. Above 0, the first side has more."""
+    """A log ratio, or a difference of shares, with its one-sided limits. It is above 0 if the first side is larger."""
 
     value: float
     low: float
@@ -31,7 +31,10 @@ class Estimate:
 
 
 def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callable[[float], Estimate | None]:
-    """Return a function of the level that gives the log ratio of two p95s, or None if a p95 lies above every bucket."""
+    """Return a function that gives the log ratio of two p95s, with limits at the level `alpha`.
+
+    The function returns None if a p95 is unknown because it lies above the last bucket bound.
+    """
     bounds = common(Histogram.together(ours), Histogram.together(theirs))
     c, s = (_woodruff([_coarsen(h, bounds) for h in batches]) for batches in (ours, theirs))
     if c is None or s is None:
@@ -55,7 +58,10 @@ def p95_change(ours: Sequence[Histogram], theirs: Sequence[Histogram]) -> Callab
 def ratio_change(
     ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]], alpha: float
 ) -> Estimate | None:
-    """Return the log ratio of two ratios, from (numerator, denominator) of each slice; None if a sum is 0."""
+    """Return the log ratio of two sides' ratios. A side's ratio is its sum of numerators over its sum of denominators.
+
+    ours, theirs: (numerator, denominator) of each slice of time. If a sum is 0, the result is None.
+    """
     strays: list[list[float]] = []
     logs: list[float] = []
     for slices in (ours, theirs):
@@ -83,7 +89,7 @@ def share_change(ours: tuple[float, float], theirs: tuple[float, float], alpha: 
 def log_quantile(h: Histogram, q: float) -> float:
     """Return the log of the quantile `q`, or inf if it lies above the last bound.
 
-    Values within a bucket are taken as log-normal.
+    Within a bucket, values are assumed to be log-normal; within a first bucket from 0, uniform.
     """
     rank = q * h.count
     for i, reached in enumerate(accumulate(h.counts)):
@@ -108,7 +114,10 @@ def common(a: Histogram, b: Histogram) -> tuple[float, ...]:
 
 
 def student(level: float, freedom: int) -> float:
-    """Return a quantile of Student's t (Cornish-Fisher, Abramowitz and Stegun 26.7.5; good from 4 degrees)."""
+    """Return the quantile at `level` of Student's t with `freedom` degrees of freedom (accurate from 4 on).
+
+    Cornish-Fisher expansion: Abramowitz and Stegun 26.7.5.
+    """
     z = _NORMAL.inv_cdf(level)
     terms = (
         (z**3 + z) / 4,
@@ -121,7 +130,11 @@ def student(level: float, freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Woodruff:
-    """The log of one side's p95 (`value`), and how much each batch's share above that p95 deviates (`strays`)."""
+    """One side's p95: its log (`value`), its histogram (`total`), and how far each batch deviates (`strays`).
+
+    A batch deviates if its share of values above the p95 differs from 5%. The difference is weighted by the batch's
+    part of all observations.
+    """
 
     total: Histogram
     value: float
@@ -129,7 +142,7 @@ class _Woodruff:
     variance: float
 
     def limits(self, alpha: float) -> tuple[float, float]:
-        """Return the one-sided limits, as logs."""
+        """Return the lower and the upper one-sided limit of the p95, as logs."""
         half = student(1 - alpha, len(self.strays) - 1) * math.sqrt(self.variance)
         low = log_quantile(self.total, QUANTILE - half) if half < QUANTILE else -math.inf
         return low, log_quantile(self.total, QUANTILE + half) if QUANTILE + half < 1 else math.inf
@@ -142,7 +155,7 @@ def _mover(a: float, b: float, rho: float) -> float:
 
 
 def _woodruff(batches: Sequence[Histogram]) -> _Woodruff | None:
-    """Estimate one side's p95 and its variance. Return None if it lies above every bucket."""
+    """Estimate one side's p95 and its variance. Return None if the p95 lies above the last bucket bound."""
     total = Histogram.together(batches)
     n, m = total.count, len(batches)
     value = log_quantile(total, QUANTILE) if n > 0 else math.inf
@@ -154,7 +167,7 @@ def _woodruff(batches: Sequence[Histogram]) -> _Woodruff | None:
 
 
 def _share_above(h: Histogram, log_value: float) -> float:
-    """Return the share of `h` above a value, by the same rule within a bucket as `log_quantile`."""
+    """Return the share of observations above a value. Interpolate within a bucket as `log_quantile` does."""
     value, before = math.exp(log_value), 0.0
     if h.count <= 0:
         return 0.0
@@ -173,7 +186,7 @@ def _share_above(h: Histogram, log_value: float) -> float:
 
 
 def _score(below: float, count: float) -> float:
-    """Return the normal score of a rank. Count at least half an observation on both sides, so that it is finite."""
+    """Return the normal score of a rank. Assume half an observation beyond both ends, so that the score is finite."""
     half = min(0.5, count / 4) / count
     return _NORMAL.inv_cdf(min(1 - half, max(half, below / count)))
 

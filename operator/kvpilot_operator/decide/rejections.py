@@ -1,4 +1,4 @@
-"""Refused objects, with the API server's field and message, and a remedy for objects that kvpilot renders."""
+"""Report objects that the API server refused: its field and message, and the remedy if kvpilot knows one."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
-# Cut refused values that are whole structures: they are long, and may contain the values of variables.
+# Refused values that are whole structures. Messages leave them out: they are long and may contain secret variables.
 _STRUCTURE = re.compile(r"Invalid value: [\w.*&\[\]]*\{.*\}(?=: )", re.DOTALL)
 _FORBIDDEN = re.compile(r'User "[^"]*" cannot \S+ resource')
 
@@ -37,13 +37,13 @@ _REMEDIES = (
         "or install the Gateway API Inference Extension v1.6.0 or newer, or remove spec.inferencePool",
     ),
 )  # fmt: skip
-"""The object's kind (empty for any), its refused part, and the remedy."""
+"""Kind of the object (empty for any), text in the API server's message, and the remedy to show for both."""
 _RIGHTS = {"InferencePool": "rbac.inferencePools of the chart", "HTTPRoute": "rbac.httpRoutes of the chart"}
 
 
 def rejected(s: Snapshot) -> tuple[Rejection, ...]:
-    """Return all refused objects: those of the last writes, pods that a workload cannot create, and objects of kinds
-    that the API server does not serve."""
+    """Return all rejections: objects refused at the last write, pods that a workload could not create, and objects
+    whose kind the API server does not serve."""
     pods = [
         Rejection(view.kind, deployment_name(s.key.name, view.revision), "FailedCreate", view.failure)
         for view in s.deployments.values()

@@ -1,4 +1,4 @@
-"""Rules about the load, the replicas and the next step. They translate between the context and the policy."""
+"""Rules that judge the load, choose the next step (a change of dtype or replicas), and set the target replicas."""
 
 from dataclasses import replace
 
@@ -26,12 +26,12 @@ def judge_workload(c: Context) -> Context:
 
 
 def keep_replicas(c: Context) -> Context:
-    """Decide the replicas before a step is chosen."""
+    """Set the target replicas by the spec and the last decision, before the policy chooses a step."""
     return c.set(scaling=scaling.kept(c.spec, c.status.scaling, c.now))
 
 
 def weigh_steps(c: Context) -> Context:
-    """Choose the step to take."""
+    """Let the policy choose the next step."""
     return replace(c, policy=choose_step(policy_input(c)))
 
 
@@ -41,12 +41,12 @@ def weigh_nothing(c: Context) -> Context:
 
 
 def take_replica_step(c: Context) -> Context:
-    """Decide the replicas after the step."""
+    """Set the target replicas to those of the chosen step, or write them as a recommendation."""
     return c.set(scaling=scaling.after_decision(c.spec, c.status.scaling, c.policy, serving_dtype(c), c.now))
 
 
 def policy_input(c: Context) -> PolicyInput:
-    """Return the input of the policy for this service."""
+    """Translate the context into the policy's input."""
     s, last, known = c.snapshot, c.status.last_trial, c.status.scaling
     sample = s.last_sample(_serving(c))
     trial, early = c.canary, (Stage.STARTING, Stage.PROBING, Stage.ROLLING_BACK)
@@ -64,7 +64,7 @@ def policy_input(c: Context) -> PolicyInput:
     if c.spec.rollout.paused:
         closed = "spec.rollout.paused is set"
     elif stable is not None and c.render(stable.dtype).name != stable.revision:
-        # The effects of two changes in one canary cannot be separated.
+        # A canary with two changes could not show which of them fails, so the spec's change goes first.
         closed = "the change of the spec is rolled out first"
     elif (fault := start_fault(c)) is not None:
         closed = fault.message
@@ -94,7 +94,7 @@ def policy_input(c: Context) -> PolicyInput:
 
 
 def serving_dtype(c: Context) -> str:
-    """Return the serving dtype, or the initial dtype of a service."""
+    """Return the serving dtype, or the baseline dtype if the service has no stable revision yet."""
     return c.stable.dtype if c.stable is not None else c.spec.kv_cache.baseline
 
 

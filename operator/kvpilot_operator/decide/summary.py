@@ -1,4 +1,4 @@
-"""Write the figures of the status, and each new step and hold into the journal."""
+"""Write figures to the status, and new decisions of the policy to the journal."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ def summarise(c: Context) -> Context:
     sample = s.last_sample(traffic.selected(c) or stable.revision)
     usage, told = c.workload.usage_percent if c.workload.pods else None, kv.usage_percent
     steady = usage is not None and told is not None and abs(usage - told) < USAGE_STEP_PERCENT
-    # While two revisions serve together, an autoscaler must count the pods of both.
+    # While two revisions serve, an autoscaler must count the pods of both, so the selector then names no revision.
     one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     c = c.set(
         observed_revision=c.asked,
@@ -57,7 +57,7 @@ def _figures(c: Context, sample: Sample | None) -> Figures:
     w, offload, each, pods = c.workload, c.spec.kv_cache.offload, c.snapshot.gpu_hour_micros, c.snapshot.deployments
     hits = {"gpu": w.gpu_hits, "host": None if w.host_hits is None else w.host_hits - (w.disk_hits or 0.0)}
     hits["disk"] = w.disk_hits if offload is not None and offload.disk is not None else None
-    # All GPUs, including a canary's.
+    # Count the GPUs of all revisions, also the canary's.
     gpus = sum(view.replicas * view.nodes for view in pods.values()) * c.spec.engine.tensor_parallel
     cost = None if each is None else gpus * each / 1e6
     tokens = 3600 * (w.requests_per_second or 0.0) * (w.mean_generation or 0.0) * w.pods
@@ -75,19 +75,22 @@ def _figures(c: Context, sample: Sample | None) -> Figures:
 
 
 def _kept(c: Context, kind: str, question: Question, before: str | None) -> str | None:
-    """Return the name of the pool or route until its deletion is observed, so that a restarted operator finds it."""
+    """Return the name of the InferencePool or HTTPRoute to write to the status, or None.
+
+    Keep the name until the object's deletion is observed, so that a restarted operator finds the object.
+    """
     s = c.snapshot
     there = {name: one.owned for (its, name), one in s.objects.items() if its == kind}
     pool, route = c.spec.inference_pool is not None, c.spec.route is not None
     wanted = pool and s.server.inference_pools if kind == "InferencePool" else route and s.server.http_routes
-    # Do not name an object of this name that has another owner.
+    # Leave the name out if the existing object has another owner.
     asked = wanted and there.get(s.key.name, True)
     kept = s.unread(question) is not None and before is not None
     return s.key.name if asked or any(there.values()) or kept else None
 
 
 def _counted(c: Context, serving: tuple[str, ...]) -> int:
-    """Return `status.replicas` of /scale: the requested replicas, which a trial must not change."""
+    """Return `status.replicas` for /scale: the requested replicas, without the additional pod of a trial."""
     there = c.snapshot.deployments
     if c.canary is None and c.before.canary is None:
         return sum(there[name].replicas for name in serving if name in there)
@@ -95,7 +98,7 @@ def _counted(c: Context, serving: tuple[str, ...]) -> int:
 
 
 def explain(c: Context) -> Context:
-    """Write the policy's decision into the journal if it is new and starts no canary."""
+    """Write the policy's decision into the journal if it is new and starts no canary. A canary writes its own entry."""
     if c.before.stable is None:
         return c if c.target.warning is None else c.event("PreflightWarning", c.target.warning, warning=True)
     policy, step, target = c.policy, c.policy.chosen, c.target

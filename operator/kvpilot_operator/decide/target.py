@@ -1,4 +1,4 @@
-"""The target revision: the user's dtype, or the policy's, rendered into a pod template."""
+"""Choose the target revision: the present spec, rendered with the user's dtype or with the policy's."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -33,7 +33,7 @@ def after_rollback(c: Context) -> Context:
 
 
 def stay(c: Context) -> Context:
-    """Keep the revision in rollout if no target could be chosen, and start no new one."""
+    """Keep the canary's or the serving revision as the target, because `choose` raised an error. Start no canary."""
     part = c.canary or c.stable
     dtype, name = (part.dtype, part.revision) if part is not None else (c.spec.kv_cache.baseline, "")
     held, recommended = "no target could be chosen: no change is made", c.status.kv_cache.recommended_dtype
@@ -41,7 +41,10 @@ def stay(c: Context) -> Context:
 
 
 def _away_from_harm(c: Context) -> Target | None:
-    """Return a target with a safer dtype if the serving one is denied for its accuracy. A safer canary continues."""
+    """Return a target with a safer dtype if the serving dtype is denied for its accuracy, else None.
+
+    If a canary already has a larger dtype than the serving one, it stays the target.
+    """
     stable, canary = c.stable, c.canary
     if stable is None:
         return None
@@ -108,10 +111,12 @@ def _laddered(c: Context) -> Target:
 
 
 def _start_dtype(c: Context, stable: Stable) -> str | None:
-    """Return kvCache.startDtype if the service should try it now, without memory pressure, else None. The service tries
-    it while its dtype has never changed, unless this dtype has already failed or is ruled out."""
+    """Return kvCache.startDtype if the service should try it now, before memory is short; else None.
+
+    The service tries it only before its first change of dtype, and not if the dtype has failed or is ruled out.
+    """
     kv, dtype = c.status.kv_cache, c.spec.kv_cache.start_dtype
-    # Wait until engines answer. If there were none, the new revision would serve at once, without a probe.
+    # Without an engine that has answered, the new revision would serve at once without probes, so wait for one.
     serves = stable.ever_ready and stable.revision in c.snapshot.deployments
     if not serves or stable.dtype != c.spec.kv_cache.baseline or kv.changed_time is not None:
         return None
@@ -136,7 +141,7 @@ def _failed_before(c: Context, name: str) -> str | None:
     if last is None or last.revision != name or last.verdict == Verdict.PASSED or last.reason == Reason.SUPERSEDED:
         return None
     if c.canary is not None and c.canary.revision == name:
-        # The failed revision is still being rolled back.
+        # The failed revision is still being rolled back, so it stays the target until the rollback ends.
         return None
     wait = deny if last.verdict == Verdict.FAILED else min(RETRY_SECONDS, deny)
     if wait == 0 and last.generation == c.snapshot.generation:

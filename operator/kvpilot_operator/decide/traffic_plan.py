@@ -1,4 +1,4 @@
-"""The plan of a canary's traffic: its steps, and the numbers of pods that may exist and must answer."""
+"""Plan a canary's live traffic: its steps, and how many pods may exist and must answer meanwhile."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from kvpilot_operator.api.words import TrafficMode
 from kvpilot_operator.render import route
 from kvpilot_operator.state.snapshot import Snapshot
 
-# A replica ratio may exceed its step by one point: 1 of 3 replicas serves a step of 33%.
+# The canary's share of replicas may exceed weightPercent by one point, so that 1 of 3 replicas serves a step of 33%.
 _ROUNDING_PERCENT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficStep:
-    """An applicable step of spec.canary.steps. `index` is its position there."""
+    """A step of spec.canary.steps that this many replicas can carry out. `index` is its position in the spec."""
 
     index: int
     weight_percent: int
-    """The canary's share: of requests by HTTPRoute, of replicas by replica ratio."""
+    """The canary's share: of requests in mode HTTPRoute, of replicas in mode ReplicaRatio."""
     hold_seconds: int
     replicas: int
     """Replicas of the canary."""
@@ -37,7 +37,7 @@ class TrafficPlan:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The replicas that the Deployment of a revision asks for, and those that answer."""
+    """The replicas of one revision: how many its workload asks for, and how many are ready."""
 
     replicas: int
     ready: int
@@ -50,7 +50,7 @@ def counts(s: Snapshot, revision: str) -> Counts:
 
 
 def floor(spec: Spec, replicas: int) -> int:
-    """Return the number of pods that must keep answering, by maxUnavailable. With WhenIdle, one may always leave."""
+    """Return how many pods must stay ready, by maxUnavailable. With capacity policy WhenIdle, one may always leave."""
     least = spec.disruption.least(replicas)
     return min(least, max(0, replicas - 1)) if spec.canary.capacity_policy == "WhenIdle" else least
 
@@ -72,13 +72,15 @@ def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
 def rolling_step(
     growing: Counts, goal: int, shrinking: Counts, *, total: int, floor: int, both_serve: bool, others: int = 0
 ) -> tuple[int, int]:
-    """Return the next replicas of the growing and the shrinking revision, which change places one pod at a time.
+    """Return the next replicas of the growing and the shrinking revision, while pods are replaced one at a time.
 
-    The growing revision gets a pod once all its pods answer and a place is observed as free. So all revisions together
-    never ask for more than `total` pods. The shrinking revision loses a pod only if `floor` pods still answer. With
-    `both_serve`, pods of both revisions count for that. Pods that do not answer may always be removed.
+    - The growing revision gets a pod once all its pods are ready and fewer than `total` pods are observed.
+    - The shrinking revision loses a ready pod only if at least `floor` ready pods remain.
+    - Pods that are not ready may always be removed.
 
     goal: replicas that the growing revision should reach.
+    total: most pods of all revisions together.
+    both_serve: if True, ready pods of both revisions count for `floor`, else only those of the shrinking one.
     others: replicas of further revisions.
     """
     want = min(goal, max(growing.replicas, growing.ready + 1))

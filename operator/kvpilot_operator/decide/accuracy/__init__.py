@@ -1,1 +1,1 @@
-"""Accuracy: the baseline, the verdict of a probe, and drift."""
+"""Decide on accuracy: the baseline, the verdict on a probe's result, and drift of the serving dtype."""

@@ -1,4 +1,4 @@
-"""The baseline: 16-bit answers to the probes, from a stored ConfigMap or captured from a 16-bit replica of the spec."""
+"""Obtain the baseline (the 16-bit engine's answers to the probes): find it in a ConfigMap, or capture it from a pod."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def on_trial(c: Context) -> bool:
 
 
 def wanted(c: Context) -> Find | Capture | None:
-    """Return the request for a missing baseline, or None.
+    """Return the probe request that finds or captures a missing baseline, or None if no request is needed.
 
     Mode Auto captures a baseline before a trial needs it. The other modes capture one only during a trial.
     """
@@ -85,18 +85,21 @@ def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str,
 
 
 def borrowed(c: Context) -> str | None:
-    """Return the 16-bit revision to start for capturing a baseline, if none is stored and no 16-bit revision serves."""
+    """Return the 16-bit revision to start for capturing a baseline, or None.
+
+    It is needed only if no baseline is stored and no 16-bit revision serves or is on trial.
+    """
     s, result = c.snapshot, c.snapshot.probe_result
     if s.probes.fault is not None or not on_trial(c) or known(c) is not None or c.reference in c.sides:
         return None
     nothing = result is not None and isinstance(result.outcome, NothingKept)
     searched = nothing and result is not None and result.request.identity == f"find/{_sought(c)}"
-    # Keep a borrowed replica until the baseline is captured. Do not search for a stored baseline again.
+    # A borrowed replica that exists stays until the baseline is captured, without another search for a stored one.
     return c.reference if c.reference in s.deployments or searched else None
 
 
 def adopt(c: Context, found: Captured) -> Context:
-    """Name the found baseline in the status. `perform` stores a new baseline before it writes the status."""
+    """Name the found baseline in the status. `act/perform.py` stores a new baseline before it writes the status."""
     probes, control = c.snapshot.probes, found.baseline.control
     if control is None or found.baseline.identity != probes.identity or known(c) is not None:
         return c
@@ -115,7 +118,7 @@ def adopt(c: Context, found: Captured) -> Context:
 
 
 def described(kept: codec.Baseline) -> Baseline:
-    """Describe a baseline with its control in the status."""
+    """Summarise a baseline and its control for the status."""
     control = kept.control
     assert control is not None  # noqa: S101 - whoever has none has nothing to compare with
     return Baseline(

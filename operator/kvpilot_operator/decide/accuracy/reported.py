@@ -1,4 +1,4 @@
-"""The dtype that engines report, compared with the spec's. An image or a checkpoint may select another one."""
+"""Compare the KV-cache dtype that engines report with the requested one. An image or a checkpoint may override it."""
 
 from kvpilot_formats import dtypes
 from kvpilot_operator.state.snapshot import Snapshot
@@ -21,7 +21,7 @@ def as_asked(s: Snapshot, revision: str, asked: str) -> bool:
 
 
 def mismatch(s: Snapshot, revision: str, asked: str) -> str | None:
-    """Describe a reported dtype that differs from the requested one, with the remedy. Return None if none differs."""
+    """Describe engines whose reported dtype differs from the requested one, and the remedy. Return None without any."""
     sample = s.reported_dtype(revision)
     if sample is None:
         return None

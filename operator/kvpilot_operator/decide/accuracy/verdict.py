@@ -1,4 +1,4 @@
-"""The verdict on a probe's measurement. The control (16 bits compared with themselves) must meet limits, too."""
+"""Judge a probe's result. The control (the 16-bit engine compared with itself) must meet limits, too."""
 
 from dataclasses import dataclass
 
@@ -16,15 +16,15 @@ from kvpilot_probes.stats import MICRO, Measurement
 MAX_SHOWN = 300
 # Probability that a control exactly at the agreement limit is refused by chance.
 ALPHA = 0.01
-# The limits of the control are never stricter than these, even if the spec's are. Sound engines differ from themselves
-# by 0.8 millinats and agree on 98.9% of the tokens (docs/accuracy-watch.md).
+# The limits of the control are never stricter than these, even if the spec's are. A sound engine differs from its own
+# earlier answers by 0.8 millinats, and agrees with them on 98.9% of the tokens (docs/accuracy-watch.md).
 SOUND_MICRONATS = 2_000
 SOUND_AGREEMENT_PERCENT = 98
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict, its one-word reason, the numbers behind it, and the covered buckets with the cost."""
+    """Verdict on a probe. `message` has the figures. `covered` names sound and open buckets, and the probe's cost."""
 
     verdict: Verdict
     reason: str
@@ -89,7 +89,7 @@ def _figures(found: Measurement, bucket: str, control: Baseline, limits: Accurac
 
 
 def allowed(control: Baseline, limits: Accuracy) -> Allowed:
-    """Return the limits of the sequential test: the spec's, beyond what the control differs from itself."""
+    """Return the limits of the sequential test: the spec's limits, and the control's noise, which is allowed on top."""
     return Allowed(
         kl=limits.max_excess_kl_millinats / 1000,
         disagreement=1 - limits.min_top1_agreement_percent / 100,
@@ -99,7 +99,7 @@ def allowed(control: Baseline, limits: Accuracy) -> Allowed:
 
 
 def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
-    """Return the cause that makes a baseline with this control unusable. The control is judged like a candidate."""
+    """Return the cause that makes a baseline with this control unusable, or None."""
     if not control.positions:
         text = "the 16-bit engine could not be compared with itself: 0 positions. Name more or longer probe sets"
         return Cause(Reason.BASELINE_UNFIT, text)

@@ -1,1 +1,1 @@
-"""The conditions of a service: Ready sums them up; tools wait for Reconciling and Stalled."""
+"""Decide the status conditions of a QuantizedLLMService, such as Ready, Reconciling and Stalled."""

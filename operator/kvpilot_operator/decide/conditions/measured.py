@@ -1,4 +1,4 @@
-"""The conditions that report measurements: metrics, load, canary and answers."""
+"""Decide the conditions that report measurements: metrics, memory pressure, objectives, canary and accuracy."""
 
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 
 def metrics(c: Context) -> Line:
-    """Report whether engines deliver metrics, and which pods are left out."""
+    """Report whether engines deliver metrics, and which pods' metrics are left out."""
     workload, backed_off = c.workload, c.snapshot.backed_off
     less = ""
     if backed_off:
@@ -45,7 +45,7 @@ def metrics(c: Context) -> Line:
     if workload.kind in (WorkloadKind.NO_METRICS, WorkloadKind.ENGINES_STALLED):
         return Line("False", workload.kind, f"{workload.message}{less}")
     capacity = f"KV capacity {workload.capacity_tokens} tokens"
-    # Show only pod names. The figures change with every scrape and are in the operator's log.
+    # Show only pod names: the implausible figures change with every scrape, and the operator's log has them.
     if workload.implausible:
         less = f"; left out for implausible metrics: {names(workload.implausible)}{less}"
     if workload.stalled:
@@ -141,7 +141,7 @@ def _verified(c: Context) -> Line:
     if drifted(c):
         return Line("False", Reason.ACCURACY_DRIFTED, f"{found}; {accuracy.failures} runs in a row failed")
     if accuracy.errors >= spec.accuracy.consecutive_error_limit:
-        # Leave out the number of runs: it grows with every run and would cause a new message each time.
+        # Leave out the number of runs: it grows with every run and would cause a write of the status each time.
         return Line("Unknown", Reason.PROBE_ERRORS, f"the last runs brought no verdict (see events); {found}")
     if last is None or not probed:
         return Line("Unknown", Reason.NOT_PROBED, found)

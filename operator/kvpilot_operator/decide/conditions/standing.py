@@ -1,5 +1,8 @@
-"""The conditions that tools wait for: `Serving`, True while engines answer, and `Reconciling` and `Stalled`, as kstatus
-(sigs.k8s.io/cli-utils) defines them."""
+"""Decide the conditions that tools wait for.
+
+- `Serving`: True while engines answer.
+- `Reconciling` and `Stalled`: as kstatus (sigs.k8s.io/cli-utils) defines them.
+"""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -40,7 +43,7 @@ def serving(c: Context) -> Line:
     if ready:
         trial = f"; {canary.dtype} is on trial{share(canary)}" if canary is not None else ""
         there = s.deployments.get(c.stable.revision)
-        # Name the image, because the spec does not show one that comes from the installation's defaults.
+        # Name the image if the installation's defaults may have chosen it, because the spec does not show it then.
         image = f" with {there.image}" if s.engine_defaults and there is not None and there.image else ""
         return Line("True", Reason.SERVING, f"{c.stable.dtype} serves{image}{trial}")
     if replicas == 0:
@@ -56,7 +59,7 @@ def serving(c: Context) -> Line:
 
 
 def share(canary: Canary) -> str:
-    """Describe the canary's share of the traffic, and how it gets it, for a message; empty if it has no share."""
+    """Describe the canary's share of the traffic, and how requests are divided. Return "" if it has no share."""
     if canary.stage not in (Stage.SHIFTING, Stage.PROMOTING) or canary.weight_percent is None:
         return ""
     way = _WAYS.get(canary.traffic_mode, "") if canary.traffic_mode is not None else ""
@@ -99,7 +102,7 @@ def lines(c: Context, found: Problems, serving: Line) -> dict[ConditionType, Lin
     before, s = c.before.condition(ConditionType.STALLED), c.snapshot
     unwritten = s.rejections is None and c.canary is None
     if unwritten and before is not None and (before.status, before.observed_generation) == ("True", s.generation):
-        # Nothing was written since startup, so earlier rejections probably still apply.
+        # Nothing was written since startup, so earlier rejections probably still apply: keep the condition.
         return both(ConditionType.STALLED, Cause(before.reason, before.message))
     under_way = _under_way(c, found, serving)
     if under_way is None:
@@ -115,7 +118,7 @@ def both(kind: ConditionType | None = None, cause: Cause = _SETTLED) -> dict[Con
 
 
 def notes(c: Context, progress: Line) -> list[str]:
-    """List notes on a ready service, such as a field that engines do not fully obey, or a step on hold."""
+    """List notes on a ready service: a change that is held back, or a field that engines do not fully obey."""
     found = [] if progress.reason == Reason.SETTLED else [progress.message]
     sample = c.snapshot.last_sample(c.stable.revision) if c.stable is not None else None
     if c.stable is None or sample is None or c.stable.revision != c.target.revision:
@@ -149,8 +152,8 @@ def about_replicas(c: Context) -> list[str]:
 
 
 def _joined(causes: Sequence[Cause]) -> Cause:
-    """Join the messages of the causes (at least one) under the first reason. If the result is too long, truncate each
-    message to an equal share."""
+    """Join the messages of the causes (at least one) under the first reason. If the result is too long, truncate all
+    messages to the same length."""
     texts: list[str] = []
     for one in causes:
         if not any(one.message in text for text in texts):
@@ -163,7 +166,8 @@ def _joined(causes: Sequence[Cause]) -> Cause:
 def _stalled(c: Context, found: Problems) -> list[Cause | None]:
     """List the problems that a person must solve.
 
-    During a trial there are none, because its deadline ends it. A paused trial has no deadline, so list its problems.
+    During a trial, list none, because the trial's deadline ends it without help. A paused trial has no deadline, so
+    list its problems.
     """
     progress = found.progress
     held = progress.cause if progress.status == "False" and progress.reason != Reason.SETTLED else None
@@ -207,7 +211,8 @@ def _reached(c: Context) -> bool:
 
 
 def _route(c: Context) -> Line | None:
-    """Report what Gateways say about kvpilot's HTTPRoute. Return None if all accept it, or the spec has no route."""
+    """Report that Gateways refuse kvpilot's HTTPRoute, or have not answered yet. Return None if all accept it, or the
+    spec has no route."""
     s, name = c.snapshot, c.snapshot.key.name
     if c.spec.route is None or s.unread(Question.ROUTE) is not None:
         return None
@@ -240,7 +245,7 @@ def _progress(c: Context) -> Line:
         if fault is not None:
             if fault.reason != Reason.BUSY:
                 return Line("False", *fault)
-            # Nobody has to act at first, because most services are idle at some time.
+            # Most services are idle at some time, so nobody has to act before the deadline.
             never = f"{fault.message}; it was never idle for so long: make room for one more pod, and choose Surge"
             return Line("False", Reason.BUSY, never) if _overdue(c) else Line("True", *fault)
         if not paused and (wait := turn(c)) is not None:

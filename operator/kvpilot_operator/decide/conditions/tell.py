@@ -1,4 +1,4 @@
-"""The conditions of a service, each with its reason and figures, and the events that announce them."""
+"""Write all conditions of a service into the status, and post events that announce new causes."""
 
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
@@ -34,7 +34,7 @@ def tell(c: Context) -> Context:
         ConditionType.ACCURACY_VERIFIED: verified,
     }
     c = _written(c, lines)
-    # The other problems need no event here, because a journal entry posts one.
+    # Announce only these two: the journal entries of all other problems already post events.
     for cause in (problems.objects, problems.route):
         c = c if cause is None else _announce(c, cause, standing.BOTH)
     if verified.reason in (*NOT_OF_THE_DTYPE, Reason.MIXED_FACTORS) and verified.status == "False":
@@ -58,7 +58,10 @@ def refuse(draft: Draft) -> Draft:
 
 
 def leave(draft: D) -> D:
-    """Keep the present conditions if deciding them failed. Report the failure in Ready, Reconciling and Stalled."""
+    """Keep the present conditions, because `tell` or `refuse` raised an error.
+
+    Report the failure in Ready, Reconciling and Stalled.
+    """
     none = standing.both()
     return _written(draft, {ConditionType.READY: none[ConditionType.RECONCILING], **none, **_lines(draft)})
 
@@ -90,7 +93,7 @@ def _lines(draft: Draft) -> dict[ConditionType, Line]:
 def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...]) -> D:
     """Post an event, unless one of these conditions already named the same cause in the last reconcile."""
     before = [one.message for kind in kinds if (one := draft.before.condition(kind)) is not None]
-    # In a long list of causes the message may be truncated, so its beginning is enough.
+    # In a long list of causes the message may be truncated, so compare only its beginning.
     if any(cause.message in one or ("…" in one and cause.message[:100] in one) for one in before):
         return draft
     return draft.event(cause.reason, cause.message, warning=True)

@@ -1,1 +1,1 @@
-"""The load of a service: its pressure, latencies and surges, read from a window of metrics."""
+"""Judge the load of a service from a window of metrics: the limiting resource, latency objectives and surges."""

@@ -1,19 +1,19 @@
-"""Name the limiting resource from the sums of a window of scrapes, with the evidence in words and numbers. Pure."""
+"""Name the resource that limits a service, with the evidence, from the sums of a window of scrapes."""
 
 from kvpilot_operator.api.kv_cache import Pressure
 from kvpilot_operator.api.words import WorkloadKind
 from kvpilot_operator.decide.load.window import SPAN, Sums
 from kvpilot_operator.state.samples import Spread
 
-# One scrape in ten may be below the threshold, because a long request that ends frees all its blocks.
+# Nine of ten scrapes must reach a threshold. One may stay below it, because a long request that ends frees its blocks.
 SHARE = 0.9
 # A service is idle if a replica has fewer running and fewer waiting requests than this, on average.
 _IDLE_RUNNING = 0.1
 # If prompt tokens fill this share of a step's token budget, they take over 80% of the step's time even with a full
-# cache. More cache would then speed the engine up by at most 1.2x. (H200, Llama-3-8B: a step of 8,192 prompt tokens
-# takes 240 ms, a step that only reads a full cache takes 32 ms.)
+# cache. So prompts are the limit: more cache would speed the engine up by at most 1.2x. (H200, Llama-3-8B: a step of
+# 8,192 prompt tokens takes 240 ms, a step that only reads a full cache takes 32 ms.)
 _FULL_STEP = 0.6
-# From this many preemptions a minute on a replica, memory is short.
+# A replica with at least this many preemptions a minute is short of memory.
 _PREEMPTIONS = 1
 STALLED = (
     "the engines have work, and no token is made and no request ends: nothing is changed for their sake, and their "
@@ -26,11 +26,10 @@ def what_binds(
 ) -> tuple[WorkloadKind, str]:
     """Return the resource that limits the service, and the evidence in words and numbers.
 
-    seen: sums of the window.
     was_bound: True if memory was the limit at the last reconcile.
-    step_tokens: token budget of an engine's step (max_num_batched_tokens).
-    thrown_out: evidence for evicted prefixes, or None.
-    spread: distribution of the newest scrape's load over the engines, or None.
+    step_tokens: token budget of an engine step (max_num_batched_tokens).
+    thrown_out: evidence that prefixes were evicted, or None.
+    spread: distribution of the load over the engines in the newest scrape, or None.
     """
     memory = (
         f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "

@@ -1,5 +1,7 @@
-"""Latency objectives (spec.scaling.objectives), judged by vLLM's histograms over the workload's window. An objective is
-missed if both halves of the window miss it, met if the whole window meets it, else undecided."""
+"""Judge latency objectives (spec.scaling.objectives) by vLLM's histograms over the workload's window.
+
+An objective is missed if both halves of the window miss it, met if the whole window meets it, else undecided.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +13,13 @@ from kvpilot_operator.decide.load.window import plausible
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
-# Minimum of samples in each half of the window. At least one must lie beyond the percentile, so p99 needs 100.
+# Each half of the window needs this many samples, and one of them must lie beyond the percentile: p99 needs 100.
 LEAST = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveResult:
-    """An objective, its state, and the percentile over the whole window (None with too few samples)."""
+    """An objective with its state. `seconds` is the percentile over the whole window, None with too few samples."""
 
     objective: Objective
     state: ObjectiveState
@@ -36,7 +38,10 @@ class ObjectiveResult:
 def judge_objectives(
     objectives: Sequence[Objective], window: Sequence[Sample], *, sustained: bool
 ) -> tuple[ObjectiveResult, ...]:
-    """Judge each objective by `window` (oldest first). If it is not `sustained`, all objectives lack samples."""
+    """Judge each objective by `window` (oldest first).
+
+    If the window is not `sustained` (too short a part of it was observed), each objective has the state NoSamples.
+    """
     flows = [s.flows for s in window if plausible(s)] if objectives and sustained else []
     half, found = len(flows) // 2, []
     for one in objectives:

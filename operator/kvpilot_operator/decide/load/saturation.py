@@ -1,9 +1,9 @@
-"""Lessons of earlier steps: the request rate at which requests queued, and scale-ins that proved too small.
+"""Remember request rates at which requests queued, and scale-ins that left too few replicas.
 
 KV cache use says little about how much more load a replica can take. The rate at which requests arrive says more, and
 it depends on neither the dtype nor the number of replicas. So when the policy relieves a queue, it records the best
-recent request rate of one replica. The step back, to fewer replicas or a larger dtype, waits until the load is lower
-than that. If a scale-in proved too small within an hour, the same number of replicas is not tried again for a day.
+recent request rate of one replica. It returns to fewer replicas or a larger dtype only once the load is lower than
+that rate. If replicas were too few within an hour of a scale-in, their number is not tried again for a day.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from kvpilot_operator.times import utc
 
 # Load a replica up to this share of the request rate at which its requests queued.
 SHARE = 0.7
-# A recorded rate applies only to requests whose mean lengths differ by at most this factor.
+# A recorded rate applies only to requests whose mean lengths differ by at most this factor from the recorded ones.
 _SIMILAR = 2.0
 # If the service needs more capacity this soon after a scale-in, the scale-in counts as the cause.
 SOON = timedelta(hours=1)
@@ -27,10 +27,10 @@ HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """Return `known` with the highest recent request rate of one replica under the load `w`, for this dtype.
+    """Return `known` with the best recent request rate of one replica under the load `w`, recorded for this dtype.
 
     A surge is found before requests queue, so its rate never lowers a known rate. The uncached prompt tokens of a
-    request, which larger scale-ins need (`able`), are recorded only if the service has latency objectives.
+    request are recorded only if the service has latency objectives. Larger scale-ins need them (`able`).
     """
     now, best = w.requests_per_second or 0.0, w.best_requests_per_second or 0.0
     rate, computed = (best, w.best_computed_prompt) if best > now else (now, w.computed_prompt)
@@ -69,7 +69,8 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
 def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
     """Return the requests per second that one replica can handle, or None if unknown.
 
-    This is the recorded rate at which similar requests, with as many uncached prompt tokens or more, queued.
+    It is the recorded rate at which requests queued. These requests were similar to the present ones, and had at least
+    as many uncached prompt tokens.
     """
     lighter = (k for k in known if k.dtype == dtype and k.computed_prompt is not None and _alike(k, w, lighter=True))
     return next((k.requests_per_hour / 3600 for k in lighter), None)
@@ -78,9 +79,9 @@ def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
 def backoff(
     action: Action, dtype: str, replicas: int, now: datetime, scaled_in: datetime | None, known: ScaleInBackoff | None
 ) -> tuple[datetime | None, ScaleInBackoff | None]:
-    """Return the new values of `scaled_in` (time of the last scale-in) and `known` (replicas that were too few).
+    """Return the new time of the last scale-in (`scaled_in`), and the new record of too few replicas (`known`).
 
-    If `action` adds capacity soon after a scale-in, the present number of replicas counts as too few.
+    If `action` adds capacity soon after a scale-in, the present number of replicas is recorded as too few.
     """
     if action == Action.SCALE_IN:
         return now, known
@@ -90,15 +91,15 @@ def backoff(
 
 
 def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff | None) -> str | None:
-    """Return the reason not to try so few replicas now, or None. The text has no figures that change over time."""
+    """Return the reason not to try so few replicas now, or None. Its text stays the same until the wait ends."""
     if known is None or known.dtype != dtype or replicas > known.replicas or now >= known.time + HOLD:
         return None
     return f"{known.replicas} replicas of {dtype} were too few at {utc(known.time)}: they are not tried again for a day"
 
 
 def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
-    """Return True if prompts, answers and uncached prompt tokens have similar mean lengths. With `lighter`, `w` may
-    have any smaller number of uncached prompt tokens."""
+    """Return True if prompts, answers and uncached prompt tokens have similar mean lengths in both loads. With
+    `lighter`, the uncached prompt tokens of `w` may be any smaller number."""
     pairs = [(limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation)]
     if limit.computed_prompt is not None:
         less = min(limit.computed_prompt, w.computed_prompt or 0.0) if lighter else limit.computed_prompt

@@ -1,8 +1,9 @@
-"""Surges: loads that grow faster than new replicas start.
+"""Detect surges: loads that grow faster than new replicas start.
 
-A latency objective allows a window some late requests. If the last fifth of the window has used up what the whole
-window may have, kvpilot adds replicas at once, because a replica takes minutes to start. It starts no canary, which
-would take far longer. Without latency objectives no request counts as late, so there are no surges.
+A latency objective permits a few late requests in each window. In a surge, the last fifth of the window alone has as
+many late requests as the whole window may have. Then kvpilot adds replicas at once, because a replica takes minutes to
+start. It starts no canary, which would take far longer. Without latency objectives no request counts as late, so there
+are no surges.
 """
 
 import math
@@ -19,9 +20,9 @@ from kvpilot_operator.state.samples import Flows, Sample
 
 DRAIN_SECONDS = 120.0
 """Seconds in which a queue must drain, about as long as clients wait."""
-# The short window is one fifth of the long one. In a surge it spends the long window's budget five times too fast.
+# The short window is one fifth of the window. In a surge, late requests are five times as frequent as permitted.
 _PART = 5
-# Shortest useful short window, in seconds. A long window of less than five times this needs no short one.
+# Shortest useful short window, in seconds. If a fifth of the window is shorter, no surge is detected.
 _LEAST_SECONDS = 30.0
 _LEAST_SCRAPES = 3
 _SIGMAS = 3.0
@@ -30,11 +31,11 @@ _TIME = attrgetter("time")
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """The evidence of a surge in the short window, and the requests of all replicas."""
+    """The evidence of a surge (`message`), and the load of all replicas in the short window."""
 
     message: str
     arrivals: float
-    """Forecast of requests per second one whole window from now, about when a new replica answers."""
+    """Forecast of the arrival rate in requests per second one whole window from now, when a new replica may answer."""
     waiting: float
     """Requests that wait at the end of the short window."""
 
@@ -42,7 +43,7 @@ class Surge:
 def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Objective]) -> Surge | None:
     """Return the surge that `samples` show, or None.
 
-    `samples` begin when the newest replica answered. They are sorted from the oldest, and the newest is plausible.
+    `samples` begin when the newest replica answered. They are sorted from the oldest, and the last one is plausible.
     """
     seconds = pressure.sustained_seconds / _PART
     if seconds < _LEAST_SECONDS or not samples or not objectives:
@@ -65,7 +66,7 @@ def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Obj
     if not why and load[0] < load[1] < load[2] and grown > max(chance, pressure.waiting_per_replica * last.pods):
         done = Flows.counted(flows)
         finished, allowed = done.finished / done.seconds * last.pods, _allowed(done, objectives)
-        # By Little's law, a request that arrives one window from now would take longer than allowed.
+        # By Little's law, a request that arrives one window from now would then take longer than allowed.
         if load[2] + grown / passed * pressure.sustained_seconds * (1 - 1 / _PART) > allowed * finished:
             why = (
                 f"in the last {passed:.0f} s {arrivals:.1f} requests a second came and {finished:.1f} were finished: "
@@ -104,7 +105,10 @@ def _allowed(done: Flows, objectives: Sequence[Objective]) -> float:
 
 
 def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: float) -> str:
-    """Describe an objective that five times too many requests miss in both halves of `flows`; empty if none."""
+    """Describe an objective that requests miss five times as often as it permits, in both halves of `flows`.
+
+    Return "" if there is none.
+    """
     half = len(flows) // 2
     for one in objectives:
         share = _PART * (1 - one.percentile / 100)

@@ -1,4 +1,4 @@
-"""A window of scrapes: its sums, its means, and the share of its time that was observed."""
+"""Add up a window of scrapes: work, means of the load, the observed time, and signs of evicted prefixes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,17 +7,17 @@ from datetime import timedelta
 from kvpilot_operator.api.kv_cache import Pressure
 from kvpilot_operator.state.samples import Flows, Sample
 
-# Scrapes rarely fall on a window's edges. So a window counts as full if they cover this share of it.
+# Scrapes rarely fall on a window's edges, so a window counts as full if scrapes cover this share of it.
 SPAN = 0.8
 # The longest time between two scrapes that still counts as observed, in seconds.
 STALE_SECONDS = 60
 GAP = timedelta(seconds=STALE_SECONDS)
-# A scrape represents the service only if at least this share of its pods is plausible.
+# A scrape represents the service only if at least this share of its ready pods gave plausible metrics.
 _ENOUGH = 2 / 3
-# Prompts dominate if they take half of the requests' time. They also dominate if a replica computes prompts during half
-# of the time, with at least this many prompt tokens a step. In the time that a GPU of 2020 to 2026 reads the weights
-# once, it can multiply them by 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s). Reading a full cache as well
-# takes about four times as long. So from about 1,000 tokens on, prompts are the larger part of the step.
+# Prompts dominate if they take half of the requests' time, or if both of these hold: a replica computes prompts half of
+# the time, and an engine step has at least this many prompt tokens. While a GPU of 2020 to 2026 reads the weights once,
+# it can compute 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s). Reading a full cache, too, takes about four
+# times as long. So from about 1,000 tokens on, prompts are the larger part of a step.
 _PREFILL_SHARE = 0.5
 _PROMPTS_IN_HAND = 0.5
 _PROMPT_TOKENS_A_STEP = 1024.0
@@ -25,19 +25,19 @@ _PROMPT_TOKENS_A_STEP = 1024.0
 
 @dataclass(slots=True)
 class Sums:
-    """The sums over a window; `usage`, `held`, `running` and `waiting` are means."""
+    """Sums over a window of scrapes. Only `usage`, `held`, `running` and `waiting` are means."""
 
     count: int = 0
     pods: int = 0
     capacity: int = 0
     covered: float = 0.0
-    """Seconds between scrapes, without gaps."""
+    """Observed seconds: the times between scrapes, without gaps longer than GAP."""
     high: int = 0
-    """Scrapes at or above the limit."""
+    """Number of scrapes with KV use at or above highPercent."""
     queued: int = 0
-    """Scrapes with enough waiting requests."""
+    """Number of scrapes with at least waitingPerReplica waiting requests per replica."""
     uneven: int = 0
-    """Scrapes in which requests wait for one full engine while other engines have room."""
+    """Number of scrapes in which requests wait for one full engine while other engines have room."""
     usage: float = 0.0
     held: float = 0.0
     running: float = 0.0
@@ -45,16 +45,16 @@ class Sums:
     growth: float = 0.0
     """Waiting requests at the end, minus waiting requests at the start."""
     flows: Flows = field(default_factory=Flows)
-    """Work of the engines, without histograms."""
+    """Work of the engines in the window, without histograms."""
 
     @property
     def preemptions(self) -> float:
-        """Return the preemptions a minute of one replica."""
+        """Return the preemptions per minute and replica."""
         return self.flows.preemptions * 60 / self.flows.seconds if self.flows.seconds else 0.0
 
     @property
     def reuse(self) -> float | None:
-        """Return the share of prompt tokens that a cache held. Return None if no prompt was looked up."""
+        """Return the share of prompt tokens found in a cache. Return None if no prompt was looked up."""
         return self.flows.hits / self.flows.prefix_queries if self.flows.prefix_queries else None
 
     @property
@@ -64,7 +64,11 @@ class Sums:
 
     @property
     def prompt_tokens_per_step(self) -> float:
-        """Return the prompt tokens per step: their rate times the duration of a step, which is the time per token."""
+        """Return the prompt tokens in an engine step.
+
+        A step generates one token of each request, so its duration is the time per token. The rate of uncached prompt
+        tokens times this duration is the result.
+        """
         f = self.flows
         if not f.seconds or not f.generation_tokens:
             return 0.0
@@ -85,19 +89,19 @@ class Sums:
 
     @property
     def always_prompts(self) -> bool:
-        """Return True if a replica nearly always computes prompts, with many tokens in each step; False if unknown."""
+        """Return True if a replica computes prompts most of the time, with many tokens in each engine step."""
         return self.prompts_in_hand >= _PROMPTS_IN_HAND and self.prompt_tokens_per_step >= _PROMPT_TOKENS_A_STEP
 
 
 def plausible(s: Sample) -> bool:
-    """Return True if enough ready pods gave plausible metrics to represent all of them."""
+    """Return True if enough ready pods gave plausible metrics for the scrape to represent the service."""
     if not s.implausible and not s.unanswered:
         return s.pods > 0
     return s.pods >= max(1.0, _ENOUGH * ready_pods(s))
 
 
 def ready_pods(s: Sample) -> int:
-    """Count the ready pods of a scrape, plausible or not. Leave out stalled pods, because they take no load."""
+    """Count the ready pods of a scrape, also those without plausible metrics. Skip stalled pods, which take no load."""
     return s.pods + len(s.implausible) + s.unanswered
 
 
@@ -110,7 +114,7 @@ def uneven(s: Sample, pressure: Pressure) -> bool:
 
 
 def since_it_grew(samples: Sequence[Sample], start: int, end: int) -> int:
-    """Return the index of the first sample since the newest replica answered. Earlier samples are out of date."""
+    """Return the index of the first sample since the newest replica answered. Earlier samples show fewer replicas."""
     ready = [ready_pods(s) + len(s.stalled) for s in samples[start:end]]
     if min(ready) == ready[-1]:
         return start
@@ -118,7 +122,7 @@ def since_it_grew(samples: Sequence[Sample], start: int, end: int) -> int:
 
 
 def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
-    """Add up a window that ends with a plausible scrape. Implausible scrapes are left out and count as gaps."""
+    """Add up a window that ends with a plausible scrape. Implausible scrapes are left out, and their time is a gap."""
     limit, queue = pressure.high_percent / 100, pressure.waiting_per_replica
     sums, before, first_waiting, s = Sums(), None, 0.0, window[-1]
     flows: list[Flows] = []
@@ -152,12 +156,15 @@ def add_up(window: Sequence[Sample], pressure: Pressure) -> Sums:
     return sums
 
 
-# Prefixes count as evicted if the share of prompt tokens that the prefix cache holds falls by this much.
+# Prefixes count as evicted if the share of prompt tokens found in the prefix cache falls by this much.
 _LOST_REUSE = 0.2
 
 
 def best_rate(samples: Sequence[Sample], seconds: int) -> tuple[float | None, float | None]:
-    """Return one replica's best rate (requests per second), and a request's uncached prompt tokens at that rate."""
+    """Return one replica's best rate in requests per second, and the uncached prompt tokens per request at that rate.
+
+    A rate is a mean over about `seconds`. Both values are None if unknown.
+    """
     found = _best(samples, seconds, lambda f: (f.finished, f.seconds, f.computed))
     return (None, None) if found is None else (found[0] / found[1], found[2] / found[0] if found[0] else None)
 
@@ -165,8 +172,8 @@ def best_rate(samples: Sequence[Sample], seconds: int) -> tuple[float | None, fl
 def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | None:
     """Return the evidence that prefixes were evicted, or None.
 
-    The evidence is that the prefix cache recently held a larger share of the prompt tokens. If the window's new tokens
-    fit into the free part of the cache, nothing was evicted; then the prompts themselves have changed.
+    The evidence is that the prefix cache held a larger share of the prompt tokens before. But if the window's new
+    tokens fit into the free part of the cache, nothing was evicted: then the prompts have changed.
     """
     if seen.reuse is None or not (seen.waiting or seen.flows.preemptions):
         return None
@@ -185,8 +192,11 @@ def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | Non
 def _best(
     samples: Sequence[Sample], seconds: int, of: Callable[[Flows], tuple[float, float, float]]
 ) -> tuple[float, float, float] | None:
-    """Return the three sums of `of` over the stretch with the largest ratio of the first sum to the second, or None.
-    The samples are cut into stretches about as long as the window (`seconds`)."""
+    """Cut the samples into stretches of about `seconds`, and find the stretch with the best rate.
+
+    The function `of` returns three numbers of a sample. The best stretch has the largest sum of the first number over
+    the sum of the second. Return the three sums over that stretch, or None.
+    """
     best: tuple[float, float, float] | None = None
     sums, later = (0.0, 0.0, 0.0), samples[-1].time
     for s in reversed(samples):

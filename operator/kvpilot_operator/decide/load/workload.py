@@ -22,12 +22,12 @@ from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.samples import Sample, names
 from kvpilot_operator.state.snapshot import NodeFacts
 
-# A mean below one request in a thousand scrapes counts as none. Pages may report tiny values such as 5e-324.
+# A mean below one request in a thousand scrapes counts as none, because engines may report tiny values such as 5e-324.
 _LEAST_RUNNING = 1e-3
 # Write the usage to the API server only if it changed by at least this many percentage points.
 USAGE_STEP_PERCENT = 5
 _UNREACHED = "in the last minute no scrape reached enough engines"
-# vLLM's default token budget of a step depends on the GPU's memory (EngineArgs.get_batch_defaults).
+# vLLM's default token budget of an engine step depends on the GPU's memory (EngineArgs.get_batch_defaults).
 _LARGEST_MIB, _LARGE_MIB = 160 * 1024, 70 * 1024
 _MAX_TOKENS = 2**31 - 1
 _TIME = attrgetter("time")
@@ -51,11 +51,11 @@ class Workload:
     capacity_tokens: int = 0
     demand_tokens: int = 0
     """KV tokens of the running requests, and of the waiting ones that must run to drain the queue in two minutes. If
-    prefixes are evicted, at least twice the capacity, because a smaller gain is not worth a restart."""
+    prefixes are evicted, it is at least twice the capacity, because a smaller gain is not worth a restart."""
     prompts_in_hand: float | None = None
     """Mean number of prompts that one replica computes at a time."""
     gpu_hits: float | None = None
-    """Share of prompt tokens (0 to 1) that a GPU's prefix cache held; None if no prompt was looked up."""
+    """Share of prompt tokens (0 to 1) found in the GPU's prefix cache; None if no prompt was looked up."""
     host_hits: float | None = None
     """Share of prompt tokens that came from host memory or disk. `disk_hits` is the share from disk alone."""
     disk_hits: float | None = None
@@ -64,21 +64,22 @@ class Workload:
     requests_per_second: float | None = None
     """Finished requests per second of one replica."""
     best_requests_per_second: float | None = None
-    """Largest request rate of one replica in any stretch as long as the window; None if no request waits or is late."""
+    """Best mean request rate of one replica over any stretch as long as the window; None if no request waits or is
+    late."""
     best_computed_prompt: float | None = None
     itl_seconds: float | None = None
     """Mean time between two tokens of one request."""
     calm: bool = False
-    """True if KV use is low, and the last `calm_seconds` have no gap in the metrics and hardly any waiting request."""
+    """True if KV use stays low: for `calm_seconds`, hardly any request waited and no metrics were missing."""
     peak_load: float = 0.0
-    """Largest use of KV cache in the calm time, in replicas: 1.5 is the whole cache of one and a half replicas."""
+    """Peak KV cache use in the calm time, in replicas: 1.5 fills the caches of one and a half replicas."""
     surge: Surge | None = None
     computed_prompt: float | None = None
-    """Mean prompt tokens of a request that no cache held. `best_computed_prompt` is this mean at the best rate."""
+    """Mean prompt tokens of a request that were in no cache. `best_computed_prompt` is this mean at the best rate."""
     memory: bool = False
-    """True if prefixes were evicted or blocks ran out, even for less than a window."""
+    """True if prefixes were evicted or KV blocks ran out, even for less than a window."""
     implausible: tuple[str, ...] = ()
-    """Pods with implausible pages, and the reasons."""
+    """Pods with implausible metrics, and the reasons."""
     stalled: tuple[str, ...] = ()
     """Pods whose engines have work but make no progress, and the reasons."""
     objectives: tuple[ObjectiveResult, ...] = ()
@@ -101,7 +102,7 @@ class Workload:
 
     @property
     def capacity_per_pod(self) -> float:
-        """Return the tokens that one replica holds."""
+        """Return the KV tokens that one replica can hold."""
         return self.capacity_tokens / self.pods if self.pods else 0.0
 
 
@@ -115,19 +116,19 @@ def classify(
     step_tokens: int = 8192,
     objectives: Sequence[Objective] = (),
 ) -> Workload:
-    """Judge the load by the samples (oldest first) of the last `sustainedSeconds`. A new replica restarts this window.
+    """Judge the load by the samples (oldest first) of the last `sustainedSeconds`. A new replica restarts the window.
 
     A service is memory-bound if all of this holds:
 
     - Nearly every sample's KV use is at or above `highPercent`.
     - Requests wait or are preempted.
-    - Prompts do not fill the engines' steps, or prefixes are evicted.
+    - Prompts do not fill the engine steps, or prefixes are evicted.
 
-    A service that `was_bound` stays memory-bound until its mean use falls below `lowPercent`, or until no request
-    waits. If the cache has room, requests wait for prompts or the batch, and no dtype can help.
+    If memory was the limit before (`was_bound`), it stays the limit until mean KV use falls below `lowPercent`, or
+    until no request waits. If the cache has room, requests wait for prompts or for the batch, and no dtype can help.
 
     calm_seconds: seconds that `Workload.calm` looks back.
-    step_tokens: token budget of an engine's step (max_num_batched_tokens).
+    step_tokens: token budget of an engine step (max_num_batched_tokens).
     """
     end = bisect_right(samples, now, key=_TIME)
     while end and not plausible(samples[end - 1]):
@@ -181,7 +182,7 @@ def classify(
 
 
 def step_tokens(spec: Spec, node: NodeFacts) -> int:
-    """Return max_num_batched_tokens: from spec.engine.extraArgs, else vLLM 0.32's default for a server."""
+    """Return max_num_batched_tokens: the value in spec.engine.extraArgs, else the default of vLLM 0.32's server."""
     with suppress(ValueError):  # vLLM itself refuses such a value.
         asked = whole_number(spec.engine.arguments.value("--max-num-batched-tokens") or "")
         if 0 < asked <= _MAX_TOKENS:
@@ -198,19 +199,19 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _unknown(newest: Sample | None) -> Workload:
-    """Explain the unknown load: every engine that answered is stalled, or too few answered."""
+    """Return the unknown load with its cause: every engine that answered is stalled, or too few answered."""
     if newest is None:
         return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
     groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
     doubts = "".join(f"; {word}: {names(pods)}" for word, pods in groups if pods)
-    # The revision counts as stalled if its stalled pods would be enough to represent it.
+    # The service counts as stalled if the stalled pods would be enough to represent it.
     stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
     kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)
     return Workload(kind, f"{message}{doubts}", implausible=newest.implausible, stalled=newest.stalled)
 
 
 def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> float | None:
-    """Return the peak of cache use, in replicas; None if requests waited, or if metrics of replicas are missing."""
+    """Return the peak KV cache use, in replicas. Return None if requests waited, or a replica's metrics are missing."""
     whole = [s for s in window if s.pods and not s.implausible and not s.unanswered and not s.stalled]
     if len(whole) < SHARE * len(window) or not whole:
         return None

@@ -1,1 +1,1 @@
-"""The objects of a service: Deployments, Services, routes, pools and claims."""
+"""Decide the Kubernetes objects of a QuantizedLLMService: workloads, Services, routes, pools, claims, pod marks."""

@@ -1,5 +1,7 @@
-"""The objects of a service: workloads, Services, the disruption budget, the route. A trial asks for at most one pod
-more than the service's replicas, and only if a free place was observed."""
+"""Decide replicas and manifests of a service's workloads, Services, disruption budget, pools and route.
+
+A trial asks for at most one pod more than the service's replicas, and only once a place for it is observed as free.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +52,7 @@ def in_order(c: Context) -> Context:
 
 
 def in_any_order(c: Context) -> Context:
-    """Keep all objects of a serving service if their order could not be decided."""
+    """List all objects of a service with a stable revision in any order, because `in_order` raised an error."""
     return c if c.stable is None else _placed(c, (*c.engines.values(), *c.own.apply, *c.shared.apply), ())
 
 
@@ -62,7 +64,10 @@ def _placed(c: Context, apply: tuple[Manifest, ...], named: tuple[Ref, ...]) -> 
 
 
 def removed(s: Snapshot, apply: Sequence[Manifest]) -> dict[tuple[str, str], Manifest]:
-    """Return merge patches for fields that these manifests no longer have, but that another manager has set, too."""
+    """Return merge patches for fields that these manifests no longer have.
+
+    Server-side apply keeps such a field if another field manager has set it, too. A merge patch removes it.
+    """
     patches = {(made["kind"], made["metadata"]["name"]): _removed(s, made) for made in apply}
     return {what: patch for what, patch in patches.items() if patch is not None}
 
@@ -74,7 +79,8 @@ def _removed(s: Snapshot, made: Manifest) -> Manifest | None:
     there = s.deployments.get(made["metadata"].get("labels", {}).get(REVISION_LABEL, ""))
     if made["kind"] != LEADER_WORKER_SET.name or there is None or not there.has_gate:
         return None
-    # The claim of the set's name has set the gate.
+    # The plain create that claimed the LeaderWorkerSet's name has set the gate. Server-side apply alone would keep it,
+    # so remove it by a patch.
     gated = "readinessGates" in LEADER_WORKER_SET.pod_template(made)["spec"]
     return None if gated else {"leaderWorkerTemplate": {"leaderTemplate": {"spec": {"readinessGates": None}}}}
 
@@ -93,7 +99,8 @@ def replicas(c: Context) -> Context:
 
 
 def as_they_are(c: Context) -> Context:
-    """Keep the present replicas. Without a trial, the stable revision still gets its target number."""
+    """Keep the present replicas, because `replicas` raised an error. Without a trial, the stable revision still gets
+    its target number."""
     there = {name: view.replicas for name, view in c.snapshot.deployments.items()}
     if c.stable is not None and (c.canary is None or c.stable.revision not in there):
         there[c.stable.revision] = c.replicas
@@ -111,12 +118,15 @@ def deployments(c: Context) -> Context:
     note = msgspec.json.encode({"generation": s.generation, "spec": c.spec.as_written()}).decode()
     for name, count in c.wanted.items():
         if name in rendered:
-            # Only a canary starts with a gate. Keep the gate as it is on other workloads, or their pods would restart.
+            # Only a canary starts with a readiness gate. Leave the gates of other workloads as they are, because a
+            # changed template would restart their pods.
             gate = there[name].has_gate if name in there else name != c.stable.revision
-            # A group loses its gate by a restart, which costs no request before the canary gets any (decision 80).
+            # A multi-node group loses its gate only by a restart. Restart it after its probes, when it gets no requests
+            # yet (decision 80).
             gate = gate and not (nodes > 1 and traffic.has_passed(c, name))
             made = render.workload(s.key, s.uid, rendered[name], count, seconds, nodes=nodes, has_gate=gate)
-            # `kubectl kvpilot export` reads it. A refused spec renders nothing, so the last good one stays.
+            # `kubectl kvpilot export` reads this annotation. An invalid spec is not rendered, so the last valid spec
+            # stays in it.
             made["metadata"]["annotations"] = {SPEC_ANNOTATION: note}
             engines[name] = made
     return replace(c, engines=engines)
@@ -132,8 +142,8 @@ def own_service(c: Context) -> Context:
         picker = c.spec.inference_pool.endpoint_picker_ref
         own.append(render.inference_pool(s.key, s.uid, s.key.name, selected, picker))
     names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
-    # A replica that a canary has replaced counts as away until the trial ends. A paused trial may never end, so it does
-    # not count there.
+    # A replica that a canary has replaced counts as unavailable until the trial ends. A paused trial may never end,
+    # so its replica does not count.
     away = 0 if c.spec.rollout.paused else max(0, c.replicas - sum(c.wanted[name] for name in names))
     most = max(0, c.spec.disruption.unavailable(c.replicas) - away)
     rendered = {name for name in names if name in c.engines or name not in s.deployments}
@@ -143,7 +153,7 @@ def own_service(c: Context) -> Context:
 
 
 def share_traffic(c: Context) -> Context:
-    """Render the canary's Service and pool, and the route with its share: ours, or the user's."""
+    """Render the canary's Service and InferencePool, and the HTTPRoute (kvpilot's or the user's) with its share."""
     if c.stable is None:
         return c
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
@@ -193,7 +203,7 @@ def _pools_left_over(c: Context) -> tuple[Ref, ...]:
 
 
 def _route(c: Context, percent: tuple[int, int]) -> Manifest | None:
-    """Render the route with this share: always for our own route, only on a change for a user's."""
+    """Render the HTTPRoute with the canary's percentages: kvpilot's own route always, a user's only on a change."""
     s, asked = c.snapshot, c.spec.route
     there = s.route.rules if s.route is not None else None
     # Leave our route unchanged while its backend is unknown.
@@ -207,7 +217,7 @@ def _route(c: Context, percent: tuple[int, int]) -> Manifest | None:
 
 
 def _lingers(c: Context) -> bool:
-    """Return True if a gateway may still use the canary's Service, for preStopSeconds after the route dropped it."""
+    """Return True while a gateway may still use the canary's Service: until preStopSeconds after the trial."""
     s, canary, last = c.snapshot, c.canary, c.status.last_trial
     if s.unread(Question.ROUTE) is None and traffic.routed(s):
         return True
@@ -215,7 +225,8 @@ def _lingers(c: Context) -> bool:
         return True
     if last is None or last.traffic_mode != TrafficMode.HTTP_ROUTE:
         return False
-    # kvpilot does not read a route that the spec no longer names. That route may still use the canary's Service.
+    # kvpilot does not read a route that the spec no longer names. That route may still use the canary's Service, so
+    # keep the Service.
     left = last.time + timedelta(seconds=c.spec.drain.pre_stop_seconds)
     return c.spec.route_of(s.key.name) is None or c.now < left
 
@@ -239,7 +250,7 @@ def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:
         kept = {canary.revision: ours.replicas, stable.revision: min(c.replicas, most - others)}
         return {**dict.fromkeys(waits, 0), **kept}
     if reference is not None:
-        # First the 16-bit replica that captures the baseline uses the free place, then the canary does.
+        # The 16-bit replica that captures the baseline gets the free place first. The canary gets it afterwards.
         one, left = rolling_step(
             counts(s, reference), 1, theirs, total=most, floor=least, both_serve=False, others=ours.replicas
         )
@@ -275,7 +286,7 @@ def _back(c: Context, stable: Stable) -> Mapping[str, int]:
     most, least = total(c.spec, canary.replaces_one, replicas), floor(c.spec, replicas)
     ours, theirs = counts(s, canary.revision), counts(s, stable.revision)
     if s.traffic == stable.revision and not traffic.routed(s):
-        # Leave out the canary, so that its pods go. The next reconcile uses their places.
+        # Leave out the canary, so that its pods are deleted. The next reconcile gives their places to stable pods.
         return {stable.revision: min(replicas, max(theirs.replicas, most - ours.replicas))}
     if traffic.selected(c) == stable.revision:
         grown = min(replicas, max(theirs.replicas, most - ours.replicas))

@@ -1,5 +1,9 @@
-"""Marks on pods: readiness gates, and annotations that ask autoscalers not to evict pods under measurement. A gate
-opens once the status lets the revision serve. Later pods of that revision have no gate (docs/decisions/0030)."""
+"""Decide the marks on pods: readiness gates, and annotations against eviction.
+
+- A canary's pods have a closed readiness gate. It opens once the written status lets their revision serve. Later pods
+  of that revision have no gate (docs/decisions/0030).
+- Annotations ask autoscalers not to evict pods while kvpilot measures them.
+"""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -37,10 +41,10 @@ def admit_serving(draft: D) -> D:
 
 
 def _ungating(draft: Draft) -> Ungating | None:
-    """Return the next step if the serving Deployment still has the gate that it got as a canary, or is paused for it.
+    """Return the next change that removes the readiness gate from the serving Deployment's template, or None.
 
-    A Deployment replaces its pods if its template differs from its ReplicaSet's. So it is paused while both change, and
-    goes on once its controller has seen that they agree.
+    The Deployment got the gate as a canary. A Deployment whose template differs from its ReplicaSet's replaces its
+    pods. So it is paused while both templates change, and resumed once its controller has observed that they agree.
     """
     view = None if draft.stable is None else draft.snapshot.deployments.get(draft.stable.revision)
     if view is None or view.kind != DEPLOYMENT.name or not (view.has_gate or view.paused):
@@ -49,27 +53,27 @@ def _ungating(draft: Draft) -> Ungating | None:
 
 
 def _gate(c: Context, pod: PodView) -> bool | None:
-    """Return True if the pod's gate must be open; None leaves it unchanged."""
+    """Return True to open the pod's gate, False to close it, None to leave it unchanged."""
     if c.stable is not None and pod.revision == c.stable.revision:
         return True
     canary = c.canary
     if canary is None or pod.revision != canary.revision:
         return None
     if canary.stage == Stage.ROLLING_BACK and traffic.selected(c) == traffic.EVERY_REVISION:
-        # Its pods serve until stable pods have taken over, so leave their gates unchanged and admit no more.
+        # The canary's pods serve until stable pods have taken over, so leave their gates unchanged and admit no more.
         return None
     return _opens(c, canary)
 
 
 def _opens(draft: Draft, canary: Canary) -> bool:
-    """Return True if the canary's gates open. A group's stays closed: the group starts again without one."""
+    """Return True if the canary's gates open. Those of multi-node groups stay closed: groups restart without one."""
     view = draft.snapshot.deployments.get(canary.revision)
     return traffic.has_passed(draft, canary.revision) and (view is None or view.kind == DEPLOYMENT.name)
 
 
 _JUDGED = (Stage.STARTING, Stage.PROBING, Stage.SHIFTING)
 _SOON = timedelta(minutes=10)
-"""Time to correct an invalid spec before the pods on trial lose the mark."""
+"""Time to correct an invalid spec before the pods on trial lose their marks against eviction."""
 
 
 def keep_judged(c: Context) -> Context:
@@ -79,7 +83,7 @@ def keep_judged(c: Context) -> Context:
     judged = (canary.revision, baseline.borrowed(c)) if canary is not None and canary.stage in _JUDGED else ()
     pods = [p for p in c.snapshot.pods if not p.terminating]
     names = frozenset(p.name for p in pods if p.revision in judged or p.name == asked)
-    # Do not disturb a running probe.
+    # If the probe in flight is unknown, keep all marks, because one of these pods may be under measurement.
     kept = keep_as_now(c).do_not_evict if keeps_probe(c.unanswered) else frozenset()
     return replace(c, do_not_evict=names | kept)
 

@@ -1,6 +1,9 @@
-"""The weights: the claim that the spec asks for, and the Job that fills it before engines start. `status.cache` goes
-from Pending over Prefetching (its pod reports the progress) to Ready. New content of the claim has a new identity and
-needs a new Job. Engines that need it wait for that Job. A Job cannot be changed, so an older one is deleted first."""
+"""Decide the PersistentVolumeClaim for the model's weights, and the Job that fills it before engines start.
+
+`status.cache` goes from Pending to Prefetching (the Job's pod reports its progress) to Ready. If the spec asks for
+other weights, their identity is new, so they need a new Job. Jobs are immutable, so the older one is deleted first.
+Engines that need the new weights wait for their Job.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The traffic of a service: the Service's selector (docs/decisions/0008), and the share in the HTTPRoute."""
+"""Decide which revisions get requests: the Service's selector (docs/decisions/0008) and the shares in the HTTPRoute."""
 
 from datetime import timedelta
 
@@ -11,11 +11,12 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 EVERY_REVISION = ""
-"""Value for a Service that selects pods of every revision, because its selector names no revision."""
+"""Value for a Service that selects pods of every revision: its selector names no revision."""
 _NO_FAULT = (Reason.SUPERSEDED, Reason.PROGRESS_DEADLINE_EXCEEDED)
-"""Reasons of rollbacks in which the canary works. Then stable pods replace its pods one by one. A faulty canary loses
-all traffic as soon as one stable pod is ready."""
-# Gateways and endpoint pickers learn of a ready pod within seconds. Until then, they need the old pods.
+"""Reasons of rollbacks of a sound canary. It keeps traffic while stable pods replace its pods one by one. A faulty
+canary loses all traffic as soon as one stable pod is ready."""
+# Gateways and endpoint pickers learn of a ready pod within seconds. Keep the old pods for so long, because they still
+# get the requests.
 SETTLE_SECONDS = 10
 
 
@@ -56,7 +57,7 @@ def has_passed(draft: Draft, revision: str) -> bool:
 
 
 def orphans(c: Context) -> tuple[str, ...]:
-    """Return Deployments and pods of revisions other than stable and canary. They must not get requests."""
+    """Return the names of workloads and pods of revisions other than stable and canary. They must get no requests."""
     pods = [p.name for p in c.snapshot.pods if not p.terminating and p.revision not in c.sides]
     return (*sorted(set(c.snapshot.deployments).difference(c.sides)), *pods)
 
@@ -88,7 +89,7 @@ def canary_percent(c: Context) -> tuple[int, int]:
     kinds = ("Service",) if c.spec.inference_pool is None else ("Service", "InferencePool")
     lent = [c.snapshot.objects.get((kind, canary_service(c.snapshot.key.name))) for kind in kinds]
     if canary.step is None or any(one is None or not one.owned or one.selects != canary.revision for one in lent):
-        return 0, 0  # Otherwise another object of that name would get our users' requests.
+        return 0, 0  # Otherwise another owner's object of that name would get our users' requests.
     ready = len(c.snapshot.ready_pods(canary.revision))
     reached = [p for p in c.plan.steps if p.index <= canary.step and p.replicas <= ready]
     return (reached[-1].weight_percent, reached[-1].mirrored_percent) if reached else (0, 0)

@@ -1,1 +1,1 @@
-"""A rollout: the stages of a trial, its probes, its comparison and its end."""
+"""Advance a rollout: the stages of a trial, its probes, its traffic steps and its end."""

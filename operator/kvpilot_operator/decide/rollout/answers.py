@@ -1,14 +1,19 @@
-"""Compare the answers that users got from both sides: their lengths, and the share that did not end by itself.
+"""Compare the lengths of both sides' answers to users, and the shares of answers that did not end by themselves.
 
-An engine may answer probes well and users badly. So time is cut into slices in which both sides finished at least SLICE
-answers. Each figure has a bet against "a healthy canary is far off in at most half of the slices". A slice multiplies
-its wealth by 1 + STAKE or 1 - STAKE. A share of 1 / (n (n + 1)) of the wealth begins at slice n, so that earlier sound
-slices hide no later damage. By Ville's inequality, the bets of a step fail a healthy canary with a probability of at
-most 1 in 300,000, at whatever time they are looked at, and however much the answers of one slice resemble each other.
+An engine may answer probes well and users badly. Bets detect this:
+
+- Time is cut into slices in which both sides finished at least SLICE answers.
+- Each figure has a bet against "a healthy canary is far off in at most half of the slices".
+- A slice multiplies the bet's wealth by 1 + STAKE if the figure is far off, else by 1 - STAKE.
+- At slice n, 1 / (n (n + 1)) is added to the wealth first, so that earlier sound slices hide no later damage.
+- The canary fails once the wealth of one bet reaches its bound.
+
+By Ville's inequality, the bets of a traffic step fail a healthy canary with a probability of at most 1 in 300,000. This
+holds at whatever time they are checked, and however much the answers of one slice resemble each other.
 
 The bound 1/2 holds for any distribution of answers if requests are divided at random: a median is as often above as
-below, and a share reaches twice its mean at most half of the time (Markov). If users stay with a side, they may differ.
-So a slice counts as far off only if its requests are alike in the figures that users determine.
+below, and a share reaches twice its mean at most half of the time (Markov). If each user stays with one side, the users
+of both sides may differ. So a slice counts as far off only if both sides' requests are alike in prompts and max_tokens.
 """
 
 import math
@@ -24,12 +29,13 @@ from kvpilot_probes.sequential import FALSE_ALARM
 
 SLICE = 10
 STAKE = 0.75
-# A median is far off beyond this factor; a share, if it is at least doubled and this much higher.
+# A median length is far off if it differs by more than FACTOR. A share of answers that did not end by themselves is far
+# off if it is at least doubled, and at least MORE higher.
 FACTOR = 3.0
 MORE = 0.2
 # Requests are alike if their prompts and their max_tokens differ by at most this factor.
 ALIKE = 2.0
-# The part of FALSE_ALARM that the probes leave: with up to 27 buckets, their bets take at most 29 of 30 parts.
+# Probability of a false alarm for these bets. The probes' bets, in up to 27 buckets, take 29/30 of FALSE_ALARM.
 _LEFT = FALSE_ALARM / 30
 _MOST_STEPS = 10
 
@@ -49,7 +55,7 @@ def differing(stable: Sequence[Sample], canary: Sequence[Sample], start: datetim
 
 
 def bet(wealth: float, n: int, far_off: bool) -> float:
-    """Return the wealth after slice `n` (from 1)."""
+    """Return the wealth of a bet after slice `n` (counted from 1)."""
     return (wealth + 1 / (n * (n + 1))) * (1 + STAKE if far_off else 1 - STAKE)
 
 
@@ -68,18 +74,18 @@ def _slices(
 
 
 def _ended(flows: Flows) -> float:
-    """Return the answers that ended without an error. Failed requests are judged by another figure."""
+    """Return the number of answers that ended without an error. `comparison` judges failed requests."""
     return flows.finished - flows.failed
 
 
 def _alike(ours: Flows, theirs: Flows) -> bool:
-    """Return True if the users of both sides asked alike."""
+    """Return True if the requests of both sides have similar prompt lengths and max_tokens."""
     asked = [(f.prompt_tokens / f.finished, f.asked_tokens / f.finished) for f in (ours, theirs)]
     return all(max(pair) <= ALIKE * min(pair) for pair in zip(*asked, strict=True))
 
 
 def _median(flows: Flows) -> float:
-    """Return the log of the median length; inf without lengths."""
+    """Return the log of the median answer length; inf if no length is known."""
     return log_quantile(flows.generation_lengths, 0.5)
 
 
@@ -90,8 +96,8 @@ def _longer(ours: Flows, theirs: Flows) -> bool:
 def _shorter(ours: Flows, theirs: Flows) -> bool:
     """Return True if the canary's answers are far shorter.
 
-    On a side that has just got more requests, only short answers have finished. Its generated tokens include the
-    unfinished ones, so they must be fewer, too.
+    If a side has just got more requests, only its short answers have finished. Generated tokens include those of
+    unfinished answers. So the canary must also have generated far fewer tokens per answer.
     """
     made = [f.generation_tokens / _ended(f) for f in (ours, theirs)]
     return _median(theirs) - _median(ours) > math.log(FACTOR) and made[0] * FACTOR < made[1]

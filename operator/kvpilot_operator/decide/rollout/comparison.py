@@ -1,4 +1,4 @@
-"""Compare canary and stable side by two-sample tests over one window of their own metrics.
+"""Compare latency, speed and errors of canary and stable side by two-sample tests over one window of metrics.
 
 Each figure is a change from stable to canary with a confidence interval (`intervals`):
 
@@ -23,8 +23,9 @@ from kvpilot_operator.decide.intervals import Estimate, common, p95_change, rati
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
-# With more batches, each is shorter than the drift of the load, and intervals get too narrow. In simulations exactly at
-# the limit, with separate loads, 5.7% of runs failed with 20 batches and 2.7% with 10. The target is 2.5%.
+# With more batches, a batch is shorter than the drift of the load, so intervals get too narrow. Simulations
+# had a canary exactly at the limit, and a separate load for each side. Of their runs, 5.7% failed with 20 batches and
+# 2.7% with 10. The target is 2.5%.
 MAX_BATCHES = 10
 MIN_BATCHES = 5
 # A canary's prefix cache counts as cold while its share of cached prompt tokens is more than this below the stable
@@ -48,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One side's metrics in a window: their increments in each slice of time, and the total."""
+    """One side's metrics in a window: the increments in each slice of time, and their total."""
 
     batches: tuple[Flows, ...]
     total: Flows
@@ -65,7 +66,7 @@ class _Figure:
     at: Callable[[float], Estimate | None]
     text: Callable[[float], str] = field(default=lambda value: f"{100 * math.expm1(value):+.0f}%")
     prefill: bool = False
-    """True if it includes the time of prefill, which a cold prefix cache prolongs."""
+    """True if the figure includes the time of prefill, which a cold prefix cache prolongs."""
 
 
 def compare(
@@ -115,7 +116,7 @@ def _cold(ours: Flows, theirs: Flows) -> str:
 def _figures(ours: _Side, theirs: _Side, limits: Canary) -> tuple[_Figure, ...]:
     slower = limits.max_throughput_regression_percent / 100
     rate = -math.log1p(-slower) if slower < 1 else math.inf
-    # If every answer has one token, there is no time between two tokens.
+    # If every answer has only one token, there is no time between two tokens, so leave ITL out.
     paced = any(f.generation_lengths.total > f.generation_lengths.count for f in (ours.total, theirs.total))
 
     def ratio(top: Callable[[Flows], float], bottom: Callable[[Flows], float]) -> Callable[[float], Estimate | None]:
@@ -172,5 +173,5 @@ def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, 
 
 
 def between(samples: Sequence[Sample], start: datetime, end: datetime) -> list[Sample]:
-    """Return the scrapes of a window. Leave out a scrape if the previous one lies before the window."""
+    """Return the scrapes of a window. Leave out the first if its increments began before the window."""
     return [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]

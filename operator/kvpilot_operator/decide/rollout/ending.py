@@ -1,4 +1,4 @@
-"""The end of a trial: rollback or promotion, with its denial and its entry in the history."""
+"""End a trial by rollback or promotion, record it in the history, and deny a dtype that is at fault."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, Subject
 from kvpilot_operator.state.status import MAX_HISTORY, Experience, Stable, Trial
 
 ABORTED = Stage.ROLLED_BACK  # The reason of a trial that a person ended.
-# Faults that are not the dtype's. They deny no dtype, but the revision waits before its next trial (`target`).
+# Reasons that do not blame the dtype. They deny no dtype, but `target` lets the revision wait before its next trial.
 NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
 
 
@@ -47,7 +47,7 @@ def finish_promotion(c: Context) -> Context:
     c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
     if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
-        # More than the dtype has changed, so recorded loads and backoffs belong to another engine.
+        # More than the dtype has changed: drop recorded loads and backoffs, which belong to another engine.
         c = c.set_scaling(saturations=(), scale_in_backoff=None)
     c = c.set(canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:

@@ -1,4 +1,4 @@
-"""Choose the probe that is due, and judge its answer. `accuracy/drift.py` judges serving replicas."""
+"""Request the probe that is due, and judge its result for a canary. `accuracy/drift.py` judges serving replicas."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -17,12 +17,12 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import Canary, clip
 from kvpilot_probes.stats import Measurement
 
-# The pause after a probe error, times the number of errors so far.
+# Seconds to wait after a probe error, multiplied by the number of errors so far.
 ERROR_BACKOFF_SECONDS = 10
 
 
 def probe(c: Context) -> Context:
-    """Judge the result of the probe that is due, or request the probe. Use a result that changes the status once."""
+    """Judge the result of the probe that is due. Request the probe if it has no result, or one that changes nothing."""
     if c.snapshot.unread(Question.PROBE_SETS) is not None:
         return c
     c = drift.begin(c)
@@ -44,7 +44,7 @@ def _due(c: Context, kept: Baseline | None) -> Request | None:
     if canary is not None:
         used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit
         wait = timedelta(seconds=ERROR_BACKOFF_SECONDS * canary.errors)
-        # Only during a pause can a canary still exist that has used up its limits. Do not probe it again.
+        # A canary that has used up its failures or errors exists only during a pause. Do not probe it again.
         if (c.spec.rollout.paused and used_up) or (canary.errors and c.now < canary.stage_time + wait):
             return None
     if kept is None:
@@ -115,7 +115,7 @@ def _count_error(c: Context, failed: ProbeFailed, verdict: Verdict) -> Context:
     c = c.set_canary(errors=errors)
     if failed.reason == Reason.BASELINE_LOST:
         c = c.set_accuracy(baseline=None)
-    # Do not probe a crashed engine again: with a full context it would fail its users, too.
+    # Do not probe an engine again that crashed under a probe, because users' requests could crash it, too.
     limit = c.spec.accuracy.consecutive_error_limit
     if errors >= limit or failed.reason == Reason.ENGINE_CRASHED:
         return roll_back(c, verdict, failed.reason, failed.message)

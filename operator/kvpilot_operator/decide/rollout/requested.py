@@ -1,4 +1,4 @@
-"""A user's request about one trial: the annotation kvpilot.io/canary of the service, VERB@REVISION/TIME.
+"""Act on a user's request about one trial: the annotation kvpilot.io/canary of the service, VERB@REVISION/TIME.
 
 TIME is the start of the trial, or its end for `retry`. A later trial has another time. So a request acts only once,
 even if a GitOps tool applies it again and again. The operator never writes the annotation.
@@ -33,7 +33,7 @@ def act(c: Context) -> Context:
 
 
 def skips_steps(c: Context) -> bool:
-    """Return True if a probed canary may skip the rest of its traffic steps. One that has failed a step may not."""
+    """Return True if the user asked to promote a probed canary without its other traffic steps, and it failed none."""
     canary = in_flight(c)
     may = canary.stage != Stage.ROLLING_BACK and not canary.failures and c.plan.held is None
     return may and _verb(c, canary.revision, canary.started_time) == "promote"

@@ -1,4 +1,4 @@
-"""The stages of a rollout: a canary starts, is probed, takes traffic, is promoted. `status.canary` is its state.
+"""Advance a rollout: a canary starts, is probed, takes traffic, is promoted. `status.canary` holds its stage.
 
     none --target differs--> Starting --ready--> Probing --Passed--> Shifting --every step Passed--> Promoting --> none
                                 |                   |                   |                               |
@@ -49,7 +49,7 @@ def advance(c: Context) -> Context:
         gone = f"the engines of {stable.revision} are gone"
         why = gone if stable.ever_ready else f"{stable.revision} never became ready"
         return _serve(c, "Replaced", f"{why}; {target.revision} takes its place")
-    # Before the first write since the operator's start, refusals of the pool are unknown.
+    # Before the operator's first write, refusals of the pool are unknown, so no canary starts.
     unknown = c.spec.inference_pool is not None and c.snapshot.rejections is None
     if c.spec.rollout.paused or unknown or starting.turn(c) is not None:
         return c
@@ -175,7 +175,7 @@ def _share_traffic(c: Context) -> Context:
     serving = c.before.condition(ConditionType.SERVING)
     long_ago = c.now - timedelta(seconds=DOWN_SECONDS)
     if serving is not None and serving.status == "False" and serving.last_transition_time <= long_ago:
-        # There is no stable side to compare with, and the canary may be the repair.
+        # There is no stable side to compare with, and the canary may be the repair, so let its probes decide.
         down = "no stable replica answers: the canary's probes decide"
         c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY).event("NothingToCompare", down, warning=True)
         return _promote(c)

@@ -1,9 +1,10 @@
-"""Stage Shifting: the canary goes through the steps of live traffic.
+"""Take the canary through its steps of live traffic (stage Shifting), and judge each step.
 
-A step is judged once its pods serve, and its warm-up and holdSeconds are over. Without a verdict, it is judged again
-each time the measured span has doubled. Look k (0, 1, ...) may err with probability ALPHA / 2^(k+1), so all looks
-together err with at most ALPHA. Between looks, every reconcile checks for a clear failure at level EARLY_ALPHA
-(Haybittle 1971, British Journal of Radiology 44:793). Bets on users' answers are checked at every reconcile, too.
+- A traffic step is judged first once its pods serve, and its warm-up and holdSeconds are over.
+- Without a verdict, it is judged again each time the measured time has doubled. Judgement k (0, 1, ...) may err with
+  probability ALPHA / 2^(k+1), so all judgements of a step together err with at most ALPHA.
+- In between, every reconcile checks for a clear failure at level EARLY_ALPHA (Haybittle 1971, British Journal of
+  Radiology 44:793). It also checks the bets on users' answers (`answers`).
 """
 
 import math
@@ -22,20 +23,20 @@ from kvpilot_operator.state.status import Canary
 
 ALPHA = 0.05
 EARLY_ALPHA = 0.001
-# Never judge less than 30 s of figures (about six scrapes), even if holdSeconds is shorter.
+# Measure for at least 30 s (about six scrapes), even if holdSeconds is shorter.
 MIN_SECONDS = 30
 
 
 def begin_steps(c: Context) -> Context:
-    """Enter the stage at its first step."""
+    """Enter stage Shifting at its first traffic step."""
     return _enter(c.set_canary(traffic_mode=c.plan.mode, errors=0, failures=0, verdict=Verdict.PENDING), c.plan, 0)
 
 
 def advance_step(c: Context) -> Context:
-    """Advance by at most one step."""
+    """Judge the present traffic step, and advance by at most one."""
     plan, canary = c.plan, in_flight(c)
     if plan.held is not None or not plan.steps:
-        # A canary that has not passed a step is not promoted: the deadline ends it.
+        # No traffic step can be judged now, so the canary waits until one can, or until its deadline ends the trial.
         reason = Reason.WITHIN_LIMITS if plan.held is None else Reason.ROUTE_UNUSABLE
         return noted(c, plan.held or plan.message, verdict=Verdict.PENDING, reason=reason)
     place = max((i for i, p in enumerate(plan.steps) if p.index <= (canary.step or 0)), default=0)
@@ -49,12 +50,12 @@ def advance_step(c: Context) -> Context:
 
 
 def noted(c: Context, message: str, **changes: object) -> Context:
-    """Record the cause of the canary's wait, if it is new."""
+    """Record why the canary waits, if the status does not say so yet."""
     return c if in_flight(c).message == message else c.set_canary(message=message, **changes)
 
 
 def deadline(spec: Spec, canary: Canary) -> datetime:
-    """Return the deadline of this stage or step. Warm-up and holdSeconds do not count."""
+    """Return the deadline of this stage or traffic step. Warm-up and holdSeconds do not count."""
     grace = timedelta(seconds=spec.canary.progress_deadline_seconds)
     if canary.stage != Stage.SHIFTING or canary.step_time is None or canary.step is None:
         return canary.stage_time + grace
@@ -63,13 +64,13 @@ def deadline(spec: Spec, canary: Canary) -> datetime:
 
 
 def look(c: Context, step: TrafficStep) -> Finding | None:
-    """Compare the figures of canary and stable side in this step. Return None while there are too few to compare."""
+    """Compare the metrics of canary and stable side in this step. Return None while there are too few to compare."""
     canary, limits = in_flight(c), c.spec.canary
     if canary.step_time is None or c.stable is None:
         return None
     start = canary.step_time + timedelta(seconds=limits.warm_up_seconds)
     stable, ours = (c.snapshot.samples.get(name, ()) for name in (c.stable.revision, canary.revision))
-    # Another model, image or argument may change answers rightly. Another dtype may not.
+    # Another model, image or argument may rightly change answers, so compare answers only if just the dtype differs.
     if c.stable.revision == c.render(canary.from_dtype).name:
         text = differing(stable, ours, start, c.now)
         if text is not None:
@@ -90,7 +91,7 @@ def look(c: Context, step: TrafficStep) -> Finding | None:
 
 
 def _first(spec: Spec, hold_seconds: int) -> int:
-    """Return the seconds of measured traffic after which a step is judged for the first time."""
+    """Return the seconds of measured traffic after which a traffic step is judged for the first time."""
     return max(hold_seconds - spec.canary.warm_up_seconds, MIN_SECONDS)
 
 
@@ -119,7 +120,7 @@ def _first_answer(step: TrafficStep) -> str:
 
 
 def _wait(c: Context, plan: TrafficPlan, step: TrafficStep) -> Context:
-    """Wait until the step's pods answer and get their share of the traffic. Then start the step's clock."""
+    """Wait until the step's pods answer and get their share of the traffic. Then start the step's time."""
     missing = _not_in_effect(c, step)
     if missing is not None:
         return noted(c, f"{_named(plan, step)}: {missing}")
@@ -147,7 +148,7 @@ def _not_in_effect(c: Context, step: TrafficStep) -> str | None:
 
 
 def _conclude(c: Context, plan: TrafficPlan, place: int, found: Finding) -> Context:
-    """Continue, repeat the step or roll back, by the result of a comparison."""
+    """Act on the result of a comparison: go on to the next traffic step, repeat this one, or roll back."""
     canary, text = in_flight(c), f"{_named(plan, plan.steps[place])}: {found.message}"
     if found.itl_p95_change_percent is not None:
         c = c.set_canary(itl_p95_change_percent=found.itl_p95_change_percent)

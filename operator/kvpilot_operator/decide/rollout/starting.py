@@ -1,4 +1,4 @@
-"""Start of a canary: its preconditions, and causes that keep its pods from starting."""
+"""Start a canary if its preconditions hold, and find the causes that keep its pods from starting."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -103,9 +103,10 @@ def start(c: Context, stable: Stable) -> Context:
 
 # With SurgeOrReplaceOne, a canary without a node stops waiting for spare capacity after this time.
 SURGE_SECONDS = 60
-# Seconds after which a missing dtype of an answering engine is reported. Usually it is scraped within a few seconds.
+# Seconds after which the status says that an answering engine has not reported its dtype. A scrape usually delivers it
+# within a few seconds.
 TOLD_SECONDS = 60
-# For these causes the message is shown instead of the kubelet's reason.
+# For these causes, show the message instead of the kubelet's reason.
 _IN_WORDS = (Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.CONFIG_MISSING, *ON_ITS_WAY)
 
 
@@ -129,7 +130,7 @@ def unschedulable(c: Context) -> str | None:
 
 
 def held_up_by(c: Context) -> Cause | None:
-    """Return the lasting cause that keeps canary pods from starting, or None."""
+    """Return the cause that keeps canary pods from starting, or None. Leave out causes that usually pass in time."""
     cause = storage.held_up(c, [pod for pod in pods_on_trial(c) if not pod.answers])
     return cause if cause is not None and cause.reason not in ON_ITS_WAY else None
 

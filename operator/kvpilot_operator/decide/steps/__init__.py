@@ -1,1 +1,1 @@
-"""The steps that could be taken: their gains, their costs, and the choice between them."""
+"""Weigh the steps that the pilot could take (another dtype, other replicas): their gains, costs and the choice."""

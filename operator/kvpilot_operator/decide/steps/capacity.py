@@ -1,4 +1,4 @@
-"""Compare the KV cache capacity of dtypes: the tokens that the same memory holds."""
+"""Compare how many tokens the same memory holds with different KV-cache dtypes."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -28,15 +28,18 @@ def gain(
 ) -> float:
     """Return how many times as many tokens the same memory holds in `to_dtype` as in `from_dtype`.
 
-    The ratio comes from the mean bits per element. It holds for contexts shorter than the sliding window; longer ones
-    gain more. `rings` has the `ring_share` of both dtypes.
+    The ratio comes from the mean bits per element. It holds for contexts shorter than a model's sliding window. With
+    longer contexts the gain is larger. `rings` has the `ring_share` of the old and of the new dtype.
     """
     before = bits_per_element(from_dtype, model, skip_layers, rings[0])
     return before / bits_per_element(to_dtype, model, skip_layers, rings[1])
 
 
 def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: int | None) -> float:
-    """Return the size of a sequence's recent window as a share of its `held` tokens' pages; 0 if `held` is None."""
+    """Return the size of a sequence's ring (its recent window) relative to the KV pages of its `held` tokens.
+
+    Return 0 if `held` is None, or if the dtype has no ring.
+    """
     stored = dtypes.parse(dtype)
     head_dim = 128 if model is None else model.head_dim
     if held is None or not stored.has_ring or formats.stored_dim(head_dim) is None:
@@ -48,7 +51,10 @@ def ring_share(dtype: str, model: ModelFacts | None, recent_tokens: int, held: i
 def bits_per_element(
     dtype: str, model: ModelFacts | None = None, skip_layers: Sequence[str] = (), ring: float = 0.0
 ) -> float:
-    """Return the mean bits of a stored element over the layers, scales and zero points included."""
+    """Return the mean bits of a stored element over all layers, with scales and zero points.
+
+    Layers in `skip_layers` count with 16 bits. `ring` is the `ring_share` to add.
+    """
     stored = dtypes.parse(dtype)
     supported = model is not None and (not stored.ours or formats.stored_dim(model.head_dim)) and model.head_dim > 0
     bits = stored.bits_per_element(model.head_dim) if model is not None and supported else stored.bits_per_element()
@@ -60,7 +66,7 @@ def bits_per_element(
 
 
 def kept_layers(model: ModelFacts, skip_layers: Sequence[str]) -> int:
-    """Count the layers that `skip_layers` keeps in 16 bits, by their number or as layers with a sliding window."""
+    """Count the layers that `skip_layers` keeps in 16 bits: by layer number, or all those with a sliding window."""
     numbers = [whole(layer, model.layers - 1) for layer in skip_layers]
     named = sum(number is not None for number in numbers)
     return min(model.layers, named + (model.window_layers if "sliding_window" in skip_layers else 0))

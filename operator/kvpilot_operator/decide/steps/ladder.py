@@ -1,6 +1,6 @@
-"""The ladder of dtypes, and the reasons that rule out some of them now.
+"""Return the ladder of dtypes, with the reasons that rule some of them out now.
 
-If a fact about the model or the hardware is unknown, it rules out no dtype. The engine may still refuse the dtype.
+An unknown fact about the model or the hardware rules out no dtype. The engine may still refuse that dtype.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from kvpilot_operator.times import utc
 
 # vLLM's CPU backend accepts these names but computes wrong results: perplexity 40,000, not 27 (SmolLM2-135M, 0.32.0).
 _NOT_ON_CPU = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant")
-# A smaller gain of capacity is not worth a restart of every replica.
+# kvpilot does not change the dtype for a smaller gain of capacity, because every replica would have to restart.
 MIN_GAIN = 1.2
 # At this head dimension FP8 attention is slower than 16 bits: 0.82x in decode (docs/benchmarks/h200-decode.md).
 _FP8_SLOW_HEAD_DIM = 256
@@ -32,7 +32,7 @@ def uncalibrated(spec: Spec) -> bool:
 
 
 def _unfit_option(dtype: str, spec: Spec) -> str | None:
-    """Name the option or variable that conflicts with a dtype of ours, or return None."""
+    """Name the engine option or variable that one of kvpilot's own dtypes does not work with, or return None."""
     stored, engine = dtypes.parse(dtype), spec.engine
     if not stored.ours:
         return None
@@ -86,7 +86,7 @@ def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None)
             return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
         return None
     if not node.cuda:
-        # vLLM itself rejects its own dtypes that this hardware cannot serve.
+        # vLLM itself rejects those of its own dtypes that this hardware cannot serve.
         return f"{dtype} needs an NVIDIA GPU; the node has {node.gpu}" if dtypes.parse(dtype).ours else None
     if node.compute_capability is None:
         return None
@@ -95,9 +95,9 @@ def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None)
     return None if fault is None else f"{dtype} {fault}; {node.gpu} has {hardware.shown(node.compute_capability)}"
 
 
-# These denials mean wrong answers, so the service leaves the dtype even if it serves.
+# Denials for these reasons mean wrong answers, so the service leaves the dtype even while it serves.
 ACCURACY_REASONS = (Reason.ACCURACY_REGRESSED, Reason.ACCURACY_DRIFTED)
-# A revision that failed from lack of capacity, or from errors, may be tried again after this time.
+# A revision that failed for lack of capacity, or because of errors, may be tried again after this many seconds.
 RETRY_SECONDS = 3600
 
 
@@ -113,7 +113,7 @@ class Rung:
 def rungs(
     spec: Spec, node: NodeFacts, model: ModelFacts | None, denied: Sequence[Denied], now: datetime
 ) -> tuple[Rung, ...]:
-    """Return the baseline and the ladder, from the safest to the smallest."""
+    """Return the baseline and the dtypes of the ladder, from the safest to the smallest, with their outcomes."""
 
     def rung(dtype: str) -> Rung:
         if (fault := infeasible(dtype, spec, node, model)) is not None:

@@ -1,6 +1,7 @@
-"""Forecast latency from earlier canaries, or else from the bytes of KV cache that attention reads in a decode step.
+"""Forecast the inter-token latency (ITL) and TTFT after a step.
 
-Attention takes bytes / (peak bandwidth * efficiency) seconds. The rest of a step does not depend on the cache.
+The forecast uses earlier canaries, or else the bytes of KV cache that attention reads in a decode step. Attention then
+takes bytes / (peak bandwidth * efficiency) seconds. The rest of the decode step does not depend on the cache.
 """
 
 import math
@@ -13,20 +14,21 @@ from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.status import Experience
 
-# Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches on the bytes of its cache: 32 sequences of
-# 16K tokens, Llama-3-8B, vLLM 0.32.0. auto, fp8, k4v4 and k4v2 come from the attention column of
-# docs/benchmarks/h200-engine.md, our other dtypes from the layer column of h200-decode.md. vLLM's own integer and
-# TurboQuant caches come from step times of 67.6, 78.5 (32 x 16K) and 10.3 ms (32 x 2K), with the same model on vLLM
-# 0.25.1. Other GPUs are assumed to reach the same share of their own peak.
+# Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches when it reads its KV cache. The workload is
+# 32 sequences of 16K tokens with Llama-3-8B on vLLM 0.32.0, unless a source says otherwise:
+# - auto, fp8, k4v4 and k4v2: the attention column of docs/benchmarks/h200-engine.md.
+# - Our other dtypes: the layer column of h200-decode.md.
+# - vLLM's integer and TurboQuant caches: step times of 67.6, 78.5 (32 x 16K) and 10.3 ms (32 x 2K) on vLLM 0.25.1.
+# Other GPUs are assumed to reach the same share of their own peak.
 EFFICIENCY = {
     "auto": 0.92, "bfloat16": 0.92, "float16": 0.92, "fp8": 0.63, "fp8_e4m3": 0.63,
     "int8": 0.77, "k8v4": 0.80, "k4v4": 0.77, "k4v2": 0.63, "k2v2": 0.40,
     "int8_per_token_head": 0.12, "int4_per_token_head": 0.052, "turboquant_4bit_nc": 0.094,
 }  # fmt: skip
-# FP8 at head_dim 256, from the same table: 0.82x the decode speed of 16 bits, with half the bytes.
+# Efficiency of FP8 at head_dim 256, from h200-decode.md: 0.82x the decode speed of 16 bits, with half the bytes.
 _FP8_HEAD_DIM_256 = 0.35
-# Largest share of the observed time that the forecast gives to attention. The forecast overstates attention, because it
-# counts a shared prefix for each request.
+# Attention gets at most this share of the observed time between two tokens. The forecast overstates attention, because
+# it counts a shared prefix once for each request.
 _MOST = 0.9
 # After a step that frees a resource, latency must stay below this share of the objective: forecasts are inexact.
 _MARGIN = 0.8
@@ -34,16 +36,16 @@ _MARGIN = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The change of the time between two tokens in percent (None if unknown), and its source."""
+    """The change of the time between two tokens in percent (None if unknown), and the source of the figure."""
 
     percent: int | None
     message: str
 
 
 def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Expected:
-    """Forecast the change of the time between two tokens if the dtype becomes `to_dtype`, which may be the present one.
+    """Forecast the change of the time between two tokens if the dtype becomes `to_dtype`.
 
-    `load` is the factor by which the tokens in each replica's cache change.
+    `to_dtype` may be the present dtype. `load` is the factor by which the tokens in each replica's cache change.
     """
     if s.dtype != to_dtype:
         measured = (e.itl_p95_change_percent for e in s.experience(to_dtype) if _stands(s, e))
@@ -64,7 +66,7 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
 
 
 def _stands(s: PolicyInput, e: Experience) -> bool:
-    """Return True if a trial's figures still count: it has passed, or it has failed less than denySeconds ago."""
+    """Return True if a trial's figures still count: it passed, or it failed less than denySeconds ago."""
     forgiven = e.time + timedelta(seconds=s.spec.rollout.deny_seconds)
     return e.verdict == Verdict.PASSED or (e.verdict == Verdict.FAILED and s.now < forgiven)
 
@@ -75,7 +77,7 @@ def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0)
     Percentiles are assumed to change like means:
 
     - ITL changes by `itl`.
-    - After a step to a smaller dtype, TTFT falls to the time of the prompt itself.
+    - After a step to a smaller dtype, no request waits: TTFT falls to the time that the prompt itself takes.
     - After any other step, each replica gets `load` times the requests. TTFT grows as in a queue whose utilization is
       the share of time in which a replica computes prompts.
 
@@ -100,7 +102,7 @@ def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0)
 
 
 def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
-    """Return the seconds that one GPU needs to read all cached tokens, or a text that names the unknown fact."""
+    """Return the seconds in which one GPU reads all cached tokens once, or a text that names the unknown fact."""
     node, model = s.node, s.model
     gpu = by_product(node.gpu)
     if gpu is None:

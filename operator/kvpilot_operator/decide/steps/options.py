@@ -1,4 +1,4 @@
-"""The steps that are possible, each with its capacity, its use, and the time between two tokens."""
+"""List the steps that the policy can choose from, each with its capacity, KV use and inter-token latency (ITL)."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,15 @@ from kvpilot_operator.decide.steps.latency import Expected, expected_itl_change,
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
 
-# Stands for infinity where a capacity is 0.
+# Largest percentage shown. It also stands for infinity, when a capacity is 0.
 _MOST_PERCENT = 1_000_000
 # A scale-out at most doubles the replicas, because the present demand is only an estimate.
 _MOST_GROWTH = 2
-# In a surge, a step may add this many replicas even if that more than doubles them: late replicas do not help.
+# In a surge, a step may add this many replicas even if that more than doubles them, because late replicas do not help.
 _QUICK = 4
-# Largest mean number of prompts in hand per replica after a scale-in. At 1, an engine computes prompts all the time and
-# can take no more (Little's law; docs/pilot-rules.md). The number grows faster than the load.
+# Largest mean number of prompts that each replica may have in hand after a scale-in. At 1, an engine computes prompts
+# all the time and can take no more (Little's law; docs/pilot-rules.md). The limit leaves a margin, because the number
+# grows faster than the load.
 _MOST_PROMPTS = 0.6
 ALONE = "less than one request runs on each replica: another would not make them faster"
 Closed = tuple[Outcome, str]
@@ -32,7 +33,7 @@ _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a pe
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """An option that the policy compares. `open` is True if nothing rules it out, `fits` if it meets the demand."""
+    """A step that the policy compares. `open` is True if nothing rules it out, and `fits` if it meets the demand."""
 
     option: Option
     open: bool
@@ -41,7 +42,7 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Forecast for the time after a step: KV capacity in tokens, its use and the limit of use in percent, and ITL."""
+    """Forecast for the time after a step. Capacity (`tokens`) is in KV tokens; its `use` and `limit` are in percent."""
 
     tokens: int
     use: int
@@ -54,7 +55,7 @@ class Effect:
 
 
 def weighed(action: Action, dtype: str, replicas: int, effect: Effect, closed: Closed | None) -> Weighed:
-    """Describe a step: the reason if it is ruled out, and its expected result."""
+    """Turn a step into an option: its outcome, the reason if it is ruled out, and its forecast in words."""
     fits = effect.use <= effect.limit and effect.late is None
     outcome, why = closed or (Outcome.POSSIBLE if fits else Outcome.INSUFFICIENT, effect.late or "")
     who, gained = (f"{replicas} replicas", "") if effect.times is None else (dtype, f" ({effect.times:.2f}x)")
@@ -87,7 +88,7 @@ def down(s: PolicyInput) -> list[Weighed]:
 
 
 def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
-    """Weigh smaller dtypes, the safest first, that let a calm service give back a replica needed only for memory."""
+    """Weigh smaller dtypes, the safest first, for a calm service that keeps a replica only for its memory."""
     w, scaling = s.workload, s.spec.scaling
     known = next((k for k in s.saturations if k.dtype == s.dtype), None)
     if known is None or not known.memory or not known.requests_per_hour or scaling.mode == "External":
@@ -99,8 +100,10 @@ def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
 
 
 def _down(s: PolicyInput, rung: Rung, enough: float | None = None) -> Weighed:
-    """Weigh a smaller dtype to get more memory, or to give back a replica. In the second case, `enough` is the number
-    of replicas that the present load needs with the serving dtype."""
+    """Weigh a smaller dtype, which frees memory or saves a replica.
+
+    enough: replicas that the present load needs with the serving dtype, if the aim is to save a replica; else None.
+    """
     limit = s.spec.kv_cache.pressure.high_percent
     effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, limit, peak=enough is not None)
     closed = _dtype_closed(s, rung, effect.itl, climb=False)
@@ -135,7 +138,7 @@ def _rungs(s: PolicyInput) -> tuple[Rung, ...]:
 
 
 def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: bool) -> Effect:
-    """Forecast another dtype under the present load, or at the `peak` of a calm service."""
+    """Forecast the effect of another dtype on the present load or, with `peak`, on the peak of a calm service."""
     times, itl = _gain(s, dtype), expected_itl_change(s, dtype)
     tokens = int(s.workload.capacity_per_pod * s.counted * times)
     parts = (s.workload.peak_load, s.counted * times) if peak else (s.workload.demand_tokens, tokens)
@@ -143,7 +146,7 @@ def _in_dtype(s: PolicyInput, dtype: str, action: Action, limit: int, *, peak: b
 
 
 def _gain(s: PolicyInput, dtype: str) -> float:
-    """Return the factor by which the capacity grows: a canary's measurement, else by bits per element."""
+    """Return the factor by which the capacity grows, as a canary measured it, or else by the bits per element."""
     measured = next((e.capacity_percent for e in s.experience(dtype) if e.capacity_percent), None)
     if measured:
         return measured / 100
@@ -194,15 +197,15 @@ def _out_closed(s: PolicyInput) -> Closed | None:
 def needed(s: PolicyInput) -> int:
     """Return the replicas that the demand needs.
 
-    If memory is the limit, KV use must stay below `highPercent`. In a surge, each replica gets its best known request
-    rate.
+    If memory is the limit, KV use must stay below `highPercent`. In a surge, no replica may get more requests than at
+    its best known rate.
     """
     w = s.workload
     if w.surge is not None:
         each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
         enough = (w.surge.arrivals + w.surge.waiting / DRAIN_SECONDS) / each if each else 0
         wanted = math.ceil(min(enough, s.spec.scaling.max_replicas))
-        # If memory is the limit, evicted prefixes are computed again. Only a doubled cache changes that noticeably.
+        # If memory was short, engines compute evicted prefixes again. Only a doubled cache noticeably reduces that.
         return max(wanted, 2 * w.pods) if w.memory else wanted
     if w.kind == WorkloadKind.MEMORY_BOUND:
         usable = w.capacity_per_pod * s.spec.kv_cache.pressure.high_percent / 100
@@ -212,7 +215,7 @@ def needed(s: PolicyInput) -> int:
 
 
 def scale_in(s: PolicyInput) -> Weighed:
-    """Weigh a scale-in: by one replica or, if the request rate that one replica can handle is known, by up to half."""
+    """Weigh a scale-in by one replica, or by up to half of them if the request rate that one can handle is known."""
     least = s.replicas - 1
     if able(s.saturations, s.workload, s.dtype) is not None:
         least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
@@ -233,7 +236,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, effect: Effect) -> Clos
     scaling, margin = s.spec.scaling, effect.limit
     if s.replicas <= scaling.min_replicas or s.replicas <= 1:
         return Outcome.AT_LIMIT, f"scaling.minReplicas is {scaling.min_replicas}"
-    # The calm period must be observed again with the present number of replicas.
+    # Wait until the calm period has been observed with the present number of replicas.
     seconds = max(s.spec.kv_cache.pressure.sustained_seconds, scaling.scale_down_stabilization_seconds)
     if s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(seconds=seconds):
         return Outcome.COOLING_DOWN, "the number of replicas has just changed"
@@ -251,7 +254,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, effect: Effect) -> Clos
 
 
 def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
-    """Return the reason why the prompts would overload so few replicas, at any cache use, or None."""
+    """Return the reason why so few replicas could not compute the prompts in time, or None. KV use does not matter."""
     each = (s.workload.prompts_in_hand or 0.0) * s.workload.pods / max(1, replicas)
     if each <= _MOST_PROMPTS:
         return None
@@ -259,7 +262,7 @@ def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
 
 
 def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
-    """Describe each step's cost per hour; empty without a GPU price."""
+    """Describe the cost of each step per hour. Return "" if the price of a GPU is unknown."""
     if s.gpu_hour_micros is None:
         return ""
     each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6

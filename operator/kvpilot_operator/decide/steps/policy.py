@@ -1,11 +1,13 @@
-"""The choice of a step: a smaller dtype is cheaper than a GPU, and a GPU is safer than a dtype.
+"""Choose the next step. A smaller dtype is cheaper than one more GPU, and one more GPU is safer than a smaller dtype.
 
-- Under memory pressure: the safest dtype in which the demand fits, else more replicas, else the smallest dtype.
-- Another limit or a missed objective: a replica, unless all objectives are met and one of them is TTFT.
-- A surge: replicas at once.
-- After pressure: one replica fewer, then a larger dtype. A smaller dtype replaces a replica that only memory requires.
+- If memory is short: take the safest dtype in which the demand fits, else more replicas, else the smallest dtype.
+- If another resource is short, or an objective is missed: add a replica. But add none if all objectives are met and one
+  of them is for TTFT.
+- In a surge: add replicas at once.
+- After pressure: remove one replica, then take a larger dtype. If memory alone requires a replica, take a smaller dtype
+  in its place.
 
-The policy takes one step at a time, and none on insufficient metrics.
+The policy takes one step at a time, and none while metrics are insufficient.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from kvpilot_operator.state.status import Option, Saturation
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """Step to take (`chosen`, which may be Stay) and the alternatives, which are listed only if a step was needed."""
+    """The step to take (`chosen`, which may be Stay). Alternatives are listed only if a step was needed."""
 
     options: tuple[Option, ...]
     """The chosen option first."""
@@ -31,9 +33,9 @@ class PolicyDecision:
     hold: str | None = None
     """The reason to do nothing although a step is needed. The text has no figures that change over time."""
     wanted: Option | None = None
-    """Step that the policy would take if no mode, limit or wait prevented it."""
+    """Step that the policy would take if no mode, limit or waiting time prevented it."""
     saturations: tuple[Saturation, ...] = ()
-    """Request rates at which requests queued, for the next decision."""
+    """Request rates at which requests queued. The next decision reads them."""
 
     @property
     def chosen(self) -> Option:
@@ -71,7 +73,7 @@ def _stay(s: PolicyInput, reason: str, message: str, wanted: Option | None = Non
 
 
 def _relieve(s: PolicyInput) -> PolicyDecision:
-    """Choose more memory or a replica, because requests wait or are late."""
+    """Choose a smaller dtype or more replicas, because requests wait or are late."""
     w, downs, more = s.workload, options.down(s), options.out(s)
     steps, memory = [*downs, more], w.kind == WorkloadKind.MEMORY_BOUND
     picked = more if more.open and (w.surge or not memory) else None
@@ -89,7 +91,7 @@ def _relieve(s: PolicyInput) -> PolicyDecision:
 
 
 def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weighed]) -> PolicyDecision:
-    """Change nothing, because every step is ruled out. Name the preferred step and its obstacle."""
+    """Change nothing, because every step is ruled out. Name the preferred step and the reason against it."""
     w, closed, memory = s.workload, s.canary_closed(), s.workload.kind == WorkloadKind.MEMORY_BOUND
     none = {
         Outcome.NOT_OWNER: "replicas are written by another (scaling.mode External)",
@@ -119,7 +121,7 @@ def _answering(s: PolicyInput) -> str:
 
 
 def _release(s: PolicyInput) -> PolicyDecision:
-    """Give back a replica or take a larger dtype, because hardly any request waits. If KV memory is what keeps the
+    """Remove a replica or take a larger dtype, because hardly any request waits. If KV memory alone requires the
     replica, take a smaller dtype first."""
     low = s.spec.kv_cache.pressure.low_percent
     text = f"{s.workload.message}; below lowPercent {low}% for {s.spec.scaling.scale_down_stabilization_seconds} s"

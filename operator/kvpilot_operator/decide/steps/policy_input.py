@@ -1,4 +1,4 @@
-"""The input of the policy: everything that it knows of a service. It does not depend on a cluster."""
+"""Define the input of the policy: all facts about a service that it needs. `kvpilot backtest` uses it, too."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied, Experience, Saturation, ScaleInBackoff
 from kvpilot_operator.times import utc
 
-# After a rollback, the next dtype change waits this long, or minDwellSeconds if that is shorter. Otherwise a service
-# could try its whole ladder within an hour.
+# After a rollback, the next change of the dtype waits this long, or minDwellSeconds if that is shorter. Without this
+# wait, a service could try its whole ladder within an hour.
 COOL_DOWN_SECONDS = 3600
-# A step to a larger dtype waits this many times minDwellSeconds. Otherwise a quiet night would change the dtype twice.
+# A step to a larger dtype waits this many times minDwellSeconds. Without this, a quiet night changes the dtype twice.
 CLIMB_DWELLS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyInput:
-    """One service at one moment."""
+    """All facts about one service at one moment that the policy needs."""
 
     now: datetime
     spec: Spec
@@ -38,17 +38,17 @@ class PolicyInput:
     denied: tuple[Denied, ...] = ()
     history: tuple[Experience, ...] = ()
     saturations: tuple[Saturation, ...] = ()
-    """Loads at which requests queued, from the last decision that recorded some."""
+    """Request rates at which requests queued, from the last decision that recorded any."""
     dtype_changed: datetime | None = None
     replicas_changed: datetime | None = None
     scale_in_backoff: ScaleInBackoff | None = None
-    """Number of replicas that was recently too few."""
+    """The number of replicas that was recently too few, or None."""
     rolled_back: datetime | None = None
-    """Time of the last rollback with a cause other than a change of the spec."""
+    """Time of the last rollback, unless a change of the spec caused it."""
     busy: str | None = None
     """The reason why no step may begin now, such as a canary in flight; None if a step may begin."""
     yields: bool = False
-    """True if a surge may end the trial in flight."""
+    """True if a surge may end the trial in flight, so that replicas are added at once."""
     no_canary: str | None = None
     """The reason why no dtype change may begin now, such as a pause; None if one may begin."""
     gpu_hour_micros: int | None = None
@@ -56,7 +56,7 @@ class PolicyInput:
 
     @property
     def loading(self) -> bool:
-        """Return True if missing replicas may still start. They count as capacity until the progress deadline."""
+        """Return True if missing replicas may still start. Until the progress deadline they count as capacity."""
         if self.ready >= self.replicas or self.replicas_changed is None:
             return False
         return self.now < self.replicas_changed + timedelta(seconds=self.spec.canary.progress_deadline_seconds)
@@ -67,9 +67,9 @@ class PolicyInput:
         return max(1, self.replicas if self.loading else min(self.ready, self.replicas) or self.replicas)
 
     def experience(self, dtype: str) -> Iterator[Experience]:
-        """Yield earlier canaries from the serving dtype to this one, newest first.
+        """Yield earlier canaries that changed the serving dtype to `dtype`, newest first.
 
-        Their model, image, GPU and recent window must be the present ones.
+        Skip those with another model, image, GPU or recent window than the present one.
         """
         engine, window = self.spec.engine, self.spec.kv_cache.recent_tokens
         about = (dtype, self.dtype, self.spec.model.source, engine.image, self.node.gpu, window)
@@ -77,7 +77,10 @@ class PolicyInput:
         return (e for e in known if (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == about)
 
     def canary_closed(self, *, climb: bool = False) -> tuple[Outcome, str] | None:
-        """Return the reason why no dtype change may begin, or None: an outcome and a text without changing figures."""
+        """Return the reason why no dtype change may begin, or None: an outcome, and a text without changing figures.
+
+        climb: True for a change to a larger dtype, which waits longer after the last change.
+        """
         if self.no_canary is not None:
             return Outcome.NO_CANARY, self.no_canary
         changed, dwell = self.dtype_changed, self.spec.kv_cache.min_dwell_seconds

@@ -1,4 +1,4 @@
-"""Decide the number of replicas. The user or the policy chooses it, within the limits of the spec."""
+"""Decide the number of replicas within the spec's limits. In mode External the spec chooses it, else the policy."""
 
 from datetime import datetime
 
@@ -14,10 +14,12 @@ _STEPS = (Action.SCALE_OUT, Action.SCALE_IN)
 
 
 def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
-    """Decide the replicas before a step is chosen.
+    """Set the replicas by the spec and the last decision, before the policy chooses a step.
 
-    Mode External takes `spec.replicas`, which /scale writes. Mode Operator keeps its last choice until `spec.replicas`
-    changes, and then starts from the new number. With minReplicas 0 a user can stop the service; then it stays at 0.
+    - Mode External takes `spec.replicas`, which /scale writes.
+    - Mode Operator keeps its last choice until `spec.replicas` changes, and then starts from the new number.
+
+    With minReplicas 0 a user can scale to 0. The service then stays at 0.
     """
     edited, last = before.spec_replicas != spec.replicas, before.desired_replicas
     owned = spec.scaling.mode == "Operator"
@@ -35,7 +37,7 @@ def target_replicas(spec: Spec, scaling: Scaling) -> int:
 
 
 def after_decision(spec: Spec, scaling: Scaling, policy: PolicyDecision, dtype: str, now: datetime) -> Scaling:
-    """Return the replicas after the step. Modes Recommend and External only write them as a recommendation."""
+    """Return the replicas after the chosen step. Modes Recommend and External only write them as a recommendation."""
     step = policy.chosen
     would = policy.wanted if policy.wanted is not None and policy.wanted.action in _STEPS else step
     noted = msgspec.structs.replace(scaling, recommended_replicas=spec.scaling.clamp(would.replicas))
