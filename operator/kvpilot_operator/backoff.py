@@ -1,4 +1,4 @@
-"""Pauses between retries of failed work."""
+"""Compute the pauses between retries of failed work."""
 
 import itertools
 from collections.abc import Iterator

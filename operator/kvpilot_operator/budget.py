@@ -45,7 +45,8 @@ METRICS_STEPS = 4
 METRICS_WORK_BYTES = 128
 METRICS_WORK_PER_SECOND = 2_000
 
-# Refuse a larger ConfigMap unparsed. A pack has at most 32 KiB (probes/packs.py), a whole object up to 1.5 MiB.
+# Refuse a larger ConfigMap without parsing it. A pack needs at most 32 KiB (probes/packs.py), but an object may have up
+# to 1.5 MiB.
 CONFIG_MAP_BYTES = 256 * _KIB
 CONFIG_MAPS = 4
 

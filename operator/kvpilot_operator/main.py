@@ -1,4 +1,4 @@
-"""The process of `kvpilot-operator`, and the handlers that kopf calls."""
+"""Run the process of `kvpilot-operator`, and define the handlers that kopf calls."""
 
 import argparse
 import asyncio
@@ -150,7 +150,7 @@ class Operator:
 async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT. Raise LeadershipLost if this replica loses the Lease."""
     operator = Operator(options)
-    # Without an identity, kopf looks up the name of its user, and user 65532 has no name.
+    # Give kopf an identity. Without one, it looks up the name of its user, and user 65532 has no name.
     identity: Any = operator.identity
     try:
         await kopf.operator(

@@ -53,7 +53,7 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 def _context(folder: Path) -> ssl.SSLContext:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # A workload's certificate names its service account, not a host or an address.
+    # Check no host name, because a workload's certificate names its service account, not a host or an address.
     tls.check_hostname = False
     tls.load_verify_locations(folder / ROOT)
     tls.load_cert_chain(folder / CHAIN, folder / KEY)

@@ -1,4 +1,4 @@
-"""Format of times, in messages and in objects."""
+"""Format times for messages and for Kubernetes objects."""
 
 from datetime import datetime
 

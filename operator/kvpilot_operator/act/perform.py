@@ -82,7 +82,8 @@ class Actor:
             about = (DEPLOYMENT.pods_owner, deployment_name(s.key.name, decision.ungating.revision))
             await self._attempt(s, about, b"", partial(ungate, self._cluster, s, decision.ungating))
         await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
-        # Events report changes of the status. If its write waits, a later reconcile makes the same events again.
+        # Events report changes of the status. If the write of the status waits, post none: a later reconcile makes the
+        # same events again.
         for event in () if waits else decision.events:
             await self._events.post(s, event)
 
@@ -142,7 +143,8 @@ class Actor:
             if manifest not in fewer:
                 await self._write(s, manifest, objects)
         if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
-            # Do not scale down yet, because it may rely on an object that was just refused. The next reconcile decides.
+            # Do not scale down yet: the smaller number may rely on an object that was just refused. The next reconcile
+            # decides.
             return
         for manifest in fewer:
             await self._write(s, manifest, objects)
@@ -165,7 +167,7 @@ class Actor:
             await write()
         except Rejected as refusal:
             kind, name = what
-            # A Deployment's selector is immutable, so an object of this name with another selector is not ours.
+            # A Deployment's selector is immutable, so an object of this name with another selector belongs to others.
             theirs = kind == "Deployment" and any(field == "spec.selector" for field, _ in refusal.causes)
             error = NameTaken(kind, s.key.namespace, name) if theirs else refusal
             if self._rejections.note(what, content, error):
@@ -212,7 +214,7 @@ class Actor:
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes, removed: Manifest | None = None) -> None:
         """Apply a manifest, unless it was applied not long ago and the object has not changed since.
 
-        Before that, merge `removed` into its spec.
+        Before that, send `removed` as a merge patch of the object's spec.
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)

@@ -1,4 +1,4 @@
-"""Marks on pods: the readiness gate of a serving Deployment's pods, and requests not to evict a pod."""
+"""Write marks on pods: remove readiness gates from a serving Deployment, and ask autoscalers not to evict a pod."""
 
 import logging
 
@@ -18,9 +18,10 @@ _NO_GATE = {"template": {"spec": {"readinessGates": None}}}
 
 
 async def ungate(cluster: Cluster, s: Snapshot, step: Ungating) -> None:
-    """Take one step of the removal. Unless it resumes the Deployment, also remove the gate from the ReplicaSets.
+    """Take one step to remove the readiness gate from a serving Deployment's template.
 
-    Later pods of the revision then need no operator.
+    Unless the step resumes the Deployment, also remove the gate from its ReplicaSets. Later pods of the revision then
+    become ready without the operator.
     """
     name = deployment_name(s.key.name, step.revision)
     uid = s.objects[DEPLOYMENT.name, name].uid
@@ -50,5 +51,5 @@ async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str
         try:
             await cluster.apply(pod_do_not_evict(s.key, pod, asked))
         except ClusterError as error:
-            # Usually the pod was just deleted. Its uid in the write protects a new pod of that name.
+            # Usually the pod was just deleted, so only log it. The uid in the write protects a new pod of that name.
             log.info("pod not annotated: %s", error, extra={"service": str(s.key), "pod": pod.name})

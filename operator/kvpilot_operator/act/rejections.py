@@ -7,7 +7,7 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import Rejected
 from kvpilot_operator.state.objects import Rejection
 
-# Pause before a refused write is retried. No watch reports a raised quota or a repaired webhook.
+# Pause before a refused write is retried. Retry by time, because no watch reports a raised quota or a repaired webhook.
 BACKOFF = Backoff(5.0, 60.0)
 
 What = tuple[str, str]

@@ -55,7 +55,7 @@ class WriteFence:
         try:
             yield ends_before - now
         except BaseException as error:
-            # The server has not answered, so the write may still take effect.
+            # The server has not answered, so the write may still take effect until its deadline.
             if not isinstance(error, ClusterError) or error.status == 0:
                 self._uncertain_until = max(self._uncertain_until, ends_before)
             raise

@@ -153,7 +153,7 @@ async def _decoded(response: aiohttp.ClientResponse, kind: type[T], broken: type
 
 
 class _Lines:
-    """A replacement for a watch's stream. kopf reads `lines` from it. All other attributes are the stream's own."""
+    """A replacement for a watch's stream, from which kopf reads `lines`. Other attributes are those of the stream."""
 
     def __init__(self, content: aiohttp.StreamReader, lines: AsyncIterator[bytes]) -> None:
         self._content = content

@@ -200,10 +200,10 @@ def _typed(request: Request, status: int, body: bytes, headers: Mapping[str, str
     causes = _causes(said.get("details"))
     lasting = status == 500 and any(words in message for words in _LASTING)
     if len(message) > 1000:
-        # A refused value may be long, and the reason comes at the end.
+        # A refused value may be long, and the reason comes after it, so cut out the middle.
         message = f"{message[:300]} … {message[-600:]}"
     if status == 409 or (status == 422 and causes and all(field == "metadata.uid" for field, _ in causes)):
-        # Another object has taken the name of the one that the write addresses by uid.
+        # The uid in the write does not match, because another object has taken the name.
         return Conflict(method, path, status, message)
     if status == 404:
         return NotFound(method, path, status, message)

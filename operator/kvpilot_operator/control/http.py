@@ -53,7 +53,7 @@ class MetricsAccess:
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
             return _NOBODY
-        # A token is never kept or logged.
+        # Use a hash as the key, because a token must never be kept or logged.
         key = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
         until = self._granted.get(key)
         if until is not None and self._clock() < until:

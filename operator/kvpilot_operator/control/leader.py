@@ -204,7 +204,7 @@ class Replica:
             # Stop renewals first, because a renewal would open the fence again.
             self._hold.cancel()
             await asyncio.gather(self._hold, return_exceptions=True)
-        # A replica that lost the Lease has nothing to hand over.
+        # A replica that lost the Lease has nothing to hand over, so it does not wait for its writes.
         quiet = self.leader is None or await self.leader.quiet(0 if lost else DRAIN_SECONDS)
         self._fence.close()
         if self._election is not None and not lost:

@@ -55,7 +55,7 @@ Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
 
 
 class Probe:
-    """The probe of one service. `ensure` starts the requested probe, which calls `on_result` at its end."""
+    """The probe of one service. `ensure` starts the requested probe. `on_result` is called when the probe ends."""
 
     __slots__ = ("_closed", "_failures", "_key", "_on_result", "_result", "_retry_at", "_run", "_running", "_task")
 
@@ -240,7 +240,7 @@ class Prober:
         limits: Allowed,
         settings: Settings,
     ) -> Found:
-        """Fill the canary's context and KV pool before users can. Return the failure, or `found` with these answers."""
+        """Fill the canary's context and KV pool before users can. Return a failure, or `found` with more answers."""
         extra = {"service": str(key), "probe": request.identity}
 
         async def look() -> Pool:
@@ -272,7 +272,8 @@ class Prober:
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
-            # The capture of a baseline and the filling of the cache get the other half.
+            # A measurement gets half of the progress deadline. The capture of the baseline and the filling of the cache
+            # get the other half.
             budget = spec.canary.progress_deadline_seconds / 2 if isinstance(request, Measure) else math.inf
             return Settings(priority=priority, from_host=from_host, budget_seconds=budget)
         give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS)

@@ -1,4 +1,4 @@
-"""The state of each service as Prometheus gauges: about 30 series for a service, and at most 70.
+"""Export the state of each service as Prometheus gauges: about 30 series for a service, and at most 70.
 
 A word, such as a dtype, a stage or a reason, is a label. Only the current word has a series, with the value 1.
 """

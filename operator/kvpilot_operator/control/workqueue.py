@@ -157,7 +157,7 @@ class WorkQueue:
         self._add_after(key, known, wait)
 
     def _add_after(self, key: ServiceKey, known: Attempts, seconds: float) -> None:
-        """Add the service after `seconds`. This replaces an earlier timer."""
+        """Add the service after `seconds`, and cancel an earlier timer."""
         known.stop()
         if self._attempts(key) is known:
             known.timer = asyncio.get_running_loop().call_later(seconds, self._ring, key, known)

@@ -19,11 +19,11 @@ Object = Mapping[str, Any]
 API_SECONDS = 30.0
 """Time until the server is asked about an API again, because definitions may be installed later."""
 READ_SECONDS = 30.0
-"""Time until the Events of a StatefulSet are read again. They are read only while pods of it are missing."""
+"""Time until the Events of a StatefulSet are read again. They are read only while the StatefulSet lacks pods."""
 AUTOSCALER_SECONDS = 300.0
 """Time until the autoscalers of a namespace are listed again."""
 FORGET_SECONDS = 600.0
-# Most Events to read of one set. A set normally has few, but anyone who may write Events can add any number.
+# Most Events to read of one StatefulSet. Normally it has few, but anyone who may write Events can add any number.
 _MOST = 50
 
 

@@ -230,7 +230,8 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
     try:
         return await reading
     except Exception as error:
-        # Throttled and plain ClusterErrors may concern the whole API server, other subclasses only this request.
+        # Throttled and plain ClusterErrors may concern the whole API server, so re-raise them. Other errors concern
+        # only this request.
         asked = type(error) is ClusterError and (error.away or error.status == 429)
         if isinstance(error, Throttled) or asked:
             raise
@@ -241,7 +242,7 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
 def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequence[Unanswered]) -> str | None:
     selects = service.selects if service is not None and service.owned else None
     if selects is not None and any(one.question == Question.POOLS for one in failed):
-        return ""  # The pool could not be read, and may select other pods than the Service.
+        return ""  # The pool could not be read, and may select any revision.
     return together(selects, pool)
 
 

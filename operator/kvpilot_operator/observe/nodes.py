@@ -106,7 +106,7 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
     # Under the MIG strategy `single`, this label has the memory of a slice.
     memory = whole(labels.get("nvidia.com/gpu.memory"), _MAX_MIB)
     if slices and (whole_gpus or len(slices) > 1):
-        # The node does not say which kind of slice a pod has.
+        # The node does not say which kind of slice a pod has, so its memory is unknown.
         product, memory = f"{kind}-MIG", None
     elif slices:
         (profile,) = slices

@@ -60,7 +60,7 @@ _HISTOGRAMS = {
 # Collect these figures for each engine of a page, too.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# For each of these counters, also add up separately the series whose labels pass a test: by counter, then by part.
+# Counters of which a part is also added up separately. A part has the series whose labels pass its test.
 _PARTS: Mapping[str, Mapping[str, Callable[[Mapping[str, str]], bool]]] = {
     _WAITING_BY_REASON: {"waiting": lambda labels: labels.get("reason") == "capacity"},
     _COUNTED["finished"]: {

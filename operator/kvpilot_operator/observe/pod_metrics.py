@@ -19,7 +19,7 @@ DONE_COUNTS = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
 _HISTOGRAMS = ("ttft", "itl", "generation_lengths")
 # If two pages are further apart, treat the later one as a first page: the increments would cover too long a time.
 LONGEST_GAP_SECONDS = 600.0
-# Linux derives a process's start from the boot time, which moves slightly when the clock is set.
+# Ignore smaller changes of a process's start: Linux derives it from the boot time, which moves when the clock is set.
 _START_JITTER_SECONDS = 5.0
 
 
@@ -46,12 +46,12 @@ class Rank:
     """One engine of a page that has several: a data-parallel rank, or a separate process."""
 
     name: str
-    """Text of the labels that tell it from the other engines. Empty for the only engine of a page."""
+    """Text of the labels that distinguish this engine on its page. Empty for the only engine of a page."""
     usage: float
     running: float
     waiting: float
     done: float
-    """Sum of the engine's DONE_COUNTS, or of the whole page's if the engine has no counters of its own."""
+    """Sum of the engine's DONE_COUNTS. For an engine without own counters, the sum over the whole page."""
 
 
 class Ranks:
@@ -61,7 +61,7 @@ class Ranks:
         self._found: dict[_Key, dict[str, float]] = {}
 
     def add(self, figure: str, labels: Mapping[str, str], value: float) -> None:
-        """Add a series: keep an engine's largest use, and add up everything else."""
+        """Add one series to its engine. Of several KV uses, keep the largest; add up all other figures."""
         key = whole(labels.get("engine", ""), _LARGEST_LABEL), whole(labels.get("pid", ""), _LARGEST_LABEL)
         rank = self._found.setdefault(key, {})
         if len(self._found) > MOST_RANKS:
@@ -154,7 +154,8 @@ def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float
     # but a lower number of finished requests does.
     reset = fresh or new.finished < old.finished
     errors = step(old.errors, new.errors)
-    # An engine's error is also an HTTP 500, unless the answer had begun. So neither count alone includes all errors.
+    # An engine's error is also an HTTP 500, unless the answer had begun. Neither count includes all errors, so take the
+    # larger one.
     failed = max(errors, step(old.server_errors, new.server_errors))
     counts: dict[str, Any] = {field: step(getattr(old, field), getattr(new, field)) for field in _COUNTS}
     counts["finished"] += failed - errors

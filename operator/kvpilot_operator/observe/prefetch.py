@@ -1,4 +1,4 @@
-"""The Job that downloads weights to a PersistentVolumeClaim: its status, its pod, and the bytes it reports."""
+"""Read the Job that downloads weights to a PersistentVolumeClaim: its status, its pods, and the bytes they report."""
 
 import logging
 from collections.abc import Mapping, Sequence

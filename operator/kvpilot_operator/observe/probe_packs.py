@@ -1,4 +1,4 @@
-"""Probe packs of a service: built-in packs, and its own packs from ConfigMaps."""
+"""Load the probe packs of a service: built-in packs, and its own packs from ConfigMaps."""
 
 import asyncio
 import hashlib

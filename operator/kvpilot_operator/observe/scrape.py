@@ -78,7 +78,7 @@ class Scraper:
         except TimeoutError as error:
             raise ScrapeTimeout(f"{address}: no whole page within {TIMEOUT_SECONDS:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # The text may include data from the server.
+            # The text may include data from the server, so make it printable and cut it.
             raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
@@ -168,7 +168,7 @@ class ScrapeThrottle:
         """Charge the work of a page, even of a bad one, to the whole service.
 
         The service's next scrape waits until its pods' common budget covers the work. If only the pod with a large page
-        waited, it would look as if it did not answer.
+        waited, that pod would look as if it did not answer.
         """
         self._paid_at = max(self._paid_at, now) + work / (budget.METRICS_WORK_PER_SECOND * max(1, self._asked))
 

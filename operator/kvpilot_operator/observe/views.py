@@ -64,7 +64,7 @@ def _words(said: Object, field: str = "message") -> str | None:
 
 
 def _no_volume(scheduled: Object) -> str | None:
-    """Return the scheduler's message about a volume that was not made in time. Its reason is only SchedulerError."""
+    """Return the scheduler's message about a volume that was not made in time. The reason is only SchedulerError."""
     message = _words(scheduled) or ""
     return message if scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in message else None
 
@@ -160,14 +160,14 @@ def traffic_of(service: Object) -> str | None:
 
 
 def pool_view(pool: Object, uid: str) -> ObjectView:
-    """Return the view of an InferencePool that has one of the service's names. `uid` is the service's."""
+    """Return the view of an InferencePool that has one of the service's names. `uid` belongs to the service."""
     spec = pool.get("spec") or {}
     selects = _selected(pool, (spec.get("selector") or {}).get("matchLabels") or {})
     return replace(named_view("InferencePool", pool, uid), selects=selects, picker=spec.get("endpointPickerRef"))
 
 
 def named_view(kind: str, obj: Object, uid: str) -> ObjectView:
-    """Return the view of an object that has one of the service's names. `uid` is the service's."""
+    """Return the view of an object that has one of the service's names. `uid` belongs to the service."""
     metadata = obj["metadata"]
     owned = any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or ())
     return ObjectView(metadata.get("uid", ""), owned, version_of(kind, dict(obj)))

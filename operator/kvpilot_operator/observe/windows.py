@@ -1,4 +1,4 @@
-"""The recent scrapes of every revision. They exist only in memory, so a restart of the operator loses them."""
+"""Keep the recent scrapes of every revision. They exist only in memory, so a restart of the operator loses them."""
 
 import logging
 from collections import Counter, deque
@@ -21,7 +21,7 @@ _STEP_BUCKETS = 40
 # Longest bucket of the near window. With longer buckets, two samples could be 60 s (`STALE_SECONDS`) apart, which
 # counts as a gap.
 _LONGEST_BUCKET_SECONDS = 45.0
-# Most samples in the near window (up to a day), and samples in the far window.
+# Largest number of samples in the near window, which may last a day, and number of samples in the far window.
 _MOST_BUCKETS = 2400
 _FAR_BUCKETS = 24
 

@@ -1,4 +1,4 @@
-"""The pod template of one revision: the engine, its start, its probes, its drain and its end."""
+"""Render the pod template of one revision: the engine with its arguments, resources, volumes, probes and drain."""
 
 import copy
 import hashlib
@@ -26,7 +26,7 @@ COMPILED = "KVPILOT_COMPILED"
 
 
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
-    """Return the template of pods that take requests with this KV dtype. Its label names its revision.
+    """Return the template of pods that take requests with this KV dtype. A label of the template names the revision.
 
     With `assigned_user` the template sets no user and no group, because the cluster assigns them by namespace.
     """
@@ -151,12 +151,12 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
     for spread in pod.get("topologySpreadConstraints", ()):
         spread.setdefault("labelSelector", {"matchLabels": {names.SERVICE_LABEL: service}})
     if shared := claim_label(service, spec):
-        # A disk is attached to one node, so a pod on another node would wait forever. The first pod may go anywhere.
+        # A disk is attached to one node, so all pods that use it must run there. The first pod may go to any node.
         beside = {"labelSelector": {"matchLabels": shared}, "topologyKey": "kubernetes.io/hostname"}
         affinity = pod.setdefault("affinity", {}).setdefault("podAffinity", {})
         affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", []).append(beside)
     if spec.kv_cache.offload is not None:
-        # vLLM keeps offloaded blocks in /dev/shm.
+        # vLLM keeps offloaded blocks in /dev/shm, so enlarge it by their size.
         shm = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
         shm["sizeLimit"] = _grown(str(shm["sizeLimit"]), spec.kv_cache.offload.cpu_memory_gib)
 
@@ -263,7 +263,7 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 def _compiled(spec: Spec) -> str:
     """Return the folder for compiled code, or "" if there is none.
 
-    It is never on a claim that is only for weights, because every engine that shares the claim would run the code.
+    The folder is never on a claim that is only for weights: every engine that shares the claim would run the code.
     """
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH

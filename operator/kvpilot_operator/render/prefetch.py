@@ -1,4 +1,4 @@
-"""The Job that fills the weights' claim before engines start. Its pod is like an engine's, with another command."""
+"""Render the Job that fills the claim for weights before engines start. Its pod is like an engine's, without GPU."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def claim_name(service: str, spec: Spec) -> str:
 
 
 def identity(service: str, spec: Spec) -> str:
-    """Return a hash (8 hex digits) of the claim and its content. If it changes, the claim is filled again."""
+    """Return a hash (8 hex digits) of the claim and its content. If the hash changes, the claim is filled again."""
     content = json.dumps([claim_name(service, spec), *_arguments(spec)]).encode()
     return hashlib.sha256(content).hexdigest()[:8]
 

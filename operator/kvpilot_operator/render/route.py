@@ -28,7 +28,7 @@ _MAX_NAME = 63
 
 
 class Backend(NamedTuple):
-    """A backend of a service in its routes."""
+    """The backend, a Service or an InferencePool, to which routes send the requests of one service."""
 
     namespace: str
     name: str
@@ -64,7 +64,7 @@ def weighted(rules: Sequence[Rule], ours: Backend, share: int, mirrored: int = 0
 
 
 def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
-    """Return the rules of our own route without a canary. They send to the pool if it exists, else to the Service.
+    """Return the rules of our own route without a canary. They name the pool if it exists, else the Service.
 
     Return None if neither object is ours, or if pools could not be read.
     """

@@ -21,9 +21,9 @@ class Kind:
     template: tuple[str, ...]
     """Path in `spec` of the template of pods that take requests."""
     pods_owner: str
-    """The kind, of apps/v1, that owns these pods."""
+    """Kind in apps/v1 that owns the pods that take requests."""
     owner_is_named: str
-    """Pattern of that owner's name, in which NAME stands for the workload's name. A trailing dash makes it a prefix."""
+    """Pattern of that owner's name. NAME stands for the workload's name. A pattern that ends in a dash is a prefix."""
 
     def pod_template(self, workload: Object) -> Object:
         """Return the template of pods that take requests; {} if there is none."""
