@@ -1,1 +1,1 @@
-"""The command-line tools that need no cluster: `kvpilot plan`, `kvpilot backtest` and `kvpilot probe`."""
+"""Command-line tools that need no cluster: `kvpilot plan`, `backtest`, `probe` and `validate`."""

@@ -1,4 +1,4 @@
-"""Manifests in YAML or JSON files: documents, lists of objects, and standard input."""
+"""Read Kubernetes objects from YAML or JSON files: several documents, List objects, and standard input."""
 
 import json
 import sys
@@ -44,8 +44,8 @@ def read(file: str) -> Iterator[Found]:
     try:
         text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
         given = [one for one in yaml.load_all(text, loader) if one is not None]
-        # Through JSON: YAML's dates become text, as the API server reads them, and cycles and NaN are refused. Aliases
-        # of aliases are short in YAML and endless in JSON.
+        # Convert to JSON: it turns YAML's dates into text, as the API server reads them, and refuses cycles and NaN.
+        # Aliases of aliases are short in YAML but may grow without end in JSON, so stop at MAX_CHARACTERS.
         parts, room = [], MAX_CHARACTERS
         for part in json.JSONEncoder(default=str, allow_nan=False).iterencode(given):
             parts.append(part)

@@ -1,4 +1,4 @@
-"""Plain text tables with narrow columns and right-aligned numbers."""
+"""Render plain text tables with narrow columns and right-aligned numbers."""
 
 from collections.abc import Collection, Sequence
 

@@ -1,4 +1,4 @@
-"""Changes of a service: spec.rollout.paused, and requests about one trial.
+"""Change a service: set spec.rollout.paused, or write a request about one trial.
 
 A request is the annotation kvpilot.io/canary. It names the trial, so the operator acts on it once.
 """
@@ -19,7 +19,7 @@ def pause(cluster: Cluster, name: str, *, paused: bool) -> str:
     if before.paused != paused:
         after = read(cluster.patch(name, {"spec": {"rollout": {"paused": paused}}}))
         if after.paused != paused:
-            # A server drops fields that its CRD does not know.
+            # The server drops fields that its CRD does not know, so this CRD is too old.
             raise ToolError(
                 "the server dropped spec.rollout.paused, because its CRD is older than this tool: update the CRD "
                 "(docs/install.md)"

@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def candidates(words: list[str]) -> list[str]:
-    """Return the candidates for the last of `words`."""
+    """Return the words that may complete the last of `words`."""
     if _wants_file(words):
         return []
     line = f"{shlex.join([_PROGRAM, *words[:-1]])} {words[-1]}"

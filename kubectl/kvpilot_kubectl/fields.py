@@ -1,7 +1,7 @@
-"""Readers of JSON from any source: operators of other versions, scripts, or an empty status.
+"""Read fields of untrusted JSON: from operators of other versions, from scripts, or of an empty status.
 
-If a value is missing or has another type, they return None or an empty value, and raise no error. They make text
-printable, because messages quote engines, whose control characters could change the terminal.
+If a value is missing or has another type, the functions return None or an empty value, and raise no error. They make
+text printable, because messages quote engines, whose control characters could change the terminal.
 """
 
 from collections.abc import Iterator, Mapping

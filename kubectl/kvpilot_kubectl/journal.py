@@ -1,4 +1,4 @@
-"""Timeline of a service: the decisions in its status and its Events. No I/O."""
+"""Build the timeline of a service from the decisions in its status and from its Events. No I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

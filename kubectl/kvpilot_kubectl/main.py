@@ -14,7 +14,7 @@ from kvpilot_kubectl.errors import INTERRUPTED, REFUSED, ToolError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Messages may hold characters that the user's terminal cannot show.
+        # Replace characters in messages that the user's terminal cannot show.
         sys.stdout.reconfigure(errors="replace")
     try:
         options = parser().parse_args(argv)

@@ -1,4 +1,4 @@
-"""Engine pods that do not answer, and the kubelet's or scheduler's last warnings about them. No I/O."""
+"""Find engine pods that do not answer, and the last warnings of kubelet and scheduler about them. No I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The fields of a QuantizedLLMService that the commands show, read from the object's JSON. No I/O."""
+"""Read from a QuantizedLLMService's JSON the fields that the commands show. No I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Text output by the library rich: coloured and folded on a terminal, otherwise plain lines of any length."""
+"""Print text by the library rich: coloured and folded on a terminal, otherwise plain lines of any length."""
 
 import copy
 import re

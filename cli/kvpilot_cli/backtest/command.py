@@ -1,4 +1,4 @@
-"""`kvpilot backtest`: run loads through the pilot, and report as text and JSON."""
+"""Run `kvpilot backtest`: simulate loads under each policy, and report the results as text and JSON."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ from kvpilot_cli.backtest.service import Objective
 from kvpilot_cli.plan.facts import PlanError
 
 _WITHOUT_EFFECT = {"history": {"days": 1.0, "size": 1.0}, "recorded": {"days": 1.0}}
-"""Options that have no effect beside a source of requests, with their defaults."""
+"""Options that have no effect together with --history or --recorded, with their defaults."""
 
 
 def main(

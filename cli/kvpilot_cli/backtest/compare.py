@@ -67,13 +67,13 @@ Starter = Callable[[Spec, Profile, Objective], Start]
 
 
 def by_pilot(spec: Spec, profile: Profile, _objective: Objective) -> Start:
-    """Start with the pilot's rules and the spec's replicas."""
+    """Start with the spec's replicas and the baseline dtype, controlled by the pilot."""
     replicas, baseline = spec.scaling.clamp(spec.replicas), spec.kv_cache.baseline
     return Piloted(Pilot(spec, node_of(profile), profile.model, baseline), replicas), baseline, replicas
 
 
 def by_objectives(spec: Spec, profile: Profile, objective: Objective) -> Start:
-    """Start as `by_pilot`, and give the pilot the limits of a good request as its objectives."""
+    """Start as `by_pilot` does, and give the pilot the limits of a good request as its latency objectives."""
     return by_pilot(with_objectives(spec, objective), profile, objective)
 
 
@@ -99,7 +99,7 @@ Job = tuple[Asked, str, Starter, Spec, Profile, Objective]
 
 
 def run_all(jobs: Sequence[Job]) -> list[Row]:
-    """Return a row for each job, in their order. Run them in PROCESSES, and tell on stderr how many have ended."""
+    """Return a row for each job, in their order. Run PROCESSES jobs at a time, and report on stderr how many ended."""
     if len(jobs) == 1:
         return [run(*jobs[0])]
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
@@ -110,7 +110,7 @@ def run_all(jobs: Sequence[Job]) -> list[Row]:
 
 
 def run(load: Asked, name: str, start: Starter, spec: Spec, profile: Profile, objective: Objective) -> Row:
-    """Simulate the load on a service under the policy `name`, which `start` returns."""
+    """Simulate the load on a service under the policy that `start` returns. `name` is the policy's name."""
     who, dtype, replicas = start(spec, profile, objective)
     service = Service(profile, load, dtype, replicas, objective=objective, start_seconds=START_SECONDS, timeout=TIMEOUT)
     warm = load.seconds <= 4 * WARM_UP

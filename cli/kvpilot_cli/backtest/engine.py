@@ -142,8 +142,8 @@ class Engine:
             return 1
         horizon = (min(until, self.arriving[0].arrival) if self.arriving else until) - self.now
         most = min(_ALIKE, self.decoding.until_one_ends(), self.blocks.available // n * self.costs.block_size)
-        # Steps get longer as contexts grow. So assume that all take as long as the last, and none ends after the
-        # horizon.
+        # Steps get longer as contexts grow. Assume that all take as long as the longest one, so that none ends after
+        # the horizon.
         longest = self.costs.decode_step(n, self.decoding.tokens + n * most)
         return min(most, int(horizon / longest))
 

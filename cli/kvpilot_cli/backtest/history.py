@@ -1,4 +1,4 @@
-"""Load of one service, minute by minute, from its history in Prometheus.
+"""Reconstruct the load of one service, minute by minute, from its history in Prometheus.
 
 The input is a file of answers of `/api/v1/query_range` (result type matrix). Counters may reset, and values between
 scrapes are interpolated. These metrics are used:
@@ -59,7 +59,7 @@ def read(path: Path, seed: int = 0) -> Load:
 def parse(text: bytes, name: str, seed: int = 0) -> Load:
     """Turn answers of query_range into a load on a grid of minutes."""
     try:
-        # Prometheus writes values as text.
+        # Prometheus writes values as text, so accept text for numbers (strict=False).
         answers = msgspec.json.decode(text, type=_Answer | list[_Answer], strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BacktestError(

@@ -1,4 +1,4 @@
-"""Synthetic loads of a service: sessions with several turns, from a seed. Lengths are in tokens.
+"""Make synthetic loads of a service from a seed: sessions with several turns. Lengths are in tokens.
 
 The seed determines the start, turns, lengths and pauses of every session, so every policy gets the same sessions. A
 turn starts after the previous answer and a pause. So on a slow service a session takes longer, and a timeout ends it.
@@ -63,7 +63,10 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Shape whose rate and lengths vary. `rate` is in new sessions a second. All arrays have one element per step."""
+    """Load of one Shape whose rate and lengths vary over time.
+
+    `rate` is in new sessions per second. All arrays have one element per STEP.
+    """
 
     name: str
     shape: Shape

@@ -1,4 +1,4 @@
-"""Pilot of one simulated service. It uses the operator's own rules.
+"""Run the operator's own rules as the pilot of one simulated service.
 
 The fields hold what the operator would keep in the status. Probes cannot be simulated. So every canary passes, and the
 simulation counts its time and its GPU.

@@ -22,7 +22,7 @@ class Policy(Protocol):
     """Policy that controls one service."""
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Change the service if needed. `sample` is its last scrape, or None if no replica answered."""
+        """Change the service if needed. `sample` is the service's last scrape, or None if no replica answered."""
 
 
 class Fixed:
@@ -79,7 +79,7 @@ class Piloted:
     def _roll(self, service: Service) -> None:
         """Wait until the canary is ready and probed, then replace the other replicas one by one."""
         new, old = self.canary, self.pilot.dtype
-        assert new is not None  # noqa: S101 - asked only while there is one
+        assert new is not None  # noqa: S101 - called only while a canary exists
         if not service.ready(new):
             return
         if self.probed_at is None:

@@ -1,4 +1,4 @@
-"""Recorded load from a CSV file: arrival time and lengths of each request. Other columns are ignored.
+"""Read a recorded load from a CSV file: arrival time and lengths of each request. Other columns are ignored.
 
 A recording does not show shared prefixes, so each request becomes a session of its own and finds no cached prefix.
 """

@@ -1,4 +1,4 @@
-"""Table of a backtest for people, and its figures in JSON for programs."""
+"""Format the results of a backtest: a table for people, and JSON for programs."""
 
 import math
 import textwrap

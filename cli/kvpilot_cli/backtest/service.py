@@ -1,4 +1,4 @@
-"""Simulation of a service with several engines behind a router, request by request.
+"""Simulate a service with several engines behind a router, request by request.
 
 A session stays with its replica to reuse the cached prefix. It moves if requests wait there and another replica has
 room. A new session goes to the replica with the fewest requests. A new replica answers after `start_seconds`. Its GPU

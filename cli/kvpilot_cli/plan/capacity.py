@@ -42,7 +42,7 @@ def weight_bytes(model: Model, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one GPU. The usable bytes are those of vLLM: weights, engine and KV cache."""
+    """Memory of one GPU. `usable_bytes` is the part that vLLM may use for weights, engine and KV cache."""
 
     usable_bytes: int
     weights_bytes: int

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options. With -f the service's come first, and those of the command line replace them."""
+    """Return the options. With -f, take those of the service, unless the command line has the option, too."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.file is None:

@@ -1,4 +1,4 @@
-"""GPUs for `kvpilot plan`: the operator's table by name."""
+"""Look up GPUs by name in the operator's table, for `kvpilot plan`."""
 
 import difflib
 from typing import Any

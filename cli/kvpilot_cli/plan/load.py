@@ -1,4 +1,4 @@
-"""Number of GPUs for a load, by Little's law and the model of a step in `speed`.
+"""Compute the number of GPUs for a load, by Little's law and the estimated step durations of `speed`.
 
 Requests arrive at a rate r on each replica, with P prompt and G generated tokens. Prompts take the share rho = r *
 prompt_seconds(P) of the time, so a token takes step / (1 - rho) on average. By Little's law, N = r * G * step / (1 -

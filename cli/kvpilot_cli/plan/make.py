@@ -51,7 +51,7 @@ class Request:
 
     @property
     def stage(self) -> Model:
-        """Return the part of the model on one node, the largest part of a pipeline."""
+        """Return the model with only those layers that one node of a pipeline has at most."""
         sliding = -(-self.model.sliding_layers // self.nodes)
         layers = -(-self.model.full_layers // self.nodes) + sliding
         return self.model if self.nodes == 1 else replace(self.model, layers=layers, sliding_layers=sliding)
@@ -106,7 +106,7 @@ class Plan:
 
 
 def make(request: Request) -> Plan:
-    """Make the plan."""
+    """Return the plan. Raise PlanError if the request cannot be planned."""
     model = request.model
     kv_heads_per_gpu(model, request.gpus)
     if request.nodes > model.layers:
@@ -138,8 +138,9 @@ def _usual(model: Model) -> tuple[str, ...]:
 
 
 def _contexts(model: Model) -> tuple[int, ...]:
-    """Return the lengths of CONTEXTS below the model's longest context, and then that one, or the last of CONTEXTS if
-    less.
+    """Return the lengths of CONTEXTS below the model's longest context, followed by the longest context itself.
+
+    No length exceeds the last of CONTEXTS.
     """
     longest = model.max_positions or CONTEXTS[-1]
     return (*(c for c in CONTEXTS[:-1] if c < longest), min(longest, CONTEXTS[-1]))

@@ -33,9 +33,9 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def find(name: str) -> Model:
-    """Return the model with this full name, or with this part after the slash, in any case.
+    """Find a model by its full name, or by the part after the slash, in upper or lower case.
 
-    The model has the proper spelling of its name.
+    The returned model has the proper spelling of its name.
 
     Raises:
         PlanError: the name is unknown; the message suggests similar ones.

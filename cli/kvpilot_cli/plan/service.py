@@ -1,4 +1,4 @@
-"""Arguments of `kvpilot plan` for a QuantizedLLMService: the engine that the operator would start for it."""
+"""Translate a QuantizedLLMService into arguments of `kvpilot plan`, for the engine that the operator would start."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _NO_GPU = ("cpu", "unlabelled-")
 
 
 def from_file(file: str, gpu: str | None, model: str | None) -> list[str]:
-    """Return the arguments for the only service in a file, with its GPU unless `gpu` names one."""
+    """Return the arguments for the only service in a file. Without `gpu`, take the GPU that the service selects."""
     try:
         services, _ = manifests.services([file])
     except manifests.ManifestError as error:
@@ -33,7 +33,7 @@ def from_file(file: str, gpu: str | None, model: str | None) -> list[str]:
         raise PlanError(f"-f: {file} has {len(services)} QuantizedLLMServices ({names}); give a file with one")
     spec = _spec(services[0].obj)
     selected = _selected(spec.engine.pod_template.get("spec", {}))
-    # A service in a cluster tells the GPU of its last trial.
+    # If the spec selects no GPU, take the GPU of the last trial from the service's status.
     known = _known(selected) or _known(_tried(services[0].obj))
     if gpu is None and len(known) != 1:
         said = f"selects several kinds of GPU ({', '.join(known)})" if known else "selects no GPU by a node label"
@@ -82,7 +82,7 @@ def _selected(pod: Json) -> Iterator[str]:
 
 
 def _spec(obj: Json) -> Spec:
-    # The chart may give the image of all services, and a plan needs none.
+    # The chart may give the image of all services, so the spec may lack one. A plan needs none: fill in any.
     filled: Mapping[str, Json] = {**obj, "metadata": {"name": "plan"}}
     with contextlib.suppress(LookupError, TypeError):  # `judge` reports a service without an engine.
         filled = EngineDefaults(image="any").fill(filled)

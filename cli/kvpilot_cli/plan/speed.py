@@ -29,7 +29,7 @@ Llama-3-8B prefilled prompts of 16K tokens at 33,908 tokens/s (docs/benchmarks/h
 """
 
 HEAD_DIM_256 = {"auto": 0.859, "fp8": 0.352, "int8": 0.750, "k8v4": 0.683, "k4v4": 0.617, "k4v2": 0.494, "k2v2": 0.370}
-"""Share of peak bandwidth for attention at head_dim 256. The operator's table EFFICIENCY has those for 128.
+"""Share of peak bandwidth for attention at head_dim 256. The operator's table EFFICIENCY has the shares for 128.
 
 One layer with 32 x 16,384 tokens, including the store of the new token (docs/benchmarks/h200-decode.md). The source is
 the column `layer`, or FlashAttention 3's `merged` for `auto` and fp8.
@@ -39,7 +39,7 @@ the column `layer`, or FlashAttention 3's `merged` for `auto` and fp8.
 def attention_efficiency(model: Model, dtype: str) -> float | None:
     """Return the share of peak bandwidth at which attention reads this dtype's cache; None if not measured.
 
-    It was measured on an H200 with large batches. Smaller batches reach less.
+    The shares were measured on an H200 with large batches. Smaller batches reach less.
     """
     if model.latent_dim or model.parameters is None or model.head_dim > 256:
         return None

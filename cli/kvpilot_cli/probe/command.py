@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise  # The reader has closed the pipe, which `kvpilot` handles for every command.
     except Exception:
-        # Python would exit with 1, the code for a candidate that regressed.
+        # Catch every error, because Python would exit with 1, the code for a candidate that regressed.
         traceback.print_exc()
     return NO_MEASUREMENT
 

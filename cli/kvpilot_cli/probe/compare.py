@@ -18,7 +18,7 @@ Tell = Callable[[str], Progress]
 
 
 class UnknownModel(ProbeError):
-    """Error for an endpoint that serves no model, or several if the options name none."""
+    """Error for an endpoint that serves no model, or serves several while the options name none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,8 @@ def _all(obj: Mapping[str, Any], allowed: Collection[str]) -> Iterator[Fault]:
     if not isinstance(about, Mapping) or not isinstance(about.get("name"), str):
         yield Fault("metadata.name", "is missing: set name", "schema")
         obj = {**obj, "metadata": {"name": "unnamed"}}
-    # The operator comes first: it names the remedy, and hides values that may be secrets.
+    # The operator's checks come first, because `judge` keeps the first fault of a field: they name the remedy and hide
+    # secrets.
     for field, message in faults(obj, allowed):
         yield Fault(field, message, "operator")
     for path, known in unknown_fields(obj.get("spec"), root_schema()["properties"]["spec"], "spec"):

@@ -1,4 +1,4 @@
-"""An API server's validation of a QuantizedLLMService, without a server: schema, list types and all CEL rules.
+"""Validate a QuantizedLLMService as an API server does, but without one: schema, list types and all CEL rules.
 
 tests/cluster/test_crd_modern.py runs the same manifests against the real server.
 """
@@ -144,7 +144,7 @@ def _find(text: celtypes.StringType, pattern: celtypes.StringType) -> celtypes.S
 
 
 def _typed(value: Json, schema: Mapping[str, Json]) -> celtypes.Value:
-    """Return a value as CEL sees it."""
+    """Convert a value to the types that CEL has for it."""
     if isinstance(value, Mapping):
         fields, rest = schema.get("properties", {}), schema.get("additionalProperties", {})
         return celtypes.MapType(

@@ -1,4 +1,4 @@
-"""The CRD's schema of this version, and the API server's defaulting."""
+"""Load the schema of this version's CRD, and apply defaults as the API server does."""
 
 import json
 from collections.abc import Iterator, Mapping
