@@ -1,4 +1,4 @@
-"""The pack `builtin/agent`, made from a seed: rounds of tool calls and results, then a request that is checked."""
+"""Make the pack `builtin/agent` from a seed: rounds of tool calls and results, then a request that is checked."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ _LEAD = (
 
 
 def chat(chapter: Sequence[Message] | None, question: str) -> Sequence[Message]:
-    """Return a chat that has the rounds of `chapter`, or none, and ends with the request `question`."""
+    """Return a chat with the rounds of `chapter` (None: without rounds) that ends with the request `question`."""
     hello = (Message("user", _LEAD), Message("assistant", "I am ready."))
     return [*hello, *(chapter or ()), Message("user", question)]
 

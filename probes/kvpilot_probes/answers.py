@@ -23,7 +23,7 @@ BYTES_A_TOKEN = 10
 # Size limit of an answer of /tokenize.
 READ_BYTES = 640 * 1024
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - vLLM's spelling of a token id, nothing secret
-# NaN or Infinity outside of strings. Strings match whole, even an unterminated one, so that the time stays linear.
+# NaN or Infinity outside of strings. A string matches as a whole, even an unterminated one, so that the time is linear.
 _NOT_FINITE = re.compile(rb'("(?:[^"\\]++|\\.?)*+"?)|-?(?:NaN|Infinity)', re.DOTALL)
 
 T = TypeVar("T")

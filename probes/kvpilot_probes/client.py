@@ -27,7 +27,7 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
-# Numbers of a prompt that are written at a time.
+# Token ids of a prompt that are written to JSON at a time, to bound the memory.
 _PIECE = 4096
 # With this parameter our runtime loads the prompt from host memory (runtime/kvpilot_runtime/config/offload.py). Other
 # engines ignore it.
@@ -239,7 +239,7 @@ async def _twice(url: str, ask: Callable[[], Awaitable[T]]) -> T:
 
 
 def _unreachable(url: str, error: Exception) -> EngineUnreachable:
-    # The text may include data from the server.
+    # The text may include data from the server, so make it printable and cut it.
     return EngineUnreachable(f"{url}: {type(error).__name__}: {shown(str(error))[:200]}; is the engine running?")
 
 

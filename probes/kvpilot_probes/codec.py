@@ -1,8 +1,11 @@
-"""A captured baseline, its identity, and its bytes in a ConfigMap: msgpack in a zlib stream.
+"""Define a captured baseline and its identity, and encode it for a ConfigMap: msgpack in a zlib stream.
 
-Token ids have 32 bits. Logprobs have 16 bits, in steps of 1/2048 nat: rounding moves a KL divergence by less than 2e-3
-nat. A position's greedy token is stored first, so that a reader knows it even if logprobs are equal. A long prefix that
-a prompt shares with an earlier one is stored once. `encode` refuses data that does not shrink to MAX_BYTES.
+- Token ids have 32 bits.
+- Logprobs have 16 bits, in steps of 1/2048 nat: rounding moves a KL divergence by less than 2e-3 nat.
+- A position's greedy token is stored first, so that a reader knows it even if logprobs are equal.
+- A long prefix that a prompt shares with an earlier one is stored once.
+
+`encode` refuses data that does not shrink to MAX_BYTES.
 """
 
 import hashlib
@@ -44,9 +47,11 @@ _Damage = Annotated[int, Meta(ge=0, le=int(stats.MAX_KL * stats.MICRO))]
 class BaselinePrompt:
     """One prompt, and the answer of the 16-bit engine.
 
-    `tokens` are the prompt's token ids. `answer` has one `Logprobs` for each answered token. `tail` (the end of the
-    prompt) and `text` (the answer) are for people. `bucket` is the bucket of every position of the answer. `done` is
-    the engine's own result of the prompt's `task`.
+    - `tail`, `text`: the end of the prompt and the answer, for people to read.
+    - `tokens`: the prompt's token ids.
+    - `answer`: one `Logprobs` for each answered token.
+    - `bucket`: the bucket of every position of the answer.
+    - `done`: the engine's own result of the prompt's `task`.
     """
 
     name: str

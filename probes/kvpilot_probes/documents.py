@@ -56,7 +56,7 @@ class Document(Generic[Chapter]):
         if not self.tokens:
             self._head = shared(self._bare, with_chapter)
             self.tokens.extend(self._bare[: self._head])
-        # A tail cannot begin before the head ends, even if the chapter repeats the head.
+        # The common tail may not overlap the common head, even if the chapter repeats text of the head.
         longest = min(len(self._bare), len(with_chapter)) - self._head
         tail = shared(self._bare[::-1], with_chapter[::-1][: max(longest, 0)])
         self.tokens.extend(with_chapter[self._head : len(with_chapter) - tail])

@@ -10,7 +10,7 @@ from aiohttp.helpers import set_exception
 from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
-# Limit of an answer's head. vLLM's have 0.2 KiB, and a gateway adds about as much.
+# Limit of an answer's head. vLLM's heads have 0.2 KiB, and a gateway adds about as much.
 HEAD_BYTES = 32 * 1024
 INTERIM_ANSWERS = 8
 # Allowed framing bytes per body byte. A chunk of one body byte needs five. vLLM's chunks have about 100 body bytes.

@@ -1,4 +1,4 @@
-"""Keep a long prefix that several prompts share only once."""
+"""Keep only one copy in memory of a long prefix that several prompts share."""
 
 from array import array
 from collections.abc import Iterator, Sequence

@@ -268,5 +268,5 @@ def _prompt(source: str, index: int, entry: _Entry, context_tokens: int) -> Prob
 
 
 def _show(value: object) -> str:
-    # Use a shortened repr: a value may have 32 KiB, and a message only shows its start.
+    # Use a shortened repr, because a value may have 32 KiB and a message only shows its start.
     return _SHORT.repr(value)[:120]

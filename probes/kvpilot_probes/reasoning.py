@@ -1,4 +1,4 @@
-"""The pack `builtin/reasoning`, made from a seed: short tasks with exact answers, and long answers without loops."""
+"""Make the pack `builtin/reasoning` from a seed: short tasks with exact answers, and long answers without loops."""
 
 import json
 from collections.abc import Sequence

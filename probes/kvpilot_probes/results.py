@@ -1,4 +1,4 @@
-"""Tasks, their results, and the comparison of two engines' results. Pure."""
+"""Define tasks and their results, and compare the results of two engines. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from typing import Literal
 
 import msgspec
 
-# Largest probability that one of two equally good engines solves so many fewer tasks of a bucket, if tasks are
-# independent. The three built-in buckets together add at most 1/1000 to sequential.FALSE_ALARM.
+# Largest probability that the test of a bucket calls one of two equally good engines worse, if tasks are independent.
+# The three built-in buckets together add at most 1/1000 to sequential.FALSE_ALARM.
 FALSE_ALARM = 1 / 3000
-# A baseline that copies a smaller share of the facts answers nonsense. SmolLM2-135M copies 8 of 8 in vLLM 0.32.0 on a
-# CPU. A model may think before it answers, so the share is low.
+# An engine that copies a smaller share of the facts answers nonsense, so it gives no baseline. SmolLM2-135M copies 8 of
+# 8 in vLLM 0.32.0 on a CPU. A model may think before it answers, so the share is low.
 LEAST_COPIED = 0.25
 
 

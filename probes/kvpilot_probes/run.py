@@ -32,7 +32,7 @@ from kvpilot_probes.session import MAX_RESUMES, TOP_K, USUAL, Settings, Throttle
 A = TypeVar("A")
 B = TypeVar("B")
 
-# The case that a measurement names as open if its time was over before all tasks.
+# Bucket that a measurement reports as open if its time was over before all tasks were solved.
 TASKS = "tasks"
 
 # vLLM's pages hold at least 16 tokens, so a shorter half of a prompt would fill no page.
@@ -222,7 +222,7 @@ async def follow(
             async for step in steps:
                 position = len(prompt.tokens) + reached
                 judged = stats.compare(index, position, answer[reached], step.logprobs, prompt.bucket)
-                # A first token comes from a prefill, which may not have read a page: its agreement proves nothing.
+                # A first token comes from a prefill, which may not have read a page. So count it only if it disagrees.
                 if reached > start or not judged.agrees:
                     compared.append(judged)
                 reached += 1
@@ -237,7 +237,7 @@ async def follow(
 
 
 async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> int:
-    """Send the part of a prompt that the prefix cache shall have. Return the number of requests, 0 or 1."""
+    """Send the part of a prompt that the prefix cache should hold first. Return the number of requests, 0 or 1."""
     half = sent_first(prompt.bucket, prompt.tokens)
     if len(half) < MIN_HALF_TOKENS:
         return 0

@@ -54,7 +54,7 @@ class Allowed:
 
 
 class Answer(Enum):
-    """Answer of the test to the prompts so far."""
+    """Answer of the sequential test after the prompts so far."""
 
     GO_ON = "GoOn"
     PASSED = "Passed"
@@ -62,7 +62,7 @@ class Answer(Enum):
 
 
 class Outcome(NamedTuple):
-    """The answer and its buckets.
+    """The test's answer, and the buckets that led to it.
 
     - `failed`: the bucket that failed the test, or None.
     - `sound`: the buckets that were shown to be sound.
@@ -97,7 +97,7 @@ class _Bet:
 
 
 def decide(seen: Sequence[Seen], buckets: Collection[str], allowed: Allowed, *, ended: bool = False) -> Outcome:
-    """Return the answer to the damage `seen` so far. `ended` is True if no prompt is left.
+    """Return the test's answer to the damage `seen` so far. `ended` is True if no prompt is left.
 
     All prompts together are tested like a bucket. So is their disagreement, which is healthy up to the limit itself. A
     bucket that is neither sound nor failed at the end stays open. It prevents a pass only if its mean is beyond the

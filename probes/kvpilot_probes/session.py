@@ -1,4 +1,4 @@
-"""One probe run on an engine: its settings, its waits for users' requests, and its deadline."""
+"""Control one probe run on an engine: settings, waits for users' requests, and the deadline."""
 
 import asyncio
 import math
@@ -42,8 +42,8 @@ class Throttle:
         """Call `ask` with the client to use, and return its answer.
 
         The run first waits until no users' requests are queued, and sends its own with low priority. If the queue never
-        ends, an engine would never serve that priority. So when the wait is used up, or a request of low priority gets
-        no answer, the rest of the run sends requests like one more user.
+        ends, an engine would never serve that priority. So the run stops yielding once its wait is used up, or a
+        request of low priority gets no answer. It then sends requests like one more user.
         """
         await self._let_users_go_first()
         if engine.priority is not None and self._yields:

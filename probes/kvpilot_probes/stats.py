@@ -70,9 +70,12 @@ class Answers(Sequence[Logprobs]):
 class Compared:
     """Comparison of one position in both answers.
 
-    `prompt` is an index, and `position` counts from the start of the context. `kl` is in nats. `agrees` is True if both
-    greedy tokens are equal. `bucket` names the case that the prompt tests. `broken` is True if the candidate's logprobs
-    are not numbers.
+    - `prompt`: index of the prompt.
+    - `position`: position counted from the start of the context.
+    - `kl`: KL divergence in nats.
+    - `agrees`: True if both greedy tokens are equal.
+    - `bucket`: the case that the prompt tests.
+    - `broken`: True if the candidate's logprobs are not numbers.
     """
 
     prompt: int
@@ -107,11 +110,13 @@ class AnswerPair:
 class Measurement:
     """The damage of a candidate's cache to the baseline's answers. Compare it with a control's damage, not with zero.
 
-    `stderr_kl_micronats` is the standard error of the mean, with prompts as clusters; it is 0 for a single prompt.
-    `tokens` counts the prompt tokens and the requested tokens of all requests. `seen` has the damage of each prompt in
-    the order of the answers. `planned` names the buckets to judge. `tasks` counts the tasks that each engine has
-    solved, by bucket. `broken` counts the positions with logprobs that are not numbers. `cut` is True if the run's time
-    was over before all prompts.
+    - `stderr_kl_micronats`: standard error of the mean, with prompts as clusters; 0 for a single prompt.
+    - `tokens`: prompt tokens and requested tokens of all requests.
+    - `seen`: damage of each prompt, in the order of the answers.
+    - `planned`: buckets to judge.
+    - `tasks`: number of tasks that each engine has solved, by bucket.
+    - `broken`: number of positions with logprobs that are not numbers.
+    - `cut`: True if the run's time was over before all prompts.
     """
 
     prompts: int
@@ -218,7 +223,7 @@ def summarise(
     tasks: tuple[Tasks, ...] = (),
     cut: bool = False,
 ) -> Measurement:
-    """Return the measurement of all compared positions. Their order matters only to `seen`."""
+    """Return the measurement of all compared positions. The order of the positions affects only `seen`."""
     return Measurement(
         prompts=len({c.prompt for c in compared}),
         positions=len(compared),
