@@ -1,4 +1,4 @@
-"""Report objects that the API server refused: its field and message, and the remedy if kvpilot knows one."""
+"""Report objects that the API server refused, with the server's field and message, and the remedy if one is known."""
 
 import re
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from kvpilot_operator.times import utc
 
 
 def choose(c: Context) -> Context:
-    """Choose the target of this reconcile."""
+    """Choose the revision to converge to, and write it to `target` of the context."""
     fixed = c.spec.kv_cache.mode == "Fixed"
     target, stable = _away_from_harm(c) or (_fixed(c) if fixed else _laddered(c)), c.stable
     if stable is None or c.canary is not None or target.held is not None or target.revision == stable.revision:

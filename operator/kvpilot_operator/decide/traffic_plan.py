@@ -95,7 +95,7 @@ def rolling_step(
 
 
 def traffic_plan(s: Snapshot, spec: Spec, begun: TrafficMode | None, replaces_one: bool, replicas: int) -> TrafficPlan:
-    """Plan the steps for this many replicas. A trial that is under way keeps its traffic mode (`begun`)."""
+    """Plan a canary's traffic steps for `replicas` replicas. A trial under way keeps its traffic mode (`begun`)."""
     if not spec.canary.steps:
         return _probe_only("no spec.canary.steps are given: its probes alone decide")
     pods = total(spec, replaces_one, replicas)
@@ -136,8 +136,8 @@ def _by_ratio(spec: Spec, pods: int, most: int) -> TrafficPlan:
     skipped: list[str] = []
     for i, step in enumerate(spec.canary.steps):
         replicas = min(most, (step.weight_percent + _ROUNDING_PERCENT) * pods // 100)
-        # Skip a share of 100%: that is the promotion, and no stable pod would be left for the comparison. Without a
-        # route, nothing mirrors requests for a step of 0%.
+        # Skip a share of 100%: that is the promotion, and no stable pod would be left for the comparison. Skip a share
+        # of 0%, too, because nothing mirrors requests without a route.
         if replicas < 1 or step.weight_percent in (0, 100) or (steps and replicas <= steps[-1].replicas):
             skipped.append(f"{step.weight_percent}%")
         else:

@@ -100,7 +100,7 @@ def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...]) -> D:
 
 
 def _stamped(s: Snapshot, lines: Mapping[ConditionType, Line]) -> Iterator[Condition]:
-    """Add types and times. `lastTransitionTime` changes only if the condition's status changes."""
+    """Make conditions from lines. `lastTransitionTime` changes only if the condition's status changes."""
     for kind, one in lines.items():
         before = s.status.condition(kind)
         kept = before is not None and before.status == one.status

@@ -89,7 +89,7 @@ def keep_judged(c: Context) -> Context:
 
 
 def keep_as_now(draft: D) -> D:
-    """Keep the present marks."""
+    """Keep the present marks against eviction."""
     pods = draft.snapshot.pods
     return replace(draft, do_not_evict=frozenset(p.name for p in pods if p.do_not_evict and not p.terminating))
 
