@@ -108,7 +108,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     document: Annotated[int, Meta(ge=-1)]
     """The index of the prompt with the longest shared prefix, or -1."""
     prefix: Annotated[int, Meta(ge=0)]
-    """The number of tokens of that prefix."""
+    """The number of tokens of the shared prefix."""
     tokens: bytes
     tops: list[Annotated[int, Meta(ge=1, le=MAX_TOP)]]
     """The number of tokens with a logprob at each position."""
