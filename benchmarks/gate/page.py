@@ -19,7 +19,7 @@ def summary(rows: dict[str, Any]) -> str:
     ends = [rows[mode.name]["stages"][-1]["verdict"] for mode in MODES if mode.name in rows]
     count = {found: sum(FOUND[end] == found for end in ends) for found in FOUND.values()}
     found, held, missed = count.values()
-    return f"Of {len(MODES)} modes, {len(ends)} have run: {found} are found, {held} are not promoted, {missed} pass."
+    return f"Of {len(MODES)} modes, {len(ends)} have run: {found} are found, {held} are inconclusive, {missed} pass."
 
 
 def modes(rows: dict[str, Any]) -> str:
@@ -58,7 +58,7 @@ def healthy(rows: dict[str, Any]) -> str:
 
 def damages() -> str:
     """Return the table of damages, one for each mode."""
-    lines = ["| mode | reported | damage here |", "|---|---|---|"]
+    lines = ["| mode | what the report says | damage in this benchmark |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| `{mode.name}` | {mode.reported} | {mode.damage} |" for mode in MODES)])
 
 
