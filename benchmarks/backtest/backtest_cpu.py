@@ -47,7 +47,7 @@ def trace(seed: int = 4) -> list[Request]:
 
 
 def tokens(chance: random.Random, length: int) -> list[int]:
-    """Return a prompt of random tokens, for which no cache has a prefix."""
+    """Return a prompt of random tokens, so that the prefix cache has no part of it."""
     return [chance.randint(1000, 40000) for _ in range(length)]
 
 
@@ -87,7 +87,7 @@ async def steps(running: RealEngine) -> dict[str, Any]:
 
 
 def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
-    """Fit the costs by least squares of relative errors. A cost that would be negative becomes 0."""
+    """Fit the simulation's costs by least squares of relative errors. A cost that would be negative becomes 0."""
     rows = [(1, d["batch"], d["batch"] * d["context"], 0, 0) for d in measured["decode"]]
     rows += [(1, 0, 0, p["tokens"], p["tokens"] ** 2 / 2) for p in measured["prefill"]]
     seconds = np.array([d["seconds"] for d in measured["decode"]] + [p["seconds"] for p in measured["prefill"]])
@@ -103,7 +103,7 @@ def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
 
 
 def errors(measured: dict[str, Any], costs: Costs) -> dict[str, float]:
-    """Return the fit's relative error in percent: the largest one, and the mean."""
+    """Return the largest and the mean relative error of the fit, in percent."""
     off = [costs.decode_step(d["batch"], d["batch"] * d["context"]) / d["seconds"] - 1 for d in measured["decode"]]
     off += [(costs.base + costs.prefill(p["tokens"], 0)) / p["seconds"] - 1 for p in measured["prefill"]]
     sizes = [abs(x) * 100 for x in off]
@@ -111,7 +111,7 @@ def errors(measured: dict[str, Any], costs: Costs) -> dict[str, float]:
 
 
 async def replay(running: RealEngine, requests: list[Request]) -> dict[str, float]:
-    """Replay the trace on the real engine."""
+    """Replay the trace on the real engine, and return its figures."""
     chance = random.Random(time.monotonic_ns())  # noqa: S311
     preempted = running.metric("vllm:num_preemptions_total")
     prompts = [tokens(chance, r.prompt) for r in requests]
@@ -131,7 +131,7 @@ async def replay(running: RealEngine, requests: list[Request]) -> dict[str, floa
 
 
 def simulate(requests: list[Request], costs: Costs) -> dict[str, float]:
-    """Replay the trace in the simulation. The engine reports every gap between two tokens by `on_gap`."""
+    """Replay the trace in the simulation, and return the same figures as `replay`."""
     engine = Engine(costs, Limits(SEQS, BATCHED, timeout=float("inf")))
     for r in requests:
         engine.submit(Request(r.number, r.arrival, r.prompt, r.output))

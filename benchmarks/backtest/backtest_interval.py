@@ -1,8 +1,9 @@
 """Comparison of the interval model with the request-level engine: `python -m benchmarks.backtest.backtest_interval`.
 
-It runs the same load with fixed replicas, once request by request and once as 16 copies of the fluid model. For each
-load and number of replicas it prints one line of Markdown: finished and lost requests, KV cache usage and queue of the
-second half, preemptions, and percentiles.
+It runs the same load with a fixed number of replicas twice: once request by request, and once as 16 copies of the
+interval (fluid) model. For each load, dtype and number of replicas it prints two lines of Markdown, one for each
+simulation. Their figures are finished and lost requests, KV use and waiting requests in the second half of the time,
+preemptions, and latencies.
 """
 
 from statistics import mean

@@ -1,8 +1,8 @@
-"""Fit the built-in profile to the H200 benchmark: `python -m benchmarks.backtest.backtest_profile`.
+"""Fit the backtest's built-in cost profile to the H200 benchmark: `python -m benchmarks.backtest.backtest_profile`.
 
-It reads docs/benchmarks/h200-engine.json (real vLLM). For a dtype with a complete run in h200-engine-window.json (later
-kernels, default window), it uses that run instead. It writes the profile into the package, and prints the error of
-every measured point.
+The program reads docs/benchmarks/h200-engine.json (real vLLM). If h200-engine-window.json has a complete run of a dtype
+(with later kernels and the default window), it uses that run instead. It writes the profile into the package, and
+prints the error of every measured point.
 """
 
 import json
@@ -21,11 +21,14 @@ MODEL = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=0, mla=Fal
 
 
 def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
-    """Return every measured time of one dtype: its name, the factors of the constants in `Costs`, and seconds."""
+    """Return every measured time of one dtype as (name, factors, seconds).
+
+    The factors are those of the five constants in `Costs`, whose weighted sum is the time.
+    """
     found: list[tuple[str, tuple[float, ...], float]] = []
     for name, case in run["cases"].items():
         batch, context = case["batch"], case["context"]
-        # The context of this measurement grows by 128 tokens after the prompt, so count half of them on average.
+        # The context grows by 128 tokens during the measurement, so add half of them.
         cached = batch * (context + 64)
         found.append((f"step {name}", (1, batch, cached, 0, 0), case["step_ms"] / 1000))
         for group in case["prefill"]["groups"][:1]:
@@ -41,7 +44,10 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
 
 
 def newest() -> list[dict[str, Any]]:
-    """Return every dtype's newest complete run: one with a prompt of 64K tokens, which the cost of context needs."""
+    """Return every dtype's newest complete run.
+
+    A later run counts as complete if it has a prompt of 64K tokens, because the cost of context is fitted to it.
+    """
     first = json.loads((BENCHMARKS / "h200-engine.json").read_text())
     later = json.loads((BENCHMARKS / "h200-engine-window.json").read_text())
     found = {run["dtype"]: run for run in first if run["shape"] == "llama3-8b" and run["tp"] == 1}

@@ -1,4 +1,7 @@
-"""Effect of an autoscaler's target on a hundred services: `python -m benchmarks.backtest.backtest_targets`."""
+"""Compare targets of the HorizontalPodAutoscaler with the pilot: `python -m benchmarks.backtest.backtest_targets`.
+
+The target is the mean KV use. The program simulates a hundred services for a day.
+"""
 
 from benchmarks.backtest import fleet
 from kvpilot_cli.backtest.costs import load_profile

@@ -1,4 +1,4 @@
-"""Pilots of all services of a fleet, with each service's recent metrics."""
+"""Run kvpilot's pilots for all services of a simulated fleet, on each service's recent metrics."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from kvpilot_operator.state.samples import Flows, Sample
 
 
 class Crew:
-    """All pilots of a fleet. Each decides once a minute."""
+    """All pilots of a fleet, one per service. Each decides once a minute."""
 
     def __init__(self, pilots: Sequence[Pilot], moments: Sequence[Moments]) -> None:
         self.pilots, self._moments = list(pilots), moments

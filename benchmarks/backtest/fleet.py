@@ -58,7 +58,7 @@ class FleetRow:
 
 
 def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
-    """Return the loads of services `first` to `first + count`: four kinds in turn, each with its size and time zone."""
+    """Return the loads of services `first` to `first + count`: four kinds in turn, with random sizes and time zones."""
     loads = []
     for i in range(first, first + count):
         chance = np.random.default_rng((seed, i))
@@ -142,7 +142,7 @@ def _pilot(
 ) -> None:  # fmt: skip
     """Run every pilot for one minute, and carry out its decisions.
 
-    A canary costs one more replica until all replicas have the new dtype.
+    A change of dtype takes time: while a service is `busy`, its canary costs one more replica.
     """
     crew.take(seen, pods.ready.astype(float))
     for i in [i for i, (end, _) in rolls.items() if minute >= end]:
@@ -187,7 +187,7 @@ def _rows(
 def part(
     count: int, first: int, days: float, seed: int, policy: str, spec: Spec, profile: Profile, objective: Objective
 ) -> list[FleetRow]:
-    """Simulate the services of one process."""
+    """Simulate `count` services from number `first` on, the share of one process."""
     return run_fleet(services(count, days, seed, first), policy, spec, profile, objective, seed + first)
 
 

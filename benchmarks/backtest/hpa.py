@@ -1,8 +1,8 @@
-"""The Kubernetes HorizontalPodAutoscaler on mean KV use, for many services at once.
+"""Simulate the Kubernetes HorizontalPodAutoscaler on mean KV use, for many services at once.
 
 The rules follow Kubernetes 1.34's documentation:
 
-- desired = ceil(current * use / target), unless use / target is within 0.1 of 1.
+- desired = ceil(current * use / target). If use / target is within 0.1 of 1, nothing changes.
 - In a scale-out, a pod that is not ready counts as 0% used.
 - A scale-out adds at most four pods, or doubles them if that is more, within 15 s.
 - A scale-in uses the highest recommendation of the last 300 s. It may remove any number of replicas at once.
@@ -19,7 +19,7 @@ STABILIZATION_SECONDS = 300.0
 
 
 def recommend(use: Floats, ready: Ints, replicas: Ints, target: float) -> Ints:
-    """Return the number of replicas by the formula, before limits.
+    """Return the number of replicas by the HPA's formula, before its limits on the speed of changes.
 
     `use` is the mean KV cache usage of ready pods. `replicas` includes pods that are not ready.
     """
@@ -51,7 +51,7 @@ class Hpa:
         self._at = 0
 
     def judge(self, use: Floats, ready: Ints, replicas: Ints) -> Ints:
-        """Return the replicas to run from now on."""
+        """Return the number of replicas to run from now on."""
         wanted = recommend(use, ready, replicas, self.target)
         self._recent[self._at] = wanted
         self._at = (self._at + 1) % len(self._recent)

@@ -1,4 +1,4 @@
-"""Fluid model of many services in steps of ten seconds, in contrast to `engine`, which simulates single requests.
+"""Simulate many services in steps of ten seconds by a fluid model. In contrast, `engine` simulates single requests.
 
 A service is a closed network of sessions. A session pauses, sends a request, waits, runs and pauses again. New sessions
 arrive as a Poisson process. KV memory, max_num_seqs and the speed of prefill limit the running requests. Prefill takes
@@ -18,17 +18,17 @@ from kvpilot_cli.backtest.costs import Costs, Profile
 
 SUBSTEP = 10.0
 _FILL = 0.985
-"""KV cache usage at which no further prompt fits, found with the request-level simulation."""
+"""KV cache usage at which no further prompt fits, as measured in the request-level simulation (`engine`)."""
 _PREEMPTED = 0.3
-"""Preemptions per finished request while memory is the limit, for equal prompt and answer lengths.
+"""Preemptions per finished request while KV memory is the limit, if prompt and answer have equal lengths.
 
-Found with the request-level simulation.
+It is measured in the request-level simulation (`engine`).
 """
 
 
 @dataclass(slots=True)
 class Minute:
-    """Results of one call of `step` for each service: gauges at the end of its time, and sums over its time."""
+    """Results of one call of `Fleet.step` for each service: gauges at the end of the call, and sums over it."""
 
     usage: Array
     running: Array
@@ -108,14 +108,14 @@ class Fleet:
     ) -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
         m, h = self._m, SUBSTEP
         normal = self._chance.standard_normal((2, self.size))
-        # Use the same random number for sessions that leave the pause and for those that arrive, so that no session is
+        # The same random number counts as sessions that end their pause and as requests that arrive. So no session is
         # lost.
         returns = np.minimum(h / m["pause"], 1.0)
         back = self.thinking * returns + np.sqrt(self.thinking * returns * (1 - returns)) * normal[0]
         back = np.clip(back, 0.0, self.thinking)
         self.thinking = self.thinking - back
         arrived = self._chance.poisson(starts * h) + back
-        # Requests differ in size, so the mean size of the running ones fluctuates around the mean of all.
+        # Requests differ in size, so let the mean size of running requests fluctuate around the mean of all requests.
         keep = np.exp(-h / np.maximum(m["output"] * self.step_seconds, 1.0))
         self.noise = keep * self.noise + np.sqrt(1 - keep * keep) * normal[1]
         inside = np.maximum(self.inside, 1.0)
@@ -132,7 +132,7 @@ class Fleet:
         for _ in range(2):
             each = running / pods
             plain = costs["base"] + each * (costs["per_sequence"] + held * costs["per_kv_token"])
-            # A step takes at most `_budget` prompt tokens. The other prompts wait even if memory is free.
+            # A step takes at most `_budget` prompt tokens, which limits the share of prefill even if memory is free.
             most = full / (full + plain)
             share = np.minimum(self._prefill_share(each, plain, work), most)
             stay = m["output"] * plain / (1 - share) + work
@@ -162,9 +162,9 @@ class Fleet:
         return usage, wait, (work, chunk, plain, share)
 
     def _youth(self) -> Array:
-        """Return the length of the running contexts, relative to their usual length.
+        """Return the mean length of running contexts, relative to a load without lost requests.
 
-        A lost turn ends its session early, so fewer requests have a long context.
+        A lost request ends its session early, so fewer requests have a long context.
         """
         m = self._m
         usual = m["turns"] - 1
@@ -187,7 +187,7 @@ class Fleet:
         return token * tokens + pair * pairs, tokens
 
     def _prefill_share(self, running: Array, plain: Array, work: Array) -> Array:
-        """Return the share y of the time that prefill takes if `running` requests share a replica.
+        """Return the share y of a replica's time that prefill takes if `running` requests share the replica.
 
         A request takes `output` steps of plain / (1 - y) seconds, and `work` seconds of prefill. A replica finishes x =
         y / work requests a second. By Little's law, running = x (output * plain / (1 - y) + work), a quadratic equation
@@ -234,7 +234,7 @@ class Fleet:
         count = kinds * WEIGHTS * finished[:, None]
         self._count(self.ttft, ttft, count)
         good = (count * (ttft <= self._objective[0])).sum(axis=(0, 2)) * (self.step_seconds <= self._objective[1])
-        # Prompts are prefilled in chunks. So only some steps contain a chunk, and these take longer.
+        # Prompts are prefilled in chunks. Steps with a chunk take longer, so count their gaps apart.
         steps = (1 - share) / plain
         mixed = np.minimum(share / np.maximum(chunk, 1e-9) / np.maximum(steps, 1e-9), 1.0)
         tokens = finished * self._m["output"]

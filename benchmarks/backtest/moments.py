@@ -10,7 +10,7 @@ from kvpilot_cli.backtest.loads import STEP, Load
 
 Array = NDArray[np.float64]
 POINTS = np.array([0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99])
-"""Quantiles that represent the distribution of prefill work. WEIGHTS has the share of requests that each stands for."""
+"""Quantiles of prefill work that stand for its distribution. WEIGHTS has the share of requests for each of them."""
 WEIGHTS = np.array([0.2, 0.2, 0.2, 0.18, 0.12, 0.05, 0.03, 0.02])
 
 
@@ -29,7 +29,7 @@ class Moments:
     held: float
     """Mean number of tokens in the KV cache of a decoding request."""
     held_cv: float
-    """Coefficient of variation of the number of tokens that `held` averages: standard deviation over mean."""
+    """Coefficient of variation (standard deviation over mean) of the numbers of tokens whose mean is `held`."""
     first: float
     """Mean number of tokens in the KV cache of a request in a session's first turn."""
     reusable: float

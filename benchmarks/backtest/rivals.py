@@ -1,7 +1,7 @@
 """Comparison of the pilot with other autoscalers: `python -m benchmarks.backtest.rivals`.
 
-It takes the options of `kvpilot backtest` and prints Markdown. The rivals are Kubernetes' HorizontalPodAutoscaler and
-llm-d's autoscaler, each with a fixed dtype.
+It takes the options of `kvpilot backtest` and prints Markdown. The other autoscalers are Kubernetes'
+HorizontalPodAutoscaler and llm-d's Workload Variant Autoscaler, each with a fixed dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.samples import Sample
 
 HPA_TARGET = 0.5
-"""Target of the mean KV cache usage. The usual 0.8 would be an unfair baseline, because far fewer requests meet the
-objective.
+"""Target of the HPA for mean KV cache usage. The usual 0.8 would be an unfair rival, because far fewer requests would
+meet the latency objective.
 """
 REQUESTS_TARGET = 16.0
-"""Target of running plus waiting requests per replica."""
+"""Target of the HPA for running plus waiting requests per replica."""
 
 Wanted = Callable[[Service, Sample | None], int]
 """Function that returns the number of replicas for a service and its last sample (None if no replica answered)."""
@@ -67,7 +67,7 @@ def by_hpa(
     spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str, figure: Callable[[Sample], float],
     target: float,
 ) -> Start:  # fmt: skip
-    """Return the start of a policy that scales by a HorizontalPodAutoscaler on `figure`, a mean over answering pods."""
+    """Return a new policy that scales by a HorizontalPodAutoscaler on `figure`, with its first dtype and replicas."""
     replicas = spec.scaling.clamp(spec.replicas)
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     hpa = Hpa(np.array([replicas]), target=target, minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
@@ -81,7 +81,7 @@ def by_hpa(
 
 
 def by_wva(spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str) -> Start:
-    """Return the start of a policy that scales by the rules of llm-d's Workload Variant Autoscaler."""
+    """Return a new policy that scales as llm-d's Workload Variant Autoscaler, with its first dtype and replicas."""
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     wva = Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
 
@@ -103,7 +103,7 @@ def _rivals(name: str, dtype: str) -> dict[str, Starter]:
 
 
 RIVALS: Mapping[str, Starter] = {**_rivals("bf16", "auto"), **_rivals("fp8", "fp8")}
-"""Policies by name. A name has the dtype and the autoscaler. A number in it replaces REQUESTS_TARGET."""
+"""Policies by name: dtype, autoscaler, and for some the target of requests per replica, if not REQUESTS_TARGET."""
 
 
 def markdown(rows: Sequence[Row], objective: Objective) -> str:

@@ -1,4 +1,4 @@
-"""Verdict on a comparison: is the pilot ahead of the other policies, on each load and over all loads?"""
+"""Judge if the pilot is ahead of other policies, on each load and over all loads."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kvpilot_cli.backtest.compare import Row
 
 EVEN_PERCENT = 2.0
-"""Largest difference of two prices, in percent, at which they count as equal."""
+"""Largest difference of two prices (GPU-hours per good request), in percent, at which they count as equal."""
 MORE_PERCENT = 1.0
 _WORDS = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
 SERVED_PERCENT = 99.0

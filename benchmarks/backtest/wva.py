@@ -1,12 +1,13 @@
-"""llm-d's Workload Variant Autoscaler with one variant: its percentage-based saturation rules, and the HPA behind it.
+"""Simulate llm-d's Workload Variant Autoscaler (WVA) with one variant: its saturation rules, and the HPA behind it.
 
 The rules and defaults are those of its documentation (docs/saturation-analyzer.md and
 docs/integrations/hpa-integration.md of llm-d-workload-variant-autoscaler):
 
 - A replica is saturated at 80% of its KV cache or at five waiting requests.
 - The spare room below these limits is averaged over the replicas that are not saturated.
-- If the spare room is below 10 points or 3 requests, one replica is added, unless one is starting.
-- If the spare room would still exceed these values with one replica fewer, one is removed.
+- If the spare room is below 10 percentage points of KV cache or 3 requests, the WVA adds one replica, unless one is
+  starting.
+- If the spare room would be at least that large with one replica fewer, the WVA removes one.
 - The rules run each minute, on each replica's peaks of that minute.
 - The HPA applies a recommendation that has not changed for 240 s, up or down.
 
@@ -53,7 +54,7 @@ class Wva:
         self._calls, self._wanted = 0, 0
 
     def judge(self, gauges: Sequence[Gauges], replicas: int) -> int:
-        """Return the replicas to run from now on. `gauges` must keep the order of the replicas."""
+        """Return the number of replicas to run from now on. `gauges` must keep the order of the replicas."""
         self._seen.append(gauges)
         self._calls += 1
         if self._calls % self._loop == 0 or not self._asked:

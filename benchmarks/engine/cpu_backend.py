@@ -3,8 +3,9 @@
     python -m benchmarks.engine.cpu_backend
 
 Each dtype gets its own engine of SmolLM2-135M (eager, one thread, 256 MiB of KV cache). First the operator's accuracy
-probe compares its answers with those of the `auto` engine (general and multi-turn packs). Then users in a closed loop
-send prompts of 400 tokens and get 33 to 96 tokens. The program writes docs/benchmarks/cpu-backend.json and .md.
+probe compares the engine's answers with those of the `auto` engine (general and multi-turn packs). Then each of some
+users sends prompts of 400 tokens, one after another, and gets 33 to 96 tokens. The program writes
+docs/benchmarks/cpu-backend.json and .md.
 """
 
 import asyncio
@@ -49,9 +50,9 @@ async def speed(running: Engine, users: int) -> float:
 
 
 async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[Baseline, dict[str, Any]]:
-    """Return the probe's figures, and the tokens per second by number of users.
+    """Return the baseline, and the engine's figures: the probe's, and tokens per second by number of users.
 
-    Without a baseline, the engine is compared with itself (control).
+    Without a baseline, record one, and compare the engine with itself (control).
     """
     if baseline is None:
         prompts = packs.load(["builtin/general", "builtin/multi-turn"])

@@ -1,7 +1,8 @@
-"""Measure a step that extends one conversation while others decode: wall time, kernel time, time of host functions.
+"""Measure an engine step that prefills a new turn of one conversation while other sequences decode.
 
-`gpu_engine.py --beside 100,400` runs this in the engine's process. To users, such a step is one long pause between two
-tokens. So its wall time is the longest gap between two results after the request's arrival.
+The figures are wall time, kernel time and time of host functions. `gpu_engine.py --beside 100,400` runs this in the
+engine's process. To users of the other sequences, such a step is one long pause between two tokens. So its wall time is
+the longest gap between two results after the request's arrival.
 """
 
 import cProfile
@@ -19,9 +20,9 @@ SEQUENCES, CONTEXT = 16, 8192
 """Number of sequences that decode, and tokens in the cache for each of them and for the extended conversation."""
 REPEATS = 7
 WARM = 8
-"""Number of arrivals at the beginning that are not measured, because kernels are still compiled."""
+"""Number of first arrivals that are not measured, because they compile kernels."""
 STEPS = 6
-"""Number of steps to observe after an arrival. The request runs in one of the first two."""
+"""Number of engine steps to observe after an arrival. The request runs in one of the first two steps."""
 SHOWN = 30
 """Number of host functions in a result."""
 
@@ -49,7 +50,7 @@ class Beside:
         time.sleep(0.2)
 
     def gaps(self, steps: int = STEPS) -> list[float]:
-        """Return the seconds between the results of consecutive steps."""
+        """Run this many steps, and return the seconds between the results of consecutive steps."""
         marks = [time.perf_counter()]
         for _ in range(steps):
             self._engine.step()
@@ -57,7 +58,7 @@ class Beside:
         return [later - earlier for earlier, later in itertools.pairwise(marks)]
 
     def store(self) -> list[int]:
-        """Prefill a new context in steps that are not measured, and return its tokens."""
+        """Prefill a new context into the prefix cache, in steps that are not measured. Return the context's tokens."""
         tokens = self._fresh(CONTEXT)
         (name,) = self._driver.submit([tokens], 1)
         while not any(output.request_id == name and output.finished for output in self._engine.step()):
@@ -74,7 +75,7 @@ class Beside:
 
 
 def beside_case(driver: Driver, vocab: int, new: int) -> dict[str, Any]:
-    """Measure steps that compute `new` tokens of one conversation while 16 other sequences decode.
+    """Measure steps that compute `new` tokens of one conversation while `SEQUENCES` others decode.
 
     Return these figures, times in milliseconds:
 

@@ -73,7 +73,7 @@ class Child:
 
 
 def measured(prefill: Child, decode: Child, length: int, number: int, answer: int) -> dict[str, Any]:
-    """Let the two engines answer one prompt, and return its figures."""
+    """Let the prefill engine compute a prompt and the decode engine answer it. Return the figures."""
     left = prefill.ask("serve", prompt=[length, number], tokens=1, params={"do_remote_decode": True})
     sums = prefill.ask("sums", blocks=left["params"]["remote_block_ids"])
     came = decode.ask("serve", prompt=[length, number], tokens=answer, params=left["params"])
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
                 options["gpu_memory_utilization"] = 0.4
             file = scratch / f"{file_name}-{role}.json"
             file.write_text(json.dumps(asdict(Job(options, SHAPES[args.shape].vocab, where))))
-            # Each process sees the other's GPU after its own, because UCX must find a path between the two.
+            # Let each process also see the other's GPU, after its own, because UCX must find a path between the two.
             others = dict.fromkeys(other for other in args.gpus.split(",") if other != gpu)
             extra = {
                 "CUDA_VISIBLE_DEVICES": ",".join([gpu, *others]), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

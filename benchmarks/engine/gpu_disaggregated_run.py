@@ -32,10 +32,10 @@ class Job:
 
 
 def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -> list[int]:
-    """Return a checksum of each block over all layers that store one.
+    """Return a checksum of each block, over all layers with a KV cache except ring layers.
 
-    A checksum is the sum of the block's 8-byte words modulo 2^64. First, each word is multiplied by an odd number that
-    depends on its place in the block.
+    The checksum is the sum of the block's 8-byte words modulo 2^64, each multiplied by an odd number that depends on
+    the word's position.
     """
     import torch
 
@@ -53,7 +53,7 @@ def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -
 
 
 class Engine:
-    """Engine that answers the parent's questions. A question names a method."""
+    """Engine that answers the parent's questions. A question is the name of a method with its arguments."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.requests = job, 0
@@ -99,9 +99,13 @@ class Engine:
         return [block_sums(self.layers, self.config.num_blocks, group) for group in blocks]
 
     def serve(self, prompt: list[int], tokens: int, params: Any) -> dict[str, Any]:
-        """Answer one random prompt. Its length and number are the seed, so all engines get the same prompts.
+        """Answer one random prompt, and return the answer and its figures.
 
-        The prompt has one extra token, so that the tokens before it fill whole blocks.
+        Args:
+            prompt: length and number of the prompt. They are the seed, so all engines get the same prompts. The prompt
+                has one more token, so that the tokens before it fill whole blocks.
+            tokens: tokens of the answer.
+            params: `kv_transfer_params` of the request, or None.
         """
         from vllm import SamplingParams
 
@@ -129,7 +133,7 @@ class Engine:
         }  # fmt: skip
 
     def hear(self) -> None:
-        """Run a step, in which vLLM learns which of its blocks the other engine has read."""
+        """Run an engine step, in which vLLM learns which blocks the other engine has read, and frees them."""
         self.core.step()
 
 

@@ -1,7 +1,7 @@
-"""Driver that steps vLLM's engine, and measures the seconds of a prefill and of each decode step.
+"""Drive vLLM's engine step by step, and measure the seconds of a prefill and of each decode step.
 
 As behind an API server, the engine core runs in its own process and schedules ahead of the GPU. Each call of
-`engine.step()` returns the output of one step, so a step takes the time between two returns.
+`engine.step()` returns the output of one engine step, so the time of a step is the time between two returns.
 """
 
 import itertools
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 WARM_STEPS = 8
-"""Number of steps before the timing. Two of them are in flight when the last prefill ends.
+"""Number of decode steps before the timing.
 
-During the others, the GPU's clock rates settle.
+The first two are already in flight when the last prefill ends. During the others, the GPU's clock rates settle.
 """
 
 FIRST_TOKEN = 100
@@ -21,7 +21,7 @@ FIRST_TOKEN = 100
 
 
 class DriveError(RuntimeError):
-    """Error for an engine that violates an assumption of the measurement. The message tells what the engine did."""
+    """Error for an engine that violates an assumption of the measurement. The message says what the engine did."""
 
 
 def prompt(family: str, tokens: int, vocab: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Child process of gpu_engine.py: start one engine, measure the cases of a job file, and save after each case.
 
 Cases share their prompts: a shorter context is a prefix of a longer one. So the engine prefills each prompt only once,
-for the longest case. A rate in tokens per second counts only prompts that were not cached.
+in the case with the longest context. Prefill rates count only prompts that were not in the prefix cache.
 """
 
 import json
@@ -22,9 +22,9 @@ from benchmarks.engine.gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, DriveEr
 from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 PROMPTS_AT_ONCE = 8
-"""Number of prompts in one timed prefill. A case has several such prefills, whose rates show the spread."""
+"""Number of prompts in one timed prefill. A case with more prompts has several prefills, which show the spread."""
 SHORT, SHORTS = 512, 7
-"""Short prompts of a mixed prefill: tokens of each prompt's cached half and of its new half, and number of prompts."""
+"""Short prompts of a mixed prefill: tokens of each half of a prompt (one cached, one new), and number of prompts."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Job:
         mixed: True to also prefill the end of such a prompt together with short prompts in one step.
         steps, repeats: decode steps in one timing, and timings per case.
         vocab: token IDs are drawn below this number.
-        drafts: random draft tokens of every sequence in every step, almost all of which are rejected. A step then has 1
-            + drafts tokens of each sequence and yields one. 0 turns speculation off.
+        drafts: random draft tokens per sequence and step, almost all of which are rejected. So a step computes 1 +
+            drafts tokens of each sequence, and yields one. 0 turns speculation off.
         out: file for the result.
         beside: for each measurement, new tokens of a request that arrives while other sequences decode.
     """
@@ -154,9 +154,9 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
 
 
 def draft_at_random(drafts: int, vocab: int) -> None:
-    """Make vLLM's n-gram proposers draft this many random tokens for each sequence.
+    """Make vLLM's n-gram proposers draft `drafts` random tokens for each sequence.
 
-    vLLM 0.32 has a second such proposer, for its second model runner on a GPU.
+    vLLM 0.32 has two classes of such proposers: one for each of its model runners.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 

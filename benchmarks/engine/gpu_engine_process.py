@@ -1,4 +1,4 @@
-"""Run a vLLM engine in a child process, offline, with our plugin and a time limit. Descendants end with the child."""
+"""Run a vLLM engine in a child process: offline, with our plugin and a time limit. All its processes end with it."""
 
 import contextlib
 import os
@@ -124,7 +124,7 @@ def attention_lines(log: Path) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the device and the versions for a result. It asks the driver, so no CUDA context is created."""
+    """Return the device's name and the versions for a result. Ask only the driver, which creates no CUDA context."""
     import torch
     import vllm
     from vllm.platforms import current_platform

@@ -1,4 +1,4 @@
-"""Tables of the engine benchmark: results, ratios over `auto` and `fp8`, and the project's targets.
+"""Make the tables of the engine benchmark: results, ratios over `auto` and `fp8`, and the project's targets.
 
 `load` reads the JSON files of gpu_engine.py. Of several runs of the same shape and dtype, the newest one counts.
 """
@@ -43,9 +43,9 @@ def prefill(run: Run | None, context: int) -> float | None:
 
 
 def attention(run: Run | None, batch: int, context: int) -> float | None:
-    """Return the milliseconds that a decode step takes for its context.
+    """Return the milliseconds of attention to the context in a decode step.
 
-    This is the step's time minus that of a step with a nearly empty cache.
+    This is the step's time minus the time of a step with 16 tokens of context per sequence.
     """
     whole, empty = step(run, batch, context), step(run, batch, 16)
     return whole - empty if whole and empty else None
@@ -69,7 +69,7 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Bar:
-    """Target of a figure: at least `bound`, or with `at_most` at most `bound`."""
+    """Target for a figure of the runs: at least `bound`, or with `at_most`, at most `bound`."""
 
     what: str
     measure: Callable[[Runs], float | None]
@@ -161,7 +161,10 @@ def results_table(runs: Runs) -> str:
 
 
 def over(value: float | None, up: float | None, down: float | None, digits: int = 2, other: float | None = None) -> str:
-    """Return a cell: the value, and in brackets how many times better it is than `auto` (and `fp8`)."""
+    """Return a cell: the value, and in brackets how many times better it is than `auto` and, with `other`, `fp8`.
+
+    The ratio over `auto` is `up` / `down`.
+    """
     if value is None:
         return "-"
     ratios = [f"{times:.2f}x" for times in (ratio(up, down), other) if times]

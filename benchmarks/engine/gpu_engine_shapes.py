@@ -1,9 +1,8 @@
-"""Shapes of models for the engine benchmark. Each is a `config.json`, used with dummy weights.
+"""Shapes of models for the engine benchmark. Each becomes a `config.json`, used with dummy weights.
 
-A step's time depends only on the shapes, so no checkpoint is needed. For some models a dense model with the same
-attention replaces the other parts, which do not matter here. A mixture of experts becomes a dense FFN as wide as its
-active experts. One of eight GPUs under tensor parallelism becomes a model with an eighth of the heads, FFN and
-vocabulary.
+A step's time depends only on the shapes, so no checkpoint is needed. Some shapes simplify the model, but keep its
+attention. A mixture of experts becomes a dense FFN as wide as its active experts. The share of one of eight GPUs under
+tensor parallelism becomes a model with an eighth of the heads, FFN and vocabulary.
 """
 
 import json
@@ -53,7 +52,7 @@ class Shape:
 
 
 def latent(layers: int, heads: int, nope: int, value: int, hidden: int, vocab: int, **others: Any) -> Shape:
-    """Return DeepSeek V2's architecture with this many heads, and the MoE of DeepSeek-V2-Lite (64 experts)."""
+    """Return a shape with multi-head latent attention: DeepSeek V2's architecture, with DeepSeek-V2-Lite's MoE."""
     fields = {
         "model_type": "deepseek_v2", "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": nope,
         "qk_rope_head_dim": 64, "v_head_dim": value, "n_routed_experts": 64, "n_shared_experts": 2,
@@ -73,7 +72,7 @@ SHAPES = {
     # With more layers, 32 x 16K tokens in 16 bits would not fit in one H200.
     "hd256": Shape(16, 16, 8, 256, 3584, 14336, 128256),
     "deepseek-v2-lite": latent(27, 16, 128, 128, 2048, 102400),
-    # This model's own class needs a hidden size that is a multiple of its heads, so use that of DeepSeek V2.
+    # The hidden size must be a multiple of the heads for GLM's own class, so use DeepSeek V2's class.
     "glm-4.7-flash": latent(47, 20, 192, 256, 1920, 154880, q_lora_rank=768, num_experts_per_tok=4, n_shared_experts=1),
     "tiny": Shape(2, 4, 2, 64, 128, 256, 4096),
 }

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, dtype: str, model: Path, port: int, scratch: P
 
 
 def judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the reports of the two engines without their checksums, and the comparison of these."""
+    """Compare the checksums in the reports of the two engines. Return the counts, and the reports without checksums."""
     seen = dict.fromkeys(("compared", "changed", "not stored", "tokens_alike"), 0)
     for left, came in zip(first["prompts"], second["prompts"], strict=True):
         kept, loaded = left["stored"], came["loaded"]

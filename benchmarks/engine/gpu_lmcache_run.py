@@ -37,7 +37,7 @@ class Job:
 
 
 class Moves:
-    """Recorder of transfers to and from LMCache since the last `take`, with seconds and bytes."""
+    """Recorder of transfers to and from LMCache since the last `take`, with their seconds and bytes."""
 
     def __init__(self, block: int) -> None:
         from lmcache.v1.platform import resolve_device_ops
@@ -51,7 +51,7 @@ class Moves:
         context = adapter.transfer_ctx
         device = next(iter(adapter.kv_caches.values())).device.type
         copy = resolve_device_ops(device).multi_layer_block_kv_transfer
-        # LMCache uses torch if its compiled kernels do not fit the installed torch.
+        # LMCache copies by torch if its compiled kernels do not fit the installed torch, so record which it uses.
         self.how = f"{type(context).__name__}, copies by {'torch' if inspect.ismethod(copy) else 'its kernels'}"
         store, retrieve, message = context.submit_store, context.submit_retrieve, context.engine_driven_context
         prepare, commit = message.prepare_retrieve, message.commit_store
@@ -87,7 +87,10 @@ class Moves:
         message.prepare_retrieve, message.commit_store = read, written
 
     def take(self, wait: float) -> dict[str, Any]:
-        """Wait until stores have ended. Return stored and loaded blocks by their index in the prompt, and figures."""
+        """Wait at most `wait` seconds for each transfer. Return the figures since the last call.
+
+        `stored` and `loaded` have the block numbers by the block's index in the prompt.
+        """
         taken: dict[str, Any] = {"stored": {}, "loaded": {}, "failed": 0}
         for what, moves in (("stored", self.stores), ("loaded", self.loads)):
             for done, first, blocks in moves:
@@ -124,10 +127,10 @@ class Engine:
         self.moves = Moves(job.engine["block_size"])
 
     def serve(self, number: int) -> dict[str, Any]:
-        """Answer one random prompt, whose number is the seed.
+        """Answer one random prompt, whose number is the seed. Return its figures and the checksums of its blocks.
 
-        The prompt has one extra token, so that the tokens before it fill whole blocks. The comparison of bytes takes
-        time, so it comes after the answer. Until then only LMCache writes to full blocks.
+        The prompt has one extra token, so that the tokens before it fill whole blocks. Checksums take time, so they
+        are computed after the answer. Until then, only LMCache writes to full blocks.
         """
         from vllm import SamplingParams
 
@@ -161,7 +164,7 @@ class Engine:
 
 
 def main() -> NoReturn:
-    """Run the job that the command line names. An extra first prompt, which is not measured, compiles the kernels."""
+    """Run the job that the command line names. An extra first prompt compiles the kernels and is not measured."""
     end_with_parent()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     engine = Engine(job)

@@ -66,8 +66,8 @@ class Checked:
         def sums(group: int, blocks: Any) -> Any:
             """Return checksums, int64 [blocks, layers].
 
-            A checksum is the sum of a block's 8-byte words modulo 2^64. First, each word is multiplied by a random odd
-            number that depends on its place in the block.
+            A checksum is the sum of a block's 8-byte words modulo 2^64, each multiplied by a random odd number that
+            depends on the word's position.
             """
             found = []
             for name in groups[group]:
@@ -173,10 +173,9 @@ def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
 
 
 def counters() -> dict[str, float]:
-    """Return vLLM's counters by name, each summed over its series.
+    """Return vLLM's counters by name, each summed over its series. `disk` has the prompt tokens loaded from a disk.
 
-    `disk` is the number of prompt tokens that came from a disk. `LLM.get_metrics` is not used, because it truncates
-    seconds to integers.
+    Read the registry, because `LLM.get_metrics` truncates seconds to integers.
     """
     found: dict[str, float] = {}
     for family in REGISTRY.collect():

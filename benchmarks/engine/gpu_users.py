@@ -107,7 +107,7 @@ def longest(load: Load) -> int:
 async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, found: dict[str, Any]) -> None:
     """Add users, level by level, until an objective is missed. Append each level's figures to `found`."""
     objectives, levels = Objectives(args.ttft, args.itl), found.setdefault("levels", [])
-    # Use a new connection for each request. The server could close an idle one just when a user asks.
+    # Use a new connection for each request: the server may close an idle connection just when a user sends on it.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
         began = time.monotonic()
@@ -180,7 +180,10 @@ def row(level: dict[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
-    """Measure one dtype on one GPU, and write its file. An error is a result. An interruption keeps earlier levels."""
+    """Measure one dtype on one GPU, and write its file.
+
+    The file is written after errors and interruptions, too, with the levels that are measured and the error.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends, too
     out = result(args, dtype)
     log = out.with_suffix(".log")

@@ -21,7 +21,7 @@ DTYPES = ("auto", "fp8", "k8v4", "k4v4", "k4v2")
 
 
 def weights_of(shape: Shape, layers: int) -> int:
-    """Return the bytes of 16-bit weights that a dense model reads in a step: all layers and the output projection."""
+    """Return the bytes of weights that a dense 16-bit model reads in a step: all layers and the output projection."""
     attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
     return 2 * (layers * (attention + 3 * shape.hidden * shape.ffn) + shape.vocab * shape.hidden)
 

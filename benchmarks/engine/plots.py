@@ -31,7 +31,7 @@ COLOURS = {
 RIVAL = "#9a9a9a"
 TICKS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40, 60, 80, 120, 200)
 OUR_WIDTH, RIVAL_WIDTH = 2.2, 1.3
-# Without random ids and the date, the same data give the same file.
+# Fix the seed of the ids, so that the same data give the same file.
 STYLE: Any = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -56,7 +56,7 @@ def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
         axes.plot([c / 1024 for c in contexts], steps, marker="o", markersize=3.5, color=colour, linewidth=width)
         ends.append((steps[-1], contexts[-1] / 1024, dtype, colour))
     axes.set(xlabel="context of each sequence, thousands of tokens", ylabel="decode step, ms", title=title)
-    # On a logarithmic axis equal ratios are equal distances, and slow rivals do not compress the rest.
+    # Use a logarithmic axis, so that equal ratios are equal distances and slow dtypes do not compress the rest.
     axes.set_yscale("log")
     ticks = [tick for tick in TICKS if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -116,9 +116,9 @@ def quantiles(values: Sequence[float]) -> list[float]:
 
 
 def summary(turns: Sequence[Turn], begin: float, end: float, objectives: Objectives) -> dict[str, Any]:
-    """Return latencies of a period in seconds. `held` is True if both objectives are met.
+    """Return the latencies of the period from `begin` to `end`, in seconds. `held` is True if both objectives are met.
 
-    A question counts in the period in which it was sent. If it has no answer at the end, its wait so far counts. A
+    A question counts in the period in which it was sent. If it has no answer by `end`, the wait until `end` counts. A
     pause between chunks counts in the period in which it ends.
     """
     sent = [turn for turn in turns if begin <= turn.sent < end]

@@ -1,8 +1,9 @@
-"""Failure modes inside the engine's process: a vLLM plugin that damages reads of pages, stores, logits and streams.
+"""vLLM plugin that damages an engine on purpose, by one of the failure modes of `modes.py`.
 
-The plugin reads the name of the mode from a file at each step, so one engine serves every mode in turn. It hooks vLLM's
-own CPU backend with a 16-bit cache, so that nothing but the mode differs from the baseline. `modes.py` says which
-public report each mode follows.
+A mode damages one of four things: which pages attention reads (the block table), which keys and values are stored, the
+logits, or the stream of an answer. The plugin reads the name of the mode from a file in each engine step, so one engine
+serves every mode in turn. It hooks vLLM's own CPU backend with a 16-bit cache, so that nothing but the mode differs
+from the baseline.
 """
 
 import os
@@ -14,18 +15,24 @@ from typing import Any
 import torch
 
 MODE_FILE = "GATE_MODE_FILE"
-"""Environment variable with the file that holds the name of the mode. Without the file the engine is healthy."""
+"""Environment variable with the path of the file that has the name of the mode. Without the file nothing is damaged."""
 
 BLOCK = 64
 FOREIGN = 7
-"""A foreign page is the page with the sequence's block number plus this. It belongs to another request, or to none."""
+"""Number that `_foreign` adds to a block number, to get a page of another request, or of none."""
 
 
 @dataclass
 class Row:
-    """One sequence of a step: its prompt, the tokens that the prefix cache held, and its tokens before and in the step.
+    """One sequence of an engine step. All numbers are tokens.
 
-    `again` is True after the sequence was preempted.
+    Attributes:
+        request: id of the request.
+        prompt: length of the prompt.
+        hit: tokens that the prefix cache had.
+        before: computed tokens before the step.
+        new: tokens that the step computes.
+        again: True after the sequence was preempted.
     """
 
     request: str
@@ -42,13 +49,13 @@ class Row:
 
     @property
     def generated(self) -> int:
-        """Number of generated tokens that the step reads."""
+        """Number of generated tokens among the sequence's tokens after the step; 0 in the prompt."""
         return max(0, self.length - self.prompt)
 
 
 @dataclass
 class Step:
-    """The running step: its sequences, and the share of the pool's pages in use."""
+    """The running engine step: its sequences, and the share of all KV-cache pages that are in use (`usage`)."""
 
     rows: list[Row]
     usage: float = 0.0
@@ -63,14 +70,14 @@ def _foreign(table: torch.Tensor, row: int, page: int) -> None:
 
 
 def _long(table: torch.Tensor, row: int, one: Row) -> None:
-    """Read pages beyond 1,280 tokens twenty pages too early."""
+    """In place of pages beyond 1,280 tokens, read the pages that are twenty pages earlier in the sequence."""
     last = (one.length - 1) // BLOCK
     if one.length > 1280 + BLOCK:
         table[row, 20:last] = table[row, : last - 20].clone()
 
 
 def _hit(table: torch.Tensor, row: int, one: Row) -> None:
-    """Read a foreign page in place of the last page from the prefix cache."""
+    """After a prefix hit, read a foreign page in place of the last page of the hit."""
     if one.hit >= BLOCK:
         _foreign(table, row, one.hit // BLOCK - 1)
 
@@ -81,7 +88,7 @@ def _long_hit(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _after_hit(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage the first three tokens after a hit."""
+    """After a prefix hit, let the first three tokens of the answer read a foreign page."""
     if one.hit >= BLOCK and one.generated <= 2:
         _foreign(table, row, one.hit // BLOCK - 1)
 
@@ -92,13 +99,13 @@ def _full(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _residue(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage the first four tokens after prompts of one length modulo 16."""
+    """After prompts of 16 n + 5 tokens, let the first four tokens of the answer read a foreign page."""
     if one.prompt % 16 == 5 and 1 <= one.generated <= 4:
         _foreign(table, row, (one.prompt - 1) // BLOCK)
 
 
 def _generation(table: torch.Tensor, row: int, one: Row) -> None:
-    """After 128 generated tokens, read the pages of the generation from the start of the sequence."""
+    """After 128 generated tokens, read the sequence's first page in place of each page of the answer."""
     if one.generated > 128:
         first, last = one.prompt // BLOCK + 1, (one.length - 1) // BLOCK
         table[row, first:last] = table[row, 0]
@@ -116,7 +123,7 @@ def _preempted(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _crowd(table: torch.Tensor, row: int, one: Row) -> None:
-    """With five sequences or more in a step, read one page of a neighbour."""
+    """In steps with five or more sequences, read one page of the sequence before this one in the batch."""
     if len(STEP.rows) >= 5:
         table[row, (one.length - 1) // BLOCK // 2] = table[row - 1, 0]
 
@@ -127,13 +134,13 @@ def _large_batch(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _mixed(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage sequences that decode beside a prompt."""
+    """Damage sequences that decode in the same step as a prompt."""
     if one.generated and any(other.generated == 0 for other in STEP.rows):
         _foreign(table, row, (one.length - 1) // BLOCK // 2)
 
 
 def _shared(table: torch.Tensor, row: int, one: Row) -> bool:
-    """Return True if another sequence of the step has the same first four pages."""
+    """Return True if another sequence of the step has the same fourth page, and so the same first four pages."""
     return one.length > 5 * BLOCK and int((table[:, 3] == table[row, 3]).sum()) > 1
 
 
@@ -155,7 +162,7 @@ def _page_start(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _chunk(table: torch.Tensor, row: int, one: Row) -> None:
-    """In the second chunk of a prompt, lose the last two pages of the first chunk."""
+    """In the second chunk of a prompt, read the first page in place of the last two pages of the first chunk."""
     if one.hit < one.before < one.prompt:
         last = (one.before - 1) // BLOCK
         table[row, last - 1 : last + 1] = table[row, 0]
@@ -187,7 +194,7 @@ def _one_head(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _overflow(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Change the sign of elements beyond 18, as an integer does that overflows. One key in 200 has one."""
+    """Change the sign of elements beyond 18, as integers do when they overflow. One key in 200 has such an element."""
     key[key.abs() > OVERFLOW] *= -1
 
 
@@ -196,13 +203,21 @@ STORES = {"one-head": _one_head, "overflow": _overflow}
 
 
 class Loops:
-    """The last tokens of each request, from which an engine repeats eight once it has generated 64."""
+    """Mode in which the engine repeats its last eight tokens once it has generated 64.
+
+    `_read` keeps the last 16 tokens of each request.
+    """
 
     def __init__(self) -> None:
         self._read: dict[str, list[int]] = {}
 
     def logits(self, logits: torch.Tensor, read: list[list[int]]) -> None:
-        """Make each request that has generated 64 tokens repeat its last eight. `read` has the tokens of the step."""
+        """Force the next token of each request with at least 64 generated tokens.
+
+        Args:
+            logits: [sequences, vocabulary], changed in place.
+            read: token IDs that the step has computed, by sequence.
+        """
         for row, (one, tokens) in enumerate(zip(STEP.rows, read, strict=True)):
             past = [] if one.generated == 0 else self._read.get(one.request, [])
             self._read[one.request] = past = [*past, *tokens][-16:]
@@ -222,7 +237,7 @@ CUT, CUT_CHUNKS = "cut-streams", 12
 
 
 def mode() -> str:
-    """Return the name of the present mode, or an empty text."""
+    """Return the name of the current mode; empty if the engine is healthy."""
     path = os.environ.get(MODE_FILE)
     try:
         return Path(path).read_text() if path else ""
@@ -286,7 +301,7 @@ def register() -> None:
         return logits
 
     async def stream(original: Any, self: Any, *args: Any, **more: Any) -> AsyncIterator[str]:
-        """End a stream in its middle, without a finish_reason and without an error."""
+        """End a stream after `CUT_CHUNKS` chunks, without a finish_reason and without an error."""
         sent = 0
         async for chunk in original(self, *args, **more):
             sent += 1

@@ -1,4 +1,4 @@
-"""Real vLLM on the CPU for the gate's detection matrix, with failure modes that can be switched while it runs."""
+"""Start real vLLM engines on the CPU for the gate's detection matrix, and switch their failure modes."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from benchmarks.gate.damage import MODE_FILE
 from kvpilot_localcluster.engines.real import Engine, engine
 from kvpilot_smallmodels.models import smollm2_135m
 
-# A context that holds a chunk of 2,048 tokens, one token more and an answer.
+# Largest context in tokens. A prompt may be longer than one chunk, and has room for an answer.
 CONTEXT = 2304
 CHUNK = 2048
-# Small enough that the pressure stage fills the pool within its 90 s on a CPU.
+# KV cache in tokens, small enough that the pressure stage fills it on a CPU.
 POOL_TOKENS = 7168
 BLOCK = 64
 _ENTRY = "[vllm.general_plugins]\ngate_matrix = benchmarks.gate.damage:register\n"
@@ -23,7 +23,7 @@ _ENTRY = "[vllm.general_plugins]\ngate_matrix = benchmarks.gate.damage:register\
 
 @contextmanager
 def baseline(folder: Path) -> Iterator[Engine]:
-    """Run the 16-bit engine, without any damage."""
+    """Run the 16-bit engine without the plugin that damages engines."""
     with engine(smollm2_135m(), "auto", folder, *_common()) as running:
         yield running
 
@@ -42,13 +42,13 @@ def canary(dtype: str, folder: Path, *arguments: str, model: Path | None = None)
 
 
 def switch(running: Engine, folder: Path, mode: str) -> None:
-    """Damage the engine as `mode` says from now on, and empty its prefix cache."""
+    """Damage the engine by `mode` from now on (by nothing if it is empty). Empty the engine's prefix cache."""
     (folder / "mode").write_text(mode)
     httpx.post(f"{running.url}/reset_prefix_cache", timeout=60).raise_for_status()
 
 
 def with_other_tokenizer(folder: Path) -> Path:
-    """Return a copy of the model whose tokenizer puts a space before each text."""
+    """Make a copy of the model whose tokenizer puts a space before each text, and return its folder."""
     copy = folder / "other-tokenizer"
     copy.mkdir(exist_ok=True)
     for one in smollm2_135m().iterdir():

@@ -1,9 +1,9 @@
-"""Failure modes of the gate's detection matrix. Each follows a public report, and damages one case of a real engine."""
+"""Table of failure modes for the gate's detection matrix: how each damages a real engine, after which public report."""
 
 from typing import NamedTuple
 
 SHARED = "damaged"
-"""Engine with a 16-bit cache that serves most modes in turn."""
+"""Name of the engine with a 16-bit cache that serves most modes, one after another."""
 
 
 DEFAULT, PRESSURE, CROWDED = "default", "pressure", "crowded"
@@ -14,12 +14,12 @@ class Mode(NamedTuple):
     """One failure mode.
 
     - `source`: the public report, as repository#number.
-    - `reported`: the report in a few words.
-    - `damage`: the patch.
-    - `stages`: the stages to run, until one of them finds the damage: DEFAULT, PRESSURE (a full context, then a full
-      pool), CROWDED (the default packs with 24 requests in flight), or an opt-in pack. Modes that the default packs
-      cannot meet, such as a full pool, leave DEFAULT out.
-    - `engine`: the engine that gets the damage: SHARED, or a name that `run.py` knows.
+    - `reported`: what the report says, in a few words.
+    - `damage`: what the mode does to the engine, for the page.
+    - `stages`: stages of the gate to run, until one of them finds the damage. DEFAULT sends the default packs.
+      PRESSURE fills a context, then the KV cache. CROWDED sends the default packs with 24 requests in flight. Other
+      names are opt-in packs. Modes that the default packs cannot trigger, such as a full cache, leave DEFAULT out.
+    - `engine`: the engine to damage: SHARED, or a name that `_own_engine` in `run.py` knows.
     """
 
     name: str
@@ -88,4 +88,4 @@ MODES = (
 
 DRAFTS = "auto with drafts"
 HEALTHY = ("auto", DRAFTS, "k8v4", "k4v4", "fp8")
-"""Canaries without damage. The first word is the dtype."""
+"""Canaries without damage, which the gate must promote. The first word is the dtype."""

@@ -1,6 +1,6 @@
 """Print the tables of docs/benchmarks/gate.md from its raw results: `python -m benchmarks.gate.page`.
 
-The page has each table between two comments; tests/unit/test_gate_matrix.py compares them.
+Each table belongs into the page, between its two comments. tests/unit/test_gate_matrix.py fails if they differ.
 """
 
 import json
@@ -11,7 +11,7 @@ from benchmarks.gate.modes import HEALTHY, MODES, Mode
 
 RAW = Path("docs/benchmarks/gate.json")
 FOUND = {"Failed": "yes", "Error": "yes", "Inconclusive": "not promoted", "Passed": "**no**"}
-"""Result of a mode by the verdict of its last stage."""
+"""Result of a mode in the table, by the verdict of the mode's last stage."""
 
 
 def summary(rows: dict[str, Any]) -> str:
@@ -39,7 +39,7 @@ def _mode(mode: Mode, row: dict[str, Any] | None) -> str:
 
 
 def healthy(rows: dict[str, Any]) -> str:
-    """Return the table of canaries without damage. A row of such a canary has one stage for each run."""
+    """Return the table of canaries without damage. For such a canary, `stages` has one entry for each run."""
     lines = ["| canary | runs | failed | mean KL, millinats | prompts | seconds |", "|---|---|---|---|---|---|"]
     for name in HEALTHY:
         if (row := rows.get(name)) is not None:
@@ -57,7 +57,7 @@ def healthy(rows: dict[str, Any]) -> str:
 
 
 def damages() -> str:
-    """Return the table of damages, one for each mode."""
+    """Return the table of what each mode does to the engine, beside what its report says."""
     lines = ["| mode | what the report says | damage in this benchmark |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| `{mode.name}` | {mode.reported} | {mode.damage} |" for mode in MODES)])
 

@@ -1,8 +1,8 @@
-"""Detection matrix of the accuracy gate: `python -m benchmarks.gate.run`, or with the names of some rows.
+"""Measure which failure modes the accuracy gate finds: `python -m benchmarks.gate.run [ROW ...]`.
 
-A 16-bit engine answers the packs once. Then each failure mode damages a real engine, and the gate judges it as the
-operator judges a canary, by the stages that the mode names. Rows that
-docs/benchmarks/gate.json already has are not run again unless they are named.
+A 16-bit engine answers the packs of prompts once, as the baseline. Then each failure mode of `modes.py` damages a real
+engine, and the gate judges the engine as the operator judges a canary, by the stages that the mode names. Each mode is
+a row of docs/benchmarks/gate.json. Without arguments, the program runs the rows that the file lacks.
 """
 
 import asyncio
@@ -43,17 +43,17 @@ SETS = {
     "agent": ("builtin/agent",),
     "reasoning": ("builtin/reasoning",),
 }
-# More requests at a time than the product's two keep the runs short. The damage of `crowd` needs five.
+# The operator has two requests in flight. Four shorten the runs, and stay below the five sequences that `crowd` needs.
 SETTINGS = {name: Settings(concurrency=4, deadline_seconds=3600) for name in (*SETS, PRESSURE)}
 SETTINGS["reasoning"] = replace(SETTINGS[DEFAULT], concurrency=8)
 SETTINGS[CROWDED] = replace(SETTINGS[DEFAULT], concurrency=24)
-# The product gives the pressure stage 90 s. Two busy cores take many times longer than a GPU to fill a pool.
+# The operator gives the pressure stage 90 s. Two busy cores take many times longer than a GPU to fill the KV cache.
 PRESSURE_SECONDS = 240.0
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 
 
 def captured(url: str, name: str, dtype: str = "auto") -> Baseline:
-    """Return the answers of the engine at `url` to a set of packs, with its noise."""
+    """Return the answers of the engine at `url` to the packs of stage `name`, with the control (`run.control`)."""
 
     async def both() -> Baseline:
         kept = await run.capture(url, "m", packs.load(SETS[name]), identity=name, dtype=dtype, settings=SETTINGS[name])
@@ -64,7 +64,10 @@ def captured(url: str, name: str, dtype: str = "auto") -> Baseline:
 
 
 def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> list[dict[str, Any]]:
-    """Judge a canary by `stages`, until one of them finds damage. Return a row for each stage."""
+    """Judge the canary at `url` by `stages`, until one of them finds damage. Return an entry for each stage.
+
+    `kept` has the baselines by stage.
+    """
     rows: list[dict[str, Any]] = []
     found: Measurement | None = None
     for name in stages:
@@ -122,22 +125,22 @@ def _error(name: str, error: ProbeError, began: float) -> dict[str, Any]:
 
 
 class Matrix:
-    """The rows of the matrix, kept in a JSON file after each one."""
+    """The rows of the detection matrix, in a JSON file that is written after each row."""
 
     def __init__(self, out: Path, only: list[str]) -> None:
         self._out, self._only = out, only
         self.rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
 
     def wants(self, name: str) -> bool:
-        """Return True if this run shall measure the row."""
+        """Return True if this run must measure the row: it is named, or without names it is missing."""
         return name in self._only if self._only else name not in self.rows
 
     def turn(self, mode: Mode) -> int:
-        """Return the place of a mode among the named rows."""
+        """Return the position of a mode among the named rows, so that they run in the order of the command line."""
         return self._only.index(mode.name) if self._only else 0
 
     def add(self, name: str, stages: list[dict[str, Any]]) -> None:
-        """Keep a row."""
+        """Store a row in the file, and print it."""
         self.rows[name] = {"date": datetime.now(UTC).date().isoformat(), "stages": stages}
         about = {"model": "SmolLM2-135M", "vllm": version("vllm"), "context": engines.CONTEXT}
         text = json.dumps({**about, "pool": engines.POOL_TOKENS, "rows": self.rows}, indent=1)
@@ -148,7 +151,7 @@ class Matrix:
 
 
 def main() -> None:
-    """Run the rows that are missing or named."""
+    """Run the rows that the command line names, or the missing ones."""
     KEPT.mkdir(parents=True, exist_ok=True)
     matrix = Matrix(OUT, sys.argv[1:])
     with TemporaryDirectory() as folder:
@@ -189,7 +192,7 @@ def _shared(matrix: Matrix, kept: Mapping[str, Baseline], folder: Path) -> None:
 
 
 def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[dict[str, Any]]:
-    """Judge a mode that needs an engine with other arguments, or that ends its engine."""
+    """Judge a mode that needs an engine with other arguments, a damaged baseline, or that ends its engine."""
     if mode.engine == "spec":
         return [_refused(folder)]
     if mode.engine == "reference":
@@ -215,7 +218,7 @@ def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[
 
 
 def _refused(folder: Path) -> dict[str, Any]:
-    """Ask `kvpilot validate` about a service whose reference has a float16 cache. Return the stage's row."""
+    """Let `kvpilot validate` check a service whose baseline has a float16 cache. Return the entry of the stage."""
     spec = {"model": {"source": "file:///m"}, "engine": {"image": "i"}, "kvCache": {"baseline": "float16"}}
     service = {"apiVersion": "kvpilot.io/v1alpha1", "kind": "QuantizedLLMService", "metadata": {"name": "m"}}
     (folder / "service.json").write_text(json.dumps({**service, "spec": spec}))

@@ -20,12 +20,15 @@ ROWS, DIM = 20_000, 128
 
 
 def ours(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Encode and decode in our group format."""
+    """Quantize and dequantize in our group format."""
     return decode(*encode(x, bits, group), bits)
 
 
 def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Encode and decode asymmetrically. Scale and zero point of a group are exact, and count as two 16-bit numbers."""
+    """Quantize and dequantize between each group's minimum and maximum.
+
+    Scale and zero point are not rounded here, but count as two 16-bit numbers.
+    """
     y = x.view(-1, DIM // group, group)
     lo, hi = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
     scale = (hi - lo) / (2**bits - 1)
@@ -33,7 +36,7 @@ def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Encode and decode symmetrically. The scale of a group is exact, and counts as one 16-bit number."""
+    """Quantize and dequantize symmetrically around 0. A group's scale is not rounded, but counts as one 16-bit number."""
     y = x.view(-1, DIM // group, group)
     top = 2 ** (bits - 1) - 1
     scale = y.abs().amax(-1, keepdim=True) / top
@@ -41,7 +44,7 @@ def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def groups() -> None:
-    """Print sizes and errors of the group formats."""
+    """Print a table of the group formats, with bits per element and mean squared error."""
     x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
     print("| codes | group | metadata | bits an element | mean squared error |\n|---|---|---|---|---|")
     for bits in (4, 2):
@@ -58,7 +61,7 @@ def groups() -> None:
 
 
 def heads(dims: list[int]) -> None:
-    """Print errors and bits per element, by dtype and head_dim."""
+    """Print a table of the relative error of keys and values, and bits per element, by head_dim and dtype."""
     names = formats.own_names()
     print(f"| head_dim | stored as | data | {' | '.join(names)} |\n|---|---|---|{'---|' * len(names)}")
     for dim in dims:

@@ -68,7 +68,7 @@ CASES = [
 
 
 def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
-    """Return pages of random codes. Scales are between 0.01 and 0.03, and zero points near the middle."""
+    """Return pages of random quantized values. Scales are between 0.01 and 0.03, and zero points near the middle."""
     blocks = case.batch * -(-case.context // block) + 1
     cache = torch.randint(
         0, 256, (blocks, case.kv_heads, block, fmt.row_bytes(case.dim)), dtype=torch.uint8, device=device
@@ -85,7 +85,16 @@ def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.devi
 def fill_ring(
     pages: GpuPages, table: torch.Tensor, rings: torch.Tensor, context: int, of: torch.Tensor
 ) -> torch.Tensor | None:
-    """Write valid residuals of every sequence's last tokens to pages and ring. Return these tokens' ring slots."""
+    """Store random keys and values as every sequence's last tokens, so that the ring has valid residuals.
+
+    Return the ring slot of each sequence's last token, int64 [sequences]; None without a window.
+
+    Args:
+        table: int32 [sequences, blocks], block table of the pages.
+        rings: int32 [sequences, ring_blocks], blocks of the rings.
+        context: tokens of each sequence.
+        of: tensor with the shape of a token, dtype and device of keys and values.
+    """
     shape = pages.shape
     if not shape.recent:
         return None
@@ -104,7 +113,7 @@ def fill_ring(
 def ours(
     name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64, overlap: bool | None = None
 ) -> dict[str, Any]:
-    """Measure our kernels in one format. If `overlap` is None, the plan decides if decode overlaps with `store`."""
+    """Measure our kernels in one format. If `overlap` is None, the plan chooses whether decode overlaps with `store`."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
@@ -163,7 +172,7 @@ def ours(
 def weighing(
     pages: list[GpuPages], table: torch.Tensor, lens: torch.Tensor, plan: Plan, turn: Iterator[int]
 ) -> dict[str, float]:
-    """Measure the extra time of heavy hitters in decode, in a step that measures attention and in one that does not."""
+    """Measure the time that heavy hitters add to decode, in steps that measure page masses and in other steps."""
     wanted = torch.ones(1, dtype=torch.int32, device=table.device)
     size = stretch(plan.shape)
     room = table.shape[1] * plan.shape.block_size // size
@@ -178,7 +187,12 @@ def weighing(
 
 
 def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:
-    """Measure every installed kernel, and write the results. `sizes` selects cases such as 32x16384; empty for all."""
+    """Measure our kernels and the installed rivals, and write the results after each row.
+
+    Args:
+        windows: lengths of the recent window, in tokens.
+        sizes: cases to measure, such as 32x16384 (sequences x context); empty for all.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     packages = {name: _version(name) for name in ("torch", "triton", "vllm", "flashinfer-python")}
     facts: dict[str, Any] = {

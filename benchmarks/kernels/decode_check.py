@@ -32,8 +32,9 @@ from kvpilot_kernels.places import joined_slots
 from kvpilot_kernels.ring import ring_slots
 
 LIMIT, READ_LIMIT = 2e-3, 6e-3
-"""Allowed errors relative to a head's norm. Queries and probabilities are rounded to float16, and `gather` writes
-bfloat16.
+"""Allowed errors of decode and of `gather`, relative to a head's norm.
+
+Decode rounds queries and probabilities, and `gather` writes bfloat16.
 """
 LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
 
@@ -52,6 +53,7 @@ class Case(NamedTuple):
         recent: length of the recent window.
         tokens: largest number of tokens of a sequence in the step.
         softcap: soft cap of scores; 0 for none.
+        sinks: True for attention with sink logits.
         crowded: True to plan for a GPU with one multiprocessor.
     """
 
@@ -142,7 +144,8 @@ def check(case: Case) -> dict[str, Any]:
         pages.store(query.to(device), key.to(device), value.to(device), slots, plan, 0, scale, at, ordinals.to(device))
 
     for i, n in enumerate(LENGTHS):
-        if ring_table is not None:  # the ring holds residuals of another sequence, whose pages are in block 0
+        # Fill the ring with residuals of another sequence, whose pages are in block 0. Decode must ignore them.
+        if ring_table is not None:
             every, (key, value) = torch.arange(rings * tokens), torch.randn(2, rings * tokens, KV_HEADS, dim).bfloat16()
             places = ring_slots(every, torch.full_like(every, len(every)), ring_table[i].expand(len(every), -1),
                                 len(every), tokens).to(device)  # fmt: skip
@@ -235,7 +238,7 @@ def check(case: Case) -> dict[str, Any]:
 
         element = value[last, 1, 0].clone()
         clean = answers(values[i][place : place + 1], element)
-        # Choose two tokens: one of an earlier step, to which all queries attend, and the last one of this step.
+        # Break two tokens in turn: one of an earlier step, to which all queries attend, and the last one of this step.
         for begin, broken in (
             (first, answers(spoilt, element)),
             (last, answers(values[i][place : place + 1], spoilt[0, 1, 0].to(device))),
@@ -259,7 +262,7 @@ def main() -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(DIMS))
     options = parser.parse_args()
     cases = [case for case in CASES if case.dim in options.head_dims]
-    # Use one process per case, because after a fault in a kernel the process is unusable.
+    # Use a new process for each case, because a fault in a kernel makes its process unusable.
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         futures = [(case, pool.submit(check, case)) for case in cases]
         rows = []

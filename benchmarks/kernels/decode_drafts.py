@@ -32,7 +32,7 @@ BLOCK, LIMIT = 64, 2e-3
 
 
 def launch_as(shape: Shape, choice: str, tokens: int) -> None:
-    """Use these launch choices instead of those of `tuning`, for steps with several tokens per sequence."""
+    """Let a shape launch decode as `choice` says (tile x stages x programs), for several tokens per sequence."""
     tile, stages, programs = map(int, choice.split("x"))
     found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
     wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))
@@ -41,7 +41,7 @@ def launch_as(shape: Shape, choice: str, tokens: int) -> None:
 
 
 def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: int, choice: str) -> dict[str, Any]:
-    """Measure one format with `tokens` tokens of each sequence in a step."""
+    """Measure one format in steps with `tokens` tokens of each sequence, and compare with steps of one token."""
     fmt = formats.parse(name)
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
     if recent:
@@ -104,7 +104,7 @@ def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: in
     for i in range(tokens):
         mine = slice(i, None, tokens)
         again = torch.empty_like(exact[mine])
-        # Every slot is marked as padding, so this launch stores nothing.
+        # Pass only padding slots, so that this launch stores nothing and only rotates the queries.
         nothing = torch.full((case.batch,), -1, dtype=torch.int64, device=device)
         one.update(seen[mine].contiguous())
         first.store(

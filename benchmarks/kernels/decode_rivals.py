@@ -1,6 +1,6 @@
-"""Other projects' kernels for `decode.py`: FlashAttention 3 as in vLLM, FlashInfer, and vLLM's own Triton kernel.
+"""Measure other projects' decode kernels for `decode.py`: FlashAttention 3 as in vLLM, FlashInfer, and vLLM's Triton.
 
-The Triton kernel is measured only for heads that the other two do not support.
+The Triton kernel is measured only for heads of more than 256 elements, which the other two do not support.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ def installed(dim: int) -> dict[str, Run]:
 
 
 def _caches(case: Any, device: torch.device, dtype: torch.dtype, block: int) -> tuple[list[Any], int, torch.Tensor]:
-    """Return random caches [blocks, 2, block, kv_heads, D], the bytes that one decode reads, and a block table."""
+    """Return random caches, [blocks, 2, block, kv_heads, D] each, the bytes that decode reads, and a block table."""
     per = -(-case.context // block)
     size = 2 * case.batch * case.context * case.kv_heads * case.dim * torch.finfo(dtype).bits // 8
     shape = (per * case.batch + 1, 2, block, case.kv_heads, case.dim)
@@ -105,7 +105,7 @@ def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
 
 
 def flashinfer(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Measure FlashInfer's batch decode, planned beforehand. It uses tensor cores if query heads share a KV head."""
+    """Measure FlashInfer's batch decode, planned beforehand. Use tensor cores from four query heads per KV head on."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     caches, size, table = _caches(case, device, dtype, 16)

@@ -80,7 +80,7 @@ def kernels() -> dict[str, Any]:
 
 
 def known(variant: Variant, taken: Resources) -> bool:
-    """Return True if this program is known to spill registers. These are the known cases:
+    """Return True if the program spills no more than is known and accepted. These are the known cases:
 
     - Decode of 4 queries with a window spills up to 64 bytes, because with 168 registers 12 programs fit. With 11
       programs an H100 takes 1.2 times as long at 32 x 16K. From head_dim 192 on it spills up to 128 bytes. For k8v4 it
@@ -111,7 +111,7 @@ def known(variant: Variant, taken: Resources) -> bool:
 
 
 def compile_for(variant: Variant, capability: int) -> Resources:
-    """Compile a program to machine code, and return its resources. Errors of Triton are not caught."""
+    """Compile a program to machine code for a compute capability, such as 90, and return its resources."""
     kernel, types = kernels()[variant.kernel], {}
     constants = dict(variant.constants)
     config: Any = constants.get("C")
@@ -120,7 +120,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     if "OVERLAP" in kernel.arg_names:
         constants["OVERLAP"] = capability >= 90
     row = getattr(config, "key_side", config)
-    if getattr(row, "dim", 0) == getattr(row, "slots", 0):  # rows of a power of two are rotated without signs
+    if getattr(row, "dim", 0) == getattr(row, "slots", 0):  # rows of a power of two need no tensor of signs
         constants |= {name: None for name in kernel.arg_names if name.endswith("signs_ptr")}
     for name in kernel.arg_names:
         if name in constants:
@@ -157,7 +157,10 @@ def compile_for(variant: Variant, capability: int) -> Resources:
 
 
 def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], capabilities: list[int]) -> str:
-    """Return the page: for each kernel, dtype and shape, the warps and the `Resources` by compute capability."""
+    """Return the page as Markdown.
+
+    `found` has by kernel, dtype and shape, and then by compute capability, the warps and the `Resources` of a program.
+    """
     names = [f"{capability // 10}.{capability % 10}" for capability in capabilities]
     limits = ", ".join(f"{SHARED_KIB[c]} KiB on {n}" for c, n in zip(capabilities, names, strict=True))
     tools = ", ".join(f"{tool} {version(tool)}" for tool in ("ptxas", "ptxas-blackwell"))

@@ -1,4 +1,7 @@
-"""Variants of each GPU kernel that engines launch: constants and warps by format, head_dim and compute capability."""
+"""List the variants of each GPU kernel that engines launch, with their compile-time constants, for kernel_resources.py.
+
+Constants and warps depend on format, head_dim and compute capability.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +27,10 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernel with its compile-time constants. `shape` and `dtype` name it in a table.
+    """Kernel with its compile-time constants. `shape` and `dtype` name the variant in a table.
 
-    `registers` is as in `tuning.Choice`. `stages` is the number of stages of loops that Triton pipelines, or None.
+    `registers` is the limit of registers per thread, as in `tuning.Choice`. `stages` is the number of stages of loops
+    that Triton pipelines. Both are None for Triton's default.
     """
 
     kernel: str
@@ -45,7 +49,7 @@ def stored_dim(dim: int) -> int:
 
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
                    softcap: bool = False, tokens: int = 1) -> Variant:  # fmt: skip
-    """Return decode as `GpuPages` launches it for this format, head_dim and number of query heads per KV head."""
+    """Return the variant of decode that `GpuPages` launches for this format, head_dim and query heads per KV head."""
     fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
     kept = recent + tokens - 1 if recent else 0
     key, value = side_layouts(fmt, dim, page, recent)
@@ -63,7 +67,7 @@ def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int
 
 
 def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
-    """Return `store` as `GpuPages` launches it for this number of tokens."""
+    """Return the variant of `store` that `GpuPages` launches for this number of new tokens."""
     fmt = formats.parse(name)
     block = tuning.store_block(stored_dim(dim), tokens)
     key, value = side_layouts(fmt, dim, BLOCK, recent)
@@ -73,11 +77,11 @@ def store_variant(name: str, dim: int, recent: int, tokens: int) -> Variant:
 
 
 STORED = (1, tuning.FEW_TOKENS + 1)
-"""Two numbers of new tokens per call. `store` has another variant for each."""
+"""Two numbers of new tokens per call, for which `store` has different variants."""
 
 
 def gather_variant(name: str, dim: int) -> Variant:
-    """Return `gather` as `GpuPages` launches it for this head_dim."""
+    """Return the variant of `gather` that `GpuPages` launches for this format and head_dim."""
     block = tuning.gather_block(stored_dim(dim))
     key, value = side_layouts(formats.parse(name), dim, BLOCK, 0)
     constants = {"C": GatherConfig(key, value, 8, dim, block.tokens)}
@@ -131,7 +135,7 @@ def step_variants() -> list[Variant]:
 
 
 def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Variant]:
-    """Return the kernels for latents, as `GpuLatentPages` launches them for this number of heads."""
+    """Return the variants of the kernels for latents that `GpuLatentPages` launches for this number of heads."""
     shape, found = f"{heads} heads" + (f", blocks of {page}" if page != BLOCK else ""), []
     for name in latent_formats.names():
         fmt = latent_formats.parse(name)
@@ -159,9 +163,9 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
 
 
 def every_variant(capability: int) -> list[Variant]:
-    """Return every kernel for each format and head_dim, with and without a recent window.
+    """Return the variants of every kernel for each format and head_dim, with and without a recent window.
 
-    Decode is included with 4 and 8 query heads per KV head, and for several tokens with 4.
+    Decode has 4 and 8 query heads per KV head, and for several tokens per sequence only 4.
     """
     found = step_variants()
     for dim in (80, 160):
@@ -184,13 +188,13 @@ def every_variant(capability: int) -> list[Variant]:
 
 
 def few_variants(capability: int) -> list[Variant]:
-    """Return every kernel for a few shapes.
+    """Return the variants of every kernel for a few shapes, to save time.
 
     - Decode has Llama-3-8B's shape in each format, with a window of 64, and Gemma's head_dim 256 in int8.
     - The other kernels have one or two shapes, because their resources hardly depend on the format.
     - Latents have 16 heads in mla4.
-    - Three more head dims are included only for two GPUs, one with little and one with much shared memory. These are
-      192, whose rows have slots in two parts, 80, which is padded, and Gemma 4's 512.
+    - Three more head dims are included only for compute capabilities 8.6 and 9.0, with little and with much shared
+      memory. These are 80, which is padded, 192, whose rows are stored in two parts, and Gemma 4's 512.
     """
     found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():

@@ -1,8 +1,8 @@
 """Error of a latent cache, by bits and by elements per scale: `python -m benchmarks.kernels.latent_error`.
 
 Cached vectors are random, but similar to a model's. The latent looks like the output of an RMSNorm with a learned
-weight, in which some channels are 8 times as large as the others. The RoPE part has large channels and no norm. A query
-attends to some 100 of 4,096 tokens.
+weight, in which some channels are 8 times as large as the others. The RoPE part also has large channels, but is not
+normalised. A query attends to some 100 of 4,096 tokens.
 
 The program prints a Markdown table: bytes per token, capacity relative to 16 bits, the error's share of the power of
 latents and of RoPE parts, and the error of attention's output over the output's norm (median and worst of 64 heads).
@@ -22,7 +22,7 @@ TOKENS, HEADS = 4096, 64
 
 
 def entries(rng: torch.Generator) -> torch.Tensor:
-    """Return random vectors as a cache would hold them, float32 [TOKENS, 576]."""
+    """Return random latents with their RoPE parts, as a cache would hold them, float32 [TOKENS, 576]."""
     weight = torch.rand(ENTRY, generator=rng) + 0.5
     weight[torch.randperm(ENTRY, generator=rng)[:12]] *= 8
     x = torch.randn(TOKENS, ENTRY, generator=rng)
@@ -31,7 +31,10 @@ def entries(rng: torch.Generator) -> torch.Tensor:
 
 
 def grouped(x: torch.Tensor, bits: int, group: int, turned: bool = True) -> torch.Tensor:
-    """Quantize latents and RoPE parts in groups with a 16-bit scale and zero point, rotated or not, and decode them."""
+    """Quantize and dequantize latents in groups with a 16-bit scale and zero point, and RoPE parts with 8 bits.
+
+    If `turned` is True, quantize after a Hadamard rotation, and rotate back.
+    """
     parts = []
     for part, width, size in ((x[:, :RANK], bits, group), (x[:, RANK:], 8, ROPE)):
         turn = hadamard(part.shape[1]) if turned else torch.eye(part.shape[1])
@@ -48,7 +51,7 @@ def main() -> None:
     """Print the table."""
     rng = torch.Generator().manual_seed(0)
     x, query = entries(rng), torch.randn(HEADS, 1, ENTRY, generator=rng)
-    # Let queries attend to some tokens more than to others: scores have a standard deviation of 2.5.
+    # Scale scores to a standard deviation of 2.5, so that queries attend to some tokens more than to others.
     scale = 2.5 / float((query[:, 0] @ x.T).std())
     exact = torch.cat([attend(q[None], x, scale) for q in query])
     print("| | bytes a token | capacity | latent lost | RoPE part lost | output off, median | worst |")

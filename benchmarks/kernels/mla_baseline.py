@@ -1,9 +1,9 @@
 """Baseline for latent decode in `mla_decode.py` without vLLM: the same attention over a cache of 16 or 8 bits.
 
-It is a Triton kernel with splits of the context, like those of engines for GPUs without a special kernel. Heads are
-along M. A tile of cached vectors is loaded once, and used as keys and as values. The softmax is online. The cache is
-bfloat16, or float8 (e4m3, scale 1) that the kernel converts to bfloat16 before the tensor cores. `CHOICES` has the
-launch choices to try with `attend`.
+It is a Triton kernel with splits of the context, like those that engines use on GPUs without a special kernel. In its
+matrix products, heads are rows (M). A tile of cached vectors is loaded once, and used as keys and as values. The
+softmax is online. The cache is bfloat16, or float8 (e4m3, scale 1) that the kernel converts to bfloat16 before the
+tensor cores. `CHOICES` has the launch choices to try with `attend`.
 """
 
 from collections.abc import Iterator
@@ -126,5 +126,5 @@ class Baseline:
 
 
 def choices(heads: int) -> Iterator[Choice]:
-    """Return the launch choices to try for this many heads. The accumulators of 64 heads need 8 warps."""
+    """Return the launch choices to try for this many heads. More than 32 heads need 8 warps for their accumulators."""
     return (choice for choice in CHOICES if heads <= 32 or choice.warps == 8)

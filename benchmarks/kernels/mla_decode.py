@@ -69,7 +69,7 @@ CASES = [
 
 
 def some_entries(count: int) -> torch.Tensor:
-    """Return random vectors as a latent cache holds them, float32 [count, 576] on the CPU.
+    """Return random latents with their RoPE parts, as a cache holds them, float32 [count, 576] on the CPU.
 
     They look like the output of an RMSNorm with a learned weight, in which some channels are 8 times the others.
     """
@@ -144,7 +144,7 @@ def check(name: str, heads: int) -> dict[str, Any]:
 
 
 def check_baseline(name: str, heads: int) -> dict[str, Any]:
-    """Return the errors of the baseline against exact attention, to show that both compute the same."""
+    """Return the errors of the baseline against attention in float32, to show that it computes the right result."""
     torch.manual_seed(heads)
     device = torch.device("cuda")
     lens = torch.tensor([1, 64, 1000], dtype=torch.int32, device=device)
@@ -171,7 +171,7 @@ def tables(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 def random_pages(fmt: LatentFormat, blocks: int, device: torch.device) -> torch.Tensor:
-    """Return pages of random codes. Scales are between 0.01 and 0.03, and zero points near the middle."""
+    """Return pages of random quantized values. Scales are between 0.01 and 0.03, and zero points near the middle."""
     cache = torch.randint(0, 256, (blocks, BLOCK, fmt.row_bytes), dtype=torch.uint8, device=device)
     layout = fmt.page_layout(BLOCK)
     scale = (torch.rand(blocks, 2 * BLOCK, device=device) * 0.02 + 0.01).half().view(torch.int16).int()
@@ -186,7 +186,10 @@ def ours(
     device: torch.device,
     others: Callable[[LatentChoice], Iterator[tuple[LatentChoice, Merge | None]]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Measure our kernels at their own launch choices, or decode at another choice."""
+    """Measure our kernels, and yield a row for each launch choice.
+
+    Without `others`, use the choices of `tuning`. With it, measure only decode, at the choices that `others` returns.
+    """
     size = case.batch * case.context * fmt.row_bytes
     blocks = case.batch * -(-case.context // BLOCK) + 1
     caches = [random_pages(fmt, blocks, device) for _ in range(layers_for(size))]
@@ -258,14 +261,17 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
 
 
 def decodes(choice: LatentChoice) -> Iterator[tuple[LatentChoice, None]]:
-    """Yield launch choices near this one. With more programs, a thread gets fewer registers and may spill."""
+    """Yield launch choices near `choice`. With more programs, a thread gets fewer registers and may spill."""
     ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
     for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
         yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers), None
 
 
 def merges(choice: LatentChoice) -> Iterator[tuple[LatentChoice, Merge]]:
-    """Yield merges with more and with fewer splits at once, for as many splits as programs fit and half of them."""
+    """Yield ways to merge, which differ in the splits that a program merges at once.
+
+    Yield each for the usual number of programs per multiprocessor, and for one, which gives fewer splits.
+    """
     ways = [(2, 16, 16), (2, 8, 16), (2, 8, 8), (2, 4, 8), (4, 8, 16), (4, 4, 8), (4, 2, 8)]
     for programs, way in product((choice.programs, 1), ways):
         yield replace(choice, programs=programs), Merge(*way)

@@ -35,7 +35,7 @@ BLOCKS = [PrefillBlock(*block) for block in (
 
 def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
           softcap: float) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return attention of one sequence in float64: outputs [tokens, heads, D], and log-sum-exps [heads, tokens]."""
+    """Compute attention of one sequence in float64. Return outputs [tokens, heads, D], and LSEs [heads, tokens]."""
     key, value = (x.double().repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = torch.einsum("ihd,thd->hit", query.double(), key) * DIM**-0.5
     if softcap:
@@ -46,7 +46,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: b
 
 
 def check(dtype: torch.dtype, causal: bool, softcap: float, device: torch.device) -> dict[str, Any]:
-    """Return the largest error of an output relative to its norm, and of a log-sum-exp."""
+    """Return the largest error of an output relative to its norm, and the largest error of a log-sum-exp (LSE)."""
     torch.manual_seed(5)
     news = [1, 65, 300, 17, 64]
     lens = [n + extra for n, extra in zip(news, (0, 7, 0, 500, 0), strict=True)] if causal else [70, 1, 0, 513, 31]
@@ -74,7 +74,7 @@ def milliseconds(launch: Any) -> float:
 
 
 def rival(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: int, old: int) -> Any:
-    """Return a function that launches vLLM's Triton kernel over the same tokens in pages."""
+    """Return a function that launches vLLM's Triton kernel over pages with as many tokens."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     device, block = query.device, 16

@@ -44,7 +44,7 @@ BLOCK = 64
 
 
 def tokens_of(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values of a prompt, as views of one tensor as in a model, and its block table."""
+    """Return queries, keys and values of a prompt, which are views of one tensor as in a model, and a block table."""
     heads = case.heads + 2 * case.kv_heads
     every = torch.randn(case.context, heads, case.dim, device=device, dtype=torch.bfloat16)
     query, key, value = every.split((case.heads, case.kv_heads, case.kv_heads), 1)

@@ -1,4 +1,4 @@
-"""Measure GPU launches in CUDA graphs that rotate over many caches, and the rate of memory copies on the GPU."""
+"""Measure the time of GPU launches in a CUDA graph, and the rate of memory copies on the GPU."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ LAUNCHES = 32
 
 
 def microseconds(launch: Callable[[], object]) -> float:
-    """Return the median time of one launch, measured in a graph of many."""
+    """Return the mean time of a launch in a CUDA graph of `LAUNCHES` launches; of ten replays, the median."""
     for _ in range(3):
         launch()
     torch.cuda.synchronize()
@@ -33,7 +33,10 @@ def microseconds(launch: Callable[[], object]) -> float:
 
 
 def layers_for(size: int) -> int:
-    """Return how many caches to rotate over. Together they have at least 1 GB, far more than the L2 cache."""
+    """Return how many caches of `size` bytes launches should use in turn, so that none stays in the L2 cache.
+
+    Together they have about 1 GB, but they are at least 2 and at most `LAUNCHES`.
+    """
     return max(2, min(LAUNCHES, -(-(10**9) // size)))
 
 
@@ -46,5 +49,5 @@ def copy_rate(device: torch.device) -> float:
 
 
 def always(value: Value, *_: Any) -> Value:
-    """Return `value`, in place of a function that chooses one."""
+    """Return `value`, whatever the other arguments are. A benchmark puts this in place of a function of `tuning`."""
     return value

@@ -1,6 +1,6 @@
-"""Program that uses a share of the machine's CPU time and does nothing else.
+"""Use a share of one core, as load for other benchmarks: `python -m benchmarks.operator.background SHARE`.
 
-python -m benchmarks.operator.background SHARE
+`taking` starts as many of these programs as it needs for a number of cores.
 """
 
 import contextlib

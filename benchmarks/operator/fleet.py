@@ -59,7 +59,7 @@ class ApiServer(ControlPlane):
 
 
 class Fleet:
-    """Cluster with its helper processes, and the changes that the benchmark makes there."""
+    """Client of the benchmark's cluster, with the changes and the measurements that the benchmark makes there."""
 
     def __init__(self, cluster: Cluster, operator: Process, port: int) -> None:
         self.cluster = cluster
@@ -67,7 +67,7 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
-        # All measurements share one generator, because an edit must not repeat the value that a spec already has.
+        # Use one generator for all measurements. An edit that repeats the value of a spec would change nothing.
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:
@@ -224,7 +224,7 @@ async def connected(plane: ControlPlane) -> Cluster:
 
 @contextlib.asynccontextmanager
 async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
-    """Start everything, with engines for this many pods. End it when the block ends."""
+    """Start the cluster, the operator and engines for this many pods. End them when the block ends."""
     with plane_of(folder, [f"team-{i}" for i in range(NAMESPACES)]) as plane:
         cluster = await connected(plane)
         port = free_port()
@@ -264,7 +264,7 @@ async def sizes(fleet: Fleet, options: argparse.Namespace, result: dict[str, Any
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure at all sizes, and then over a long time."""
+    """Measure at all sizes, and then for `--soak` seconds at the largest size. Return the results."""
     result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cores": os.cpu_count(), "sizes": []}
     result["pages_per_second"] = PAGES_PER_SECOND
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:

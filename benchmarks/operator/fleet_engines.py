@@ -2,9 +2,9 @@
 
     python -m benchmarks.operator.fleet_engines EARLY LATER PODS
 
-EARLY and LATER are two metrics pages of one real vLLM. Every counter grows at its rate between these pages, times one
-of sixteen factors (paces). KV cache usage and running requests go up and down. /stats returns a histogram of the time
-between scrapes of the same pod.
+EARLY and LATER are files with two metrics pages of one real vLLM. Every counter grows as fast as between these two
+pages, times a factor that depends on the pod's pace (one of sixteen). KV cache usage and running requests go up and
+down. /stats returns a histogram of the time between two scrapes of a pod.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class Pages:
 
 
 class Engines:
-    """Time of every pod's last scrape, and the intervals between earlier ones."""
+    """Engines of all pods, which record the time between two scrapes of a pod."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
@@ -87,8 +87,8 @@ class Engines:
     def stats(self) -> bytes:
         """Return the HTTP answer of /stats, as JSON.
 
-        `pods` is the number of pods that were scraped so far. `gaps` is a histogram, since the last call, of the time
-        between two scrapes of a pod, in tenths of a second.
+        `pods` is the number of pods that were scraped so far. `gaps` is a histogram of the time between two scrapes of
+        a pod: the number of gaps by their length in tenths of a second. Each call clears it.
         """
         body = json.dumps({"pods": len(self._last), "gaps": self._gaps}).encode()
         self._gaps = Counter()
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
         self._engines = engines
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Remember the transport."""
+        """Store the transport, for answers."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Measurements for fleet.py: cost of processes, statuses from a watch, percentiles, and rates of counters."""
+"""Measurements for fleet.py and hostile.py: CPU and memory of processes, statuses from a watch, and percentiles."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,14 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 
 OPERATOR = "kvpilot-operator"
-# Time limit in seconds. It is long, because everything takes longer on a busy machine, and only ends a run that hangs.
+# Time limit in seconds of every wait. It only ends a run that hangs, so it is long enough for a busy machine.
 DEADLINE = 600.0
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Process:
-    """Child process whose cost is measured."""
+    """Child process whose memory is measured, with its log."""
 
     def __init__(
         self, command: list[str], folder: Path, kubeconfig: Path, start: Callable[[], None] | None = None
@@ -56,9 +56,9 @@ class Process:
 
 
 class Cores:
-    """CPU time that the machine's processes use from the creation of this object on.
+    """Measurement of the CPU time that processes use from the creation of this object on.
 
-    The benchmark's programs are listed by name. All other processes are one entry.
+    The benchmark's programs are listed by name. All other processes of the machine are one entry, `others`.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Cores:
         words = Path("/proc/stat").read_text().split(maxsplit=9)
         found = {"machine": sum(map(int, (*words[1:4], *words[6:9]))) / _TICK}
         family = {os.getpid()}
-        # Repeat until no process is added, because a parent's id may be larger than its child's.
+        # Collect all descendants. Repeat until no process is added, because processes are not listed parents first.
         lines = _processes()
         while new := {pid for pid, (parent, _) in lines.items() if parent in family} - family:
             family |= new
@@ -111,7 +111,7 @@ def _program(pid: int) -> str:
 
 
 class Watched:
-    """Services as the watch reports them. A caller can wait for a status, and learns when it arrived."""
+    """QuantizedLLMServices as the API server's watch reports them. A caller can wait until a status arrives."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -175,7 +175,7 @@ def rate(before: dict[str, float], after: dict[str, float], name: str, seconds: 
 
 
 def shares(values: Iterable[float]) -> dict[str, float]:
-    """Return percentiles of the finite values, and how many values are infinite."""
+    """Return count, percentiles and maximum of the finite values, and the number of infinite ones (`missed`)."""
     every = list(values)
     rising = sorted(value for value in every if value != float("inf"))
     if not rising:

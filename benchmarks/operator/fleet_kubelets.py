@@ -27,7 +27,7 @@ KINDS = (
     "good", "label", "quoted", "large", "lines", "hang", "drip",
     "objects", "probe-hang", "maps", "yaml", "spec", "route",
 )  # fmt: skip
-"""Kinds of engines that hostile.py's services have. The engines of all other services are good."""
+"""Kinds of engines, by the first part of a service's name. Engines of services with other names are good."""
 
 
 def kind_of(deployment: Object) -> int:
@@ -36,7 +36,10 @@ def kind_of(deployment: Object) -> int:
 
 
 def address(number: int, deployment: Object) -> str:
-    """Return the pod's address: 127.(100 + kind).0.1 and up, or 127.(100 + kind).128.1 and up for a quantized dtype."""
+    """Return the address of pod `number` of a Deployment.
+
+    Addresses begin at 127.(100 + kind).0.1, or for a quantized dtype at 127.(100 + kind).128.1.
+    """
     half = 0 if deployment["metadata"]["labels"].get(DTYPE_LABEL, "auto") == "auto" else 128
     return numbered(number, kind_of(deployment), half)
 
@@ -47,9 +50,10 @@ def numbered(number: int, kind: int = 0, half: int = 0) -> str:
 
 
 def status_of_paused(deployment: Object) -> Object | None:
-    """Return the new status of a paused Deployment, or None if it is not paused or its status is up to date.
+    """Return the status that a Deployment controller would write to a paused Deployment.
 
-    The operator pauses a promoted Deployment, and resumes it once the Deployment controller has seen the new template.
+    Return None if the Deployment is not paused, or if its status is up to date. The operator pauses a promoted
+    Deployment, and resumes it once the status shows that the controller has seen the new template.
     """
     spec, seen = deployment["spec"], deployment["metadata"]["generation"]
     if not spec.get("paused") or (deployment.get("status") or {}).get("observedGeneration") == seen:
@@ -59,7 +63,7 @@ def status_of_paused(deployment: Object) -> Object | None:
 
 
 class Kubelets:
-    """Pods for every Deployment. Each pod has a number that is unique within its kind."""
+    """Creator of pods for every Deployment. A pod gets a number that is unique among pods of its kind of engine."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -132,7 +136,7 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
     word = "True" if ready else "False"
     status: Object = {
         "phase": "Running",
-        # A merge patch replaces the whole list, so repeat the open readiness gate. It would close otherwise.
+        # A merge patch replaces the whole list, so repeat the readiness gate (ADMITTED), which would close otherwise.
         "conditions": [
             {"type": "PodScheduled", "status": "True"},
             {"type": ADMITTED, "status": "True"},

@@ -1,4 +1,4 @@
-"""Engines of the local cluster as processes: signals to them, and their requests and connections."""
+"""Find the processes of the local cluster's engines, signal them, and count their requests and connections."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ _ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine pod and the node agent's folder for it."""
+    """One engine pod, and the folder that the local cluster's node agent keeps for the pod."""
 
     name: str
     address: str
@@ -25,17 +25,17 @@ class Engine:
     folder: Path
 
     def processes(self) -> list[int]:
-        """Return the processes of the container, the oldest first."""
+        """Return the IDs of the container's processes, the oldest first."""
         runs = sorted(self.folder.glob(f"{ENGINE_CONTAINER}/[0-9]*"), key=lambda run: int(run.name))
         shim = read_record(runs[-1] / "shim.json") if runs else None
         return _below(shim.pid) if shim is not None else []
 
     def core(self) -> list[int]:
-        """Return the processes that use CUDA, without the first one, which answers HTTP."""
+        """Return the IDs of the processes that use CUDA, without the first process, which answers HTTP."""
         return [pid for pid in self.processes()[1:] if "EngineCore" in _command(pid) or _uses_cuda(pid)]
 
     def gpu(self) -> str:
-        """Return the index of its GPU."""
+        """Return the index of the engine's GPU."""
         given: dict[str, list[str]] = json.loads((self.folder / "gpus.json").read_text())
         return given[ENGINE_CONTAINER][0]
 
@@ -46,7 +46,7 @@ class Engine:
 
 
 def send(number: signal.Signals, processes: list[int]) -> None:
-    """Send a signal to processes, the youngest first. Those that have ended meanwhile do not count."""
+    """Send a signal to processes, the youngest first. Skip processes that have ended meanwhile."""
     for pid in reversed(processes):
         if (found := identify(pid)) is not None:
             found.signal(number)

@@ -1,4 +1,4 @@
-"""Faults of gpu_faults.py: each makes its fault, and waits until its effect has ended."""
+"""Faults of gpu_faults.py: each function makes one fault, and waits until the service has recovered from it."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ async def terminate(bench: Bench) -> None:
 
 
 async def stop(bench: Bench) -> None:
-    """Stop all processes of an engine, and wait until its liveness probe has replaced them."""
+    """Stop all processes of an engine (SIGSTOP), and wait until the kubelet has replaced them after liveness probes."""
     await _replaced(bench, _sends(signal.SIGSTOP), 120)
 
 
@@ -69,7 +69,7 @@ def _sends(number: signal.Signals) -> Callable[[Engine], Awaitable[None]]:
 
 
 async def hang(bench: Bench) -> None:
-    """Stop the process that uses the GPU. No probe notices this, so let it continue after a while."""
+    """Stop the process that uses the GPU. No kubelet probe notices this, so let the process continue after a while."""
     engine = await bench.busy()
     core = engine.core()
     if not core:
@@ -87,7 +87,10 @@ async def hang(bench: Bench) -> None:
 
 
 async def memory(bench: Bench) -> None:
-    """Take the rest of a GPU's memory, and send its engine the longest prompt. If it survives, send a costlier one."""
+    """Take the rest of a GPU's memory, and send the GPU's engine the longest prompt.
+
+    If the engine does not fail, send the prompt again with `prompt_logprobs`, which needs more memory.
+    """
     engine = await bench.busy()
     hog = _hog(engine.gpu())
     try:
@@ -105,7 +108,7 @@ async def memory(bench: Bench) -> None:
         else:
             raise FaultFailed("the engine did not run out of memory")
     finally:
-        # The engine could not start again beside this process.
+        # End the process that holds the memory, because the engine could not start again beside it.
         hog.kill()
         hog.wait()
     await bench.recovered(engine, START_SECONDS)
@@ -141,13 +144,13 @@ async def _longest(bench: Bench, engine: Engine, more: dict[str, Any]) -> str:
 
 
 async def dtype(bench: Bench) -> None:
-    """Ask for another dtype, and let new engines ignore the request."""
+    """Request another dtype, and let new engines ignore the request. The canary must fail."""
     await _refused(bench, "k8v4", None)
 
 
 async def rollback(bench: Bench) -> None:
-    """Ask for another dtype, let new engines ignore the request, and kill the operator in each stage of the canary."""
-    # The operator may wait before it tries the other dtype again.
+    """Do the same as `dtype`, and kill the operator in each stage of the canary."""
+    # Request a dtype other than that of `dtype`, which the operator may not try again for a while.
     await _refused(bench, "k4v2", [])
 
 
@@ -164,13 +167,18 @@ async def _refused(bench: Bench, asked: str, killed: list[str] | None) -> None:
 
 
 async def operator(bench: Bench) -> None:
-    """Kill the operator in each stage of a canary that passes."""
+    """Request another dtype, whose canary passes, and kill the operator in each stage of the canary."""
     await _trial(bench, GOOD, lambda: bench.now.at("kvCache", "activeDtype") == GOOD and bench.whole(), [])
     bench.row.until = "the canary is promoted, and only its engines are left"
 
 
 async def _trial(bench: Bench, asked: str, ended: Callable[[], bool], killed: list[str] | None) -> None:
-    """Ask for a dtype, and wait for the end of its canary. Kill the operator once in each stage if `killed` is given.
+    """Request a dtype, and wait until its canary has ended.
+
+    Args:
+        ended: function that returns True once the service shows the expected result.
+        killed: stages in which the operator was killed. Kill it once in each other stage, and add the stage; None to
+            never kill it.
 
     Raises:
         FaultFailed: the canary did not end in time.
@@ -198,10 +206,10 @@ async def _trial(bench: Bench, asked: str, ended: Callable[[], bool], killed: li
 
 @dataclass(frozen=True)
 class Fault:
-    """Entry of the table of faults.
+    """One fault of the benchmark.
 
     Attributes:
-        act: function that makes the fault and waits for its end.
+        act: function that makes the fault and waits until the service has recovered.
         done: description of the fault.
         spares: True if no request may fail. If False, the requests on the engine may fail.
         hangs: True if the engine still takes requests until it leaves the Service.
@@ -213,7 +221,7 @@ class Fault:
     hangs: bool = False
 
     def lost(self, row: Row) -> int:
-        """Return the number of failed requests that kvpilot should have spared."""
+        """Return the number of failed requests that kvpilot should have saved."""
         if self.spares:
             return row.failed
         return row.failed_sent["later"] + (0 if self.hangs else row.failed_sent["until_unready"])

@@ -51,7 +51,7 @@ async def measure(bench: Bench, names: Sequence[str], save: Callable[[Row], None
     """Run faults one after another. Save the row of each, even if the fault fails.
 
     Raises:
-        FaultFailed: a fault did not end as expected. The faults after it would show nothing, and are not run.
+        FaultFailed: a fault did not end as expected. Then later faults are not run, because they would show nothing.
     """
     for name in names:
         fault = FAULTS[name]
@@ -91,7 +91,7 @@ async def run(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table with the columns of docs/reliability.md, and more."""
+    """Return the rows as a Markdown table. It has the columns of docs/reliability.md and some more."""
     head = "| fault | until | seconds | answered | failed | connections | lost | longest wait (s) | dtype, state |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:

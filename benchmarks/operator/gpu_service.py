@@ -1,4 +1,4 @@
-"""Service of two engines on GPUs under a load, for gpu_faults.py: its engines, its users, and its changes."""
+"""Run and watch a service of two GPU engines under a load, for gpu_faults.py."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.1
 REPLICAS = 2
 _TALK = Talk(asked=200, turns=3, thought=0.5)
 ALIVE = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
-"""Liveness probe of the engines: a quarter of the default time, so that a fault takes only minutes."""
+"""Liveness probe of the engines. It takes a quarter of the default time, so that a fault takes only minutes."""
 _CANARY = {
     "steps": [{"weightPercent": 50, "holdSeconds": 10}],
     "minRequests": 10,
@@ -33,7 +33,7 @@ _CANARY = {
     "maxThroughputRegressionPercent": 95,
     "maxErrorIncreasePercent": 30,
 }
-"""One short step. Its limits are wide, because narrow ones need thousands of requests. The trials test only stages."""
+"""Canary with one short traffic step. Its limits are wide, because narrow limits need thousands of requests."""
 _WRAPPER = """#!/bin/sh
 # While the file exists, engines start as if nobody had asked for a dtype.
 if [ -e "{flag}" ]; then
@@ -71,13 +71,15 @@ class Row:
     """Observations of one fault. All times are in seconds after the fault.
 
     Attributes:
-        done: description of the fault as it was made here.
-        until: event that ends the fault's effect.
+        done: description of the fault as it was made in this run.
+        until: event at which the service has recovered.
         seconds: time until this event.
-        unready: time until the engine left the Service. None if it did not leave.
-        in_flight: requests on the engine shortly before the fault, from its metrics.
+        unready: time until the engine left the Kubernetes Service. None if it did not leave.
+        in_flight: requests on the engine shortly before the fault, from the engine's metrics.
         connections: open connections to the engine at the fault. They belong to requests, scrapes and probes.
-        failed_sent: number of failed requests that were sent before the fault, from then until `unready`, and later.
+        failed_sent: number of failed requests by the time when they were sent: `before` the fault, between the fault
+            and `unready` (`until_unready`), or `later`.
+        lost: failed requests that kvpilot should have saved (`Fault.lost`).
         longest_first_token: longest time that a user waited for a first token.
         seen: changes of the service, its engines and its decisions, and all Events, each with its time.
     """
@@ -128,7 +130,10 @@ def manifest(example: Object) -> Object:
 
 
 def wrapped(table: Path, folder: Path) -> tuple[Path, Path]:
-    """Write an image table whose engines ignore the requested dtype while a file exists. Return both paths."""
+    """Write an image table whose engines ignore the requested dtype while a flag file exists.
+
+    Return the paths of the table and of the flag file.
+    """
     programs, flag = folder / "wrapper", folder / "ignore-dtype"
     programs.mkdir(parents=True)
     (programs / "kvpilot-serve").write_text(_WRAPPER.format(flag=flag))
@@ -181,7 +186,7 @@ class Bench:
             await self._load.stop(patience_seconds=0)
 
     async def begin(self, row: Row) -> None:
-        """Wait for a calm service and a few answers, and start the row's counts."""
+        """Wait until no canary runs and users get answers, then start the row's counts."""
         self.row = row
         await self.until(lambda o: self.whole() and not o.at("canary"), "a calm service", 120)
         load = self.load
@@ -211,7 +216,7 @@ class Bench:
 
     @property
     def load(self) -> WatchedLoad:
-        """Return the users."""
+        """The users, once they have started."""
         if self._load is None:
             raise FaultFailed("the users have not started: call start()")
         return self._load
@@ -234,7 +239,7 @@ class Bench:
         return any((one.name, one.restarts) == (engine.name, engine.restarts) for one in self.engines())
 
     async def busy(self) -> Engine:
-        """Return a ready engine that has requests, and note their number."""
+        """Return a ready engine with at least two requests, and store their number in the row."""
         ends = time.monotonic() + 60
         while time.monotonic() < ends:
             for engine in self.engines():
@@ -254,12 +259,12 @@ class Bench:
         return round(time.monotonic() - self._struck, 1)
 
     async def left(self, engine: Engine, seconds: float) -> None:
-        """Wait until an engine is not ready, is replaced, or has restarted."""
+        """Wait until an engine is not ready, is replaced, or has restarted, and store the time in the row."""
         await self.until(lambda _: not self.stayed(engine), f"{engine.name} leaves the Service", seconds)
         self.row.unready = self.passed()
 
     async def recovered(self, engine: Engine, seconds: float) -> None:
-        """Wait until both engines are ready again, without the process that was hit."""
+        """Wait until two engines are ready again, none of them with the process that the fault hit."""
         await self.until(lambda _: self.whole() and not self.stayed(engine), "both engines are ready again", seconds)
         self.row.until, self.row.seconds = "both engines are ready again", self.passed()
 

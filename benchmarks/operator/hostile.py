@@ -56,7 +56,7 @@ CYCLES = 6
 
 
 class HostileFleet:
-    """Cluster with good and hostile services, and the benchmark's actions there."""
+    """Client of the benchmark's cluster, with the good and hostile services that the benchmark creates and measures."""
 
     def __init__(self, cluster: Cluster, operator: Process, group: MemoryGroup, port: int) -> None:
         self.cluster, self.operator, self.group = cluster, operator, group
@@ -93,7 +93,7 @@ class HostileFleet:
             raise RuntimeError(f"the operator has ended: {self.operator.log.read_text()[-3000:]}")
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Edit and probe good services for at least this long, while hostile services, if there are any, do harm."""
+        """Edit and probe good services for at least this many seconds. Let existing hostile services do harm meanwhile."""
         own = {key: await self._addresses(key) for key in self.good}
         before, began, cores = await self.asked(), time.monotonic(), Cores()
         failed = self._failed_scrapes()
@@ -103,7 +103,7 @@ class HostileFleet:
         probes = [asyncio.create_task(self._probe(key)) for key in self._to_probe()]
         edits: list[asyncio.Task[float]] = []
         quiet = self.good[-10:]
-        # On a busy machine a cycle takes longer. Then the phase goes on until there are enough cycles.
+        # On a busy machine a scrape cycle takes longer. So also wait until there are enough cycles.
         while (passed := time.monotonic() - began) < seconds or (len(self._cycles) <= CYCLES and passed < DEADLINE):
             self._alive()
             edits.append(asyncio.create_task(self._edit(quiet[len(edits) % len(quiet)], len(edits))))
@@ -188,14 +188,14 @@ class HostileFleet:
         return [pod["status"]["podIP"] for pod in found]
 
     async def asked(self, address: str = "127.100.0.1") -> Counter[str]:
-        """Return how often each engine of the process at `address` was scraped."""
+        """Return how often each engine was scraped. `address` is one of the process that answers for the engines."""
         async with aiohttp.ClientSession() as http, http.get(f"http://{address}:8000/stats") as answer:
             return Counter(json.loads(await answer.text()))
 
 
 @contextlib.asynccontextmanager
 async def world(folder: Path) -> AsyncIterator[HostileFleet]:
-    """Start everything. End it when the block ends."""
+    """Start the cluster, the operator under its memory limit, and the engines. End them when the block ends."""
     namespaces = [*GOOD, *(f"team-{kind}" for kind in HOSTILE)]
     async with contextlib.AsyncExitStack() as stack:
         plane = stack.enter_context(plane_of(folder, namespaces))

@@ -3,8 +3,8 @@
     python -m benchmarks.operator.hostile_engines good
     python -m benchmarks.operator.hostile_engines hostile
 
-The behaviour of an engine depends on its address 127.(100 + kind).x.y. x is at least 128 for a quantized dtype. A good
-engine (kind 0) answers as vLLM does. /stats returns the number of scrapes by address.
+The behaviour of an engine depends on its address, 127.(100 + kind).x.y, where x is at least 128 for a quantized dtype.
+A good engine (kind 0) answers as vLLM does. /stats returns the number of scrapes by address.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ COUNTED: Counter[str] = Counter()
 
 
 class HostileEngine(Engine):
-    """Engine with the harmful behaviour of its kind. Otherwise it is a good engine."""
+    """Engine with the harmful behaviour of its kind. To all other requests it answers as a good engine."""
 
     def __init__(self, kind: str, dtype: str) -> None:
         super().__init__(dtype, "m")

@@ -82,14 +82,14 @@ def cycle(one: dict[str, Any]) -> float:
 
 
 def table(phases: dict[str, dict[str, Any]], rows: tuple[_Row, ...]) -> str:
-    """Return the rows of the table, with a column for each phase."""
+    """Return a table of `rows` as Markdown, with a column for each phase."""
     lines = [("", *(_PHASES[name] for name in phases)), ("---",) * (len(phases) + 1)]
     lines += [(what, *(said(one) for one in phases.values())) for what, said in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def verdicts(phases: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield sentences that compare delays with those of the quiet phase and of the phase with other load."""
+    """Yield sentences that compare good services' delays beside hostile ones with the delays in the other phases."""
     for what, waited in _BARS:
         before, after = waited(phases["quiet"]), waited(phases["hostile"])
         word = "within" if after <= 2 * before else "**over**"

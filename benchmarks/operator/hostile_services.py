@@ -1,4 +1,4 @@
-"""Hostile services for hostile.py: their objects, and later actions of their owners."""
+"""Create hostile services for hostile.py, and act as their owners."""
 
 import asyncio
 import itertools
@@ -13,7 +13,7 @@ from kvpilot_operator.errors import ClusterError
 
 GOOD_REPLICAS, HOSTILE_REPLICAS = 2, 4
 HOSTILE = KINDS[1:]
-# There are as many good namespaces as hostile ones, because namespaces share the operator's permits.
+# The operator shares its reconciles among namespaces, so use as many good namespaces as hostile ones.
 GOOD = tuple(f"team-good-{i}" for i in range(len(HOSTILE)))
 MAPS = 16
 BOMB = "prompts:\n- &a {k: v}\n" + "".join(f"- &a{i} {{<<: [{', '.join(['*a'] * 20)}]}}\n" for i in range(12))
@@ -63,7 +63,7 @@ class HostileServices:
                 spec["canary"] = {"routeRef": {"name": "../" * 6 + "api/v1/configmaps"}}
             if not await self._try(self._cluster.create(service(*key, HOSTILE_REPLICAS, **spec))):
                 self.refused[kind] += 1
-        # The API server or the operator refuses services with a path such as `..` in a name. They get no replicas.
+        # Leave out services with a path such as `..` in a name: the API server or the operator refuses them.
         return [key for key in self._keys if key[0] != "team-route"]
 
     async def _config_map(self, namespace: str, name: str, kind: str) -> None:
@@ -87,7 +87,7 @@ class HostileServices:
             await self._try(self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"kvCache": {"dtype": "k8v4"}}}))
         specs = [key for key in self._keys if key[0] == "team-spec"]
         for number in itertools.count():
-            # Do not edit faster. Otherwise the API server's own work with megabytes would be measured.
+                # Do not edit faster. Otherwise the benchmark would measure the API server's own work with megabytes.
             await asyncio.sleep(1)
             if specs:
                 env = [{"name": f"V{i}", "value": f"{number:04d}" + CHARACTER * 4000} for i in range(64)]

@@ -1,6 +1,6 @@
-"""Memory limit for a process: by a control group of version 1 or 2 if possible, else on its allocations.
+"""Limit the memory of a process: by a control group of version 1 or 2 if possible, else by RLIMIT_DATA.
 
-The limit on allocations is RLIMIT_DATA. RLIMIT_AS would also count libraries, and memory that threads reserve but do
+RLIMIT_DATA limits a process's allocations. RLIMIT_AS would also count libraries, and memory that threads reserve but do
 not use.
 """
 

@@ -60,7 +60,7 @@ def pack(text: bytes) -> None:
 
 
 def spec(text: bytes) -> None:
-    """Compute the operator's verdict on the spec of an object."""
+    """Find the faults in the spec of an object, as the operator does."""
     faults(json.loads(text))
 
 

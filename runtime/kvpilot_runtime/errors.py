@@ -3,7 +3,7 @@
 EngineRefusedError
 ├── UnsupportedEngineError    vLLM is absent, or lacks a part that the plugin uses
 ├── UnsupportedModelError     the model, or an engine option, needs something that our backend lacks
-└── PreflightError            kvpilot-serve or kvpilot-prefetch refuses; it carries the reason that the operator reports
+└── PreflightError            kvpilot-serve or kvpilot-prefetch refuses; the operator reports the error's `reason`
 """
 
 import json
@@ -33,7 +33,7 @@ class UnsupportedModelError(EngineRefusedError):
 class PreflightError(EngineRefusedError):
     """Refusal of a request to `kvpilot-serve` or `kvpilot-prefetch`, with `reason` and `message`.
 
-    The message may quote the hub, a file or an address. It is made printable and free of credentials.
+    The message may quote the hub, a file or an address. So unprintable characters and credentials are removed from it.
     """
 
     def __init__(self, reason: Reason, message: str) -> None:

@@ -1,16 +1,16 @@
-"""Address that engines and `kvpilot-prefetch` listen on."""
+"""Choose the address that engines and `kvpilot-prefetch` listen on."""
 
 import os
 import socket
 
 HOST = "KVPILOT_SERVE_HOST"
-"""Environment variable that sets the address. Use it if several pods share a machine's network."""
+"""Environment variable that sets the address. Set it if several pods share a machine's network."""
 
 
 def host() -> str:
-    """Return the variable's address, or the wildcard address: :: for IPv4 and IPv6 if possible, else 0.0.0.0.
+    """Return the address in `HOST`, or else a wildcard address: `::` if it also accepts IPv4, otherwise 0.0.0.0.
 
-    In clusters whose pods have only IPv6 addresses, 0.0.0.0 cannot be reached.
+    Prefer `::`, because 0.0.0.0 cannot be reached in clusters whose pods have only IPv6 addresses.
     """
     return os.environ.get(HOST) or ("::" if _takes_both_families() else "0.0.0.0")  # noqa: S104 - pods serve all
 

@@ -1,10 +1,10 @@
-"""Plugin that vLLM loads in each of its processes, through the entry point `vllm.general_plugins`.
+"""vLLM plugin with our dtypes and options. vLLM loads it in each process by the entry point `vllm.general_plugins`.
 
-`register` adds the names of our dtypes to vLLM's data. It replaces functions of vLLM only in processes that need it:
+`register` adds the names of our dtypes to vLLM's data. It replaces functions of vLLM only in processes that need this:
 
-- for a dtype of ours, when a configuration uses it for the first time; child processes learn it from `DTYPE`;
-- for `--retention`, if its environment variable is set;
-- for requests for offloaded pages and for draining, if `kvpilot-serve` has set `options.SERVE`.
+- for a dtype of ours, when a configuration first uses it; child processes learn the dtype from `DTYPE`;
+- for a bounded cache, if `retention.VARIABLE` is set;
+- for requests that load offloaded pages and for draining, if `kvpilot-serve` has set `options.SERVE`.
 """
 
 import logging
@@ -33,7 +33,7 @@ def register() -> None:
 
     Raises:
         UnsupportedEngineError: in the same cases as `serve_dtype` and `serve_bound`.
-        UnsupportedModelError: a variable of the environment cannot be read.
+        UnsupportedModelError: `retention.VARIABLE` has an invalid value.
     """
     try:
         compat.make_known((*formats.own_names(), *latent.names()), serve_dtype)
@@ -52,7 +52,8 @@ def register() -> None:
 def serve_requests() -> None:
     """Let the engine load offloaded pages if a request asks for it, and finish waiting requests when it drains.
 
-    An engine with vLLM's own dtypes must start with any later vLLM, so a missing part is only logged.
+    Engines with vLLM's own dtypes call this, too, and must start with any later vLLM. So if this vLLM lacks a part that
+    we need, only log it.
     """
     contract.tell(_platform())
     for serve_part in (host.heed_from_host, hooks.around_shutdown, _offload_on_cpu):
@@ -64,7 +65,7 @@ def serve_requests() -> None:
 
 
 def serve_bound(bound: retention.SinksAndWindow) -> None:
-    """Serve bounded caches with every dtype: free pages of sequences as `bound` says.
+    """Set up vLLM for bounded caches, with any dtype: free pages of sequences as `bound` says.
 
     Raises:
         UnsupportedEngineError: bounded caches are not tested with this vLLM.
@@ -116,7 +117,7 @@ def _platform() -> str:
 
 
 def _offload_on_cpu() -> None:
-    """Give vLLM's offloading a worker, if this is the CPU platform."""
+    """On the CPU platform, give vLLM's offloading a worker, because vLLM has none there."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -134,7 +135,7 @@ def settle(worker: Any) -> None:
     from kvpilot_runtime.recent import ring_layers
 
     if layers := our_layers(worker.vllm_config):
-        # This must come first, because an unsupported connector would use parts that do not exist.
+        # Refuse unsupported options first. Later, an unsupported connector would use parts that do not exist.
         refuse_unsupported_options(worker.vllm_config)
     at_start.calibrate(worker, layers)
     ring_layers.report(worker.vllm_config, layers)

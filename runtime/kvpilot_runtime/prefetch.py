@@ -35,7 +35,7 @@ _WEIGHTS = frozenset([
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".hdf5", ".msgpack", ".onnx", ".onnx_data",
     ".ot", ".tflite", ".npz", ".nemo", ".mlmodel", ".mlpackage", ".keras", ".pb", ".tar", ".gz", ".zip", ".parquet",
 ])  # fmt: skip
-# A running download writes all the time, and huggingface_hub 2 never reuses the partial file of a killed one.
+# A partial file that nobody writes to belongs to a killed download. huggingface_hub 2 never reuses it.
 _ABANDONED_SECONDS = 600
 _AT_ONCE = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -44,7 +44,7 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True)
 class Part:
-    """Model or adapter on the hub. `files` are (name, size in bytes, name of the blob in the hub's cache)."""
+    """Model or adapter to download from the hub. `files` are (name, size in bytes, name of the blob in the cache)."""
 
     name: str
     revision: str | None
@@ -101,9 +101,9 @@ def plan(name: str, revision: str | None) -> Part:
 
 
 def fetch(part: Part) -> None:
-    """Download missing files as single files, not as a snapshot of the repository.
+    """Download missing files one by one, not as a snapshot of the repository.
 
-    An engine that cannot reach the hub would reject a snapshot with only these files.
+    An engine that cannot reach the hub would reject a snapshot that has only some of the repository's files.
 
     Raises:
         PreflightError: ModelNotFound.
@@ -177,7 +177,7 @@ def _tell(parts: Sequence[Part], cache: Path, port: int) -> None:
 
 
 def _explained(error: Exception) -> PreflightError:
-    """Turn an error of the file system or the hub's client into a refusal, whose text has no token."""
+    """Turn an error of the file system or of the hub's client into a refusal with a remedy."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL:
         return _full(str(error))
@@ -197,7 +197,7 @@ def _contents(cache: Path, name: str) -> Path:
 
 
 def _written(path: Path) -> int:
-    """Return how many bytes of a file are on disk. A file may be sparse: it may have its final size from the start."""
+    """Return how many bytes of a file are on disk. Count blocks, because a sparse file has its final size at once."""
     try:
         about = path.stat()
     except FileNotFoundError:  # another thread has renamed it since it was listed
@@ -214,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapter", action="append", default=[], metavar="ORG/ADAPTER", help="may be given again")
     parser.add_argument("--port", type=int, default=8000, help="where /metrics is")
     asked = parser.parse_args(argv)
-    # The first process of a container ignores SIGTERM by default. Exit at once: threads would first finish their files.
+    # The first process of a container ignores SIGTERM by default, so handle it. A normal exit would wait until all
+    # threads have finished their files, so exit at once.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_TERMINATED))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:

@@ -1,4 +1,4 @@
-"""Exchange between the ranks of an engine."""
+"""Exchange values between the tensor-parallel and pipeline-parallel ranks of an engine."""
 
 from typing import Any, TypeVar
 

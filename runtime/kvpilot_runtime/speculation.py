@@ -1,7 +1,7 @@
-"""Speculative decoding with our dtypes: supported drafts, and their number.
+"""Speculative decoding with our dtypes: refuse unsupported methods, and count draft tokens.
 
-A sequence with k draft tokens has 1 + k tokens in a step. Each is a query that attends to the tokens up to itself. The
-model accepts drafts up to the first wrong one. The next step stores other tokens in the slots from there on.
+A sequence with k draft tokens has 1 + k query tokens in an engine step. Each attends to the tokens up to itself. The
+model accepts drafts up to the first wrong one. The next step overwrites the slots of rejected drafts.
 """
 
 from collections.abc import Sequence, Set
@@ -58,9 +58,10 @@ def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[s
 def spares(vllm_config: Any, layer: Any) -> int:
     """Return the number of unused ring layers to add, so that all layers of a draft model are in one KV-cache group.
 
-    vLLM splits layers with pages like those of `layer` into groups as large as the group of ring layers. A draft model
-    has no ring layers, so its layers might fall into two groups. With as many ring layers as other layers, vLLM makes
-    one group of each. These groups are no larger than with vLLM's own padding.
+    vLLM makes KV-cache groups of equal size. Attention layers of the served and of the draft model have equal pages,
+    but only the served model has ring layers. So vLLM would split the attention layers by the number of ring layers,
+    and the draft model's might fall into two groups. With as many ring layers as attention layers, there is one group
+    of each. These groups are no larger than with vLLM's own padding.
     """
     found = getattr(vllm_config, "speculative_config", None)
     if found is None or found.method != "draft_model":

@@ -1,1 +1,1 @@
-"""Attention over our pages inside vLLM: backends on CPU and CUDA, for keys and values and for latents."""
+"""vLLM attention backends for our KV-cache dtypes: on CPU and CUDA, for keys and values or for MLA latents."""

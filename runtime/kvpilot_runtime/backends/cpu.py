@@ -1,8 +1,8 @@
 """Attention backend on a CPU: packed pages, computed in plain torch.
 
-The cache is uint8 [blocks, kv_heads, block_size, row_bytes]. vLLM calls `do_kv_cache_update` to store a step's keys and
-values, and then `forward` with the whole batch. Sequences with one new token, perhaps with drafts after it, decode
-together, one row per token. The other sequences prefill one by one.
+The cache is uint8 [blocks, kv_heads, block_size, row_bytes]. In each engine step vLLM calls `do_kv_cache_update` to
+store the new keys and values, and then `forward` with the whole batch. Decoding sequences (one new token each, plus
+draft tokens) attend together, with one query row per token. The other sequences prefill one by one.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Prefill:
     """Prefilling sequence.
 
     Attributes:
-        sequence: its index in the batch.
-        start, end: its new tokens are the batch's rows [start, end).
-        context: number of its stored tokens before these.
+        sequence: index of the sequence in the batch.
+        start, end: the new tokens are the batch's rows [start, end).
+        context: number of tokens that were stored before the new ones.
     """
 
     sequence: int
@@ -45,11 +45,12 @@ class Metadata:
 
     Attributes:
         block_table: int32 [sequences, blocks].
-        decode_rows, decode_sequences: int64, the rows of the batch that decode, and the sequence of each.
-        prefills: the other sequences.
+        decode_rows: int64 [decoding tokens], rows of the batch.
+        decode_sequences: int64 [decoding tokens], the sequence of each row in `decode_rows`.
+        prefills: sequences that do not decode.
         ordinals: int32 [tokens], each token's position in its sequence, counted from 1.
-        mm_prefix_range: token ranges that attend in both directions, by sequence. vLLM's Gemma 4 deletes the attribute
-            of this name for layers in which no tokens do so.
+        mm_prefix_range: ranges of image tokens that attend in both directions, by sequence. Keep this name: for layers
+            without such attention, vLLM's Gemma 4 deletes the attribute.
     """
 
     block_table: torch.Tensor
@@ -70,7 +71,7 @@ class CpuBuilder(PackedBuilder):
         starts = common.query_start_loc[: sequences + 1].long()
         owner, ordinals = owners(starts, common.seq_lens[:sequences], int(starts[-1]))
         lengths = starts[1:] - starts[:-1]
-        # A prompt's last chunk may be as short as a token with its drafts, so use vLLM's list of prompts too.
+        # A prompt's last chunk may be as short as a decoding sequence with drafts, so exclude the prompts vLLM lists.
         short = lengths <= 1 + drafts(self.vllm_config)
         if (prompts := getattr(common, "is_prefilling", None)) is not None:
             short &= ~prompts[:sequences]
@@ -86,7 +87,7 @@ class CpuBuilder(PackedBuilder):
 
 
 class CpuRingBuilder(PackedBuilder):
-    """Builder of the ring slots of a step's tokens, once for all layers."""
+    """Builder of a batch's `Rings`, once for all layers."""
 
     def describe(self, common: Any) -> Rings:
         """Return the rings of one batch, with one table row per token."""
@@ -96,7 +97,7 @@ class CpuRingBuilder(PackedBuilder):
         seq_lens = common.seq_lens[:sequences].long()
         owner, ordinals = owners(starts, seq_lens, int(starts[-1]))
         table = common.block_table_tensor[:sequences, : spec.ring_blocks]
-        # vLLM fills unused entries with block 0, which belongs to no request.
+        # vLLM fills unused entries with block 0, which belongs to no request; `ring_slots` expects -1 there.
         table = table.masked_fill(table <= 0, -1)[owner]
         slots = torch.full((common.slot_mapping.shape[0],), -1)
         slots[: len(owner)] = ring_slots(ordinals - 1, seq_lens[owner], table, spec.kept, spec.ring_tokens)

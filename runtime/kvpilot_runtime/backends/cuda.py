@@ -1,12 +1,13 @@
 """Attention backend on CUDA: packed pages, our decode kernels, FlashAttention for prefill.
 
-One launch stores a step's keys and values and rotates the queries of sequences that decode. Split-KV decode of these
-queries then runs in a full CUDA graph. It reads a sequence's pages once for all its draft tokens.
+In each engine step, one kernel launch stores the new keys and values, and applies the Hadamard rotation to the queries
+of decoding sequences. Then split-KV decode attends with these queries, in a full CUDA graph. It reads a sequence's
+pages once for all its draft tokens.
 
-Sequences with more new tokens attend by FlashAttention. Their contexts are read from the pages into a workspace of
-fixed size, followed by their new tokens, and one call attends to both. If contexts do not fit, they are read in chunks,
-and the partial results are merged by their log-sums. For heads of more than 256 elements, which FlashAttention does not
-support, we have our own kernel.
+Prefilling sequences attend by FlashAttention. A kernel dequantizes each context from its pages into a workspace of
+fixed size and appends the sequence's new tokens. One call then attends to both. Contexts that do not fit are read in
+chunks, and the partial results are merged by their log-sum-exp (LSE). FlashAttention supports heads of at most 256
+elements, so wider heads use our own prefill kernel.
 """
 
 import math
@@ -38,7 +39,10 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 
 def workspace_bytes(utilization: float) -> int:
-    """Return the workspace's size in bytes, for an engine that may use this fraction of the current GPU's memory."""
+    """Return the size in bytes of the workspace that prefill reads contexts into.
+
+    `utilization` is the fraction of the current GPU's memory that the engine may use.
+    """
     return int(torch.cuda.mem_get_info()[1] * utilization) // WORKSPACE_SHARE
 
 
@@ -46,7 +50,7 @@ class CudaImpl(Reserving, PackedImpl):
     """Attention of one layer over packed pages on a GPU.
 
     Attributes:
-        workspaces: the workspace that all layers share, by device. The engine's first layer owns it.
+        workspaces: workspace by device. All layers use the dictionary of the engine's first layer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +65,7 @@ class CudaImpl(Reserving, PackedImpl):
         self._first: CudaImpl | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Attach rings as `PackedImpl` does, and reserve a step's plan, so that vLLM counts its memory."""
+        """Attach rings as `PackedImpl` does, and reserve a decode `Plan`, so that vLLM counts the plan's memory."""
         super().process_weights_after_loading(act_dtype)
         sequences, rows = decode_sizes(self._config)
         self.reserve(
@@ -90,10 +94,13 @@ class CudaImpl(Reserving, PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store a batch's keys and values, and attend. Write the result to `output`, [tokens, heads, D], and return it.
+        """Store a batch's keys and values, and attend. Write the result to `output`, and return `output`.
 
-        `query` is [tokens, heads, D]; `key` and `value` are [tokens, kv_heads, D]. A layer that reads another layer's
-        cache ignores them, because the other layer has stored the step's tokens.
+        A layer that reads another layer's cache ignores `key` and `value`, because that layer has stored them already.
+
+        Args:
+            query, output: [tokens, heads, D].
+            key, value: [tokens, kv_heads, D].
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
@@ -107,8 +114,8 @@ class CudaImpl(Reserving, PackedImpl):
         ring_slots = None if rings is None else rings.slots[: slots.shape[0]]
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
-            # This layer reads another layer's cache and stores nothing. Its slots are all padding, so the launch only
-            # rotates the queries.
+            # This layer reads another layer's cache. Pass only padding slots, so that the launch stores nothing and
+            # only rotates the queries.
             slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
             key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
@@ -130,10 +137,13 @@ class CudaImpl(Reserving, PackedImpl):
 
     def _read(self, pages: GpuPages, part: ContextChunk, like: torch.Tensor, workspace: torch.Tensor | None,
               *fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return the keys and values of a context chunk, [total, kv_heads, D] each, read into the workspace.
+        """Dequantize a context chunk, and return keys and values, [total, kv_heads, D] each.
 
-        If the workspace is None or too small, read into new memory. `fresh` has the keys and values of new tokens, for
-        a chunk that includes new tokens.
+        Args:
+            part: the chunk.
+            like: tensor with the dtype and device of the result.
+            workspace: memory for the result; use new memory if it is None or too small.
+            fresh: keys and values of the step's new tokens, if the chunk includes new tokens.
         """
         if workspace is None or part.total > workspace.shape[1]:
             workspace = like.new_empty(2, part.total, self.num_kv_heads, self.head_size)
@@ -144,9 +154,9 @@ class CudaImpl(Reserving, PackedImpl):
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
                  pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor,
                  later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
-        """Write attention to `out` as if there were no sinks. Return log-sums of scores, float32 [heads, tokens].
+        """Write attention without sink logits to `out`. Return the LSE of the scores, float32 [heads, tokens].
 
-        `forward` then scales the output by the weight that sinks leave.
+        With sink logits, `forward` then scales the output by the share of softmax weight that the sinks leave.
         """
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:
@@ -171,7 +181,7 @@ class CudaImpl(Reserving, PackedImpl):
 
     def _add_later(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, later: LaterTokens,
                    out: torch.Tensor, lse: torch.Tensor) -> None:  # fmt: skip
-        """Merge attention to later tokens of an image into the causal attention in `out` and `lse`."""
+        """Attend from image tokens to later tokens of their image, and merge this into the causal `out` and `lse`."""
         rows = later.queries
         part, part_lse = self._attend(
             query[rows], key[later.keys], value[later.keys], later.starts, later.longest, later.starts, later.longest,
@@ -184,7 +194,7 @@ class CudaImpl(Reserving, PackedImpl):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, most: int,
                 rows: torch.Tensor, longest: int, causal: bool,
                 out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return attention over keys and values in 16 bits, in `out` if given, and the log-sums of its scores.
+        """Return attention over keys and values in 16 bits, in `out` if given, and the LSE of its scores.
 
         Args:
             starts: int32 [sequences + 1], each sequence's first query.
@@ -204,7 +214,7 @@ class CudaImpl(Reserving, PackedImpl):
     def workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return the workspace, [2, tokens, kv_heads, D], a view of memory that all layers share.
 
-        The first call allocates it, while vLLM measures the free memory.
+        The first call allocates the memory. It happens in vLLM's profiling run, so that vLLM counts this memory.
         """
         if self._first is None:
             self._first = next((layer.impl for layer in our_layers(self._config).values()), self)

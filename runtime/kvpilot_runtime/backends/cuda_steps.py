@@ -1,4 +1,7 @@
-"""Step metadata of the CUDA backend, made once for all layers: rows that decode, and contexts to read."""
+"""Metadata of an engine step for the CUDA backend: which query tokens decode, and which contexts prefill reads.
+
+vLLM's metadata builders make it once for all layers of a KV-cache group.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +43,10 @@ def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) 
 
 
 def decode_sizes(vllm_config: Any) -> tuple[int, int]:
-    """Return the maximum number of sequences and of rows that decode in a step, including padding of CUDA graphs."""
+    """Return how many sequences, and how many query tokens, decode at most in a step.
+
+    Both numbers include the padding of CUDA graphs.
+    """
     scheduler = vllm_config.scheduler_config
     batch, graphs = scheduler.max_num_batched_tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0
     sequences = max(scheduler.max_num_seqs, min(graphs, batch))
@@ -48,20 +54,24 @@ def decode_sizes(vllm_config: Any) -> tuple[int, int]:
 
 
 class CudaLimits:
-    """Limits of our CUDA kernels: a mixin for backends. Block sizes are multiples of a decode tile (`block_step`)."""
+    """Mixin for backends with the limits of our CUDA kernels.
+
+    Attributes:
+        block_step: tokens of a decode tile; block sizes must be a multiple of it.
+    """
 
     block_step: ClassVar[int] = BLOCK_STEPS["cuda"]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Return True from Ampere on. Our kernels need asynchronous copies and bfloat16 tensor cores."""
+        """Return True for Ampere and later: our kernels need asynchronous copies and bfloat16 tensor cores."""
         return bool(capability.major >= 8)
 
 
 @dataclass
 class ContextChunk:
-    """Tokens [begin, begin + length) of each prefilling sequence, to be read into the workspace.
+    """Tokens [begin, begin + length) of each prefilling sequence, which are read into the workspace together.
 
     Attributes:
         longest: largest length, in tokens.
@@ -92,16 +102,16 @@ def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, tor
 
 @dataclass
 class Prefills:
-    """Prefilling sequences of a batch. They follow those that decode.
+    """Prefilling sequences of a batch. In the batch they come after the decoding sequences.
 
     Attributes:
         starts: int32 [sequences + 1], each sequence's first row, counted from the first prefilling token.
         longest: largest number of new tokens of a sequence.
-        tokens: number of new tokens of all sequences; further rows are padding.
+        tokens: number of new tokens of all sequences; rows after them are padding.
         ordinals: int32 [tokens], each token's position in its sequence, counted from 1.
-        context_chunks: contexts in pieces that fit into the workspace, if they are not in `joined`.
+        context_chunks: contexts in pieces that fit into the workspace; empty if `joined` is set.
         stored: slots of the new tokens, for layers that read another layer's cache; None without such layers.
-        joined: contexts and new tokens together; None without contexts, or if the workspace is too small.
+        joined: contexts and new tokens together; None without contexts, or if the workspace is too small for them.
     """
 
     starts: torch.Tensor
@@ -115,15 +125,16 @@ class Prefills:
 
 @dataclass
 class Metadata:
-    """Metadata of a batch: the first `decodes` rows decode, the others are `prefills`.
+    """Metadata of a batch: the first `decodes` rows (query tokens) decode, the others are `prefills`.
 
     Attributes:
+        plan: work of decode, and buffers for its partial results.
         block_table: int32 [sequences or more, blocks].
-        seq_lens: int32 [sequences that decode], stored tokens.
+        seq_lens: int32 [decoding sequences], stored tokens.
         ordinals: int32 [tokens without padding], each token's position in its sequence, counted from 1.
-        nowhere: slot mapping with only padding, for layers that read another layer's cache.
-        mm_prefix_range: tokens of `prefills` that attend to later tokens, or None. vLLM's Gemma 4 deletes the attribute
-            of this name for layers in which no tokens do so.
+        nowhere: slot mapping with only padding, for layers that read another layer's cache and so store nothing.
+        mm_prefix_range: tokens of `prefills` that attend to later tokens, or None. Keep this name: for layers without
+            such attention, vLLM's Gemma 4 deletes the attribute.
     """
 
     plan: Plan
@@ -138,7 +149,7 @@ class Metadata:
 
 
 class CudaRingBuilder(PackedBuilder):
-    """Builder of the ring slots of a step's tokens, in buffers that captured graphs read."""
+    """Builder of a batch's `Rings`, in buffers that captured graphs read."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -171,7 +182,7 @@ class CudaRingBuilder(PackedBuilder):
 
 
 class CudaBuilder(PackedBuilder):
-    """Builder of a batch's `Metadata`, once for all layers of a group."""
+    """Builder of a batch's `Metadata`, once for all layers of a KV-cache group."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -196,10 +207,10 @@ class CudaBuilder(PackedBuilder):
         self.owners, self.seen = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
 
     def describe(self, common: Any) -> Metadata:
-        """Return the metadata of one batch. Update the buffers that captured graphs read in place."""
+        """Return the metadata of one batch. Overwrite the buffers that captured graphs read."""
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
-            # A bounded cache cuts sequences into pieces, so there may be more pieces than the plan has sequences.
+            # A bounded cache cuts sequences into pieces, and the plan may have room for fewer. Prefill the others.
             starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
             decodes = int((starts <= self.plan.rows).sum()) - 1
             decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes
@@ -208,8 +219,8 @@ class CudaBuilder(PackedBuilder):
             prefills = common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
-        # Drafts, and pieces of a bounded cache, read tokens that the same step stores. In steps with these, reads must
-        # not start before the tokens are stored.
+        # Draft tokens, and pieces of a bounded cache, attend to tokens that the same step stores. So let decode overlap
+        # with the stores only in steps without prefills, in which each sequence has one new token.
         alone = not prefills and several is None and common.max_query_len == 1
         self.plan.update(lens, overlap=alone, several=several)
         found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
@@ -221,7 +232,11 @@ class CudaBuilder(PackedBuilder):
         return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere, later)
 
     def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
-        """Return the rows (query tokens) of the first `decodes` sequences, which have `tokens` rows together.
+        """Return the query tokens (rows) of the decoding sequences, for steps with draft tokens.
+
+        Args:
+            decodes: number of decoding sequences, which come first in the batch.
+            tokens: number of their rows.
 
         Returns:
             The rows, or None if each sequence has one row.
@@ -231,7 +246,7 @@ class CudaBuilder(PackedBuilder):
         most = int(common.query_start_loc_cpu[: decodes + 1].diff().max()) if self.width > 1 and decodes else 1
         if most <= 1:
             return None, lens
-        rows = min(tokens, decodes * most)  # the rest is padding
+        rows = min(tokens, decodes * most)  # without padding
         owner, seen = owners(starts, lens, rows)
         self.owners[:rows] = torch.where(seen > 0, owner, -1)
         self.seen[:rows] = seen
@@ -271,7 +286,7 @@ class CudaBuilder(PackedBuilder):
             for count in powers(rows):
                 self.plan.update(lens[:1], several=Several(starts[:2], owner[:count], most))
                 pages.decode(table[:1], lens[:1], self.plan, query[:count], rings[:1] if shape.recent else None)
-        for most in range(1, self.width + 1):  # before any graph is captured
+        for most in range(1, self.width + 1):  # `settle` must run before a graph is captured, which fixes the grid
             self.plan.update(lens[:1], several=None if most == 1 else Several(starts[:2], owner[:most], most))
             taken = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
             shape.settle(most, taken)
@@ -286,18 +301,22 @@ class CudaBuilder(PackedBuilder):
                 prefill(query[:1], fresh[:1], fresh[:1], ends, 1, ends, 1.0, causal, shape.softcap)
 
     def _first_image(self, common: Any, decodes: int) -> int:
-        """Return the index of the first decoding sequence whose new tokens belong to an image, or `decodes` if none."""
+        """Return the index of the first decoding sequence with new image tokens, or `decodes` if there is none.
+
+        This sequence and those after it must prefill, because image tokens may attend to later tokens.
+        """
         if self.width == 1 or not prefix_lm.ranges(common):
             return decodes
         new = common.query_start_loc_cpu.diff().tolist()
-        lens = common.seq_lens_cpu_upper_bound  # exact in prompts, and all images are in prompts
+        lens = common.seq_lens_cpu_upper_bound  # exact for prompts, and only prompts have images
         seen = (common.seq_lens.cpu() if lens is None else lens).tolist()
         return min(prefix_lm.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
 
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> tuple[Prefills, prefix_lm.LaterTokens | None]:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
         new = starts[1:] - starts[:-1]
-        lens = common.seq_lens_cpu_upper_bound  # exact in prompts; in other requests it counts rejected drafts
+        # The host's lengths are exact for prompts. For other requests they count rejected drafts, so ask the device.
+        lens = common.seq_lens_cpu_upper_bound
         if lens is None or (self.width > 1 and not self._prompts(common, decodes)):
             lens = common.seq_lens.cpu()
         context = lens[decodes : common.num_reqs] - new
@@ -321,7 +340,14 @@ class CudaBuilder(PackedBuilder):
 
     def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
                keys: torch.Tensor) -> prefix_lm.LaterTokens | None:  # fmt: skip
-        """Return the image tokens that attend to later tokens. `keys` has the row of each sequence's first key."""
+        """Return the attention of image tokens to later tokens, or None if the step has none.
+
+        Args:
+            decodes: number of decoding sequences, which come first in the batch.
+            context: int [prefilling sequences], stored tokens before the new ones.
+            new: int [prefilling sequences], new tokens.
+            keys: int [prefilling sequences], row of each sequence's first new key.
+        """
         if not prefix_lm.ranges(common):
             return None
         counts = new.tolist()

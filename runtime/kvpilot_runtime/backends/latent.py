@@ -1,8 +1,8 @@
-"""Shared base of our backends for multi-head latent attention (MLA): pages, refusals and prefill.
+"""Base classes of our backends for multi-head latent attention (MLA): page sizes, prefill, and unsupported features.
 
-vLLM's own prefill backend attends in prompts. For it we read the context's entries (latents and RoPE parts) from the
-pages, in the chunks that vLLM plans. Then we expand the entries to each head's keys and values. `latent_cpu` and
-`latent_cuda` store entries, and decode in the absorbed form.
+An entry is what MLA stores per token: the latent and its RoPE part. Prompts attend by vLLM's own prefill backend. For
+it, this module reads the context's entries from the pages, in the chunks that vLLM plans, and expands them to each
+head's keys and values. `latent_cpu` and `latent_cuda` store entries, and decode in the absorbed form.
 """
 
 import os
@@ -91,7 +91,10 @@ class LatentImpl:
         self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Prefill with unquantized new tokens. With `PREFILL_FROM_PAGES`, read them back from their pages first."""
+        """Prefill as vLLM does: queries attend to the new tokens in 16 bits, and to their contexts from pages.
+
+        With `PREFILL_FROM_PAGES`, first read the new tokens back from their pages, so that they are quantized too.
+        """
         if self.read_back:
             prefill = attn_metadata.prefill
             context, rows = prefill.chunked_context, prefill.query_start_loc
@@ -104,7 +107,7 @@ class LatentImpl:
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any, k_scale: torch.Tensor
     ) -> Any:
-        """Return attention to contexts, with its log-sums. vLLM merges it with the attention to new tokens.
+        """Return attention to contexts, and its LSE. vLLM merges both with the attention to new tokens.
 
         This replaces vLLM's own method, whose kernels read only vLLM's dtypes.
         """

@@ -1,7 +1,8 @@
 """Backend of multi-head latent attention (MLA) on CUDA: latent pages, our decode kernels, vLLM's own prefill.
 
-vLLM first stores a step's entries and then absorbs the queries. Split-KV decode of the absorbed queries runs in a full
-CUDA graph. Prompts attend by vLLM's fastest prefill backend, to contexts that `latent` reads from the pages.
+In each engine step, vLLM calls us to store the new entries, and then computes the absorbed queries. Our split-KV decode
+attends with these queries, in a full CUDA graph. Prompts attend by vLLM's fastest prefill backend, to contexts that
+`latent` reads from the pages.
 """
 
 from dataclasses import dataclass
@@ -39,19 +40,19 @@ def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.devic
 
 @cache
 def no_factors(device: torch.device) -> LatentFactors:
-    """Return factors that change nothing, always at the same address, because captured graphs read it."""
+    """Return factors that change nothing. Repeated calls return the same tensors, because captured graphs read them."""
     return LatentFactors.identity(device)
 
 
 @dataclass
 class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """vLLM's metadata of decoding sequences, with our plan of their work."""
+    """vLLM's metadata of decoding sequences, extended by our plan of their work."""
 
     plan: LatentPlan
 
 
 class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """Builder of vLLM's metadata with our plan, which it updates in place because captured graphs read it."""
+    """Builder of vLLM's metadata and of our plan. It overwrites one plan in place, because captured graphs read it."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -95,12 +96,12 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._config = get_current_vllm_config()
-        # This compiler pass would store entries with a kernel of vLLM, and bypass `do_kv_cache_update`.
+        # Turn this compiler pass off: it stores entries with vLLM's kernel, and would bypass `do_kv_cache_update`.
         self._config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
         self._gpu_pages: tuple[int, GpuLatentPages] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Process weights as vLLM does, and reserve a step's plan, so that vLLM counts its memory."""
+        """Process weights as vLLM does, and reserve a decode plan, so that vLLM counts the plan's memory."""
         super().process_weights_after_loading(act_dtype)
         sequences = decode_sizes(self._config)[0]
         self.reserve(
@@ -127,7 +128,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
         self.pages_of(kv_cache).gather(block_table, starts, rows, longest, out)
 
     def pages_of(self, kv_cache: torch.Tensor) -> GpuLatentPages:
-        """Return a layer's cache as latent pages, as `LatentImpl.pages_of` does. Check it only once."""
+        """Return a layer's cache as latent pages, as `LatentImpl.pages_of` does. Make and check them only once."""
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             shape = shape_of(self.fmt, self.num_heads, kv_cache.shape[1], kv_cache.device)
             self._gpu_pages = kv_cache.data_ptr(), GpuLatentPages(kv_cache, shape, no_factors(kv_cache.device))

@@ -1,7 +1,7 @@
-"""Common part of our attention backends: classes of dtypes, page sizes and refusals.
+"""Base classes of our attention backends: one class per dtype, its page size, and errors for unsupported features.
 
 vLLM finds a backend by the import path of its class, and asks the class for its page size (`customize_spec`). So each
-dtype has its own class, such as `kvpilot_runtime.backends.cuda.K4V4Backend`. `classes_of` makes the class from the
+dtype has its own class, such as `kvpilot_runtime.backends.cuda.K4V4Backend`. `classes_of` makes this class from the
 table of formats, in each process that imports or unpickles it.
 """
 
@@ -36,20 +36,21 @@ from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_dr
 from kvpilot_runtime.vllm_api.compat import backend_class, page_layouts
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
-"""Environment variable. With 1, prefill reads a chunk's own tokens back from their pages too.
+"""Environment variable. If it is 1, prefill stores a chunk's own tokens first and attends to their quantized pages.
 
-Outputs are then slightly less accurate, but do not depend on chunks, prefix hits and preemption. Tests rely on this.
+Outputs are then slightly less accurate than with the tokens in 16 bits, but do not depend on chunks, prefix hits and
+preemption. Tests rely on this.
 """
 
 
 def classes_of(
     parent: type[Any], names: Callable[[], Iterable[str]], parse: Callable[[str], Any]
 ) -> Callable[[str], type[Any]]:
-    """Return a module's `__getattr__`, which finds the subclass of `parent` for a dtype by its class name.
+    """Return a function for a module's `__getattr__`, which makes a dtype's subclass of `parent` from its class name.
 
     Args:
-        names: function that returns the dtypes.
-        parse: function from a dtype to its format, which becomes the subclass's `fmt`.
+        names: function that returns the names of the dtypes.
+        parse: function that returns a dtype's format, which becomes the subclass's `fmt`.
     """
 
     @cache
@@ -64,13 +65,13 @@ def classes_of(
 
 
 class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Backend whose answers to vLLM are class attributes.
+    """Base of our backends. Its methods return class attributes, which subclasses set.
 
     Attributes:
         block_step: block sizes are multiples of this many tokens.
         impl: implementation of one layer.
         builder: builder of a batch's metadata.
-        remedies: our message with a remedy, by the reason that vLLM gives against a backend.
+        remedies: by vLLM's reason against a backend, our message that replaces it and names a remedy.
     """
 
     block_step: ClassVar[int]
@@ -141,16 +142,18 @@ class PackedBackend(OurBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Return True if image tokens may attend in both directions.
+        """Return True if image tokens may attend in both directions. A bounded cache does not support this.
 
-        A bounded cache does not support it, because positions in its tables of kept pages differ from those in the
-        prompt.
+        Its block tables list only kept pages, so positions in them differ from positions in the prompt.
         """
         return retention.asked() is None
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Set the page size to `Format.row_bytes` per token and KV head. Layers in 16 bits keep their page size."""
+        """Return the spec with a page size of `Format.row_bytes` per token and KV head.
+
+        Layers in 16 bits keep their page size.
+        """
         if spec.dtype != torch.uint8:
             return spec
         if spec.head_size_v != spec.head_size:
@@ -165,7 +168,7 @@ class PackedBackend(OurBackend):
 
 
 class RingBackend(OurBackend):
-    """Backend of ring layers, which hold recent windows. It builds `Rings`, and does not attend."""
+    """Backend of ring layers, which hold recent windows. It only builds `Rings`; attention layers read the rings."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
@@ -217,7 +220,7 @@ def refuse_unsupported_options(vllm_config: Any) -> None:
 
 
 def refuse_beside(vllm_config: Any, switches: Iterable[rules.Switch]) -> None:
-    """Raise UnsupportedModelError if one of these features is on, because the engine's dtype does not support it."""
+    """Raise UnsupportedModelError if one of `switches`, features that the engine's dtype does not support, is on."""
     if (found := rules.first_set(vllm_config, switches)) is not None:
         dtype = vllm_config.cache_config.cache_dtype
         raise UnsupportedModelError(f"{found[0]} ({found[1]}) is not supported with kv-cache dtype {dtype!r}; leave "
@@ -251,6 +254,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
 
     Attributes:
         drafting: True for a draft model's layer, which has no recent window and no factors from a file.
+        read_back: True if `PREFILL_FROM_PAGES` is on.
         recent: tokens of the recent window; None until `attach` sets it.
         ring: ring layer of the recent window; None without a window.
         drafts: largest number of draft tokens per sequence and step.
@@ -310,9 +314,10 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.ring: RecentLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Attach rings to all our layers, at the first call. Report outdated factors if weights were replaced.
+        """Attach rings to all our layers at the first call. After that, report that the factors are outdated.
 
-        vLLM calls this again after it has reloaded weights (`reload_weights`, or a trainer).
+        vLLM calls this again after it has reloaded weights (`reload_weights`, or a trainer). The factors were fitted to
+        the old weights.
         """
         layers = our_layers(self._config)
         attach(self._config, layers)
@@ -327,8 +332,8 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         """Return this layer's factors for this rank's KV heads, from the calibration file.
 
         Without a file, return factors that change nothing until `set_factors` overwrites them. A layer that reads
-        another layer's cache has that layer's factors. The first call creates them on `device`. Later changes are in
-        place, because pages and captured graphs hold their address.
+        another layer's cache has that layer's factors. The first call creates the tensors on `device`. Later changes
+        overwrite them in place, because pages and captured graphs hold their address.
         """
         if self._factors is None:
             if self._calibration is not None:
@@ -340,6 +345,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
 
     def set_factors(self, layer: Any, found: Factors) -> None:
         """Overwrite the layer's factors in place."""
-        # A trial capture of graphs may have created the factors in inference mode, and only that mode can change them.
+        # A trial capture of graphs may have created the factors in inference mode. torch then allows changes in place
+        # only in inference mode.
         with torch.inference_mode():
             self.factors(layer, found.key_mean.device).copy_(found)

@@ -1,10 +1,12 @@
-"""Check at start: write pages and read them back through vLLM's own attention layer.
+"""Check at engine start: write pages and read them back through vLLM's own attention layer.
 
 A later vLLM may keep shapes and names but change their meaning: swap blocks and heads, exchange keys and values, or
-count slots differently. So this check runs once a worker has its KV cache. One layer of each shape stores up to three
-requests of different lengths, and attends to them in one step. The result must agree with a computation in float64
-(`kvpilot_kernels.reference`). With a bounded cache, the longest request exceeds the bound, and its freed pages are
-overwritten.
+count slots differently. So a worker runs this check once it has its KV cache. One layer of each shape stores up to
+three test requests of different lengths, and attends to all of them in one engine step. The result must agree with a
+computation in float64 (`kvpilot_kernels.reference`).
+
+With `SinksAndWindow`, the longest request exceeds the bound. The check overwrites its freed pages, so a layer that
+still reads them fails.
 """
 
 import logging
@@ -25,7 +27,7 @@ WORST = 0.05
 """Largest allowed error, relative to the float64 result. Rounding causes about 0.01, and a misread page about 1."""
 
 LONGEST = 4096
-"""Largest number of tokens of a request. Larger bounds of a bounded cache are not tested."""
+"""Length limit of a test request, in tokens. If a bounded cache keeps more, the check never exceeds its bound."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
@@ -38,7 +40,8 @@ def check(worker: Any) -> None:
             off = _off(worker.vllm_config, layer)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            if compat.was_run_on(worker.device.type):  # benchmarks have checked this version
+            # This version of vLLM is tested on such a device, so only warn.
+            if compat.was_run_on(worker.device.type):
                 log.warning("No page was written and read back at start: %s", why)
                 return
             raise _refusal(layer, why) from error
@@ -79,13 +82,17 @@ class _Request:
 def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) -> list[int]:
     """Return the lengths of test requests, in tokens: two pages, less than one page, and more than the bound keeps.
 
+    Leave out a request for which the cache has no blocks left.
+
     Args:
-        blocks: blocks of the cache; the first one belongs to no request.
+        blocks: number of blocks of the cache, with block 0, which vLLM gives to no request.
         size: tokens of a block.
         longest: largest number of tokens of a request.
+        bound: bound of the cache; None if it keeps all tokens.
     """
     asked = [size + 3, min(5, size)]
-    if bound is not None and not isinstance(bound, HeavyHitters):  # the scheduler chooses their pages
+    # With HeavyHitters the scheduler chooses the pages to free, so this check cannot free any.
+    if bound is not None and not isinstance(bound, HeavyHitters):
         asked.append(bound.window + (bound.sink_pages(size) + 2) * size + 3)
     else:
         asked.append(2 * size + 1)
@@ -101,7 +108,7 @@ def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) 
 def _off(config: Any, layer: Any) -> float:
     """Return the largest error of the layer's outputs for requests' last tokens, relative to the float64 result."""
     cache, bound = layer.kv_cache, retention.asked()
-    size = cache.shape[2]  # the config's block size differs if groups of layers share pages
+    size = cache.shape[2]  # the configured block size may differ, if KV-cache groups share pages
     scheduler = config.scheduler_config
     wanted = lengths(cache.shape[0], size, config.model_config.max_model_len, bound)[: scheduler.max_num_seqs]
     requests = _requests(config, layer, wanted)
@@ -125,7 +132,7 @@ def _off(config: Any, layer: Any) -> float:
 
 
 def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
-    """Make random requests of these lengths. They use the cache's last pages, in descending order."""
+    """Make random requests of the `wanted` lengths. They use the cache's last pages, in descending order."""
     cache, found = layer.kv_cache, []
     random, last = torch.Generator().manual_seed(0), cache.shape[0] - 1
     for tokens in wanted:
@@ -139,7 +146,7 @@ def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
 
 
 def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> bool:
-    """Return True if the token at `position` attends to a page."""
+    """Return True if the token at `position` attends to page number `page` of its sequence."""
     if bound is None or isinstance(bound, HeavyHitters):
         return True
     return page < bound.sink_pages(size) or page >= bound.first_page(position, size)
@@ -185,7 +192,7 @@ def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table
     spec = replace(backend.customize_spec(layer.get_kv_cache_spec(config)), block_size=size)
     metadata = {layer.layer_name: backend.get_builder_cls()(spec, [layer.layer_name], config, device).build(0, common)}
     mapping = {layer.layer_name: slots}
-    if impl.ring is not None:  # the recent window has its own tests
+    if impl.ring is not None:  # pass no ring: the recent window has its own tests
         blocks = impl.fmt.ring_blocks(impl.recent + impl.drafts, layer.head_size, size)
         nobodys = torch.full((count, blocks), -1, dtype=torch.int32, device=device)
         metadata[impl.ring.layer_name] = Rings(torch.full((count,), -1, device=device), nobodys)

@@ -1,4 +1,4 @@
-"""Images whose tokens attend to each other in both directions, as in Gemma 3 and PaliGemma."""
+"""Attention in both directions within an image's tokens, as in Gemma 3 and PaliGemma."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ def ranges(common: Any) -> Mapping[int, Sequence[tuple[int, int]]]:
 
 
 def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, Spans]:
-    """Return the image spans among new tokens, by sequence. Leave out sequences without spans.
+    """Return the parts of images among new tokens, by sequence. Leave out sequences without images.
 
     Args:
         common: vLLM's `CommonAttentionMetadata`.
@@ -35,7 +35,8 @@ def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, S
 class LaterTokens:
     """Attention of image tokens to later tokens of their image, expressed as causal attention.
 
-    In reverse order, later tokens come first. For an image of tokens a to z, queries are y to a and keys are z to b.
+    Backends support only causal attention to earlier tokens. So tokens are listed in reverse order: for an image of
+    tokens a to z, queries are y to a and keys are z to b.
 
     Attributes:
         queries: int64 [tokens], rows of the queries.
@@ -51,7 +52,7 @@ class LaterTokens:
 
 
 def later_tokens(rows: Sequence[tuple[int, int, int]]) -> LaterTokens:
-    """Return the later tokens of spans.
+    """Return the causal form of attention to later tokens, for spans of image tokens.
 
     `rows` has for each span: row of its first query, row of its first key, and number of tokens.
     """

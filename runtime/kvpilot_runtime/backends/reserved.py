@@ -1,14 +1,15 @@
-"""Reservation of memory for step buffers, so that vLLM counts it.
+"""Reservation of GPU memory for the buffers of an engine step, so that vLLM leaves room for them.
 
-vLLM counts memory that is allocated while it loads weights, so the first layer reserves the buffers then. Once the
-block size is known, the builder releases the reservation and makes the buffers that captured graphs read.
+vLLM counts memory that is allocated while it loads weights, so the first layer reserves the buffers then. The final
+buffers depend on the block size, which is known later. The metadata builder then releases the reservation and makes
+the buffers that captured graphs read.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 BLOCK = 64
-"""Assumed tokens of a page. The size of the reserved buffers does not depend on it."""
+"""Assumed tokens of a page. Any value will do, because the size of the reserved buffers does not depend on it."""
 
 
 class Reserving:

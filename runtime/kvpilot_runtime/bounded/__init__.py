@@ -1,1 +1,1 @@
-"""Bounded caches: pages that vLLM's scheduler frees, and attention over the pages that are kept."""
+"""Bounded caches (`--retention`): vLLM's scheduler frees pages of a sequence, and attention reads the kept pages."""

@@ -1,9 +1,9 @@
-"""Attention over a bounded cache, for every backend: block tables that list only the kept pages.
+"""Attention over a bounded cache, with any backend of vLLM: give it block tables that list only the kept pages.
 
-Stored keys already include their positions (RoPE), and causal attention depends only on the order of tokens. So a table
-can list the sinks' pages and then the window's pages, with a length that counts only these. Any causal backend then
-attends to exactly the sinks and the window, and never reads freed pages. If the new tokens of a sequence attend to
-different pages, the sequence is cut into several causal sequences (`pieces`).
+Stored keys already include their positions (RoPE), and causal attention depends only on the order of tokens. So a block
+table can list the sinks' pages and then the window's pages, with a sequence length that counts only their tokens. Any
+causal backend then attends to exactly the sinks and the window, and never reads freed pages. If the new tokens of a
+sequence attend to different pages, the sequence is cut into several causal sequences (`pieces`).
 """
 
 from dataclasses import dataclass, fields, replace
@@ -22,13 +22,13 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @dataclass
 class Pieces:
-    """Pieces of a batch's new tokens. All tokens of a piece attend to the same pages. All tensors are on the host.
+    """A batch's new tokens, cut into pieces whose tokens attend to the same pages. All tensors are on the host.
 
     Attributes:
         owner: int64 [pieces], each piece's sequence.
         starts: int32 [pieces + 1], each piece's first row in the batch.
         lens: int32 [pieces], kept tokens up to and including the piece's last one.
-        columns: int64 [pieces, blocks], columns of the owner's block table; those past `lens` are arbitrary.
+        columns: int64 [pieces, blocks], kept columns of the owner's block table; those past `lens` are arbitrary.
     """
 
     owner: torch.Tensor
@@ -38,7 +38,7 @@ class Pieces:
 
 
 def pieces(bound: SinksAndWindow, page: int, starts: torch.Tensor, seq_lens: torch.Tensor) -> Pieces:
-    """Cut a batch's new tokens into pieces. Sequences without new tokens get none.
+    """Cut a batch's new tokens into pieces. A sequence without new tokens gets no piece.
 
     Args:
         page: tokens of a block.
@@ -65,7 +65,7 @@ def pieces(bound: SinksAndWindow, page: int, starts: torch.Tensor, seq_lens: tor
 def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
     """Return a batch (vLLM's `CommonAttentionMetadata`) whose sequences are the pieces, with tables of kept pages.
 
-    `max_query_len` stays unchanged, because it tells backends if tokens attend to other tokens of the step.
+    `max_query_len` stays unchanged: backends conclude from it whether tokens attend to other tokens of the same step.
     """
     if common.causal is not True:
         raise UnsupportedModelError(
@@ -104,7 +104,7 @@ class KeptTables:
         self.lens = torch.zeros(sequences, dtype=torch.int32, device=device)
 
     def alone(self, common: Any) -> Any:
-        """Return the same batch as `kept_alone`, without waiting for the device. Padding keeps its length of 0."""
+        """Return the same batch as `kept_alone`, without waiting for the device. Padded sequences keep length 0."""
         count, sinks, table = common.num_reqs, self.bound.sink_pages(self.page), common.block_table_tensor
         gap = self.gap(common.seq_lens[:count])
         columns = torch.where(self.columns < sinks, self.columns, self.columns + gap[:, None])
@@ -121,7 +121,7 @@ class KeptTables:
         return replace(common, **{name: value for name, value in changes.items() if name in known})
 
     def gap(self, lens: torch.Tensor) -> torch.Tensor:
-        """Return the number of pages between sinks and window, in sequences of `lens` tokens; shaped like `lens`."""
+        """Return how many pages between sinks and window tables leave out, for sequences of `lens` tokens each."""
         return ((lens - self.bound.window) // self.page - self.bound.sink_pages(self.page)).clamp(min=0)
 
 
@@ -130,7 +130,8 @@ def bounded_backend(stock: Any) -> Any:
     """Return a subclass of vLLM's backend `stock` whose builder gets tables of kept pages only."""
 
     class Builder(stock.get_builder_cls()):  # type: ignore[misc]
-        supports_update_block_table = False  # vLLM would copy a table from another group, which lists all pages
+        # vLLM would reuse this metadata with another KV-cache group's block table, which lists all pages.
+        supports_update_block_table = False
 
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -148,7 +149,7 @@ def bounded_backend(stock: Any) -> Any:
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-            """Limit full CUDA graphs to steps with one new token per sequence; only these use fixed buffers."""
+            """Limit full CUDA graphs to steps with one new token per sequence: only these steps use fixed buffers."""
             if isinstance(kv_cache_spec.bound, HeavyHitters) and not vllm_config.use_v2_model_runner:
                 return AttentionCGSupport.NEVER  # vLLM's older runner is not tested with graphs
             stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
@@ -182,7 +183,7 @@ def backend_of(layer: Any, stock: Any) -> Any:
 
 
 def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
-    """Return the bounded spec of a layer's pages, or vLLM's spec `stock` if the cache keeps all tokens."""
+    """Return the bounded KV-cache spec of a layer, or vLLM's spec `stock` if the cache keeps all tokens."""
     from kvpilot_runtime.bounded.heavy_spec import HeavySpec
     from kvpilot_runtime.bounded.spec import BoundedSpec
 
@@ -202,7 +203,10 @@ def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
 
 
 def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
-    """Raise UnsupportedModelError for models and options without bounded caches, as kvpilot-serve's preflight does."""
+    """Raise UnsupportedModelError if a layer or an option does not support bounded caches.
+
+    The preflight of kvpilot-serve refuses the same, but engines may start without it.
+    """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 

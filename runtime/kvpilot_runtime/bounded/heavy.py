@@ -1,7 +1,8 @@
-"""Heavy hitters in a worker: attention over the held pages, and measurement of their masses.
+"""Heavy hitters in a worker: attend to the pages that the scheduler has kept, and measure their masses.
 
-A page's mass is the attention that its tokens receive, summed over query heads and layers. It is measured outside the
-layer's attention, so decode kernels stay unchanged. One query in `EVERY` is measured, and counts `EVERY` times.
+A page's mass is the attention that its tokens receive, summed over query heads and layers. It is measured after the
+layer's attention, by other kernels, so decode kernels stay unchanged. To save time, about one query in `EVERY` is
+measured, and counts `EVERY` times.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +35,10 @@ class Step:
 
     Attributes:
         kept: held pages by request; None before the engine serves.
-        alone: True if sequences with a single new token are measured.
+        alone: True if sequences with a single new token are measured in this step.
         requests: function that returns the ids of the batch's requests, in order.
-        weighing: measurement of chunks, or None.
-        singles: measurements of single tokens, one per shape of layers.
+        weighing: measurement of prompt chunks; None if the step measures none.
+        singles: measurements of sequences with a single new token, one per shape of layers.
     """
 
     kept: dict[str, Kept] | None = None
@@ -63,10 +64,10 @@ def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
 
 
 def most_pages(bound: HeavyHitters, page: int, scheduler: Any) -> int:
-    """Return the largest number of pages of a sequence with one new token. `scheduler` is vLLM's configuration.
+    """Return how many pages a sequence with one new token holds at most. `scheduler` is vLLM's configuration.
 
-    These are pages of the budget, of the new token, and of tokens in flight. vLLM frees pages only once it knows a
-    step's results.
+    These are the pages of the budget, of the new token, and of tokens in flight: with asynchronous scheduling, vLLM
+    frees pages only once it knows the results of the step before.
     """
     ahead = scheduler.max_num_batched_tokens if scheduler.async_scheduling else 0
     return bound.pages(page) + 1 + -(-ahead // page)
@@ -102,11 +103,11 @@ class HeldTables:
 
 
 def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles: Singles | None = None) -> Any:
-    """Return a batch (vLLM's `CommonAttentionMetadata`) with tables and lengths of held pages.
+    """Return a batch (vLLM's `CommonAttentionMetadata`) with block tables and lengths of held pages only.
 
-    Also set up the measurement of masses: of chunks in `step`, and of single tokens in `singles`. Single tokens come
-    first in the batch. Before the engine serves, return the batch unchanged. The host knows all lengths, so nothing
-    waits for the device.
+    Also set up the measurement of masses: in `singles` for sequences with a single new token, which come first in the
+    batch, and in `step` for the others. Before the engine serves, return the batch unchanged. The host knows all
+    lengths, so nothing waits for the device.
     """
     if common.causal is not True:
         raise UnsupportedModelError(
@@ -148,7 +149,7 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
     if singles is not None:
         singles.begin(ahead)
         step.singles += [singles] * bool(ahead)
-    if chunks and step.weighing is None:  # layers of another shape may have prepared this step already
+    if chunks and step.weighing is None:  # the builder for layers of another shape may have made it already
         total = torch.zeros(len(chunks), width, dtype=torch.float64, device=table.device)
         step.weighing = Weighing(chunks, table, total)
     changes = {
@@ -162,10 +163,14 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
 
 
 def columns(told: Sequence[Kept], held: np.ndarray, width: int) -> np.ndarray:
-    """Return the columns of the whole block tables that name held pages, int64 [sequences, width].
+    """Return for each sequence the columns of its whole block table that list held pages, int64 [sequences, width].
 
-    Columns past a sequence's end name its first page, which is never freed. `held` is int [sequences], the number of
-    held pages.
+    Columns past a sequence's last page list its first page, which is never freed.
+
+    Args:
+        told: held pages of each sequence, from the scheduler.
+        held: int [sequences], number of held pages.
+        width: number of columns.
     """
     at = np.zeros((len(told), width), np.int64)
     for row, ((pages, first), count) in enumerate(zip(told, held.tolist(), strict=True)):
@@ -182,9 +187,13 @@ def upload(x: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | None:
-    """Return buffers for a kernel that measures single tokens, for a group of layers; None on a CPU.
+    """Return buffers for the kernel that measures sequences with a single new token; None on a CPU, which has none.
 
-    A CPU has no such kernel.
+    Args:
+        builder: metadata builder of the KV-cache group.
+        page: tokens of a page.
+        most: largest number of pages of a sequence.
+        sequences: largest number of sequences.
     """
     if builder.device.type == "cpu":
         return None
@@ -194,7 +203,11 @@ def singles(builder: Any, page: int, most: int, sequences: int) -> Singles | Non
 
 
 def attach(worker: Any, bound: HeavyHitters) -> None:
-    """Let a worker with a KV cache measure its layers and report masses. Raise UnsupportedModelError if it cannot."""
+    """Let a worker measure its layers and report masses to the scheduler. Call this once the KV cache exists.
+
+    Raises:
+        UnsupportedModelError: an option or the model's layers do not support heavy hitters.
+    """
     config, runner = worker.vllm_config, worker.model_runner
     switch = rules.first_set(config, rules.BESIDE_HEAVY_HITTERS)
     found = (
@@ -222,7 +235,7 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
         output = sample(*args, **kwargs)
         measured = [one.masses() for one in (STEP.weighing, *STEP.singles) if one is not None]
         if measured and output is not None:
-            # On a GPU the runner returns a wrapper that has not read the output yet.
+            # On a GPU the runner returns a wrapper of the output, so set the masses on the output in it.
             setattr(getattr(output, "model_runner_output", output), MASSES, [*chain.from_iterable(measured)])
         STEP.kept, STEP.alone, STEP.weighing, STEP.singles = None, False, None, []
         return output
@@ -231,7 +244,7 @@ def attach(worker: Any, bound: HeavyHitters) -> None:
 
 
 def noting_order(order: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a runner's method `ORDER`, so that `STEP` gets the ids of a step's requests."""
+    """Wrap a runner's method `ORDER`, so that `STEP.requests` returns the ids of a step's requests."""
 
     def gather_batch_req_state(*args: Any, **kwargs: Any) -> Any:
         state, tokens_of_each = order(*args, **kwargs)

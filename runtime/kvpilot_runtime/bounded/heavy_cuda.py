@@ -1,8 +1,8 @@
 """Measurement of page masses on a GPU, without waiting for the device.
 
-For single tokens, a kernel after decode measures the masses. Captured graphs contain this kernel, and in most steps it
-does nothing. Chunks of prompts are measured together, in a few launches per layer. Their keys are read piece by piece,
-with prefill's kernel and into its workspace.
+For sequences with a single new token, a kernel after decode measures the masses. Captured graphs contain this kernel,
+and in steps without a measurement it returns at once. Chunks of prompts are measured together, in a few launches per
+layer. Their keys are dequantized piece by piece, by the kernel and into the workspace that prefill uses for contexts.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +22,9 @@ from kvpilot_runtime.bounded.heavy_mass import Singles, Weighing, masses, scores
 
 @dataclass
 class Piece:
-    """Pages [first, last) of each sequence in a group, read at once.
+    """Pages [first, last) of each sequence in a group, whose keys are in the workspace together.
 
     Attributes:
-        first, last: the pages are [first, last).
         slots: int64 [tokens], from `places.stored_slots`.
         ordinals: int32 [tokens], from the same function.
     """
@@ -41,12 +40,12 @@ class Group:
     """Sequences of a step that are measured together.
 
     Attributes:
-        at: int64 [sequences], each sequence's row in the step's total.
-        rows: int64 [sequences, rows], measured rows of the batch.
+        at: int64 [sequences], each sequence's row in `Weighing.total`.
+        rows: int64 [sequences, rows], measured rows (query tokens) of the batch.
         table: int32 [sequences, pages], held pages.
-        lens: int32 [sequences], tokens in these pages.
+        lens: int32 [sequences], tokens in the held pages.
         weights: float64 [sequences, 1], weight of each query.
-        pieces: parts of the pages that are read one after another.
+        pieces: parts of the pages, whose keys are read one after another.
     """
 
     at: torch.Tensor
@@ -58,7 +57,7 @@ class Group:
 
 
 def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
-    """Group a step's sequences by their number of measured rows. Pieces have the keys of at most `room` tokens."""
+    """Group a step's sequences by their number of measured rows. Cut pages into pieces of at most `room` tokens."""
     device, every = weighing.table.device, weighing.sequences
 
     def upload(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -91,7 +90,7 @@ def groups(weighing: Weighing, page: int, room: int) -> Iterator[Group]:
 
 
 def singles(builder: CudaBuilder, page: int, most: int, sequences: int) -> Singles:
-    """Return buffers to measure single tokens of up to `sequences` sequences with up to `most` pages each."""
+    """Return buffers to measure up to `sequences` sequences with a single new token and up to `most` pages each."""
     shape = builder.shape
     per_page = page // stretch(shape)
     return Singles(
@@ -114,7 +113,7 @@ def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles
         if weighing is None:
             return
         room = impl.workspace_tokens
-        if room not in weighing.groups:  # prepared once for all layers
+        if room not in weighing.groups:  # the step's first layer prepares the groups for all layers
             weighing.groups[room] = list(groups(weighing, page, room))
         workspace = impl.workspace(query.device, query.dtype)
         for group in weighing.groups[room]:
@@ -128,7 +127,7 @@ def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles
 
 
 def keys(pages: GpuPages, group: Group, piece: Piece, workspace: torch.Tensor) -> torch.Tensor:
-    """Return a piece's keys, [sequences, kv_heads, head_dim, tokens], read into the workspace."""
+    """Dequantize a piece's keys into the workspace. Return a view of them, [sequences, kv_heads, head_dim, tokens]."""
     sequences, tokens = len(group.lens), (piece.last - piece.first) * pages.shape.block_size
     found, values = (side[: sequences * tokens] for side in workspace)
     pages.gather(piece.slots, piece.ordinals, found, values)

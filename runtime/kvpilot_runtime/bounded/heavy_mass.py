@@ -1,4 +1,4 @@
-"""Page masses, the attention that pages get: their formula, and their measurement on a CPU."""
+"""Compute page masses: the attention that the tokens of each page receive. Also measure them on a CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ class Measured:
     """Sequence of a step whose last queries are measured.
 
     Attributes:
-        request: its request's id.
-        pages: its held pages, in the order of its block table.
-        row: its row in the step's block table.
-        length: tokens in these pages.
-        rows: measured rows of the batch.
-        weight: factor on each row.
+        request: id of the sequence's request.
+        pages: held pages, in the order of the block table.
+        row: the sequence's row in the step's block table.
+        length: tokens in the held pages.
+        rows: measured rows (query tokens) of the batch.
+        weight: factor on the attention of each measured row.
     """
 
     request: str
@@ -32,13 +32,13 @@ class Measured:
 
 @dataclass
 class Weighing:
-    """Measurement of one step, on the device that attends. All layers add to it.
+    """Measurement of a step's prompt chunks, on the device that attends. All layers add their attention to `total`.
 
     Attributes:
         sequences: the measured sequences.
         table: int32 [sequences of the step, pages], the blocks that each sequence holds.
         total: float64 [measured sequences, pages], masses summed over layers.
-        groups: cache of `heavy_cuda.groups`.
+        groups: cache of the results of `heavy_cuda.groups`, by workspace size.
     """
 
     sequences: list[Measured]
@@ -54,12 +54,12 @@ class Weighing:
 
 @dataclass
 class Singles:
-    """Measurement by a kernel of sequences with one new token, in buffers that captured graphs read.
+    """Measurement of sequences with one new token by a kernel, in buffers that captured graphs use.
 
     Attributes:
-        wanted: int32 [1], 0 if nothing is measured.
-        total: float32 [kv_heads, sequences, stretches], masses summed over layers.
-        per_page: number of stretches of a page. The kernel sums masses over a stretch of tokens.
+        wanted: int32 [1], 1 to measure in this step, 0 to let the kernel return at once.
+        total: float32 [kv_heads, sequences, stretches], masses summed over layers, for each stretch of tokens.
+        per_page: number of stretches of a page.
         sequences: the measured sequences; `Measured.row` is their row in `total`.
     """
 
@@ -69,7 +69,7 @@ class Singles:
     sequences: list[Measured] = field(default_factory=list)
 
     def begin(self, sequences: list[Measured]) -> None:
-        """Prepare the buffers for a step that measures these sequences, before it is launched."""
+        """Prepare the buffers for a step that measures these sequences. Call this before the step is launched."""
         if sequences:
             self.total.zero_()
         if bool(sequences) != bool(self.sequences):
@@ -88,7 +88,7 @@ class Singles:
 
 
 def scores(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the scores, float32 [sequences, heads, rows, tokens].
+    """Return the attention scores (logits), float32 [sequences, heads, rows, tokens].
 
     `query` is [sequences, rows, heads, head_dim], and `keys` are [sequences, kv_heads, head_dim, tokens].
     """
@@ -102,15 +102,16 @@ def masses(
     score: torch.Tensor, page: int, softcap: float = 0.0, sinks: torch.Tensor | None = None,
     lens: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the causal attention that each page gets from sequences' last tokens, float64 [sequences, pages].
+    """Return the causal attention that each page gets from a sequence's last tokens, float64 [sequences, pages].
 
-    Attention is summed over the page's tokens, rows and heads. All pages of a sequence add up to `rows * heads`, less
-    the weight of sink logits.
+    Attention is summed over the page's tokens, over rows and over heads. So all pages of a sequence add up to
+    `rows * heads`, less the weight of sink logits.
 
     Args:
-        score: from `scores`, overwritten; the last row is a sequence's last token.
+        score: result of `scores`, which is overwritten; the last row is a sequence's last token.
         page: tokens of a page.
-        softcap, sinks: as in attention.
+        softcap: the layer's cap on scores; 0 for none.
+        sinks: [heads], the layer's sink logits; None without sinks.
         lens: int [sequences], tokens of each sequence, if `score` has padding; None without padding.
     """
     sequences, heads, rows, tokens = score.shape

@@ -1,9 +1,10 @@
-"""Heavy hitters in vLLM's scheduler: it weighs pages by the workers' measurements, and frees the lightest.
+"""Heavy hitters in vLLM's scheduler: free the pages of a request that got the least attention.
 
-Scheduler and workers talk through attributes of vLLM's own messages, which works with every executor. In each step,
-`KEPT` of `SchedulerOutput` lists the pages that each request holds, and `MASSES` of `ModelRunnerOutput` has their
-masses. Only the scheduler decides. A worker reads only pages that the step's message lists, so it never reads a freed
-page. Requests that end, restart or are preempted need no message.
+Scheduler and workers talk through attributes of vLLM's own messages, which works with every executor. In each engine
+step, attribute `KEPT` of `SchedulerOutput` lists the pages that each request holds. Attribute `MASSES` of
+`ModelRunnerOutput` returns the pages' masses: the attention that they got in the step. Only the scheduler frees pages.
+A worker reads only pages that the step's message lists, so it never reads a freed page. Requests that end, restart or
+are preempted need no message.
 """
 
 from collections import defaultdict
@@ -20,7 +21,7 @@ from kvpilot_runtime.config.retention import HeavyHitters
 KEPT, MASSES = "kvpilot_kept", "kvpilot_masses"
 
 EVERY = 32
-"""Decoding sequences are measured in one step of this many. Chunks of prompts are always measured."""
+"""Period of measurements of decoding sequences, in engine steps. Chunks of prompts are measured in every step."""
 
 Kept = tuple[np.ndarray, int]
 """Pair of the pages that a request still holds among its first n pages, int64 and ascending, and n itself.
@@ -28,9 +29,9 @@ Kept = tuple[np.ndarray, int]
 The request also holds all pages after the first n.
 """
 NOTHING: Kept = (np.zeros(0, np.int64), 0)
-"""Value for a request without freed pages."""
+"""`Kept` of a request without freed pages."""
 Masses = tuple[str, tuple[int, ...], list[float]]
-"""Id of a request, its measured pages, and the mass of each in a step."""
+"""Measurement of one request in one step: the request's id, its measured pages, and the mass of each page."""
 
 
 def lightest(
@@ -38,12 +39,13 @@ def lightest(
 ) -> list[int]:  # fmt: skip
     """Return the pages to free before a sequence's next token: the lightest, as many as exceed the budget.
 
-    Pages of sinks and window are never freed. Of pages with equal mass, the earlier one comes first.
+    Pages of sinks and window are never freed. Of pages with equal mass, free the earlier one first.
 
     Args:
         page: tokens of a page.
-        held: held pages of the sequence's `computed` tokens, ascending.
-        masses: mass by page; 0 if missing.
+        held: pages that the sequence holds, ascending.
+        masses: mass by page; a missing page has mass 0.
+        computed: number of computed tokens of the sequence.
     """
     if (beyond := len(held) - bound.pages(page)) <= 0:
         return []
@@ -60,7 +62,7 @@ class HeavySpec(BoundedSpec):
 
     @property
     def bound(self) -> HeavyHitters:
-        """Bound of a sequence."""
+        """The spec's bound, as a retention policy."""
         return HeavyHitters(self.sinks, self.sliding_window, self.budget)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
@@ -90,7 +92,8 @@ class HeavyManager(BoundedManager):
     ) -> tuple[tuple[list[Any], ...], int]:  # fmt: skip
         """Return the longest cached prefix within the budget.
 
-        Pages within the budget were computed before any page was freed, so they are the same for every request.
+        A request computes these pages before it frees any page. So their content depends only on the tokens, and every
+        request with the same tokens can use them.
         """
         size = kv_cache_spec.block_size
         cached: list[Any] = []
@@ -146,9 +149,9 @@ def _manager(scheduler: Any) -> HeavyManager | None:
 
 
 def tell(scheduler: Any, output: Any) -> None:
-    """Attach data to a step: its requests' held pages, by request id, and True if the step measures single tokens.
+    """Attach to a step what workers need: held pages by request id, and True if it measures decoding sequences.
 
-    All decoding sequences are measured in the same step, so that the other steps do not wait for masses.
+    All decoding sequences are measured in the same step, so that the steps in between do not wait for masses.
     """
     if (manager := _manager(scheduler)) is None:
         return

@@ -1,8 +1,8 @@
-"""Bounded cache in vLLM's scheduler: pages between the sinks and the window return to the pool.
+"""Bounded cache in vLLM's scheduler: free the pages of a sequence between its sinks and its window.
 
-Unpickling a `BoundedSpec` imports this module, which registers it. vLLM treats the spec as a sliding window when it
-admits requests and computes capacity. Our manager also keeps the first pages. Workers must keep them too, so
-`num_retained_tokens` stops vLLM 0.33 from clearing block-table entries below the window.
+vLLM treats a `BoundedSpec` as a sliding window when it admits requests and computes capacity. Our manager also keeps
+the sinks' pages. In workers, vLLM 0.33 would clear block-table entries below the window, so `num_retained_tokens` tells
+it to keep them. Unpickling a `BoundedSpec` imports this module, which registers the spec with vLLM.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # mypy sees vLLM's 
 
     @property
     def bound(self) -> SinksAndWindow:
-        """Bound of a sequence."""
+        """The spec's bound, as a retention policy."""
         return SinksAndWindow(self.sinks, self.sliding_window)
 
     @property
     def num_retained_tokens(self) -> int:
-        """Number of first tokens whose block-table entries vLLM 0.33 keeps in workers: all, to keep the sinks."""
+        """Number of first tokens whose block-table entries vLLM 0.33 keeps in workers: all, and so the sinks."""
         return EVERY_TOKEN
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Return the largest number of blocks of a request: window, tokens in flight, and sinks."""
+        """Return the largest number of blocks of a request: those of the window, of tokens in flight, and of sinks."""
         window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
         whole = -(-max_model_len // self.block_size)
         return int(min(window + self.bound.sink_pages(self.block_size), whole))
@@ -47,7 +47,7 @@ class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # mypy sees vLLM's 
 
 
 class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
-    """Manager that frees pages that no later token attends to. A cached prefix need not have these pages."""
+    """Manager that frees pages that no later token attends to. A prefix hit does not need these pages either."""
 
     @classmethod
     def find_longest_cache_hit(
@@ -77,7 +77,11 @@ class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], *args: Any,
         apply_admission_cap: bool = False, **kwargs: Any,
     ) -> int:  # fmt: skip
-        """Return how many blocks to allocate. For admission, count at most the blocks that the request can hold."""
+        """Return how many blocks to allocate for a request of `num_tokens` tokens.
+
+        With `apply_admission_cap`, count at most the blocks that the request can hold at once, because pages are freed
+        as it grows.
+        """
         if not apply_admission_cap or self.max_admission_blocks_per_request is None:
             return int(super().get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks, *args, **kwargs))
         most = min(-(-num_tokens // self.block_size), self.max_admission_blocks_per_request)
@@ -93,10 +97,10 @@ class BoundedManager(SingleTypeKVCacheManager):  # type: ignore[misc]
         self._remove_blocks_in_range(request_id, bound.sink_pages(size), first)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return 0, because the skipped tokens are not at a sequence's beginning, where the sinks are."""
+        """Return 0: vLLM can skip tokens only at a sequence's beginning, where the sinks are, which must stay."""
         return 0
 
 
-# Register vLLM's own specs first: vLLM adds them only to an empty registry.
+# Let vLLM register its own specs first, because it adds them only to an empty registry.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(BoundedSpec, BoundedManager, uniform_type_base_spec=BoundedSpec)

@@ -1,1 +1,1 @@
-"""Static factors, fitted by `kvpilot calibrate` or by an engine at start, and the file that holds them."""
+"""Calibration: fit static factors of keys and values, by `kvpilot calibrate` or by an engine at start."""

@@ -1,8 +1,8 @@
-"""Calibration of an engine without a calibration file, before its first request and its CUDA graphs.
+"""Calibration at start, for engines without a calibration file: before CUDA graphs are captured and requests arrive.
 
-One step runs built-in text (`calibration.text`) through the model, as sequences at positions all over the served
-context. Every attention layer attends only to the step's own, unquantized keys and values. The factors of our layers
-are fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`).
+One forward pass runs built-in text (`calibration.text`) through the model, as sequences at positions all over the
+served context. In it, each sequence attends only to its own, unquantized keys and values. The factors of our layers are
+fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`).
 
 Each tensor-parallel rank keeps the factors of its heads, and each pipeline stage those of its layers. The same model,
 text and number of ranks give the same factors.
@@ -43,7 +43,7 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
     config = worker.vllm_config
     if not any(of_all_ranks(len(layers))):
         return
-    # If one stage cannot calibrate, no stage does, because the others would wait for its output.
+    # If one pipeline stage cannot calibrate, no stage must, because the others would wait for its output.
     reason = "" if factors_file.asked() else next(filter(None, of_all_ranks(obstacle(config, layers))), "")
     if factors_file.asked():
         source = "off" if factors_file.turned_off() else "file"
@@ -68,7 +68,7 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:
-    """Return the step's token ids, as many as one chunk holds, and an empty string.
+    """Return the token ids to calibrate on, at most one chunk of prefill, and an empty string.
 
     Without a tokenizer, return random token ids from a fixed seed, and `RandomTokens` as a reason for metrics.
     """
@@ -114,11 +114,12 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     from vllm.forward_context import set_forward_context
 
     config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
-    drafting = any(layer.impl.drafting for layer in layers.values())  # read this before stand-ins replace the layers
+    # Read this before `attending_to_itself` replaces the layers' implementations.
+    drafting = any(layer.impl.drafting for layer in layers.values())
     seen = {name: Observed(layer.impl.num_kv_heads, layer.impl.head_size, device) for name, layer in layers.items()}
     ids = torch.tensor(tokens, device=device)
     plan = passes(len(tokens), config.model_config.max_model_len)
-    # each token after the sequences is a sequence of its own, at position 0
+    # Each of the remaining tokens is a sequence of its own, at position 0.
     positions = torch.zeros(len(tokens), dtype=torch.int64, device=device)
     in_sequences = torch.cat([torch.arange(first, first + length, device=device) for length, first in plan])
     positions[: len(in_sequences)] = in_sequences
@@ -127,7 +128,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     try:
         with (
             attending_to_itself(config, seen, [length for length, _ in plan]),
-            # Run eagerly, so that the engine's own compilation starts unchanged.
+            # Run eagerly, so that this pass leaves no trace in the engine's own compilation.
             set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
         ):
             found = _forward(model, ids, positions)
@@ -160,8 +161,8 @@ def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
 def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
     """Run the text through the draft model. `found` is the served model's output for the same text.
 
-    For each token, a draft head reads the next token and the served model's hidden state. For a sequence's last token
-    it reads the first token of the following sequence. This is wrong for one token in hundreds, and does not matter.
+    For each token, a draft head (EAGLE, MTP) reads the next token and the served model's hidden state. At the end of a
+    sequence, the next token belongs to the following sequence. The error is negligible: one token in hundreds.
     """
     if not drafter.reads_states:
         drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)
@@ -178,7 +179,7 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
     """Fit and set the layers' factors for this rank's heads. Return an error message, or an empty string."""
     for name, layer in layers.items():
         if layer.impl.drafting and not seen[name].tokens:
-            continue  # vLLM runs only the first of a model's MTP layers
+            continue  # vLLM ran only the first of the model's MTP layers, so there is nothing to fit
         try:
             found = seen[name].factors()
         except ValueError as error:
@@ -188,6 +189,6 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
 
 
 def _refuse_together(problem: str) -> None:
-    """Raise UnsupportedModelError on every rank if one rank has a problem. Otherwise the others would wait for it."""
+    """Raise UnsupportedModelError on every rank if one rank has a problem; else the other ranks would wait forever."""
     if told := next(filter(None, of_all_ranks(problem)), ""):
         raise UnsupportedModelError(told)

@@ -1,4 +1,4 @@
-"""Attention in the step in which an engine calibrates itself. Each sequence attends to itself and is recorded."""
+"""Attention of an engine that calibrates itself: each sequence attends to its own tokens, and statistics are kept."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +11,14 @@ from kvpilot_kernels.fit import Observed
 from kvpilot_kernels.softmax import attention, softmax
 
 _ROWS = 1024
-"""Number of queries that attend at once, to limit the memory of scores and masks."""
+"""Number of queries that attend at once. It limits the memory of scores and masks."""
 
 
 class Chunk:
-    """Stand-in for a layer's attention. Each sequence of the chunk attends to itself, and `seen` records it.
+    """Replacement of a layer's attention. Each sequence of the chunk attends to itself.
 
-    The chunk's first tokens are sequences of `lengths` tokens. Each further token is a sequence of its own.
+    The chunk's first tokens are sequences of `lengths` tokens. Each further token is a sequence of its own. `seen`
+    collects statistics of queries, keys and values; it is None for layers without factors.
     """
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
@@ -49,7 +50,7 @@ class Chunk:
 
 
 def softcap_of(impl: Any) -> float:
-    """Return a backend's cap on scores, 0 for none. Backends use different attribute names for it."""
+    """Return a backend's soft cap on scores, 0 for none, whichever attribute name the backend uses."""
     return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
 
 

@@ -1,7 +1,7 @@
 """`kvpilot calibrate MODEL --prompts FILE`: fit static factors to a model and write them to a calibration file.
 
 Calibration sequences must be as long as the contexts that will be served. RoPE rotates a channel's mean with the
-position, so a mean from short texts is harmful at positions far beyond their length.
+position, so a mean that is fitted to short texts adds errors at positions far beyond their length.
 """
 
 import argparse
@@ -48,8 +48,8 @@ def read_prompts(file: Path) -> list[str]:
 def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list[torch.Tensor]:
     """Cut texts into sequences of token ids, int64 [up to length] each, with at most `limit` tokens in all.
 
-    Every sequence starts like a prompt, with the tokenizer's first special token if it has one, because the first token
-    is an attention sink.
+    Every sequence starts with the tokenizer's BOS token if it has one, as prompts do, because the first token is an
+    attention sink.
     """
     pieces: list[torch.Tensor] = []
     for text in texts:

@@ -1,8 +1,9 @@
 """Calibration files: the static factors of every layer of one model, written by `kvpilot calibrate`.
 
-A file is safetensors with the float32 tensors `layers.{i}.key_mean`, `.key_scale`, `.value_mean`, `.value_scale` and
-`.key_first`, each [kv_heads, head_dim]. Keys are after RoPE, as the cache stores them. The metadata identifies the
-model, and `load` refuses a file of another model, which would give wrong answers without an error.
+A file is in safetensors format, with the float32 tensors `layers.{i}.key_mean`, `.key_scale`, `.value_mean`,
+`.value_scale` and `.key_first`, each [kv_heads, head_dim]. Statistics of keys are taken after RoPE, as the cache stores
+keys. The metadata identifies the model. `load` refuses a file of another model, because its factors would make answers
+wrong without an error.
 """
 
 import hashlib
@@ -66,10 +67,10 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModelFacts":
-        """Read the facts from a config.json, from its nested text config if there is one.
+        """Read the facts from a config.json, or from the text config in it if there is one.
 
         Raises:
-            ValueError: it does not describe a decoder.
+            ValueError: the config does not describe a decoder.
         """
         found = models.read(config)  # fills a missing size with its class's default
         text = config.get("text_config")
@@ -144,12 +145,12 @@ def save(path: Path, layers: list[Factors], facts: ModelFacts) -> None:
 
 
 def asked() -> bool:
-    """Return True if the environment names a file, or is `off`."""
+    """Return True if `KVPILOT_CALIBRATION` names a file, or is `off`."""
     return bool(os.environ.get(VARIABLE))
 
 
 def turned_off() -> bool:
-    """Return True if the environment turns factors off."""
+    """Return True if `KVPILOT_CALIBRATION` is `off`."""
     return os.environ.get(VARIABLE) == OFF
 
 

@@ -1,9 +1,9 @@
-"""Static factors of a whole model, fitted to texts.
+"""Fit the static factors of a whole model to texts, with transformers.
 
-The model runs forwards and backwards over each text once. Each layer yields keys (after RoPE), values, and the
-gradients of the log-likelihood with respect to both. The model itself draws the next tokens of this likelihood.
-`kvpilot_kernels.fit` turns sums of these (moments) into factors. A query reads the recent window at 8 bits, so it
-contributes no gradient for keys and values inside its window.
+The model runs forwards and backwards over each text once. Each layer yields its keys (after RoPE), its values, and the
+gradients of the log-likelihood of next tokens with respect to both. The next tokens are drawn from the model's own
+distribution. `kvpilot_kernels.fit` turns sums over keys, values and gradients (moments) into factors. An engine reads
+the recent window at 8 bits, so a query contributes no gradient for keys and values inside its window.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration.factors_file import ModelFacts
 
 HOOK = "kvpilot_calibrate"
-"""Name under which transformers knows our attention. Each function here registers its own."""
+"""Name under which transformers finds our attention. Functions of this module register different ones under it."""
 
 _CHUNK = 256
 """Number of tokens whose logits are in memory at once."""
@@ -28,18 +28,18 @@ Progress = Callable[[int, int], None]
 
 
 class CalibrateError(ValueError):
-    """Refusal of a model or prompts that cannot be used. The message names the fault and the remedy."""
+    """Refusal of a model, prompts or options that cannot be used. The message names the fault and the remedy."""
 
 
 def _window(module: Any, options: dict[str, Any]) -> int | None:
-    """Return a layer's sliding window, from a call of transformers' attention function; None for none."""
+    """Return a layer's sliding window from the arguments of transformers' attention function; None if it has none."""
     return options.get("sliding_window") or getattr(module, "sliding_window", None)
 
 
 def _attend(
     module: Any, query: torch.Tensor, pages: Sides, fine: Sides, recent: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, None]:
-    """Attend as `windowed` does, with the shapes and the options of transformers' attention function."""
+    """Call `windowed`, with the shapes and the options of transformers' attention function."""
     softcap, window = float(options.get("softcap") or 0.0), _window(module, options)
     out = windowed(query, pages, fine, float(options["scaling"]), recent, softcap=softcap, sliding_window=window)
     return out.transpose(1, 2).contiguous(), None
@@ -48,7 +48,7 @@ def _attend(
 def _exact(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend without a recent window, with transformers' signature. The query is [sequences, heads, tokens, D]."""
+    """Attend without a recent window, as transformers calls it. The query is [sequences, heads, tokens, D]."""
     return _attend(module, query, (key, value), (key, value), 0, options)
 
 
@@ -59,7 +59,7 @@ def hook() -> str:
 
 
 def _first_keys(model: Any, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the keys of `tokens`, int64 [n], by layer: [n, kv_heads, D]. Each token is alone at position 0."""
+    """Return the keys of `tokens`, int64 [n], by layer: [n, kv_heads, D]. Each token runs alone, at position 0."""
     seen: dict[int, torch.Tensor] = {}
 
     def attend(
@@ -80,10 +80,10 @@ def fit_model(
 ) -> list[Factors]:  # fmt: skip
     """Return the factors of every layer of a transformers causal language model.
 
-    Layers that are not calibrated get factors that change nothing.
+    Layers without our dtype, such as those with a sliding window, get factors that change nothing.
 
     Args:
-        model: loaded with `attn_implementation=hook()`.
+        model: model that was loaded with `attn_implementation=hook()`.
         pieces: token ids, int64 [tokens] each.
         first: possible first tokens of prompts, int64 [n].
         recent: tokens of the recent window that will be served.
@@ -126,7 +126,7 @@ def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
 
 
 class _Recorder:
-    """Recorder that keeps a pass's keys and values until their gradients are known, and sums up moments."""
+    """Recorder that keeps a forward pass's keys and values until their gradients are known, and sums up moments."""
 
     def __init__(self, facts: ModelFacts, recent: int) -> None:
         self._facts, self._recent = facts, recent
@@ -156,13 +156,13 @@ class _Recorder:
         return _attend(module, query, (far_key, far_value), (key, value), self._recent, options)
 
     def collect(self) -> None:
-        """Add the keys, values and gradients of the pass to the moments, and release them."""
+        """Add the keys, values and gradients of the last pass to the moments, and release their memory."""
         for layer, key, value in self._pass:
             for side, x in ((self.keys, key), (self.values, value)):
                 moments = side.setdefault(layer, Moments(x.shape[1], x.shape[3], x.device))
                 if x.grad is None:
                     raise CalibrateError(f"layer {layer} has no gradient; this model cannot be calibrated")
-                # The key at position 0 has its own mean.
+                # Leave out the key at position 0, which has its own mean (`key_first`).
                 past = slice(1 if side is self.keys else 0, None)
                 try:
                     moments.add(x.detach()[0].transpose(0, 1)[past], x.grad[0].transpose(0, 1)[past].double().square())

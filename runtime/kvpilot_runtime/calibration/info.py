@@ -1,7 +1,7 @@
-"""Gauge of the factors' source on the engine's /metrics: ``kvpilot_calibration_info{hash,source,reason} 1``.
+"""Report the source of an engine's factors on /metrics: ``kvpilot_calibration_info{hash,source,reason} 1``.
 
-`source` is `self` (calibrated at start), `file`, `off` (turned off) or `none`. For `none`, `reason` says why. If the
-weights were replaced later, the reason is `WeightsChanged`.
+`source` is `self` (calibrated at start), `file`, `off` (turned off) or `none` (calibration is not possible). `reason`
+says why calibration is not possible. If the weights were replaced after calibration, it is `WeightsChanged`.
 """
 
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an engine's calibration. `hash` covers the factors of all layers and ranks, in hexadecimal."""
+    """Result of an engine's calibration: the labels of the gauge. `hash` covers the factors of all layers and ranks."""
 
     source: str
     hash: str
@@ -44,8 +44,8 @@ def settle(impls: Iterable[Any], outcome: Outcome) -> None:
 def outdate(impls: list[Any]) -> None:
     """Report to log and metrics that the weights were replaced after the factors were fitted.
 
-    Do nothing if no factors were fitted. The factors stay, because pages in the prefix cache can be read only with
-    them.
+    Do nothing if no factors were fitted. Keep the factors, because pages in the prefix cache can be read only with the
+    factors that they were quantized with.
     """
     found = impls[0].calibrated if impls else None
     if found is None or found.source not in ("self", "file") or found.reason == WEIGHTS_CHANGED:

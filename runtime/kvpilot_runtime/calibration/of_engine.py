@@ -1,4 +1,4 @@
-"""Factors of this process's engine: this rank's share of a calibration file, and a hash over all ranks."""
+"""Load this rank's share of a calibration file, and hash the factors of all ranks of this engine."""
 
 from functools import cache
 from pathlib import Path

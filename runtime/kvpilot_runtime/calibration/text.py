@@ -1,6 +1,6 @@
-"""Built-in calibration text, and the sequences that an engine makes of it. This module does not import vLLM.
+"""Built-in calibration text (`text.txt`), and how an engine cuts it into sequences. This module does not import vLLM.
 
-`text.txt` has prose, code, tables, chats and several writing systems.
+The text has prose, code, tables, chats and several writing systems.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ TEXT = Path(__file__).with_name("text.txt")
 _SEPARATOR = "\n%%\n"
 
 LONGEST = 8192
-"""Largest number of tokens that an engine calibrates on. A quarter of it gave about the same factors."""
+"""Largest number of tokens that an engine calibrates on. A quarter of them gave about the same factors."""
 
 SHORTEST = 128
 """Smallest number of tokens to calibrate on. With fewer, hardly any query is outside the recent window of a key."""
 
 _LOG_FROM = 1024
-"""Position beyond which the starts of sequences are spread logarithmically. Before it they are spread evenly."""
+"""Position beyond which sequences start at logarithmic distances. Before it they start at even distances."""
 
 _SHORT = 4
-"""Number of sequences that share the second half of the tokens."""
+"""Number of short sequences, which share the second half of the tokens."""
 
 _LONE, _LONE_SHARE = 64, 16
 """Limits on the number of tokens that run alone at position 0: `_LONE`, and one in `_LONE_SHARE` of all tokens."""
@@ -47,14 +47,18 @@ def text_ids(tokenizer: Any, length: int) -> list[int]:
 
 
 def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
-    """Return `count` possible first tokens of a prompt: the tokenizer's first special token, else tokens of `ids`."""
+    """Return `count` possible first tokens of a prompt.
+
+    If the tokenizer puts a special token first, repeat this token. Otherwise any token may be first, so take tokens of
+    `ids`.
+    """
     if tokenizer.encode("a", add_special_tokens=True)[:1] != tokenizer.encode("a", add_special_tokens=False)[:1]:
         return [ids[0]] * count
     return [ids[i * len(ids) // count] for i in range(count)]
 
 
 def lone(tokens: int) -> int:
-    """Return how many of `tokens` tokens, the last ones, run alone at position 0. They give the first key's mean."""
+    """Return how many of `tokens` tokens, at their end, run alone at position 0. They give the mean `key_first`."""
     return min(_LONE, tokens // _LONE_SHARE)
 
 
@@ -63,7 +67,8 @@ def passes(tokens: int, context: int) -> list[tuple[int, int]]:
 
     RoPE rotates a channel's mean with the position, and one static mean must serve all positions of the context. So
     half of the text is one sequence from position 0, in which queries also see distant tokens. The other half is four
-    sequences that begin at positions all over the context. Attention depends only on distances, so it stays right.
+    sequences that begin at positions all over the context. RoPE attention depends only on distances between tokens, so
+    their outputs are as valid as from position 0.
 
     Args:
         context: number of served positions, at least `tokens`.

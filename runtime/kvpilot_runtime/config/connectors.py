@@ -1,7 +1,7 @@
-"""vLLM's connectors that may carry our pages between engines, and their supported configurations.
+"""KV connectors of vLLM that may carry our pages between engines, and their supported configurations.
 
 A page can be read only with the factors that it was quantized with. So a class of ours replaces each connector, and
-lets pages travel only between engines that agree on their terms (`transfer.terms`).
+lets pages travel only between engines with equal dtype, layout and factors (`transfer.terms`).
 """
 
 import importlib.metadata
@@ -18,13 +18,13 @@ class Connector:
     """Connector of vLLM, and the configurations of it that our dtypes support.
 
     Attributes:
-        name: vLLM's name.
-        package: the package that vLLM's class imports.
-        ours: import path of our class that replaces it.
-        extra: allowed keys of `kv_connector_extra_config`, with allowed values; None for any value.
-        needed: required keys, with their values.
+        name: vLLM's name of the connector.
+        package: package that vLLM's class imports.
+        ours: import path of our class that replaces vLLM's class.
+        extra: allowed keys of `kv_connector_extra_config`, with the allowed values of each; None allows any value.
+        needed: required keys of `kv_connector_extra_config`, with their values.
         release: required release of the package; None for any.
-        sends_alone: True if a `kv_producer` only sends.
+        sends_alone: True if an engine with the role `kv_producer` only sends, so it needs no policy for failed loads.
         layouts: supported layouts of the KV cache.
     """
 
@@ -96,7 +96,10 @@ def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
 
 
 def beside(config: Any) -> str | None:
-    """Name the part of vLLM's configuration that does not work with its connector, or return None."""
+    """Name a version or an option of the engine that does not work with its connector, or return None.
+
+    `config` is vLLM's `VllmConfig`.
+    """
     connector = SERVED[config.kv_transfer_config.kv_connector]
     if compat.lacks(compat.PINNED):
         return f"{connector.name} of vllm {compat.version_text()}"

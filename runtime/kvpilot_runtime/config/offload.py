@@ -2,8 +2,8 @@
 
 A page can be read only with the factors that it was quantized with. vLLM's host-memory tier belongs to one engine,
 which fixes its factors before it makes its KV cache. So a page that returns from the tier meets the same factors.
-Connectors between engines are supported if `connectors` lists them. Others are refused, because they identify pages
-without their factors.
+Connectors between engines are supported only if `connectors` lists them. Other connectors would give pages to engines
+with different factors.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from kvpilot_runtime.config import connectors
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
 
 DISK, DISK_MODULE, DISK_TIER = "DiskOffloadingSpec", "kvpilot_runtime.transfer.disk_spec", "disk"
-"""Names by which vLLM finds our offloading spec (class and module) and its file tier. Metrics have them as labels."""
+"""Names by which vLLM finds our offloading spec (class, module) and its file tier. Metrics have them as labels."""
 
 FROM_HOST = "kvpilot_from_host"
-"""Key of a request's `kv_transfer_params`. If true, the prompt is loaded from host memory, not from the GPU's pages.
+"""Key of a request's `kv_transfer_params`. If true, the engine loads the prefix from host memory, not from GPU pages.
 
 The operator's probes set it to check pages that were offloaded.
 """

@@ -1,4 +1,4 @@
-"""Arguments of kvpilot-serve that our dtypes support or refuse, by the rules of `kvpilot_formats.arguments`."""
+"""Find arguments of kvpilot-serve that our dtypes do not support, by the rules of `kvpilot_formats.arguments`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,17 +14,17 @@ DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
 SERVE = "KVPILOT_SERVE"
 """Environment variable that `kvpilot-serve` sets for its engine, with every dtype.
 
-The engine then loads offloaded pages if a request asks for it (`offload.FROM_HOST`), and finishes waiting requests when
-it drains.
+An engine with this variable loads offloaded pages if a request asks for it (`offload.FROM_HOST`). When it drains, it
+also finishes requests that still wait.
 """
 WORKSPACE_SHARE = 200
-"""Divisor of an engine's GPU memory: one part in this many is the workspace into which prefill reads context."""
+"""Divisor of an engine's GPU memory that gives the size of the workspace, into which prefill reads context."""
 SLIDING = "sliding_window"
 """Value of `--kv-cache-dtype-skip-layers` for all layers with a sliding window."""
 
 
 def refused(arguments: Sequence[str], environment: Mapping[str, str], device: str) -> tuple[str, str] | None:
-    """Return the first option or variable that our dtypes do not support, with the feature's name, or None.
+    """Return the first option or variable that our dtypes do not support, and its feature; None if there is none.
 
     Args:
         device: `cuda` or `cpu`.

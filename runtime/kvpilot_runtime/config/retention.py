@@ -1,11 +1,11 @@
-"""Bounded caches: the policies that choose the tokens of a sequence that stay in the cache.
+"""Bounded caches: the policies (`--retention`) that choose which tokens of a sequence stay in the cache.
 
 `SinksAndWindow` (StreamingLLM) keeps the first pages of a sequence and the pages of its last tokens. A token attends to
-the first `sink_pages`, and to all pages from `first_page` up to its own. Only its position matters, so chunks,
-preemption and prefix hits do not change answers.
+the first `sink_pages`, and to all pages from `first_page` up to its own. Its pages depend only on its position, so
+chunks, preemption and prefix hits do not change answers.
 
-`HeavyHitters` (H2O) also keeps the pages in between that have received most attention so far. Each step chooses them,
-so chunks, preemption and prefix hits can change answers.
+`HeavyHitters` (H2O) also keeps those pages in between that have received most attention so far. The scheduler chooses
+them in each engine step, so chunks, preemption and prefix hits can change answers.
 """
 
 import os
@@ -18,13 +18,13 @@ ALL, SINKS_AND_WINDOW, HEAVY_HITTERS = "All", "SinksAndWindow", "HeavyHitters"
 POLICIES = (ALL, SINKS_AND_WINDOW, HEAVY_HITTERS)
 
 VARIABLE = "KVPILOT_RETENTION"
-"""Environment variable of the engine's processes: POLICY:SINKS:WINDOW[:BUDGET], such as `SinksAndWindow:4:1024`.
+"""Environment variable with the policy, for the engine's processes: POLICY:SINKS:WINDOW[:BUDGET], in tokens.
 
-If it is unset or empty, the cache keeps all tokens.
+An example is `SinksAndWindow:4:1024`. If it is unset or empty, the cache keeps all tokens.
 """
 
 SINKS = 4
-"""Default number of sink tokens for heavy hitters. The default window is half of the budget, as in H2O."""
+"""Default number of sink tokens for heavy hitters."""
 
 INFO = WorkerInfo(
     "kvpilot_retention_info", "Tokens of a sequence that the KV cache keeps; absent if it keeps all.",
@@ -34,9 +34,9 @@ INFO = WorkerInfo(
 
 @dataclass(frozen=True)
 class SinksAndWindow:
-    """Bound that keeps at least the first `sinks` tokens of a sequence and its last `window`, in whole pages.
+    """Bound that keeps the pages with the first `sinks` and the last `window` tokens of a sequence.
 
-    `sinks` and `window` are at least 1. So the first page is always kept, and a table of kept pages begins with it.
+    `sinks` and `window` are at least 1. So the first page is always kept, and every table of kept pages begins with it.
     """
 
     sinks: int
@@ -50,7 +50,7 @@ class SinksAndWindow:
         return -(-self.sinks // page)
 
     def first_page(self, position: int, page: int) -> int:
-        """Return the first page after the sinks that the token at `position`, or any later token, attends to."""
+        """Return the first page after the sinks' pages that the token at `position`, or a later token, attends to."""
         return max(self.sink_pages(page), (position - self.window + 1) // page)
 
     @property
@@ -60,7 +60,7 @@ class SinksAndWindow:
 
     @property
     def option(self) -> str:
-        """kvpilot-serve's option that lowers the memory of a request."""
+        """Option of kvpilot-serve to name in a message if a request needs too much memory."""
         return "--retention-window-tokens"
 
     def kept(self, page: int) -> int:
@@ -70,7 +70,7 @@ class SinksAndWindow:
 
 @dataclass(frozen=True)
 class HeavyHitters(SinksAndWindow):
-    """Bound that keeps sinks, a window and the heaviest pages between them: at most `budget` tokens before a step."""
+    """Bound that keeps sinks, a window, and the heaviest pages between them: at most `budget` tokens before a step."""
 
     budget: int
 
@@ -84,7 +84,7 @@ class HeavyHitters(SinksAndWindow):
 
     @property
     def option(self) -> str:
-        """kvpilot-serve's option that lowers the memory of a request."""
+        """Option of kvpilot-serve to name in a message if a request needs too much memory."""
         return "--retention-budget-tokens"
 
     def pages(self, page: int) -> int:
@@ -92,7 +92,7 @@ class HeavyHitters(SinksAndWindow):
         return self.budget // page
 
     def least(self, page: int) -> int:
-        """Return the smallest budget with room for the sinks, the window at any alignment, and one page between."""
+        """Return the smallest budget with room for the sinks, a window at any alignment to pages, and one more page."""
         return (self.sink_pages(page) + -(-(self.window + page - 2) // page) + 1) * page
 
     def kept(self, page: int) -> int:
@@ -103,7 +103,7 @@ class HeavyHitters(SinksAndWindow):
 def parse(
     policy: str | None, sinks: int | None, window: int | None, budget: int | None = None
 ) -> SinksAndWindow | None:
-    """Return the bound that the options set, else that of the environment; None keeps all tokens.
+    """Return the bound that the options set, or without options the bound of the environment. None keeps all tokens.
 
     Raises:
         PreflightError: the bound is invalid.

@@ -1,7 +1,7 @@
-"""Gauge of the model's architecture on the engine's /metrics, which the operator reads.
+"""Report the model's architecture to the operator, by a gauge on the engine's /metrics.
 
-kvpilot-serve reads the model's config before it becomes vLLM and passes it on in an environment variable. The plugin
-publishes it as ``kvpilot_model_info{head_dim,kv_heads,layers,window_layers,mla} 1``.
+kvpilot-serve reads the model's config before its process becomes vLLM, and passes the architecture on in an environment
+variable. The plugin publishes it as ``kvpilot_model_info{head_dim,kv_heads,layers,window_layers,mla} 1``.
 """
 
 import json
@@ -11,7 +11,7 @@ import os
 from kvpilot_formats.models import Architecture
 
 VARIABLE = "KVPILOT_MODEL_INFO"
-"""Environment variable with the gauge's labels in JSON, which kvpilot-serve sets for the vLLM that it becomes."""
+"""Environment variable with the gauge's labels in JSON, which kvpilot-serve sets for vLLM."""
 
 NAME = "kvpilot_model_info"
 _LABELS = ("head_dim", "kv_heads", "layers", "window_layers", "mla")
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def encode(config: Architecture) -> str:
     """Return the variable's value: the gauge's labels in JSON.
 
-    KV heads are those of the whole model, not of one rank. Only layers with their own KV cache count.
+    `kv_heads` counts the heads of the whole model, not of one rank. `layers` counts layers with their own KV cache.
     """
     labels = {
         "head_dim": config.head_dim,

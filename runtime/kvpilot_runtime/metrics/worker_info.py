@@ -1,6 +1,6 @@
-"""Gauges with the constant value 1 on the engine's /metrics, whose labels come from a worker.
+"""Report facts from a worker on the engine's /metrics, as labels of gauges with the value 1.
 
-A worker writes the labels to a file, and the API server reads them. The file's path is in an environment variable,
+A worker process writes the labels to a file, and the API server reads the file. Its path is in an environment variable,
 which vLLM's first process sets for the others.
 """
 
@@ -49,7 +49,7 @@ class WorkerInfo:
         except OSError as error:
             log.warning("%s cannot be written (%s): no %s on /metrics", path, error, self.name)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            # With several API servers, each one serves the metrics that all processes have written to a folder.
+            # With several API servers, each one serves metrics from a folder, so the worker must write its gauge there.
             from prometheus_client import Gauge
 
             gauge = Gauge(self.name, self.help, self.labels, multiprocess_mode="mostrecent")
@@ -77,7 +77,7 @@ class Reported:
         self.info, self._path = info, path
 
     def describe(self) -> list[Any]:
-        """Return nothing: the registry calls this at registration, before any worker has reported."""
+        """Return no metrics. The registry calls this at registration, when no worker has reported yet."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -98,7 +98,7 @@ RECENT_WINDOW = WorkerInfo(
     "kvpilot_recent_window_info", "Tokens of the recent window, which are read with more bits than the KV-cache dtype "
     "has.", ("dtype", "tokens", "reason"), "KVPILOT_RECENT_REPORT",
 )  # fmt: skip
-"""Gauge of the served recent window in tokens, 0 for none.
+"""Gauge of the recent window that the engine serves, in tokens; 0 for no window.
 
-`reason` is set if the window is neither the requested one nor the default.
+If the window is smaller than the requested or the default one, `reason` says why.
 """

@@ -1,4 +1,4 @@
-"""Check of a bounded cache before vLLM is imported. The engine repeats it."""
+"""Preflight check of a bounded cache (`--retention`), before vLLM is imported. The engine repeats the check."""
 
 from collections.abc import Callable
 
@@ -57,7 +57,12 @@ def check(
 def _heavy(
     bound: HeavyHitters, request: Request, usual: int, refuse: Callable[[str, str], PreflightError]
 ) -> None:  # fmt: skip
-    """Refuse settings that heavy hitters do not support. `usual`: default number of tokens of a page."""
+    """Refuse settings that heavy hitters do not support.
+
+    Args:
+        usual: tokens of a page if the request does not set `--block-size`.
+        refuse: function that makes the error, from the unsupported feature and the remedy.
+    """
     every = read((*request.others, f"--tensor-parallel-size={request.tensor_parallel}"))
     if (found := rules.first_on(every, rules.BESIDE_HEAVY_HITTERS)) is not None:
         raise refuse(f"{found[0]} ({found[1]})", "leave it out")

@@ -1,6 +1,6 @@
-"""Check of a request to start an engine, before vLLM is imported or a GPU is used.
+"""Preflight: check a request to start an engine, before vLLM is imported or a GPU is used.
 
-For a model in a folder it takes well under a second. For a model on the hub it first fetches config.json.
+For a model in a folder the check takes well under a second. For a model on the hub it first fetches config.json.
 """
 
 import os
@@ -23,7 +23,10 @@ CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e
 
 
 def check(request: Request) -> Findings:
-    """Check a request's model, dtype, options and memory. Return findings; raise PreflightError at the first fault."""
+    """Check a request's model, dtype, options and memory. Raise PreflightError at the first fault.
+
+    Return the warnings, the model's architecture, and the arguments that follow from it.
+    """
     findings = Findings(skip_layers=request.skip_layers or ())
     platform = machine.platform()
     fmt = _dtype(request.dtype)
@@ -86,7 +89,7 @@ def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) ->
 
 def _dtype(name: str) -> Dtype:
     if name in formats.VLLM_DTYPES_LEFT_OUT:
-        # vLLM judges these dtypes. Assume the smallest size, to refuse nothing that might fit.
+        # Leave the check of these dtypes to vLLM. Assume the smallest page size, to refuse nothing that might fit.
         return replace(formats.parse("nvfp4"), name=name)
     try:
         return dtypes.parse(name)
@@ -131,7 +134,7 @@ def _architecture(
 
 
 def _custom_code(config: models.Architecture, request: Request) -> None:
-    """Refuse code from a model's repository unless the user has trusted it."""
+    """Refuse a model that needs code from its repository, unless the user has set `--trust-remote-code`."""
     if not config.custom_code or request.arguments.on("--trust-remote-code"):
         return
     ours = installed.known_model_types()
@@ -173,7 +176,7 @@ def _capability(fmt: Dtype, request: Request, config: models.Architecture | None
 
 
 def _disk(request: Request) -> None:
-    """Refuse a disk for offloaded pages that lacks an option or room, or that does not work with another option."""
+    """Refuse a disk for offloaded pages if an option is missing, another option excludes it, or it has no room."""
     if request.disk_path is None or request.disk_bytes is None:
         lacks, given = (options.DISK_PATH, options.DISK_SIZE)[:: 1 if request.disk_path is None else -1]
         raise PreflightError("BadArguments", f"{given} needs {lacks}: give both, or leave it out")

@@ -1,7 +1,8 @@
-"""Options and variables that make vLLM use another config, other weights or other GPUs than preflight sees.
+"""Find options and variables that make vLLM use another config, other weights or other GPUs than preflight sees.
 
-Preflight follows `--hf-overrides`, `--hf-config-path` and `--hf-token`. For the others it skips the check and names the
-option in a warning. So it never refuses an engine because of a number that vLLM would not use.
+Preflight reads the config as `--hf-overrides`, `--hf-config-path` and `--hf-token` say. If another such option is set,
+preflight skips the check that depends on it, and names the option in a warning. So it never refuses an engine because
+of a number that vLLM would not use.
 """
 
 import json
@@ -45,7 +46,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """For each item, the option or variable that hides it from preflight; None if preflight can check it."""
+    """What preflight cannot check. Each field is the option or variable that is the reason; None if preflight can."""
 
     config: str | None = None
     weights: str | None = None
@@ -64,7 +65,7 @@ class Elsewhere:
 
 
 def look(request: Request, platform: str) -> Elsewhere:
-    """Find the options and variables that preflight cannot follow."""
+    """Return the options and variables that keep preflight from checking config, weights, GPUs or model class."""
     arguments, folder = request.arguments, model_folder(request.model)
     config = _by(arguments, _CONFIG, _VARIABLES["config"]) or _unreadable(arguments)
     if config is None and model_folder(config_source(request)) is None and modelscope():
@@ -92,7 +93,7 @@ def overrides(request: Request) -> dict[str, Any]:
 
 
 def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with some fields changed, as vLLM does it: merge objects, and replace other values."""
+    """Return a config with `changes` applied as vLLM applies them: merge objects, and replace other values."""
     merged = dict(raw)
     for key, value in changes.items():
         before = merged.get(key)
@@ -104,7 +105,7 @@ def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def as_cached(config: Architecture) -> Architecture:
-    """Return the architecture with the cache that vLLM uses: with `VLLM_MLA_DISABLE`, keys and values, not latents."""
+    """Return the architecture as vLLM caches it. With `VLLM_MLA_DISABLE` vLLM caches keys and values, not latents."""
     unfolded = os.environ.get(UNFOLDED, "0").strip() not in ("", "0")
     return replace(config, latent=0, index_bytes=0) if unfolded else config
 
@@ -115,7 +116,7 @@ def asks_a_hub(request: Request) -> bool:
     named = [arguments.value(option) for option in ("--tokenizer", CONFIG_PATH, "--spec-model")]
     named.append(arguments.mapping("--speculative-config").get("model"))
     named += [_adapter(item) for one in arguments.given if one.name == "--lora-modules" for item in one.values]
-    # The method names ngram and suffix may stand in place of a draft model.
+    # These method names may stand in place of a draft model, and need no hub.
     words = (None, "", "ngram", "[ngram]", "suffix")
     return any(one not in words and isinstance(one, str) and model_folder(one) is None for one in named)
 

@@ -1,4 +1,4 @@
-"""Requests to the hub about a model, before an engine downloads it, and refusals for errors that no retry can fix."""
+"""Ask the Hugging Face hub for a model's config.json, and refuse at errors that no retry can fix."""
 
 import logging
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def refusals(model: str, revision: str | None) -> Iterator[None]:
-    """Turn errors of the hub that no retry can fix into PreflightError: gated, unknown, or no such revision."""
-    # Import here, because it takes a quarter of a second and a model in a folder does not need it.
+    """Turn errors of the hub that no retry can fix into PreflightError: a gated or unknown model, or revision."""
+    # Import here, because the import takes a quarter of a second and a model in a folder does not need it.
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:

@@ -1,4 +1,4 @@
-"""Model classes of the installed vLLM, read from its source text, because importing vLLM takes seconds."""
+"""Find out which models the installed vLLM knows. Parse its source text, because importing vLLM takes seconds."""
 
 import ast
 import functools
@@ -60,7 +60,10 @@ def known_model_types() -> frozenset[str]:
 
 
 def lacks(connector: Connector) -> str:
-    """Name the version or package that a connector needs and this machine lacks; empty if none, or without vLLM."""
+    """Name the version or package that a connector needs and this machine lacks.
+
+    Return an empty string if nothing is missing, or if vLLM is not installed.
+    """
     if lacks := compat.lacks(compat.PINNED):
         return lacks
     if importlib.util.find_spec("vllm") is None:

@@ -1,4 +1,4 @@
-"""Properties of this machine: the platform of the installed vLLM, and the memory that an engine may use."""
+"""Find out what this machine has: the platform of the installed vLLM, its GPUs, and the memory an engine may use."""
 
 import importlib.metadata
 import os
@@ -27,7 +27,7 @@ class Gpu:
 
 
 def platform() -> Platform:
-    """Return the platform of the installed vLLM, `cuda` if there is none. A CPU build has `cpu` in its version."""
+    """Return the platform of the installed vLLM, or `cuda` without vLLM. A CPU build has `cpu` in its version."""
     try:
         return "cpu" if "cpu" in importlib.metadata.version("vllm") else "cuda"
     except importlib.metadata.PackageNotFoundError:
@@ -35,7 +35,10 @@ def platform() -> Platform:
 
 
 def available_memory() -> int | None:
-    """Return how many bytes this process may still use: MemAvailable, or what its cgroup leaves; None if unknown."""
+    """Return how many bytes this process may still use: the smaller of MemAvailable and the rest of its cgroup limit.
+
+    Return None if neither is known.
+    """
     free = [int(line.split()[1]) * 1024 for line in lines("/proc/meminfo") if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -1,4 +1,4 @@
-"""Check that weights, one request's KV cache and the engine fit into memory. Sizes are estimated without vLLM."""
+"""Check that weights, one request's KV cache and an engine's buffers fit on this machine, by estimates without vLLM."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.request import Request
 
 CPU_OVERHEAD = 2_500 * 2**20
-"""Bytes of vLLM's three processes on a CPU, besides weights and KV cache: an estimate (0.32.0, SmolLM2-135M)."""
+"""Bytes of vLLM's three processes on a CPU, besides weights and KV cache: estimated for vLLM 0.32.0, SmolLM2-135M."""
 
 GPU_OVERHEAD = 3 * 2**30
 """Bytes per GPU for activations, CUDA graphs and unused memory of the allocator: an assumption, not measured."""
@@ -24,7 +24,7 @@ SEQUENCES, LARGE_GPU = (256, 1024), 70 * 2**30
 """Default `--max-num-seqs` of vLLM 0.32 on small and large GPUs, and the memory in bytes of the smallest large GPU."""
 
 RESULTS = 3
-"""Partial results that decode may have per sequence beyond one wave of programs, on average, without drafts."""
+"""Assumed number of partial results of split-KV decode per sequence, without drafts. It sizes their buffer."""
 
 
 def stages(request: Request) -> int:
@@ -51,7 +51,7 @@ def check(
     fmt: formats.Format | LatentFormat, config: models.Architecture, weights: int, request: Request,
     platform: machine.Platform,
 ) -> None:  # fmt: skip
-    """Compare the memory that an engine needs with the available memory. Skip a check if the available size is unknown.
+    """Compare the memory that an engine needs with the available memory. Skip a comparison whose limit is unknown.
 
     Args:
         weights: bytes of the whole model's weights.
@@ -63,7 +63,8 @@ def check(
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = config.token_bytes(fmt, in_16_bits)
     ring = _ring_tokens(fmt, config, request, length, platform) * per_token
-    # Every tensor-parallel rank holds all latents. With more ranks than KV heads, each rank holds one whole head.
+    # Divide by the ranks that share the cache. Every tensor-parallel rank holds all latents. With more ranks than KV
+    # heads, each rank holds one whole head.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
     held = length or 0
     if request.retention is not None:
@@ -88,7 +89,7 @@ def check(
         have, smallest = _of_gpus(request)
         extra = GPU_OVERHEAD + (0 if smallest is None else step_buffers(fmt, config, request, smallest))
         what = f"{request.memory_fraction:.0%} of each GPU's memory, less what others use"
-        # Data-parallel engines may share experts, so this is the smallest possible size per GPU.
+        # Data-parallel engines may share experts, so assume the smallest possible size per GPU.
         weights //= ranks(request) * request.arguments.count("--data-parallel-size")
     need = weights + kv + extra
     if have is not None and need > have:
@@ -101,9 +102,9 @@ def check(
 
 
 def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, total: int) -> int:
-    """Return approximately how many bytes of a GPU our backends use besides weights and pages.
+    """Estimate how many bytes of a GPU our backends use besides weights and pages.
 
-    These are a step's buffers, and the workspace for contexts. vLLM's own dtypes need neither.
+    These are the buffers of decode, and the workspace for contexts. With vLLM's own dtypes, return 0.
 
     Args:
         total: the GPU's memory in bytes.
@@ -121,7 +122,10 @@ def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture
 
 
 def _of_gpus(request: Request) -> tuple[int | None, int | None]:
-    """Return the least bytes that vLLM may use on a GPU, and the smallest GPU's memory in bytes; None if unknown."""
+    """Return two sizes in bytes: the least that vLLM may use on one of the GPUs, and the smallest GPU's memory.
+
+    A size is None if it is unknown.
+    """
     gpus, seen = machine.gpus(), here(request)
     if not gpus:
         if machine.may_have_gpus():
@@ -131,7 +135,7 @@ def _of_gpus(request: Request) -> tuple[int | None, int | None]:
         stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
         shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
         raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
-    # vLLM takes a fraction of the whole GPU, but cannot use memory that other processes hold.
+    # vLLM takes a fraction of the whole GPU, but at most what other processes leave.
     known = [(gpu.total, gpu.used or 0) for gpu in gpus[:seen] if gpu.total is not None]
     taken = (min(int(total * request.memory_fraction), total - used) for total, used in known)
     return min(taken, default=None), min((total for total, _ in known), default=None)

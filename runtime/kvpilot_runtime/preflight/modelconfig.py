@@ -1,4 +1,4 @@
-"""Reader of a model's folder, without torch: config.json and the size of its weights."""
+"""Read a model's config.json and the size of its weights from its folder, without torch."""
 
 from collections.abc import Mapping
 from pathlib import Path

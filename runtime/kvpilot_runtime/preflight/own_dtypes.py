@@ -1,4 +1,4 @@
-"""Checks of requests with our dtypes: options, recent window and model. Each raises PreflightError for a fault."""
+"""Preflight checks for our dtypes: options, recent window and model. Each check raises PreflightError for a fault."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
             "ForTextEncoding")  # fmt: skip
-"""Suffixes of class names for which vLLM builds a pooling model."""
+"""Suffixes of class names that vLLM serves as pooling models, which have no decode."""
 
 
 def check_options(fmt: Dtype, request: Request) -> None:
@@ -57,7 +57,7 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
 
 
 def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
-    """If kvpilot does not know a model's type, ask vLLM for its layers."""
+    """If kvpilot does not know a model's type, ask vLLM for its layers, and put them into `findings.config`."""
     config = findings.config
     if config is None or not config.doubt or not installed.known_architectures():
         return

@@ -1,4 +1,4 @@
-"""Input and result of a preflight."""
+"""Input and result of a preflight: the request to start an engine, and the findings about it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +22,10 @@ class Request:
         kv_bytes: size of the KV cache; None if vLLM chooses it.
         skip_layers: layers that stay in 16 bits; None if not given.
         calibration: calibration file or `off`; None if not given.
-        others: remaining arguments of `vllm serve`.
+        others: arguments of `vllm serve` that are not fields here.
         recent: tokens of the recent window; None if not given.
         retention: bound of the cache; None keeps all tokens.
-        disk_path, disk_bytes: folder and size of each engine's file below host memory.
+        disk_path, disk_bytes: folder and size of the file for pages that host memory evicts; one file per engine.
         fit_length: True if vLLM chooses the longest context that fits.
     """
 

@@ -1,4 +1,4 @@
-"""Layers of a model whose type kvpilot does not know, as vLLM builds them in a separate process."""
+"""Ask vLLM for the layers of a model whose type kvpilot does not know: a separate process builds them, unloaded."""
 
 import json
 import os

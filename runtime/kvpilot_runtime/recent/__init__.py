@@ -1,1 +1,1 @@
-"""Recent window of an engine: ring layers, which hold a ring buffer of pages for each layer, and their specs."""
+"""Recent window inside vLLM: ring layers, which hold each layer's ring of residuals, and their KV-cache specs."""

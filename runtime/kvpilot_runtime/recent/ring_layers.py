@@ -1,9 +1,9 @@
-"""Ring layers, which hold the recent windows of our layers.
+"""Ring layers, which make vLLM allocate and address the rings of the recent window.
 
 A layer with one of our dtypes and a cache of its own gets a companion, a `RecentLayer`. The companion has no weights,
-only a KV cache: the pages of the rings. vLLM gives every group of layers a block table and a metadata builder. So ring
+only a KV cache: the pages of the rings. vLLM gives every KV-cache group a block table and a metadata builder. So ring
 layers have a block table of their own, and their builder computes the ring slot of each token of an engine step.
-`attach` adds the companions once the weights are loaded. Layers of a draft model get none.
+`attach` adds the companions once the weights are loaded. Layers of a draft model get no companion.
 """
 
 import logging
@@ -32,11 +32,12 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 @dataclass
 class Rings:
-    """Ring slots of a step.
+    """Metadata of an engine step for rings: where its tokens go, and which blocks each ring has.
 
     Attributes:
-        slots: int64 [tokens or more], each token's slot in its ring; -1 for none.
-        table: int32 [rows or more, ring_blocks], blocks of each decoding row's ring; 0 or negative for no block.
+        slots: int64 [tokens or more], slot for each token's residual; -1 for a token without a residual.
+        table: int32 [sequences or more, ring_blocks] on a GPU and [tokens, ring_blocks] on a CPU, blocks of the rings;
+            0 or negative for no block.
     """
 
     slots: torch.Tensor
@@ -56,7 +57,10 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
         return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """Return the spec of the ring's pages, with room for drafts, so that rejected drafts leave a full window."""
+        """Return the spec of the ring's pages.
+
+        A ring also has room for a step's drafts. Otherwise drafts that are then rejected would leave a shorter window.
+        """
         from kvpilot_runtime.recent.ring_spec import RingSpec
 
         page = self.owner.get_attn_backend().customize_spec(self.owner.get_kv_cache_spec(vllm_config))
@@ -78,10 +82,10 @@ def asked() -> int | None:
 
 
 def attach(config: Any, layers: dict[str, Any]) -> None:
-    """Attach rings to an engine's layers, or decide that it has none. `layers` are our layers, by name.
+    """Attach rings to an engine's layers, or decide that it serves without a window. `layers` are our layers, by name.
 
     Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name,
-    because vLLM has one builder per backend, and a builder plans steps either with or without a window.
+    because vLLM has one metadata builder per backend, and a builder plans steps either with or without a window.
 
     Raises:
         UnsupportedModelError: the requested window is longer than the context.

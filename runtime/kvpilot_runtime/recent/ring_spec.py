@@ -17,9 +17,9 @@ from kvpilot_formats import formats
 
 @dataclass(frozen=True, kw_only=True)
 class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Spec of a ring's pages.
+    """KV-cache spec of a ring layer.
 
-    They have the page size and the block size of the layer's own pages, so that one pool holds both.
+    Its pages have the page size and the block size of the attention layer's pages, so that one pool holds both.
 
     Attributes:
         kept: tokens that a ring keeps: the window, plus the largest number of drafts in a step.
@@ -32,7 +32,7 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
     # Compute these on demand, because vLLM may still enlarge the block size to fit other layers' pages.
     @property
     def ring_tokens(self) -> int:
-        """Tokens of a ring's page."""
+        """Number of tokens whose residuals fit in one page."""
         return _ring(self.fmt, self.kept, self.head_size, self.block_size)[0]
 
     @property
@@ -42,7 +42,7 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @property
     def block_table_token_alignment(self) -> int | None:
-        """Alignment of the layer's own block table, so that both tables have the same stride."""
+        """Alignment of the block table: that of the attention layer's, so that both tables have the same stride."""
         return 128
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
@@ -50,16 +50,17 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
         return int(self.ring_blocks * self.page_size_bytes)
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """Return the width of the layer's own block table.
+        """Return the width of the ring layer's block table.
 
-        It has a column for every page of a sequence, because vLLM's older runner looks up a slot for every position.
+        It must be as wide as an attention layer's table, although a ring has few pages: vLLM's older runner looks up a
+        slot for every position of a sequence.
         """
         return max(int(AttentionSpec.max_num_blocks_per_req(self, vllm_config, max_len)), self.ring_blocks)
 
 
 @cache
 def _ring(name: str, kept: int, head_dim: int, block_size: int) -> tuple[int, int]:
-    """Return the tokens of a ring's page, and the pages that hold `kept` tokens."""
+    """Return the number of tokens whose residuals fit in one page, and the number of pages for `kept` tokens."""
     fmt = formats.parse(name)
     return fmt.ring_layout(head_dim, block_size).tokens, fmt.ring_blocks(kept, head_dim, block_size)
 
@@ -74,16 +75,16 @@ class RingManager(CircularBufferManager):  # type: ignore[misc]
         return max(int(wanted) - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> Sequence[Any]:
-        """Take the missing pages from the pool. Do not clear them, because tags tell which token a row belongs to."""
+        """Take the missing pages from the pool. They need no clearing: a row's tag tells which token it belongs to."""
         missing = self.get_num_blocks_to_allocate(request_id, num_tokens)
         new: list[Any] = self.block_pool.get_new_blocks(missing) if missing else []
         self.req_to_blocks[request_id].extend(new)
         return new
 
     def allocate_external_computed_blocks(self, *_: Any, **__: Any) -> None:
-        """Do nothing: `allocate_new_blocks` provides the ring, also for pages from another engine."""
+        """Do nothing for pages from another engine: `allocate_new_blocks` provides the ring for them, too."""
 
 
-# Register vLLM's own specs first: vLLM adds them only to an empty registry.
+# Let vLLM register its own specs first, because it adds them only to an empty registry.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(RingSpec, RingManager, uniform_type_base_spec=RingSpec)

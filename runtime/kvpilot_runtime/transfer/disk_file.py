@@ -1,7 +1,7 @@
-"""Unnamed file of one engine, the tier below host memory, divided into places of equal size.
+"""File without a name for pages that host memory evicts, one per engine, divided into places of equal size.
 
-Because it has no name, other engines cannot find it, and its space is freed when its engine ends, even by a crash.
-`refused` finds a claim that is too small before an engine takes a GPU.
+Without a name, no other engine can find the file, and its space is freed when its engine ends, even by a crash.
+`refused` checks before an engine takes a GPU that the volume has room for the file.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class DiskFile:
     """Unnamed file in a folder, read and written one place at a time.
 
-    It bypasses the page cache, which counts as the container's memory, if the file system supports that (O_DIRECT).
+    If the file system supports O_DIRECT, transfers bypass the page cache, which would count as the container's memory.
     Buffers must then be aligned to memory pages.
 
     Args:
@@ -54,7 +54,7 @@ class DiskFile:
         """Fill place `at` with `data`, uint8 [place].
 
         Raises:
-            OSError: the write failed or was cut short; the place's content is then undefined.
+            OSError: the write failed or was incomplete; the place's content is then undefined.
         """
         _write(self.fd, data, at * self._place)
 
@@ -74,7 +74,7 @@ class DiskFile:
 
 
 def refused(option: str, folder: str, size: int) -> PreflightError | None:
-    """Return a refusal if a folder cannot hold a file of `size` bytes, else None. `option` is named in the message."""
+    """Return an error that names `option` if a folder cannot hold a file of `size` bytes, else None."""
     if not Path(folder).is_dir():
         return PreflightError("BadArguments", f"{option} {folder!r}: there is no such folder here; check that its volume is mounted, or leave the option out")  # fmt: skip  # noqa: E501
     try:

@@ -1,7 +1,7 @@
-"""Index of the keys in a file with a fixed number of places. A new key replaces the least recently used one.
+"""Index of an LRU cache in a file: which key is at which of a fixed number of places.
 
-Only one thread uses it. A place stays taken until its transfers end, even if no job waits for them any more: the disk
-may still read or write it.
+Only one thread uses the index. A place stays taken until its transfers end, even if no job waits for them any more:
+the disk may still read or write it.
 """
 
 from collections import OrderedDict
@@ -13,11 +13,11 @@ class Held:
     """Content of one place of the file.
 
     Attributes:
-        key: the key of the content.
-        place: the place's number.
+        key: key of the content.
+        place: number of the place.
         checksum: checksum of the bytes; None until they are written.
         users: number of unfinished transfers.
-        gone: True if lookups no longer find it; the place is free once it has no users.
+        gone: True if lookups no longer find the content; the place is free once it has no users.
     """
 
     key: bytes
@@ -76,7 +76,7 @@ class DiskIndex:
         self._release(held)
 
     def loaded(self, held: Held, *, good: bool) -> None:
-        """Record the end of a read. Drop the content if the read was not good."""
+        """Record the end of a read. `good` is False if the read failed; then drop the content."""
         if not good:
             self.drop(held)
         self._release(held)

@@ -1,4 +1,4 @@
-"""Offloading to vLLM's tiers (0.32): host memory, and our own file below it (`disk_tier`)."""
+"""Offloading spec for vLLM 0.32 with two tiers: vLLM's host memory, and below it our own file (`disk_tier`)."""
 
 import contextlib
 from pathlib import Path
@@ -19,7 +19,7 @@ with contextlib.suppress(ValueError):  # ValueError: the tier is registered alre
 
 
 class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """vLLM's tiers with two changes: an engine never leaves a file in /dev/shm, and there is a worker for CPUs."""
+    """vLLM's spec for tiers with two changes: an engine leaves no file in /dev/shm, and CPUs get a worker."""
 
     _worker: Any
 
@@ -29,7 +29,7 @@ class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy s
         super().__init__(config)
 
     def get_manager(self) -> Any:
-        """Return the scheduler's side, and unlink the shared memory, which all workers have mapped by now."""
+        """Return the scheduler's side. Unlink the file of the shared memory, which all workers have mapped by now."""
         if self._manager is None:
             super().get_manager()
             self._scheduler_mmap._creator = False

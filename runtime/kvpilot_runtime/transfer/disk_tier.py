@@ -1,8 +1,8 @@
-"""Secondary tier of vLLM (0.32) that stores pages in a file below host memory.
+"""Secondary offloading tier for vLLM 0.32: a file for pages that host memory evicts.
 
-vLLM's own tier `fs` names files without factors or dtype, does not check what it reads, and never deletes files. Our
-file has a fixed size, no other engine can find it, and every chunk has a checksum. If a checksum is wrong, the chunk's
-tokens are computed again.
+A chunk is vLLM's unit of offloading, one or more blocks. vLLM's own tier `fs` names files without factors or dtype,
+does not check what it reads, and never deletes files. Our file has a fixed size, no other engine can find it, and every
+chunk has a checksum. If a checksum is wrong, the chunk's tokens are computed again.
 """
 
 import time
@@ -27,9 +27,9 @@ PATIENCE = 30.0
 """Time in seconds within which the disk must finish at least one transfer."""
 
 PINNED = 4
-"""At most one in this many chunks of host memory may wait for the disk, because host memory cannot reuse it meanwhile.
+"""Divisor of the chunks of host memory that gives how many may wait for the disk. Further stores are dropped.
 
-Further stores are dropped.
+Host memory cannot reuse a chunk while it waits for the disk.
 """
 
 
@@ -85,9 +85,9 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Look a chunk up. Give a request each chunk only once, and at most as many chunks as host memory has.
+        """Look a chunk up. A request gets a hit for each chunk only once, and for at most as many as host memory has.
 
-        Otherwise requests whose prefixes do not fit together would evict each other's chunks again and again.
+        Otherwise requests whose prefixes do not fit together in host memory would evict each other's chunks forever.
         """
         self._collect()
         given = self._asked_for.setdefault(req_context.req_id, set())
@@ -97,16 +97,16 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         return LookupResult.HIT
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
-        """Mark these chunks as used. The last of them will be evicted first."""
+        """Mark these chunks as used. Of them, the last one will be evicted first, because prefixes need the first."""
         for key in reversed(list(keys)):
             self._index.ready(key)
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget which chunks the request got."""
+        """Forget for which chunks the request got a hit."""
         self._asked_for.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Write chunks to the file, except those that it has. Drop them if too many wait for the disk."""
+        """Write chunks to the file, except those that it already has. Drop chunks if too many wait for the disk."""
         job = self._start(job_metadata, load=False)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             if key in self._index:
@@ -131,7 +131,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
     def drain_jobs(self) -> None:
         """Wait for all jobs, and forget all chunks.
 
-        vLLM calls this when it resets host memory. The weights may have changed, so the chunks may be outdated.
+        vLLM calls this when it resets host memory, for example after a change of weights, which outdates all chunks.
         """
         while self._transfers.busy:
             self._collect(wait=0.1)

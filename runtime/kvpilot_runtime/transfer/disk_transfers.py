@@ -1,7 +1,7 @@
 """Threads that move chunks between host memory and a file, with a time limit and checksums.
 
-A disk may fail, corrupt data or never answer. Bytes that were read reach host memory only if their checksum is that of
-the write. If a read does not end in time, its job stops waiting, and its bytes never reach host memory.
+A disk may fail, corrupt data or never answer. A thread copies bytes that it has read to host memory only if their
+checksum is that of the write. If a read does not end in time, its job stops waiting, and the bytes are not copied.
 """
 
 import mmap
@@ -23,13 +23,13 @@ class Move:
     """Transfer of one chunk.
 
     Attributes:
-        job: number of its job.
+        job: number of the transfer's job.
         load: True to read from the file, False to write to it.
-        held: its place in the file.
+        held: the chunk's place in the file.
         row: the chunk in host memory, uint8 [bytes].
         checksum: checksum of the bytes; None if the transfer has not succeeded.
         why: the error, or None.
-        given_up: True if its job no longer waits for it.
+        given_up: True if the job no longer waits for this transfer.
     """
 
     job: int
@@ -99,10 +99,10 @@ class DiskTransfers:
         self._asked.put((0 if move.load else 1, self._number, move))
 
     def over(self, wait: float = 0.0) -> tuple[list[Move], list[Move]]:
-        """Return the transfers that ended since the last call, and those that are given up now.
+        """Return the transfers that ended since the last call, and the transfers that are given up now.
 
-        A transfer that was given up is also returned as ended, once it ends. `wait` is the time in seconds to wait for
-        the first one.
+        A transfer that was given up is returned again once it ends. `wait` is how many seconds to wait for a first
+        transfer to end.
         """
         ended: list[Move] = []
         while True:
@@ -135,7 +135,7 @@ class DiskTransfers:
             self._file.close()
 
     def _work(self) -> None:
-        spare = np.frombuffer(mmap.mmap(-1, self._chunk), np.uint8)  # aligned to memory pages
+        spare = np.frombuffer(mmap.mmap(-1, self._chunk), np.uint8)  # aligned to memory pages, for O_DIRECT
         while (move := self._asked.get()[2]) is not None:
             if not move.given_up:
                 move.run(self._file, spare)

@@ -1,4 +1,4 @@
-"""Additions to vLLM's offloading to host memory: requests that must load from it, and a worker for CPUs."""
+"""Extend vLLM's offloading to host memory: let requests ask to load from it, and give CPUs a worker."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from kvpilot_runtime.vllm_api.wrap import wrap
 
 
 def heed_from_host() -> None:
-    """Let a request (`FROM_HOST`) load its prefix from host memory instead of the GPU's pages.
+    """Let a request with `FROM_HOST` load its prefix from host memory, even if the GPU has the pages.
 
-    vLLM's own `skip_reading_prefix_cache` skips the host memory, too. So set it only during the lookup of the GPU's
+    vLLM's own `skip_reading_prefix_cache` would skip the host memory, too. So set it only while vLLM looks up the GPU's
     pages.
     """
 

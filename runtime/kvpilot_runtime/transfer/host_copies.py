@@ -1,7 +1,8 @@
-"""Worker of vLLM's offloading on the CPU platform, which copies pages with torch.
+"""Worker for vLLM's offloading on the CPU platform, which copies pages with torch.
 
 vLLM's own worker copies only with CUDA. With ours, an engine on a CPU offloads like one on a GPU. This saves no memory,
-but lets a machine without a GPU test all of offloading except vLLM's own copies.
+because pages and offloaded copies are in the same memory. But it lets a machine without a GPU test all of offloading
+except vLLM's own copies.
 """
 
 import time
@@ -12,7 +13,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Worker that copies between the KV cache and a tier, both in this machine's memory, when a copy is submitted.
+    """Worker that copies between the KV cache and a tier in host memory. A copy ends before its `submit` returns.
 
     Args:
         kv_caches: vLLM's `CanonicalKVCaches`.
@@ -71,7 +72,7 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
 
 
 def rows(blocks: Any, chunks: Any, per_chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return, for each group of a transfer, its blocks' numbers in the cache and in the tier, both int64 [blocks].
+    """Return for each KV-cache group of a transfer the numbers of its blocks in cache and tier, each int64 [blocks].
 
     A group's blocks are consecutive in their request. The first one may be in the middle of a chunk.
 

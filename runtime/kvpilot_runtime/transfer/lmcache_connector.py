@@ -1,9 +1,9 @@
-"""LMCache's `LMCacheMPConnector` for our pages: the same cache server, with names that identify our quantization.
+"""Store our pages in LMCache: its `LMCacheMPConnector`, with model names that identify our quantization.
 
-LMCache identifies chunks by the model's name and their tokens. We add a hash of the engine's terms and weights to the
-name, so that engines with other terms do not find the chunks. Rings are not stored: a request begins with an empty
-ring, as after any prefix hit. The engine sends a chunk in one message. So if an engine dies, the server has the whole
-chunk or nothing.
+LMCache identifies a chunk by the model's name and the chunk's tokens. We add a hash of the engine's terms
+(`transfer.terms`) and weights to the name, so that engines with other terms do not find the chunk. Rings are not
+stored: a request begins with an empty ring, as after any prefix hit. The engine sends a chunk in one message. So if an
+engine dies, the server has the whole chunk or nothing.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own lo
 
 
 def name_of(model: str, terms: Terms, weights: str) -> str:
-    """Return the name for an engine's pages in LMCache.
+    """Return the model name under which LMCache stores an engine's pages.
 
-    It does not depend on the recent window, because pages are the same for every window and rings are not stored.
+    The name does not depend on the recent window: pages are the same for every window, and rings are not stored.
     """
     parts = (terms.dtype, terms.page, terms.block, terms.ranks, terms.factors, weights)
     return f"{model}##kvpilot-{hashlib.sha256('|'.join(map(str, parts)).encode()).hexdigest()[:16]}"
@@ -56,7 +56,7 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         adapter.model_name = name_of(adapter.model_name, terms, weights)
         send = adapter._send_register_kv_caches_request
 
-        def send_and_look(*args: Any, **kwargs: Any) -> None:  # LMCache calls it again when a server comes back
+        def send_and_look(*args: Any, **kwargs: Any) -> None:  # LMCache calls this again when a server comes back
             send(*args, **kwargs)
             if not isinstance(adapter.transfer_ctx.engine_driven_context, EngineDrivenContextPickle):
                 raise UnsupportedEngineError(
@@ -79,9 +79,9 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         self.scheduler_adapter.model_name = name
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return LMCache's result, but first wait for its copies if its server seems dead.
+        """Return LMCache's result. If LMCache's server seems dead, first wait for the copies that have begun.
 
-        LMCache would otherwise release blocks that it still copies.
+        LMCache would otherwise release blocks while it still copies them.
         """
         adapter = self.worker_adapter
         if not adapter.is_healthy:

@@ -1,10 +1,10 @@
-"""vLLM's pulling `NixlConnector` for our pages, with three more checks:
+"""Move our pages between engines by NIXL: vLLM's `NixlConnector`, which pulls blocks, with three more checks.
 
-- engines with different terms (`terms.Terms`) refuse each other in vLLM's own handshake;
-- blocks are pulled only if the other engine has exactly the blocks of the prompt, and whole rings;
-- received blocks are used only if they arrived before the other engine was free to reuse them.
+- Engines with different terms (`terms.Terms`) refuse each other in vLLM's own handshake.
+- Blocks are pulled only if the other engine has exactly the blocks of the prompt, and whole rings.
+- Received blocks are used only if they arrived before the other engine was free to reuse them.
 
-If a check fails, the prompt is computed here.
+If a check fails, this engine computes the prompt itself.
 """
 
 import time
@@ -23,7 +23,7 @@ from kvpilot_runtime.transfer.terms import Terms, short
 log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 _CLOCKS = 0.5
-"""Assumed error in seconds of our estimate of another machine's clock: half a round trip, and a margin."""
+"""Assumed error, in seconds, of our estimate of another machine's clock: half a round trip, and a margin."""
 
 
 class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
@@ -46,7 +46,7 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees
         return found
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Return vLLM's parameters for the other engine, with the time until which the blocks are kept (our clock)."""
+        """Return vLLM's parameters for the other engine. Add the time, by our clock, until which blocks are kept."""
         kept, params = super().request_finished(request, block_ids)
         if kept and params is not None:
             params["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]
@@ -54,7 +54,7 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees
 
 
 def _blocks(spec: Any, tokens: int) -> int:
-    """Return how many blocks a request of `tokens` tokens has in a group of layers: pages, or ring pages."""
+    """Return how many blocks (pages, or ring pages) a request of `tokens` tokens has in a KV-cache group."""
     if isinstance(spec, RingSpec):
         return min(-(-tokens // spec.ring_tokens), spec.ring_blocks)
     return int(-(-tokens // spec.block_size))
@@ -79,7 +79,7 @@ class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
         super()._read_blocks_for_req(req_id, meta)
 
     def _apply_prefix_caching(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[int]]]:
-        """Return vLLM's result sorted by block, because NIXL merges adjacent blocks, and blocks may come reversed."""
+        """Return vLLM's result, sorted by block. NIXL merges adjacent blocks, but the order may be descending."""
         local, remote = super()._apply_prefix_caching(*args, **kwargs)
         pairs = [sorted(zip(*groups, strict=True)) for groups in zip(local, remote, strict=True)]
         return [[here for here, _ in group] for group in pairs], [[away for _, away in group] for group in pairs]
@@ -120,7 +120,10 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do the same as vLLM, but with whole rings. vLLM assumes that a ring page holds as many tokens as a block."""
+        """Do the same as vLLM, but with all blocks of rings.
+
+        vLLM assumes that a ring page holds as many tokens as a block, and so would leave out blocks.
+        """
         every = self._kv_cache_manager.get_block_ids(request.request_id)
         groups = self.kv_cache_config.kv_cache_groups
         rings = [isinstance(group.kv_cache_spec, RingSpec) for group in groups]

@@ -1,6 +1,7 @@
-"""Terms that engines must share before pages travel between them.
+"""Terms: the properties of an engine that decide whether another engine can read its pages.
 
-A page can be read only with the layout, dtype and factors that it was quantized with.
+A page can be read only with the layout, dtype and factors that it was quantized with. So pages travel only between
+engines with equal terms.
 """
 
 import hashlib
@@ -93,8 +94,8 @@ def connector_class(config: Any) -> type[Any] | None:
 def layout(config: Any) -> str | None:
     """Return the layout of the KV cache to request from vLLM; None for the choice of vLLM's own connector.
 
-    If all layers of a block are contiguous, one copy transfers a block. For a rank with one KV head this saves no
-    copies: vLLM copies each layer separately there, and NIXL merges adjacent blocks of a layer.
+    If all layers of a block are contiguous, one copy transfers a block. So request this layout, except for ranks with
+    one KV head: there vLLM copies each layer separately anyway, and NIXL merges adjacent blocks of a layer.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NIXL.name:
@@ -105,9 +106,9 @@ def layout(config: Any) -> str | None:
 
 
 def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str | None:
-    """Say what another engine's blocks lack for a prompt, or return None.
+    """Say what is wrong with the blocks that another engine announces for a prompt, or return None.
 
-    Without this check, vLLM would use the last of the announced blocks, whatever their number.
+    Without this check, vLLM would use the last of the announced blocks, even if their number is wrong.
 
     Args:
         params: a request's `kv_transfer_params`.
@@ -127,7 +128,7 @@ def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str 
 def weights_hash(worker: Any) -> str:
     """Return a hash of some elements of all ranks' weights. Every rank must call this.
 
-    Training, merged adapters and quantization change the hash. A change of single elements may not.
+    Training, merged adapters and quantization change the hash. A change of only a few elements may leave it as it is.
     """
     return hashlib.sha256("".join(of_all_ranks(digest(worker.get_model()))).encode()).hexdigest()[:16]
 

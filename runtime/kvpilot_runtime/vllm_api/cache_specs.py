@@ -1,7 +1,7 @@
-"""KV-cache specs of a model, as reported by its vLLM layers, which are built on torch's meta device.
+"""Print a model's KV-cache specs. vLLM's layers report them, built on torch's meta device without weights.
 
 `python -m kvpilot_runtime.vllm_api.cache_specs --model MODEL ARGUMENT...` takes the arguments of `vllm serve`. It
-prints the result of `specs` as JSON on the last line of stdout, and loads no weights.
+prints the result of `specs` as JSON on the last line of stdout.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ def specs(arguments: Any) -> dict[str, Any]:
     """Return the `groups` of layers with equal specs, the number of `shared` layers, and the KV-cache `dtype`.
 
     `arguments` are vLLM's EngineArgs; settings for several devices are ignored. A shared layer reads another layer's
-    cache. A group is a list: class of the spec, KV heads, key elements, value elements, window or chunk, bytes of a
-    token, number of layers.
+    cache. A group is a list: class of the spec, KV heads, elements of a key, elements of a value, tokens of the window
+    or chunk, bytes of a token, number of layers.
     """
     import torch
     from vllm.config import set_current_vllm_config

@@ -1,4 +1,4 @@
-"""Supported versions of vLLM, and everything that differs between them."""
+"""Supported versions of vLLM, and the code that depends on the version."""
 
 import importlib.metadata
 import re
@@ -9,13 +9,13 @@ from typing import Annotated, Any, get_args
 from kvpilot_runtime.errors import UnsupportedEngineError
 
 PINNED = (0, 32)
-"""Version in `requirements.lock`. Error messages recommend it.
+"""vLLM's version in `requirements.lock`, which error messages recommend.
 
-Connectors (`config.connectors`) and disks below host memory require it, because vLLM changes both in every version.
+KV connectors (`config.connectors`) and disks for offloaded pages require it: vLLM changes both in every version.
 """
 
 OLDEST, NEWEST = PINNED, (0, 33)
-"""Range of supported versions. Older ones are refused. Newer ones work without bounded caches, connectors and disks."""
+"""Range of supported versions. Older ones are refused. Newer ones serve our dtypes, but not bounded caches."""
 
 RUN_ON = {"cpu": (PINNED,), "cuda": (PINNED, NEWEST)}
 """Tested versions, by platform: on a CPU with tests/runtime, on a GPU with benchmarks/accuracy/gpu_versions.py."""
@@ -63,9 +63,10 @@ def unsupported_on(platform: str) -> str:
 
 
 def lacks(newest: tuple[int, int] | None = None) -> str:
-    """Return a text with the versions `OLDEST` to `newest`; empty if the installed vLLM is one of them, or absent.
+    """Return a text that names the needed versions if the installed vLLM is not one of them; else an empty string.
 
-    Without `newest`, every later version is one of them.
+    Needed are versions from `OLDEST` to `newest`; without `newest`, all from `OLDEST` on. If vLLM is absent, return an
+    empty string, too.
     """
     try:
         if OLDEST <= vllm_version() <= (newest or _BUILD):
@@ -79,7 +80,8 @@ def lacks(newest: tuple[int, int] | None = None) -> str:
 def kept_graphs(platform: str) -> dict[str, str]:
     """Return environment variables that let vLLM find its compiled code at the next start.
 
-    On a CPU, 0.32 cannot load its own ahead-of-time archives, and would trace and save again at every start.
+    On a CPU, vLLM 0.32 cannot load its own ahead-of-time archives, and would compile again at every start. So turn
+    them off.
     """
     return {"VLLM_USE_AOT_COMPILE": "0"} if platform == "cpu" else {}
 
@@ -87,8 +89,8 @@ def kept_graphs(platform: str) -> dict[str, str]:
 def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
     """Make `names` valid values of `--kv-cache-dtype`. vLLM then calls `asked` with the name that an engine uses.
 
-    This changes only vLLM's data. 0.33 has a registry of dtypes. 0.32 has a closed `Literal`, and validators that
-    pydantic compiled from it. A second call changes nothing.
+    This changes only vLLM's data: in 0.33 a registry of dtypes, in 0.32 a closed `Literal`, and validators that
+    pydantic has compiled from it. A second call changes nothing.
     """
     from vllm.config import cache
 
@@ -113,10 +115,10 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     class Packed:
-        """Handler of a dtype that is stored in bytes and that vLLM's generic kernels do not read.
+        """Handler of a dtype that is stored in bytes, and that vLLM's generic kernels do not read.
 
-        Its mode is NONE, as in 0.32 for unknown names. vLLM confuses `KVQuantMode.CUSTOM` with another mode, because
-        both have the same value.
+        Its quantization mode is NONE, which 0.32 uses for unknown names. `KVQuantMode.CUSTOM` would fit better, but has
+        the same value as another mode, so that vLLM confuses the two.
         """
 
         name: str
@@ -156,8 +158,8 @@ def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> Non
 
     literal: Any = CacheDType
     literal.__args__ = known + missing
-    # Both configurations hold a validator that was compiled from the old `Literal`, so compile it again. Then remove
-    # the annotation, because vLLM's command line reads the field's type.
+    # Both configurations hold a validator that was compiled from the old `Literal`, so compile it again. Annotate the
+    # field only meanwhile, because vLLM's command line reads the field's type.
     field: Any = CacheConfig.__dataclass_fields__["cache_dtype"]
     declared = field.type
     field.type = Annotated[declared, AfterValidator(chosen)]
@@ -206,7 +208,7 @@ class Drafter:
 
 
 def drafter(runner: Any) -> Drafter:
-    """Return the draft model of a worker's runner. vLLM has two classes of runners; on GPUs it uses V2."""
+    """Return the draft model of a worker's model runner, of vLLM's older class or of V2, which GPUs use."""
     if (old := getattr(runner, "drafter", None)) is not None:
         return Drafter(old.model, old.pass_hidden_states_to_model, old.eagle3_use_aux_hidden_state, old.uses_mrope)
     new = runner.speculator

@@ -1,7 +1,7 @@
-"""Refusals of vLLM versions, and a warning about versions that kvpilot is not tested with.
+"""Refuse vLLM versions that cannot work, and warn about versions that kvpilot is not tested with.
 
-A tested version (`compat.RUN_ON`) has every part that we use. Newer versions are served too: `needed` refuses one that
-lacks a part, and `page_check` compares a step's output with a computation in float64.
+A tested version (`compat.RUN_ON`) has every part of vLLM that we use. An engine may also run a newer version: `needed`
+refuses a version that lacks a part, and `page_check` compares an engine step's output with a computation in float64.
 """
 
 import logging

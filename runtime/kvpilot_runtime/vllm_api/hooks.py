@@ -1,7 +1,7 @@
 """Hooks into vLLM. Each function here wraps one or two functions of vLLM (`wrap`), once per process.
 
-`plugin` calls these only in processes that use one of our dtypes or options. vLLM does not let a plugin choose the
-backend of a dtype on a CPU, so the platform's choice is wrapped. Other dtypes keep vLLM's choice.
+`plugin` calls a hook only in processes that use one of our dtypes or options. vLLM lets no plugin choose the backend of
+a dtype on a CPU, so `route_backends` wraps the platform's choice. Other dtypes keep vLLM's choice.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,10 @@ CPU, CUDA = "vllm.platforms.cpu:CpuPlatform", "vllm.platforms.cuda:CudaPlatformB
 
 
 def route_backends(platform: str, paths: Mapping[str, str]) -> None:
-    """Serve each KV-cache dtype in `paths` with the backend at its import path, on the platform `CPU` or `CUDA`."""
+    """Let vLLM use our backend for each KV-cache dtype in `paths`, on the platform `CPU` or `CUDA`.
+
+    `paths` has the backend's import path by dtype.
+    """
 
     def get_attn_backend_cls(
         stock: Any, cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
@@ -33,18 +36,21 @@ def _settle_cpu(paths: Mapping[str, str]) -> None:
     """Let vLLM's CPU platform configure engines with these dtypes as GPU platforms do."""
 
     def update_block_size_for_backend(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Set the size of shared pages as GPU platforms do. The CPU platform would pad our pages to the 16-bit size."""
+        """Set a common page size as GPU platforms do, if some layers stay in 16 bits.
+
+        Otherwise the CPU platform would pad our pages to the size of a 16-bit page.
+        """
         stock(cls, vllm_config, *args, **kwargs)
         dtype = vllm_config.cache_config.cache_dtype
         if vllm_config.cache_config.kv_cache_dtype_skip_layers and dtype in paths:
             cls._align_heterogeneous_kv_block_size(vllm_config, None)
 
     def check_and_update_config(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Keep chunked prefill, prefix caching and whole images, and avoid a wrong RoPE kernel.
+        """Undo settings of vLLM's CPU platform that our backends do not need, and avoid a wrong RoPE kernel.
 
-        For MLA, vLLM's CPU platform turns off chunked prefill and prefix caching, because its own backend cannot read
-        context. It splits images whose tokens attend in both directions. The RoPE kernel of 0.32 gives wrong results
-        for DeepSeek, so plain torch replaces it.
+        For MLA, the platform turns off chunked prefill and prefix caching, because its own backend cannot read context.
+        Ours can. For images whose tokens attend in both directions, the platform allows chunks that split an image. The
+        RoPE kernel of 0.32 gives wrong results for DeepSeek, so plain torch replaces it.
         """
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
@@ -62,7 +68,11 @@ def _settle_cpu(paths: Mapping[str, str]) -> None:
 
 
 def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
-    """Return our backend's import path for a layer; None for other dtypes. Refuse a layer that it cannot serve."""
+    """Return our backend's import path for a layer; None for other dtypes.
+
+    Raises:
+        UnsupportedModelError: our backend does not support the layer, which `asked` describes.
+    """
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     dtype = asked.kv_cache_dtype or "auto"
@@ -81,10 +91,10 @@ def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
 def share_pages(names: tuple[str, ...]) -> None:
     """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
 
-    All pages of a pool have one size. vLLM takes the page size of the quantized layers, and fits the blocks of other
-    layers into it. But it asks the backend of the model's first layer, which may be a layer in 16 bits. With this hook
-    it asks the backend of a quantized layer, and a page holds the smallest block of every backend. A model without
-    16-bit layers keeps its block size.
+    All pages of a pool have one size. vLLM takes the page size of one layer's backend, and fits the blocks of other
+    layers into it. By itself it takes the model's first layer, which may be a layer in 16 bits. With this hook it takes
+    a quantized layer, with a page that holds the smallest block of every backend. A model without 16-bit layers keeps
+    its block size.
     """
 
     def align(stock: Any, cls: Any, vllm_config: Any, backend_cls: Any, *args: Any, **kwargs: Any) -> None:
@@ -110,9 +120,9 @@ def share_pages(names: tuple[str, ...]) -> None:
 
 
 def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
-    """Call `before` and `after` with each of vLLM's workers, before and after it makes its KV cache.
+    """Call `before` with each of vLLM's workers before it makes its KV cache, and `after` afterwards.
 
-    By then the worker has loaded the model and measured the memory, but not captured CUDA graphs.
+    At both times the worker has loaded the model and measured the memory, but not captured CUDA graphs.
     """
 
     def initialize_from_config(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +155,7 @@ def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callab
 
 
 def around_scheduler(tell: Callable[[Any, Any], None], hear: Callable[[Any, Any], None]) -> None:
-    """Call `tell` with a scheduler and each step that it has made, and `hear` with a scheduler and a step's results."""
+    """Call `tell` with the scheduler and each `SchedulerOutput`, and `hear` with the scheduler and a step's results."""
 
     def schedule(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         output = stock(self, *args, **kwargs)
@@ -185,7 +195,7 @@ def around_layout(ours: Callable[[Any], str | None]) -> None:
 def around_shutdown() -> None:
     """Let an engine that drains also finish requests that still wait in the input queue of its core.
 
-    vLLM's core reads this queue between steps. Once it drains, it would reject these requests.
+    vLLM's core reads this queue between engine steps. Without this hook it rejects what it reads once it drains.
     """
     from vllm.v1.engine.core import EngineShutdownState
 

@@ -1,4 +1,4 @@
-"""Replacement of functions of vLLM. `wrap` is the only place of kvpilot that does it."""
+"""Replace functions of vLLM. All of kvpilot's replacements go through `wrap`."""
 
 import functools
 import importlib
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 MARK = "_kvpilot_wraps"
-"""Attribute of a wrapper that lists our functions in it, by name."""
+"""Attribute of a wrapper with the names of our functions that it calls."""
 
 
 def wrap(path: str, ours: Callable[..., Any]) -> None:
