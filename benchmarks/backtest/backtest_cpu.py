@@ -64,7 +64,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], output: int) -> list
 
 
 async def steps(running: RealEngine) -> dict[str, Any]:
-    """Measure seconds of decode steps by batch and context, and of prefills by length. Each is a median of repeats."""
+    """Measure the seconds of decode steps by batch and context, and of prefills by length, as medians of repeats."""
     chance = random.Random(1)  # noqa: S311
     async with httpx.AsyncClient(base_url=running.url, timeout=600) as client:
         await ask(client, tokens(chance, 64), 8)
@@ -162,7 +162,7 @@ def figures(ttft: list[float], itl: list[float], preemptions: float, rate: float
 
 
 def main() -> None:
-    """Measure, fit, replay and compare."""
+    """Measure the engine, fit the costs, replay the trace on engine and simulation, and write the results."""
     arguments = (
         f"--block-size={BLOCK}",
         f"--max-num-batched-tokens={BATCHED}",

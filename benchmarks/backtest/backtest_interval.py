@@ -28,7 +28,7 @@ COPIES, SECONDS = 16, 2400
 
 
 def main() -> None:
-    """Print the table."""
+    """Run both simulations at every point, and print the table."""
     profile = load_profile()
     print(
         "| load | dtype, replicas | | finished | lost | KV use | waiting | preemptions | TTFT p50, p95 s | ITL p95 ms |"

@@ -28,7 +28,7 @@ class Crew:
         self._minute = -1
 
     def take(self, minute: Minute, pods: Array) -> None:
-        """Store this minute's metrics of every service."""
+        """Store this minute's metrics of every service, as samples that pilots read. `pods` has the ready replicas."""
         self._minute += 1
         for i, samples in enumerate(self._samples):
             samples.append(self._sample(i, minute, float(pods[i])))
@@ -44,7 +44,13 @@ class Crew:
         self.pilots[i].replicas_changed = self._now()
 
     def judge(self, asked: Array, ready: Array, busy: NDArray[np.bool_]) -> Iterator[tuple[int, PolicyDecision]]:
-        """Run every pilot. Yield each decision other than Stay, with the index of its service."""
+        """Run every pilot. Yield each decision other than Stay, with the index of its service.
+
+        Args:
+            asked: replicas of each service, with starting ones.
+            ready: ready replicas of each service.
+            busy: True for services with a canary, whose pilots must not change anything.
+        """
         for i, pilot in enumerate(self.pilots):
             why = "a canary is in flight" if busy[i] else None
             decision, _ = pilot.rule(list(self._samples[i]), self._now(), int(asked[i]), int(ready[i]), why)

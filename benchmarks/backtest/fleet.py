@@ -39,7 +39,7 @@ _START = round(START_SECONDS / STEP)
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """Result of one policy over all services with one kind of load. Times are in seconds, over all requests."""
+    """Result of one policy over all services with one kind of load. Times are in seconds."""
 
     load: str
     policy: str
@@ -70,7 +70,7 @@ def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
 
 
 class Pods:
-    """Replicas of all services: ready ones, and starting ones by the minute in which they become ready."""
+    """Replicas of all services: the number of ready ones, and of starting ones by the minute until they are ready."""
 
     def __init__(self, replicas: NDArray[np.int64]) -> None:
         self.ready = replicas.copy()
@@ -88,7 +88,7 @@ class Pods:
         self._starting[-1] = 0
 
     def scale(self, wanted: NDArray[np.int64]) -> None:
-        """Start missing replicas, or stop surplus ones, the youngest first."""
+        """Start or stop replicas, so that each service has the `wanted` number. Stop the youngest first."""
         more = wanted - self.asked
         self._starting[-1] += np.maximum(more, 0)
         fewer = np.maximum(-more, 0)

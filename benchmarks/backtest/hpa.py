@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-TOLERANCE = 0.1 + 1e-9  # 0.55 / 0.5 is slightly above 1.1 in floating point
+TOLERANCE = 0.1 + 1e-9  # 0.55 / 0.5 is slightly above 1.1 in floating point, and must be within the tolerance
 STABILIZATION_SECONDS = 300.0
 
 

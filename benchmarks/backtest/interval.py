@@ -108,8 +108,7 @@ class Fleet:
     ) -> tuple[Array, Array, tuple[Array, Array, Array, Array]]:
         m, h = self._m, SUBSTEP
         normal = self._chance.standard_normal((2, self.size))
-        # The same random number counts as sessions that end their pause and as requests that arrive. So no session is
-        # lost.
+        # Count the same random number of sessions as ended pauses and as arriving requests, so that no session is lost.
         returns = np.minimum(h / m["pause"], 1.0)
         back = self.thinking * returns + np.sqrt(self.thinking * returns * (1 - returns)) * normal[0]
         back = np.clip(back, 0.0, self.thinking)
@@ -199,10 +198,10 @@ class Fleet:
     def _remember(self, rate: Array, held: Array, costs: dict[str, Array], pods: Array, young: Array) -> None:
         """Update the share of requests that find their prefix in the cache.
 
-        Freed blocks wait in a queue to be overwritten, and leave it early if their session returns. F tokens are free,
-        and each of x requests a second frees H tokens. A prefix then survives T seconds, where F / (x H) = integral
-        over 0..T of the share of sessions that have not returned. Newton's method finds T, starting from the last T
-        (the integral is concave in T).
+        Blocks that a finished request frees wait in a queue to be overwritten. If the session returns in time, its
+        blocks leave the queue. Let F tokens be free, and each of x requests a second free H tokens. A prefix then
+        survives T seconds, where F / (x H) is the integral over 0..T of the share of sessions that have not returned.
+        Newton's method finds T from the T of the last substep (the integral is concave in T).
         """
         m = self._m
         free = np.maximum(costs["kv_tokens"] * pods - self.inside * held, 0.0)
@@ -223,7 +222,7 @@ class Fleet:
     ) -> Array:  # fmt: skip
         """Add finished requests to the TTFT and ITL histograms. Return how many met the objective."""
         slow = 1 / (1 - share)
-        # A new request waits for half a step on average, and for the prefill of earlier prompts.
+        # Let a new request wait for half a step, which is the average, and for the prefill of earlier prompts.
         before = wait + 1.5 * plain + 0.5 * share * slow * work
         kinds = np.stack(self._kinds())[:, :, None]
         own = (

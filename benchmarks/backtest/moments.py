@@ -18,8 +18,8 @@ WEIGHTS = np.array([0.2, 0.2, 0.2, 0.18, 0.12, 0.05, 0.03, 0.02])
 class Moments:
     """Statistics of one load, in tokens unless stated otherwise.
 
-    Prefixes of names: `new` is a session's first turn, `hit` a later turn with a cached prefix, `miss` a later turn
-    without one. `pairs` are pairs of a prefilled token and a token before it.
+    Names begin with the kind of a request: `new` is a session's first turn, `hit` a later turn with a cached prefix,
+    `miss` a later turn without one. `pairs` counts pairs of a prefilled token and a token before it.
     """
 
     turns: float

@@ -35,7 +35,7 @@ Wanted = Callable[[Service, Sample | None], int]
 
 @dataclass
 class Scaled:
-    """Policy with a fixed dtype, whose number of replicas `wanted` sets."""
+    """Policy with a fixed dtype, whose number of replicas the function `wanted` sets."""
 
     dtype: str
     wanted: Wanted
@@ -107,7 +107,7 @@ RIVALS: Mapping[str, Starter] = {**_rivals("bf16", "auto"), **_rivals("fp8", "fp
 
 
 def markdown(rows: Sequence[Row], objective: Objective) -> str:
-    """Return the table, the rule of the verdicts, and the verdicts."""
+    """Return the results as Markdown: the table, the rule by which policies are compared, and the verdicts."""
     lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
     lines += ["| " + " | ".join(cells(r)) + " |" for r in rows]
     return "\n".join([*lines, "", f"{explained(objective)} {RULE}", "", *(f"- {one}" for one in told(rows))])

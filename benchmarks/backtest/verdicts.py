@@ -18,11 +18,12 @@ RULE = (
 
 
 def judge(pilot: Row, other: Row) -> str:
-    """Return whether the first policy is `ahead`, `equal` or `behind`.
+    """Return whether the pilot is `ahead` of, `equal` to or `behind` the other policy.
 
-    If only one policy has SERVED_PERCENT of good requests, it is ahead. If both have less, the one with more good
-    requests is ahead if they differ by more than MORE_PERCENT of all requests. Otherwise the policy with fewer
-    GPU-hours per good request is ahead.
+    - If only one policy has SERVED_PERCENT of good requests, it is ahead.
+    - If both have less, and their good requests differ by more than MORE_PERCENT of all requests, the one with more is
+      ahead.
+    - Otherwise the policy with fewer GPU-hours per good request is ahead.
     """
     served = pilot.good_percent >= SERVED_PERCENT, other.good_percent >= SERVED_PERCENT
     if served[0] != served[1]:
@@ -38,7 +39,7 @@ def judge(pilot: Row, other: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return the result of comparing the pilot with each other policy, on one load."""
+    """Return a sentence that compares the pilot with each other policy on one load; empty without a comparison."""
     pilot = next((r for r in rows if r.policy == "pilot"), None)
     if pilot is None or len(rows) == 1:
         return ""

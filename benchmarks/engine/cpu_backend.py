@@ -35,7 +35,7 @@ OUT = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 async def speed(running: Engine, users: int) -> float:
-    """Return the tokens per second for `users` users after a warm-up, from the engine's own counter."""
+    """Return the tokens per second that the engine generates for `users` users after a warm-up, by its own counter."""
     load = Load(running.url, "m", users=users, prompt_tokens=400, output_tokens=64)
     await load.start()
     await asyncio.sleep(WARM_SECONDS)

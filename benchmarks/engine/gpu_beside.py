@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.engine.gpu_engine_driver import WARM_STEPS, DriveError, Driver, prompt
 
 SEQUENCES, CONTEXT = 16, 8192
-"""Number of sequences that decode, and tokens in the cache for each of them and for the extended conversation."""
+"""Number of sequences that decode, and cached tokens of each of them and of the conversation with the new turn."""
 REPEATS = 7
 WARM = 8
 """Number of first arrivals that are not measured, because they compile kernels."""
@@ -28,7 +28,7 @@ SHOWN = 30
 
 
 class Beside:
-    """Sequences that decode together, and requests that join them for one step.
+    """Sequences that decode together, and the requests that join them for one engine step.
 
     Raises:
         DriveError: the sequences never decode together.
@@ -125,7 +125,7 @@ def kernels_ms(run: Callable[[], Any]) -> float:
 
 
 def host_functions(beside: Beside, new: int) -> list[dict[str, Any]]:
-    """Return the host functions with the most own time (without callees), slowest first, over several arrivals."""
+    """Return the host functions with the most time of their own (without callees), as means over several arrivals."""
     profile = cProfile.Profile()
     for _ in range(REPEATS):
         tokens = beside.store()

@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Child:
-    """Child process that answers questions, each one line of JSON."""
+    """Connection to a child process, which answers questions. A question or an answer is one line of JSON."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.line = listener.accept()[0]
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
             threads.append(threading.Thread(target=start))
             threads[-1].start()
             try:
-                children.append(Child(listener))  # the child connects before it creates its engine
+                children.append(Child(listener))  # a short wait: the child connects before it creates its engine
             except TimeoutError:
                 failed.append("an engine never came")
         try:

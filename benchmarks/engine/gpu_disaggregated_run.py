@@ -18,7 +18,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """Engine, and how to reach the parent.
+    """What the child process must do: the engine to run, and the parent to connect to.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
@@ -95,7 +95,7 @@ class Engine:
         }  # fmt: skip
 
     def sums(self, blocks: Any) -> list[list[int]]:
-        """Return the checksums of each group's blocks."""
+        """Return the checksums of `blocks`, which lists the block numbers of each KV-cache group."""
         return [block_sums(self.layers, self.config.num_blocks, group) for group in blocks]
 
     def serve(self, prompt: list[int], tokens: int, params: Any) -> dict[str, Any]:

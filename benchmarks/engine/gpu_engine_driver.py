@@ -32,7 +32,7 @@ def prompt(family: str, tokens: int, vocab: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Filled:
-    """Prefill of several prompts: their tokens, the tokens found in the prefix cache, and seconds."""
+    """Result of a prefill of several prompts: their tokens, the tokens found in the prefix cache, and seconds."""
 
     tokens: int
     cached: int

@@ -117,7 +117,10 @@ def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
 
 
 def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
-    """Measure a step with `step` new tokens: the end of a long prompt, and short prompts, all with cached contexts."""
+    """Measure an engine step that prefills the end of a long prompt and short prompts, `step` new tokens together.
+
+    The beginnings of all these prompts are in the prefix cache.
+    """
     if not SHORTS * SHORT < step < job.chunked:
         raise DriveError(f"steps have {step:,} new tokens: give more than {SHORTS * SHORT:,}, and a longer --chunked")
     fills = []
@@ -140,7 +143,14 @@ def warm_up(driver: Driver, job: Job) -> None:
 
 
 def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of one case, or the error that prevented them."""
+    """Return the figures of one case, or the error that prevented them.
+
+    Args:
+        what: name of the case.
+        capacity: tokens of the KV cache.
+        needed: tokens that the case needs. If they do not fit, do not measure.
+        measure: function that measures the case.
+    """
     if needed > capacity:
         return {"error": f"needs {needed:,} tokens of KV cache, there are {capacity:,}"}
     began = time.perf_counter()

@@ -40,8 +40,8 @@ def say(text: str) -> None:
 def environment(extra: dict[str, str] | None = None) -> Iterator[dict[str, str]]:
     """Yield the environment of an engine: our packages on the path, no network, and our plugin for vLLM.
 
-    Every process of vLLM finds plugins by the entry points of installed distributions. If our checkout is not
-    installed, a folder on the path provides the same entry point.
+    Every process of vLLM finds plugins by the entry points of installed distributions. If kvpilot is not installed, add
+    a folder with the same entry point to the path.
     """
     with tempfile.TemporaryDirectory(prefix="kvpilot-plugin-") as folder:
         paths = [str(ROOT), *(str(ROOT / name) for name in ("runtime", "kernels", "formats"))]
@@ -81,7 +81,8 @@ def run_child(module: str, job: Path, log: Path, limit_s: float, env: dict[str, 
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        # Processes that compile have their own session and hold the pipe open. They end a moment after their parent.
+        # Wait for the end of the output. Processes that compile have their own session and hold the pipe open, until
+        # they end a moment after their parent.
         reader.join(10)
     if code != 0:
         print(*log.read_text().splitlines()[-60:], sep="\n", flush=True)

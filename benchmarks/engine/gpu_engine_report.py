@@ -15,7 +15,7 @@ Runs = dict[str, Run]
 
 
 def load(paths: Iterable[Path]) -> dict[str, Runs]:
-    """Return the runs by shape (with the number of GPUs if there are several), then by dtype."""
+    """Return the runs in these files by shape, then by dtype. With several GPUs, the shape has their number, too."""
     found: dict[str, Runs] = {}
     for run in sorted((run for path in paths for run in _documents(path)), key=lambda run: run["date"]):
         gpus = f", {run['tp']} GPUs" if run["tp"] > 1 else ""
@@ -36,7 +36,7 @@ def step(run: Run | None, batch: int, context: int) -> float | None:
 
 
 def prefill(run: Run | None, context: int) -> float | None:
-    """Return the tokens per second of new prompts of `context` tokens, in the largest batch."""
+    """Return the prefill rate of prompts of `context` tokens, in tokens per second, from the largest batch."""
     cases = [case for case in (run or {}).get("cases", {}).values() if case.get("context") == context]
     rates = [(case["batch"], case["prefill"]["tokens_per_s"]) for case in cases if case["prefill"]["tokens_per_s"]]
     return max(rates)[1] if rates else None
@@ -133,7 +133,7 @@ def bars_table(shape: str, runs: Runs) -> str:
 
 
 def results_table(runs: Runs) -> str:
-    """Return the table of results by dtype: capacity, steps in ms with speeds over `auto` and `fp8`, and prefill."""
+    """Return the table of results by dtype: capacity, milliseconds of steps, and prefill, with ratios (`over`)."""
     sizes = {(c["batch"], c["context"]) for run in runs.values() for c in run["cases"].values() if "batch" in c}
     cases = sorted(sizes, key=lambda case: (-case[0], -case[1]))
     largest, longest = cases[0] if cases else (0, 0)

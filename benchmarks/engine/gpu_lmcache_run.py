@@ -17,7 +17,7 @@ from benchmarks.engine.gpu_offload_run import counters
 
 @dataclass(frozen=True)
 class Job:
-    """Engine, and its prompts.
+    """What the child process must do: the engine to run, and the prompts to send.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
@@ -105,7 +105,7 @@ class Moves:
 
 
 class Engine:
-    """Engine of a job."""
+    """Engine of a job, with a recorder of its transfers to and from LMCache."""
 
     def __init__(self, job: Job) -> None:
         from vllm import LLM

@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Return for each engine its KV-cache dtype, its lowest tier below the GPU, and True if it compares bytes."""
+    """Return the engines to run, as (KV-cache dtype, lowest tier below the GPU or empty, True to compare bytes)."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []
@@ -68,7 +68,7 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
 
 
 def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
-    """Return engine options for this tier."""
+    """Return engine options for the tiers down to `tier`: `offload` (host memory), `disk`, or empty for none."""
     host = {"kv_offloading_size": args.host_gib} if tier else {}
     if tier != "disk":
         return host

@@ -18,7 +18,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """Engine, and its load.
+    """What the child process must do: the engine to run, and its load.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
@@ -44,7 +44,7 @@ class Job:
 
 
 class Checked:
-    """Checksums of every stored block in every layer, which loaded blocks must match."""
+    """Comparison of loaded blocks with stored ones, by checksums of every block in every layer."""
 
     def __init__(self, llm: Any) -> None:
         import torch

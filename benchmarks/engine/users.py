@@ -61,7 +61,7 @@ class Users:
         return missing / rate
 
     def check(self) -> None:
-        """Raise the exception of a user whose question failed."""
+        """Raise the exception of the first user whose question failed, if there is one."""
         for task in self._tasks:
             if task.done():
                 task.result()

@@ -134,7 +134,7 @@ def _large_batch(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _mixed(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage sequences that decode in the same step as a prompt."""
+    """Let sequences that decode in the same step as a prompt read one foreign page."""
     if one.generated and any(other.generated == 0 for other in STEP.rows):
         _foreign(table, row, (one.length - 1) // BLOCK // 2)
 
@@ -156,7 +156,7 @@ def _shared_prefix(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _page_start(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage the step that generates the first token of a page."""
+    """In the step that fills the first slot of a page, read a foreign page in place of the page before."""
     if one.generated and one.before and one.before % BLOCK == 0:
         _foreign(table, row, one.before // BLOCK - 1)
 

@@ -27,7 +27,7 @@ def ours(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """Quantize and dequantize between each group's minimum and maximum.
 
-    Scale and zero point are not rounded here, but count as two 16-bit numbers.
+    Scale and zero point are exact, but count as two 16-bit numbers.
     """
     y = x.view(-1, DIM // group, group)
     lo, hi = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
@@ -36,7 +36,7 @@ def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Quantize and dequantize symmetrically around 0. A group's scale is not rounded, but counts as one 16-bit number."""
+    """Quantize and dequantize symmetrically around 0. A group's scale is exact, but counts as one 16-bit number."""
     y = x.view(-1, DIM // group, group)
     top = 2 ** (bits - 1) - 1
     scale = y.abs().amax(-1, keepdim=True) / top

@@ -113,7 +113,7 @@ def fill_ring(
 def ours(
     name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64, overlap: bool | None = None
 ) -> dict[str, Any]:
-    """Measure our kernels in one format. If `overlap` is None, the plan chooses whether decode overlaps with `store`."""
+    """Measure our kernels in one format. `overlap` says if decode overlaps with `store`; None leaves it to the plan."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)

@@ -94,7 +94,7 @@ LAYERS, PADDING = 4, 3
 
 
 def check(case: Case) -> dict[str, Any]:
-    """Return the errors of one case."""
+    """Run one case on the GPU and with the CPU code, and return the errors. The module's docstring says how."""
     name, dim, ratio, recent, most, softcap, sinking, crowded = case
     if crowded:
         tuning.multiprocessors = lambda _device: 1  # type: ignore[assignment]
@@ -208,7 +208,8 @@ def check(case: Case) -> dict[str, Any]:
         cpu.store(keys[i], values[i], where(i, 0, n)[0].cpu(), ordinals=torch.arange(1, n + 1))
     begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     read = torch.full((2, int(begins[-1]), KV_HEADS, dim), torch.nan, dtype=torch.bfloat16, device=device)
-    # Attention uses the step's own tokens exactly, and all earlier tokens as the cache returns them.
+    # Prefill attends to the step's own tokens in 16 bits, and to earlier tokens as the cache returns them. So compare
+    # `gather` with both kinds of tokens.
     starts = torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32, device=device)
     joined = joined_slots(on_gpu, begins.to(device), starts, int(begins[-1]), BLOCK)
     pages.gather(*joined, read[0], read[1], key, value)

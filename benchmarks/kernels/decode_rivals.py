@@ -47,7 +47,7 @@ def _caches(case: Any, device: torch.device, dtype: torch.dtype, block: int) -> 
 
 
 def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Measure FlashAttention 3 over a paged cache. As in vLLM, its schedule is computed beforehand."""
+    """Measure FlashAttention 3 over a paged cache. As in vLLM, compute its schedule outside the measured time."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     caches, size, table = _caches(case, device, dtype, 16)

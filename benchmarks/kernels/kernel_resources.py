@@ -132,7 +132,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     in_gluon = variant.kernel in ("decode_kernel", "latent_decode_kernel")
     if in_gluon:
         types |= {name: kind for name, kind in {"query_ptr": "*fp16", "out_ptr": "*fp32"}.items() if name in types}
-    if variant.kernel.startswith("latent"):  # for latents, queries are floats
+    if variant.kernel.startswith("latent"):  # kernels for latents take rotated queries as floats, not integers
         own = {"rotated_ptr": "*fp16", "sums_ptr": "*fp32"}
         types |= {name: kind for name, kind in own.items() if name in types}
     aligned = {
@@ -198,7 +198,7 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
 
 
 def cell(warps: int, taken: Resources) -> str:
-    """Return one cell of the table."""
+    """Return one cell of the table: warps, registers, KiB of shared memory, and bytes of spills, if any."""
     return f"{warps} x {taken.registers}, {taken.shared / 1024:.1f}" + (f" **{taken.stack}**" if taken.stack else "")
 
 

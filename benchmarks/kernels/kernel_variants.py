@@ -102,7 +102,7 @@ def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = F
 
 
 def merge_variant(dim: int) -> Variant:
-    """Return the variant of the reduce kernel that merges the splits of many sequences."""
+    """Return the variant of the reduce kernel that is launched for large batches."""
     return reduce_variant(dim, *tuning.MERGES[stored_dim(dim)][-1][1])
 
 

@@ -65,7 +65,7 @@ def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
 
 @dataclass(frozen=True)
 class Choice:
-    """Launch choice of the kernel.
+    """Launch parameters of the baseline's kernel.
 
     Attributes:
         tile: tokens per iteration.

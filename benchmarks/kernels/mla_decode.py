@@ -79,7 +79,7 @@ def some_entries(count: int) -> torch.Tensor:
 
 
 def check(name: str, heads: int) -> dict[str, Any]:
-    """Return the errors of one format and number of heads."""
+    """Compare the kernels with the CPU code for one format and number of heads, and return the errors."""
     torch.manual_seed(heads)
     torch.set_num_threads(2)
     device = torch.device("cuda")
@@ -188,7 +188,7 @@ def ours(
 ) -> Iterator[dict[str, Any]]:
     """Measure our kernels, and yield a row for each launch choice.
 
-    Without `others`, use the choices of `tuning`. With it, measure only decode, at the choices that `others` returns.
+    Without `others`, use the choice of `tuning`. Otherwise measure decode and merge, at the choices of `others`.
     """
     size = case.batch * case.context * fmt.row_bytes
     blocks = case.batch * -(-case.context // BLOCK) + 1

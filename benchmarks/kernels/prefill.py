@@ -91,7 +91,10 @@ def rival(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: int,
 
 
 def times(new: int, old: int, blocks: list[PrefillBlock], device: torch.device) -> list[dict[str, Any]]:
-    """Measure a chunk that attends to itself, and one that also attends to a context, each in one launch."""
+    """Measure a prefill of `new` tokens that also attend to a context of `old` tokens, with each of `blocks`.
+
+    Also measure vLLM's Triton kernel.
+    """
     query = torch.randn(new, HEADS, DIM, device=device).bfloat16()
     key, value = torch.randn(2, new + old, KV_HEADS, DIM, device=device).bfloat16()
     starts, rows = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (new, new + old))

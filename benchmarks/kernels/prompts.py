@@ -58,7 +58,7 @@ def slots_of(table: torch.Tensor) -> torch.Tensor:
 
 
 def ours(name: str, case: Case, device: torch.device, recent: int) -> dict[str, Any]:
-    """Measure our kernels in one format."""
+    """Measure `store` and `gather` of our kernels in one format."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
@@ -111,7 +111,7 @@ def vllms(dtype: str, case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def block_of(text: str) -> tuning.Block | None:
-    """Parse a program size of the command line; None for the size that engines use."""
+    """Parse a program size (tokens, warps) of the command line. Return None for an empty text: use engines' size."""
     return tuning.Block(*map(int, text.split(","))) if text else None
 
 

@@ -52,7 +52,7 @@ PROMETHEUS_SECONDS = 30.0
 
 
 class ApiServer(ControlPlane):
-    """Control plane of etcd and the API server only. fleet_kubelets.py replaces the other components."""
+    """Control plane with only etcd and the API server. fleet_kubelets.py takes the place of its other components."""
 
     def _controllers(self) -> None:
         pass
@@ -71,7 +71,7 @@ class Fleet:
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:
-        """Create services until there are `size`. Return the seconds until all have their replicas."""
+        """Create services until there are `size`. Return the seconds until all have three ready replicas."""
         began = time.monotonic()
         new = [(f"team-{i % NAMESPACES}", f"model-{i:04d}") for i in range(len(self.keys), size)]
         places = asyncio.Semaphore(8)

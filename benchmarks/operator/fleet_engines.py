@@ -41,7 +41,7 @@ class Pages:
         self._made: dict[int, tuple[int, bytes]] = {}
 
     def of(self, pace: int) -> bytes:
-        """Return the HTTP answer for a pod of this pace."""
+        """Return the HTTP answer with the current metrics page of pods with this pace."""
         second = int(time.time() - self._began)
         known = self._made.get(pace)
         if known is None or known[0] != second:
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(early: str, later: str, pods: int) -> None:
-    """Answer requests forever."""
+    """Answer requests to `pods` pods forever. `early` and `later` are the texts of the two metrics pages."""
     engines = Engines(Pages(early, later))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -97,7 +97,7 @@ def _processes() -> dict[int, tuple[int, float]]:
 
 
 def _program(pid: int) -> str:
-    """Return the name of a process's program. For a script add its argument, as in "hostile_engines good"."""
+    """Return the name of a process's program. For a Python program add its first argument: "hostile_engines good"."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:

@@ -31,7 +31,7 @@ KINDS = (
 
 
 def kind_of(deployment: Object) -> int:
-    """Return the index of the kind of this Deployment's engines."""
+    """Return the index in `KINDS` of the kind of this Deployment's engines."""
     return next((i for i, kind in enumerate(KINDS) if deployment["metadata"]["name"].startswith(f"{kind}-0")), 0)
 
 
@@ -45,7 +45,7 @@ def address(number: int, deployment: Object) -> str:
 
 
 def numbered(number: int, kind: int = 0, half: int = 0) -> str:
-    """Return the address of the pod with this number."""
+    """Return the address of pod `number` of a kind of engines. `half` is 128 for pods with a quantized dtype."""
     return f"127.{100 + kind}.{half + number // 250}.{number % 250 + 1}"
 
 

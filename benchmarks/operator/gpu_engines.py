@@ -41,7 +41,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """Return the engine's own address."""
+        """URL of the engine's own HTTP server."""
         return f"http://{self.address}:{ENGINE_PORT}"
 
 

@@ -38,12 +38,12 @@ sys.stdin.readline()
 
 
 async def kill(bench: Bench) -> None:
-    """Kill an engine in mid-stream."""
+    """Kill all processes of an engine while it streams answers."""
     await _replaced(bench, _sends(signal.SIGKILL), 60)
 
 
 async def terminate(bench: Bench) -> None:
-    """Delete an engine's pod in mid-stream."""
+    """Delete an engine's pod while the engine streams answers."""
     await _replaced(bench, bench.delete, 60)
 
 
@@ -53,7 +53,10 @@ async def stop(bench: Bench) -> None:
 
 
 async def _replaced(bench: Bench, strike: Callable[[Engine], Awaitable[None]], leave_seconds: float) -> None:
-    """Strike an engine that streams answers. Wait until it leaves the Service, and until both engines are ready."""
+    """Let `strike` hit an engine that streams answers.
+
+    Wait until the engine leaves the Kubernetes Service, and then until two engines are ready again.
+    """
     engine = await bench.busy()
     bench.strike(engine)
     await strike(engine)

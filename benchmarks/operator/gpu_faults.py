@@ -59,10 +59,10 @@ async def measure(bench: Bench, names: Sequence[str], save: Callable[[Row], None
         await bench.begin(row)
         try:
             await fault.act(bench)
-            # A request that was in flight at the end may still fail.
+            # A request that is still in flight may fail because of the fault, so wait before `end` counts failures.
             await asyncio.sleep(_SETTLE_SECONDS)
         except BaseException as error:
-            # A cancellation, for example at a time limit, is a failure, too.
+            # Catch BaseException, because a cancellation, for example at a time limit, is a failure, too.
             row.error = f"{type(error).__name__}: {error}"
             raise
         finally:

@@ -53,7 +53,7 @@ exec kvpilot-serve "$@"
 
 
 class FaultFailed(DemoError):
-    """Error for an expected effect that did not appear."""
+    """Error for an expected effect of a fault that did not appear in time."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Bench:
         self._struck = time.monotonic()
 
     def end(self) -> None:
-        """Complete the row's counts."""
+        """Write the counts since the fault to the row: requests, failures, latencies, and the service's state."""
         row, load, phase = self.row, self.load, self._phase
         unready = self._struck + (row.unready if row.unready is not None else 0.0)
         row.ok, row.failed, row.users = phase.ok, phase.failed, phase.percentiles()
@@ -231,7 +231,7 @@ class Bench:
         ]
 
     def whole(self) -> bool:
-        """Return True if exactly the wanted engines exist, and all are ready."""
+        """Return True if exactly `REPLICAS` engines exist, and all of them are ready."""
         return len(self.now.pods) == REPLICAS and len(self.engines()) == REPLICAS
 
     def stayed(self, engine: Engine) -> bool:
@@ -255,7 +255,7 @@ class Bench:
         self._struck = time.monotonic()
 
     def passed(self) -> float:
-        """Return the time since the fault."""
+        """Return the seconds since the fault."""
         return round(time.monotonic() - self._struck, 1)
 
     async def left(self, engine: Engine, seconds: float) -> None:
@@ -269,10 +269,10 @@ class Bench:
         self.row.until, self.row.seconds = "both engines are ready again", self.passed()
 
     async def until(self, seen: Callable[[Observation], bool], what: str, seconds: float) -> None:
-        """Wait until the newest observation fulfils `seen`.
+        """Wait until `seen` returns True for the newest observation. `what` describes the condition for messages.
 
         Raises:
-            FaultFailed: no observation fulfilled it in time.
+            FaultFailed: the condition was not met within `seconds`.
         """
         ends = time.monotonic() + seconds
         while not seen(self.now):

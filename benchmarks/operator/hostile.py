@@ -93,7 +93,7 @@ class HostileFleet:
             raise RuntimeError(f"the operator has ended: {self.operator.log.read_text()[-3000:]}")
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Edit and probe good services for at least this many seconds. Let existing hostile services do harm meanwhile."""
+        """Edit and probe good services for at least this many seconds, while hostile services, if any, do harm."""
         own = {key: await self._addresses(key) for key in self.good}
         before, began, cores = await self.asked(), time.monotonic(), Cores()
         failed = self._failed_scrapes()

@@ -40,7 +40,7 @@ class HostileEngine(Engine):
         self._kind = kind
 
     async def answer(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer as this kind does. Return False if it has no special answer for this path."""
+        """Send the harmful answer of this kind of engine. Return False if it has none for this path."""
         if path == "/metrics" and self._kind in PAGES:
             writer.write(HEAD)
             for chunk in PAGES[self._kind]:
@@ -94,7 +94,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def main(side: str) -> None:
-    """Answer requests forever, at addresses that no other process uses."""
+    """Answer requests forever, at the addresses of the good engines or, for any other `side`, of the hostile ones."""
     kinds = [0] if side == "good" else range(1, len(KINDS))
     hosts = [f"127.{100 + kind}.{half}.{i}" for kind in kinds for half in (0, 128) for i in range(1, ADDRESSES)]
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

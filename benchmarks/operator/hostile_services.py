@@ -39,7 +39,11 @@ def service(namespace: str, name: str, replicas: int, **spec: Any) -> Object:
 
 
 class HostileServices:
-    """Services of one cluster, each kind in its own namespace. Refusals by the API server are counted by kind."""
+    """Hostile services of one cluster, each kind in its own namespace.
+
+    Attributes:
+        refused: number of objects and edits that the API server refused, by kind.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.refused: Counter[str] = Counter()
@@ -87,7 +91,7 @@ class HostileServices:
             await self._try(self._cluster.merge(Ref(API_VERSION, KIND, *key), {"spec": {"kvCache": {"dtype": "k8v4"}}}))
         specs = [key for key in self._keys if key[0] == "team-spec"]
         for number in itertools.count():
-                # Do not edit faster. Otherwise the benchmark would measure the API server's own work with megabytes.
+            # Do not edit faster. Otherwise the benchmark would measure the API server's own work with megabytes.
             await asyncio.sleep(1)
             if specs:
                 env = [{"name": f"V{i}", "value": f"{number:04d}" + CHARACTER * 4000} for i in range(64)]

@@ -13,7 +13,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryGroup:
-    """Memory limit for one process and its children. The child calls `joins` before it executes the program."""
+    """Memory limit for one process and its children. A new process calls `joins` before it executes its program."""
 
     def __init__(self, mebibytes: int) -> None:
         self._bytes = mebibytes * 1024 * 1024

@@ -77,7 +77,10 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], dict[str, Make], int]] = {
 
 
 def measured(read: Callable[[bytes], object], make: Make, most: int) -> dict[str, Any]:
-    """Return nanoseconds per byte at each size, and memory and outcome at the largest size."""
+    """Measure one parser on one kind of text.
+
+    Return the nanoseconds per byte at each size up to `most`, and memory and outcome at the largest size.
+    """
     costs: dict[str, float] = {}
     for size in (size for size in SIZES if size <= most):
         best = float("inf")
@@ -103,7 +106,7 @@ def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
     except (KvpilotError, ProbeError) as error:
         return type(error).__name__
     except ValueError as error:
-        # prometheus_client refuses a page by a ValueError.
+        # prometheus_client refuses a page by a ValueError, so this is an outcome, too.
         return type(error).__name__
     return "read"
 

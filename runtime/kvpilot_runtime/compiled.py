@@ -34,7 +34,7 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.vllm_api import compat
 
 VARIABLE = "KVPILOT_COMPILED"
-"""Environment variable with the folder of archives. No archive is used if it is empty or VLLM_CACHE_ROOT is set."""
+"""Environment variable with the folder of archives. Archives are not used if it is empty or VLLM_CACHE_ROOT is set."""
 REASON = "CompiledCodeNotKept"
 _WATCHED_SECONDS = 3600
 """Seconds after an engine's start for which `keep` watches the folder."""
@@ -112,7 +112,7 @@ def _installed(name: str) -> str:
 
 
 def unpack(archive: Path, folder: Path, say: Say) -> bool:
-    """Unpack an archive into an empty folder, completely or not at all. Return True if that worked."""
+    """Unpack an archive into `folder` if that is empty, completely or not at all. Return True if that worked."""
     if next(folder.iterdir(), None) is not None:
         return False  # not empty: the engine was restarted in the same pod
     try:
@@ -224,7 +224,7 @@ def tidy(store: Path, now: float) -> None:
     """Remove archives that no engine has used for 30 days, and abandoned temporary files."""
     for pattern, seconds in (("compiled-*.tar", _UNUSED_SECONDS), (".compiled-*.tar.*", _ABANDONED_SECONDS)):
         for path in store.glob(pattern):
-            # Another pod may have removed the file first, or another user may own it.
+            # Another pod may have removed the file first, or another user may own it. Then there is nothing to do.
             with suppress(OSError):
                 if now - path.lstat().st_mtime > seconds:
                     path.unlink()
@@ -261,10 +261,10 @@ def _writable(store: Path, say: Say) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `keep` as the child of the process that becomes the engine, and end with it."""
+    """Run `keep` as a child of the process that becomes the engine, until that process ends."""
     engine, folder, archive, kept = argv[:4]
     pause = float(argv[4]) if len(argv) > 4 else _PAUSE_SECONDS
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: get SIGTERM when the engine's process ends
     try:
         keep(Path(folder), Path(archive), kept, pause, lambda: os.getppid() == int(engine))
     except OSError as error:

@@ -20,7 +20,7 @@ from kvpilot_runtime.transfer import host
 from kvpilot_runtime.vllm_api import compat, contract, hooks
 
 BACKENDS = "kvpilot_runtime.backends"
-"""Package of our backends. vLLM gets import paths, so a process imports only the backends that it uses."""
+"""Import path of our backends. vLLM gets backends by import path, so a process imports only those that it uses."""
 
 DTYPE = "KVPILOT_DTYPE"
 """Environment variable that tells child processes which of our dtypes the engine uses."""
@@ -37,7 +37,7 @@ def register() -> None:
     """
     try:
         compat.make_known((*formats.own_names(), *latent.names()), serve_dtype)
-    except Exception as error:  # an engine with vLLM's own dtypes must start with any later vLLM
+    except Exception as error:  # only log, because an engine with vLLM's own dtypes must start with any later vLLM
         log.error("No dtype of kvpilot can be chosen with vllm %s (%s: %s); use vllm %s", compat.version_text(),
                   type(error).__name__, error, compat.ADVISED)  # fmt: skip
     model_info.publish()

@@ -24,12 +24,12 @@ from kvpilot_runtime import listening
 from kvpilot_runtime.errors import PreflightError, tell
 from kvpilot_runtime.preflight import hub
 
-# A shell reports 128 + the signal's number (SIGTERM is 15).
+# Exit status after SIGTERM, as shells report it: 128 + 15.
 _TERMINATED = 143
 _AGAIN = 1
 _REFUSED = 78
 _INDEX = "model.safetensors.index.json"
-# In vLLM's order of preference: it loads the weights of the first format that a model has.
+# Weights in vLLM's order of preference: it loads the first format that a model has.
 _LOADED = ("*.safetensors", "*.bin", "*.pt")
 _WEIGHTS = frozenset([
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".hdf5", ".msgpack", ".onnx", ".onnx_data",

@@ -90,7 +90,7 @@ class CpuRingBuilder(PackedBuilder):
     """Builder of a batch's `Rings`, once for all layers."""
 
     def describe(self, common: Any) -> Rings:
-        """Return the rings of one batch, with one table row per token."""
+        """Return the rings of one batch. `Rings.table` has one row per token here, not per sequence."""
         spec = self.kv_cache_spec
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
@@ -118,7 +118,8 @@ class CpuImpl(PackedImpl):
         rings, ring_slots = self.rings(), None
         if self.ring is not None:
             ring_slots = torch.full_like(slot_mapping, -1) if rings is None else rings.slots[: slot_mapping.shape[0]]
-        step = get_forward_context().attn_metadata  # None during vLLM's warm-up, where every slot is padding
+        # In vLLM's warm-up there is no metadata. Every slot is padding then, so no ordinals are needed.
+        step = get_forward_context().attn_metadata
         ordinals = step[layer.layer_name].ordinals if step else None
         self.pages_of(layer, kv_cache).store(key, value, slot_mapping, ring_slots, ordinals)
 
@@ -134,10 +135,11 @@ class CpuImpl(PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend in a batch. Write the result to `output`, [tokens, heads, head_dim], and return it.
+        """Attend for a whole batch. Write the result to `output`, and return `output`.
 
-        `query` is [tokens, heads, head_dim]; `key` and `value` are [tokens, kv_heads, head_dim], or None in a layer
-        that reads another layer's cache.
+        Args:
+            query, output: [tokens, heads, head_dim].
+            key, value: [tokens, kv_heads, head_dim]; may be None in a layer that reads another layer's cache.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")

@@ -30,12 +30,12 @@ SlotsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], tuple[t
 
 
 def powers(most: int) -> set[int]:
-    """Return the token counts of a warm-up: powers of two up to `most`, and `most`. They cover every kernel variant."""
+    """Return numbers of tokens that cover all kernel variants in a warm-up: powers of two up to `most`, and `most`."""
     return {most, *(2**i for i in range(most.bit_length()))}
 
 
 def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) -> None:
-    """Call `launch`, which launches all kernel variants that serving needs. On a GPU, compile them first."""
+    """Call `launch`, which launches all kernel variants of serving. On a GPU, first compile them in parallel."""
     if device.type == "cuda":
         compile_ahead(launch, vllm_config.parallel_config.world_size)
     else:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # only for types: a machine without Triton cannot import the 
 
 
 class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Backend of latent pages."""
+    """Base of the backends for latent pages, on CPU and CUDA."""
 
     fmt: ClassVar[LatentFormat]
     remedies: ClassVar[dict[str, str]] = {
@@ -44,7 +44,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Set the page size to `LatentFormat.row_bytes` per token. Layers in 16 bits keep their page size."""
+        """Return the spec with `LatentFormat.row_bytes` per token. Layers in 16 bits keep their page size."""
         return spec if spec.dtype != torch.uint8 else replace(spec, state_content_bytes=cls.fmt.row_bytes)
 
 
@@ -113,7 +113,7 @@ class LatentImpl:
         """
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
-        merged: Any = None  # vLLM calls this method only with at least one chunk
+        merged: Any = None  # the loop always sets it, because vLLM calls this method only with at least one chunk
         for chunk in context.chunks:
             entries = context.workspace[: chunk.num_context_tokens]
             table = prefill.block_table[chunk.request_slice]

@@ -153,7 +153,7 @@ def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> 
 
 
 def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found: torch.Tensor) -> float:
-    """Return the error of the output for a request's last token, relative to the float64 result."""
+    """Return the error of `found`, the output for a request's last token, relative to the float64 result."""
     cpu, impl, size = torch.device("cpu"), layer.impl, layer.kv_cache.shape[2]
     query, key, value = (x.to(cpu) for x in request.new)
     kept = [at for at in range(request.tokens) if _kept(bound, at // size, request.tokens - 1, size)]
@@ -165,7 +165,7 @@ def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found:
 
 
 def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table: torch.Tensor) -> torch.Tensor:
-    """Run one step of vLLM's layer and return its output.
+    """Run vLLM's layer on one engine step with these new tokens, and return the layer's output.
 
     Args:
         asked: (request, begin, end), for new tokens [begin, end) of each request.

@@ -13,7 +13,7 @@ BLOCK = 64
 
 
 class Reserving:
-    """Attention implementation that may reserve step buffers. `reserved` holds the buffers, or None."""
+    """Mixin for attention implementations that reserve buffers of an engine step. `reserved` has them, or None."""
 
     reserved: Any = None
     _reserves = True

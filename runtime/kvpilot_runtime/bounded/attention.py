@@ -87,7 +87,7 @@ def kept_alone(common: Any, bound: SinksAndWindow, page: int) -> Any:
         "num_reqs": len(cut.lens), "max_seq_len": int(cut.lens.max()),
         "block_table_tensor": table[owner[:, None], columns],
         "is_prefilling": None if common.is_prefilling is None else common.is_prefilling[cut.owner],
-        # Reset what vLLM computed for whole sequences.
+        # Reset what vLLM has computed for whole sequences, so that it computes these for the pieces.
         "req_idx": None, "_num_computed_tokens_cache": None, "_token_to_req_indices_cache": None,
     }  # fmt: skip
     known = {f.name for f in fields(common)}

@@ -53,9 +53,9 @@ STEP = Step()
 
 
 def measured_rows(new: int, alone: bool = False) -> tuple[int, float]:
-    """Return how many of a sequence's last `new` tokens are measured, and the weight of each.
+    """Return how many of a sequence's `new` tokens are measured (the last ones), and the weight of each.
 
-    `alone` is True if a single new token is measured in this step.
+    A sequence with a single new token is measured only if `alone` is True.
     """
     if new == 1:
         return int(alone), EVERY
@@ -74,9 +74,9 @@ def most_pages(bound: HeavyHitters, page: int, scheduler: Any) -> int:
 
 
 class HeldTables:
-    """Tables and lengths of at most `most` held pages per sequence, in buffers that captured graphs read.
+    """Block tables and lengths of held pages, in buffers that captured graphs read.
 
-    Steps with one new token per sequence use them.
+    Steps with one new token per sequence use them. A table has at most `most` pages per sequence.
     """
 
     def __init__(self, page: int, most: int, sequences: int, device: torch.device) -> None:
@@ -119,7 +119,8 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
     starts = common.query_start_loc_cpu[: count + 1].numpy()
     lens = common.seq_lens_cpu_upper_bound
     lens = (common.seq_lens.cpu() if lens is None else lens)[:count].numpy().copy()
-    live, told = np.flatnonzero(np.diff(starts)).tolist(), [NOTHING] * count  # the remaining rows are padding
+    # Sequences without new tokens are padding.
+    live, told = np.flatnonzero(np.diff(starts)).tolist(), [NOTHING] * count
     for row in live:
         if row >= len(requests) or requests[row] not in step.kept:
             raise UnsupportedEngineError(
@@ -155,7 +156,7 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
     changes = {
         "seq_lens": upload(lens, table.device).to(common.seq_lens), "seq_lens_cpu_upper_bound": torch.from_numpy(lens),
         "max_seq_len": int(lens.max()), "block_table_tensor": table,
-        # Reset what vLLM computed for whole sequences.
+        # Reset what vLLM has computed from the lengths of whole sequences, so that it computes these again.
         "req_idx": None, "_num_computed_tokens_cache": None, "_token_to_req_indices_cache": None,
     }  # fmt: skip
     known = {f.name for f in fields(common)}
@@ -256,7 +257,7 @@ def noting_order(order: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _measure(layer: Any) -> None:
-    """Wrap a layer's attention, so that it adds to the masses of a step's pages."""
+    """Wrap a layer's `forward`, so that it also adds the layer's attention to the step's page masses."""
     forward, weigh = layer.impl.forward, weigher(layer)
 
     def measured(
@@ -271,9 +272,9 @@ def _measure(layer: Any) -> None:
 
 
 def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Any], None]:
-    """Return a function that adds a layer's attention to a step's masses.
+    """Return a function that adds a layer's attention to a step's page masses.
 
-    Its arguments are the layer's queries, [tokens, heads, head_dim], the layer's metadata, and the pair in `MARK`.
+    The function takes the layer's queries, [tokens, heads, head_dim], the layer's metadata, and the pair in `MARK`.
     """
     if layer.kv_cache.device.type == "cpu":
         return heavy_mass.on_cpu(layer)

@@ -100,7 +100,7 @@ def singles(builder: CudaBuilder, page: int, most: int, sequences: int) -> Singl
 
 
 def weigher(layer: Any) -> Callable[[torch.Tensor, Any, Weighing | None, Singles], None]:
-    """Return a function that adds a layer's attention to a step's masses (`heavy.weigher`)."""
+    """Return a function that adds a layer's attention to a step's page masses, as `heavy.weigher` needs it."""
     impl: CudaImpl = layer.impl
     page = layer.kv_cache.shape[2]
 

@@ -24,7 +24,7 @@ EVERY = 32
 """Period of measurements of decoding sequences, in engine steps. Chunks of prompts are measured in every step."""
 
 Kept = tuple[np.ndarray, int]
-"""Pair of the pages that a request still holds among its first n pages, int64 and ascending, and n itself.
+"""Pages that a request holds: a pair of those among its first n pages, int64 and ascending, and n.
 
 The request also holds all pages after the first n.
 """
@@ -105,7 +105,7 @@ class HeavyManager(BoundedManager):
         return tuple([one[group] for one in cached] for group in range(len(kv_cache_group_ids))), len(cached) * size
 
     def weigh(self, masses: Masses) -> None:
-        """Add a worker's measurement. Ignore it if the request holds no pages any more."""
+        """Add a worker's measurement to the masses. Ignore it if the request has ended meanwhile."""
         request, pages, found = masses
         if request in self.req_to_blocks:
             for page, mass in zip(pages, found, strict=True):
@@ -137,7 +137,7 @@ class HeavyManager(BoundedManager):
         self.block_pool.free_blocks(freed)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
-        """Forget a request that ends or restarts."""
+        """Return the blocks to free of a request that ends or is preempted, and forget its masses and held pages."""
         self.masses.pop(request_id, None)
         self._kept.pop(request_id, None)
         return list(super().pop_blocks_for_free(request_id))

@@ -36,7 +36,7 @@ _NOT_IDENTITY = {
     "_name_or_path", "architectures", "attn_implementation", "dtype", "torch_dtype", "transformers_version",
     "use_cache", "quantization_config",
 }  # fmt: skip
-"""Fields of config.json that do not affect keys and values. Copies of a model may differ in them."""
+"""Fields of config.json that do not affect keys and values, so that copies of a model may differ in them."""
 
 
 class CalibrationError(EngineRefusedError):

@@ -112,7 +112,7 @@ def fit_model(
 
 
 def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
-    """Compute gradients of the log-likelihood of next tokens, which the model itself draws."""
+    """Compute gradients of the log-likelihood of next tokens, which are drawn from the model's own distribution."""
     table = model.get_input_embeddings()
     inputs = table(piece[None].to(table.weight.device)).detach().requires_grad_()
     states = model.get_decoder()(inputs_embeds=inputs, use_cache=False).last_hidden_state[0]
@@ -137,7 +137,7 @@ class _Recorder:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """Attend, with the signature that transformers expects. Key and value are [1, kv_heads, tokens, D]."""
+        """Attend, as transformers calls it, and keep keys and values. Both are [1, kv_heads, tokens, D]."""
         shape = (self._facts.kv_heads, self._facts.head_dim)
         for name, x in (("keys", key), ("values", value)):
             if (x.shape[1], x.shape[3]) != shape:
@@ -147,7 +147,7 @@ class _Recorder:
                 )
         if options.get("s_aux") is not None:
             raise CalibrateError("our formats do not serve attention with sinks of its own; use dtype auto or fp8")
-        if _window(module, options) is not None:  # engines keep sliding-window layers in 16 bits
+        if _window(module, options) is not None:  # no factors: engines keep sliding-window layers in 16 bits
             return _exact(module, query, key, value, mask, **options)
         far_key, far_value = key.clone(), value.clone()
         far_key.retain_grad()

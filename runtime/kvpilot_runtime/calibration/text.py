@@ -14,7 +14,7 @@ LONGEST = 8192
 """Largest number of tokens that an engine calibrates on. A quarter of them gave about the same factors."""
 
 SHORTEST = 128
-"""Smallest number of tokens to calibrate on. With fewer, hardly any query is outside the recent window of a key."""
+"""Smallest number of tokens to calibrate on. With fewer, almost all keys are in the recent window of every query."""
 
 _LOG_FROM = 1024
 """Position beyond which sequences start at logarithmic distances. Before it they start at even distances."""
@@ -23,7 +23,7 @@ _SHORT = 4
 """Number of short sequences, which share the second half of the tokens."""
 
 _LONE, _LONE_SHARE = 64, 16
-"""Limits on the number of tokens that run alone at position 0: `_LONE`, and one in `_LONE_SHARE` of all tokens."""
+"""Two limits on the number of tokens that run alone at position 0: `_LONE`, and one of `_LONE_SHARE` tokens."""
 
 
 class NoTokensError(ValueError):

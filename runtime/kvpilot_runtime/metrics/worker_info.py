@@ -31,9 +31,9 @@ class WorkerInfo:
     variable: str
 
     def report(self, values: Mapping[str, str]) -> None:
-        """Write the labels' values to the file, if this worker has the first rank.
+        """Write the labels' values to the file. Do nothing in workers other than the first rank.
 
-        If the file cannot be written, log it: the metric is missing, but the engine runs on.
+        If the file cannot be written, only log it: the engine works without the metric.
         """
         from vllm.distributed import get_tp_group
 

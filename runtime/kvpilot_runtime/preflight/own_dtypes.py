@@ -70,7 +70,7 @@ def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
          f"{fmt.name!r} goes by its config.json, and layers with a sliding window stay in 16 bits")
     )  # fmt: skip
     if request.skip_layers is None:
-        findings.skip_layers = (options.SLIDING,)  # no effect on models without sliding-window layers
+        findings.skip_layers = (options.SLIDING,)  # harmless for models without sliding-window layers
 
 
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:

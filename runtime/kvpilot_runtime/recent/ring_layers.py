@@ -45,7 +45,7 @@ class Rings:
 
 
 class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Layer that only has a cache: the ring pages of one attention layer."""
+    """Layer without weights whose KV cache is the ring pages of one attention layer, its `owner`."""
 
     def __init__(self, layer_name: str, owner: Any, recent: int) -> None:
         self.layer_name, self.owner, self.recent = layer_name, owner, recent

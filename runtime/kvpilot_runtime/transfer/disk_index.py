@@ -28,7 +28,7 @@ class Held:
 
 
 class DiskIndex:
-    """Index of a file with this number of `places`."""
+    """LRU index of a file with `places` places. After `to_store` call `stored`, and after `to_load` call `loaded`."""
 
     def __init__(self, places: int) -> None:
         self.places = places
@@ -51,7 +51,10 @@ class DiskIndex:
         return True
 
     def to_store(self, key: bytes) -> Held | None:
-        """Return a place for a new key's bytes; None if transfers use all places. Call `stored` after the write."""
+        """Return a place for a new key's bytes; None if transfers use all places. Evict the least recently used key.
+
+        Call `stored` after the write.
+        """
         if not self._free:
             idle = next((held for held in self._held.values() if not held.users), None)
             if idle is None:

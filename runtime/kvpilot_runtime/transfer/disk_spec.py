@@ -37,7 +37,7 @@ class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy s
         return self._manager
 
     def create_worker(self, kv_caches: Any) -> Any:
-        """Return a worker's side on a GPU."""
+        """Return a worker's side for a GPU. It must not unlink the file of the shared memory."""
         worker = super().create_worker(kv_caches)
         worker._mmap_region._creator = False  # the scheduler unlinks the file, so the worker must not
         return worker

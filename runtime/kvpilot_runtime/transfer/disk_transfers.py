@@ -125,7 +125,7 @@ class DiskTransfers:
         return ended, lost
 
     def shutdown(self, seconds: float) -> None:
-        """End the threads, then close the file. Wait at most this many seconds for the disk."""
+        """End the threads, then close the file. If the disk blocks a thread for over `seconds`, leave the file open."""
         for number in range(len(self._threads)):
             self._asked.put((-1, number, None))
         until = time.monotonic() + seconds

@@ -33,7 +33,7 @@ def name_of(model: str, terms: Terms, weights: str) -> str:
 
 @dataclass
 class Named(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Message from a worker to its scheduler: the name under which to look chunks up."""
+    """Message from a worker to its scheduler: the model name under which LMCache has the engine's chunks."""
 
     name: str
 

@@ -54,7 +54,7 @@ class Terms:
 
 
 def agree(worker: Any, layers: dict[str, Any]) -> None:
-    """Give a worker's connector the engine's terms, unless the connector is not ours. Every rank must call this.
+    """Give the engine's terms to a worker's connector, if the connector is one of ours. Every rank must call this.
 
     Args:
         worker: vLLM's worker, which has its KV cache.

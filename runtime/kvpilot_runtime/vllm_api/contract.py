@@ -13,7 +13,7 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.vllm_api import compat
 
 TOLD = "KVPILOT_VERSION_TOLD"
-"""Environment variable that vLLM's first process sets, so that the other processes do not repeat its warning."""
+"""Environment variable that vLLM's first process sets, so that its other processes do not repeat the warning."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
@@ -45,7 +45,7 @@ def refuse_bound(bound: str) -> None:
 
 @contextmanager
 def needed(dtype: str) -> Iterator[None]:
-    """Turn ImportError and AttributeError in the context into UnsupportedEngineError: this vLLM lacks a part."""
+    """Turn ImportError and AttributeError within the context into UnsupportedEngineError: vLLM lacks a part we need."""
     try:
         yield
     except (ImportError, AttributeError) as error:
