@@ -72,7 +72,7 @@ SHAPES = {
     # With more layers, 32 x 16K tokens in 16 bits would not fit in one H200.
     "hd256": Shape(16, 16, 8, 256, 3584, 14336, 128256),
     "deepseek-v2-lite": latent(27, 16, 128, 128, 2048, 102400),
-    # The hidden size must be a multiple of the heads for GLM's own class, so use DeepSeek V2's class.
+    # GLM's own class needs a hidden size that is a multiple of its heads, so use the class of DeepSeek V2.
     "glm-4.7-flash": latent(47, 20, 192, 256, 1920, 154880, q_lora_rank=768, num_experts_per_tok=4, n_shared_experts=1),
     "tiny": Shape(2, 4, 2, 64, 128, 256, 4096),
 }

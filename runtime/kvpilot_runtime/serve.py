@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for reason, message in findings.warnings:
         tell("warning", reason, message)
     if request.dtype == "auto" and findings.config is not None and findings.config.auto != "auto":
-        # Name the dtype, so that vLLM's metrics have it: vLLM 0.32 stores fp8 for some checkpoints, but reports `auto`.
+        # Name the dtype, so that vLLM reports it: vLLM 0.32 stores fp8 for some checkpoints, but reports `auto`.
         arguments.append(f"--kv-cache-dtype={findings.config.auto}")
     if findings.skip_layers:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]

@@ -286,7 +286,7 @@ class CudaBuilder(PackedBuilder):
             for count in powers(rows):
                 self.plan.update(lens[:1], several=Several(starts[:2], owner[:count], most))
                 pages.decode(table[:1], lens[:1], self.plan, query[:count], rings[:1] if shape.recent else None)
-        for most in range(1, self.width + 1):  # `settle` must run before a graph is captured, which fixes the grid
+        for most in range(1, self.width + 1):  # `settle` must run before graphs are captured, which fix the grid
             self.plan.update(lens[:1], several=None if most == 1 else Several(starts[:2], owner[:most], most))
             taken = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
             shape.settle(most, taken)

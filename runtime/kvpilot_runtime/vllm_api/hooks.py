@@ -91,10 +91,10 @@ def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
 def share_pages(names: tuple[str, ...]) -> None:
     """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
 
-    All pages of a pool have one size. vLLM takes the page size of one layer's backend, and fits the blocks of other
-    layers into it. By itself it takes the model's first layer, which may be a layer in 16 bits. With this hook it takes
-    a quantized layer, with a page that holds the smallest block of every backend. A model without 16-bit layers keeps
-    its block size.
+    All pages of a pool have one size. vLLM takes the page size of the quantized layers, and fits the blocks of other
+    layers into it. To find that size, vLLM asks the backend of the model's first layer, which may be in 16 bits. With
+    this hook it asks the backend of a quantized layer, and a page holds the smallest block of every backend. A model
+    without 16-bit layers keeps its block size.
     """
 
     def align(stock: Any, cls: Any, vllm_config: Any, backend_cls: Any, *args: Any, **kwargs: Any) -> None:
