@@ -25,8 +25,8 @@ def baseline_kernel(query_ptr, cache_ptr, table_ptr, lens_ptr, out_ptr, lse_ptr,
     query: bfloat16 [sequences, HEADS, 576].
     cache: [blocks, PAGE, 576].
     out: float32 [sequences, SPLITS, HEADS, 512], the normalised result of each split.
-    lse: float32 [sequences, SPLITS, HEADS], the log-sum-exp of each split in log2.
-    scale: softmax scale, for scores in log2.
+    lse: float32 [sequences, SPLITS, HEADS], the base-2 logarithm of each split's sum of exponentials.
+    scale: softmax scale times log2(e), because the kernel computes powers of 2.
     """
     sequence = tl.program_id(1)
     length = tl.load(lens_ptr + sequence)

@@ -56,12 +56,17 @@ def edit(cluster: ModelCluster, **spec: Any) -> None:
     cluster.edit(apply_defaults({**cluster.obj, "spec": asked}))
 
 
-def killed_after_each_write(
+def killed_before_each_write(
     make: Callable[[], ModelCluster], watch: Callable[[], Callable[[ModelCluster], None]], end: str
 ) -> None:
-    """Run a trial once for each of its writes, and kill the operator before that write. Each run must reach this end.
+    """Repeat a trial once for each of its writes, with the operator killed just before that write.
 
     The trial before the kill is always the same, so each run continues from a copy of the undisturbed trial.
+
+    Args:
+        make: returns the cluster at the trial's start.
+        watch: returns a new callback, which is called after each write.
+        end: the end that every run must reach, such as "Promoted".
     """
     cluster = make()
     cluster.watch = watch()

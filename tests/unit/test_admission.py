@@ -19,7 +19,7 @@ from kvpilot_operator.state.status import Canary, Status
 from support.memory_api import MemoryApi
 from support.services import KEY, NOW, manifest, pod, revision_of, running, snapshot, spec_of
 from support.trials import NEW as ON_TRIAL
-from support.trials import copied, ended, killed_after_each_write, on_trial, stage
+from support.trials import copied, ended, killed_before_each_write, on_trial, stage
 
 OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, replicas=2, scaling={"mode": "External"})
 OLD, NEW = revision_of(OBJ, "auto"), revision_of(OBJ, "k4v4")
@@ -300,7 +300,7 @@ class Everybody:
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_nobody_finds_an_unprobed_pod_ready_wherever_the_operator_is_killed(bad, replicas):
     end = "RolledBack" if bad else "Promoted"
-    killed_after_each_write(lambda: on_trial(replicas, cluster={"bad": bad, "drain_ticks": 1}), Everybody, end)
+    killed_before_each_write(lambda: on_trial(replicas, cluster={"bad": bad, "drain_ticks": 1}), Everybody, end)
 
 
 @pytest.mark.parametrize("where", ["Probing", "Promoting"])

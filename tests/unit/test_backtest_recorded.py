@@ -66,7 +66,7 @@ def test_a_scaled_load_has_each_request_as_often_as_asked_and_copies_within_a_mi
         scaled = load.scaled(size, seed)
     except BacktestError as error:
         assert size < 1
-        assert f"size: {size} leaves no request of {len(load.arrival)} requests of load; give more" in str(error)
+        assert f"size: {size} leaves none of the {len(load.arrival)} requests of load; give a larger size" in str(error)
         return
     assert abs(len(scaled.arrival) - int(size) * len(load.arrival)) <= len(load.arrival)
     assert (np.diff(scaled.arrival) >= 0).all()

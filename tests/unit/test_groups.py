@@ -33,7 +33,7 @@ from support.trials import (
     at_every_moment,
     edit,
     ended,
-    killed_after_each_write,
+    killed_before_each_write,
     on_trial,
     service,
     stage,
@@ -166,7 +166,7 @@ def test_the_same_trial_runs_by_groups_wherever_the_operator_is_killed(bad, end)
         at_every_moment(cluster)
         assert kinds(cluster) == {"LeaderWorkerSet"}
 
-    killed_after_each_write(lambda: grouped(cluster={"bad": bad}), lambda: always, end)
+    killed_before_each_write(lambda: grouped(cluster={"bad": bad}), lambda: always, end)
 
 
 @pytest.mark.parametrize("steps", [[], STEPS])

@@ -19,7 +19,7 @@ from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import ServerFacts
 from support.crd import apply_defaults, refused
 from support.services import KEY, manifest, revision_of, running, spec_of
-from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
+from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_before_each_write, on_trial, service, stage
 
 GROUP = "inference.networking.k8s.io"
 POOL = {"group": GROUP, "kind": "InferencePool", "name": KEY.name}
@@ -145,7 +145,7 @@ def test_a_canarys_share_goes_to_its_pool_by_the_routes_weights():
     [(None, {}, "Promoted"), (ROUTE, {}, "Promoted"), (ROUTE, {NEW: 1.4}, "RolledBack")],
 )
 def test_wherever_the_operator_is_killed_no_pool_leads_to_an_unprobed_canary(rules, slow, end):
-    killed_after_each_write(lambda: pooled(cluster={"slow": slow}, rules=rules), lambda: at_every_moment, end)
+    killed_before_each_write(lambda: pooled(cluster={"slow": slow}, rules=rules), lambda: at_every_moment, end)
 
 
 def test_pools_that_are_not_asked_for_any_more_go_and_a_canarys_after_the_route_has_lost_it():

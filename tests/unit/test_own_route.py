@@ -15,7 +15,7 @@ from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.snapshot import ServerFacts
 from support.crd import apply_defaults, refused
 from support.services import KEY, manifest, revision_of, running, spec_of
-from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_after_each_write, on_trial, service, stage
+from support.trials import NEW, OLD, at_every_moment, edit, ended, killed_before_each_write, on_trial, service, stage
 
 ROUTE = {
     "parentRefs": [{"name": "web", "namespace": "gateways", "sectionName": "https"}],
@@ -240,4 +240,4 @@ def test_it_goes_when_it_is_not_asked_for_any_more_and_a_pool_after_it_has_left_
 )
 def test_wherever_the_operator_is_killed_no_share_leads_to_an_unprobed_canary(pool, slow, end):
     pools = {"inferencePool": pool} if pool is not None else {}
-    killed_after_each_write(lambda: own(cluster={"slow": slow}, **pools), lambda: at_every_moment, end)
+    killed_before_each_write(lambda: own(cluster={"slow": slow}, **pools), lambda: at_every_moment, end)

@@ -60,7 +60,7 @@ class Recorded:
         of = np.repeat(np.arange(len(self.arrival)), copies)
         if not len(of):
             raise BacktestError(
-                f"size: {size} leaves no request of {len(self.arrival)} requests of {self.name}; give more"
+                f"size: {size} leaves none of the {len(self.arrival)} requests of {self.name}; give a larger size"
             )
         is_copy = np.concatenate([[False], of[1:] == of[:-1]])
         arrival = self.arrival[of] + chance.uniform(0, STEP, len(of)) * is_copy

@@ -65,7 +65,9 @@ class Ranks:
         key = whole(labels.get("engine", ""), _LARGEST_LABEL), whole(labels.get("pid", ""), _LARGEST_LABEL)
         rank = self._found.setdefault(key, {})
         if len(self._found) > MOST_RANKS:
-            raise ScrapeError(f"more than {MOST_RANKS} engines are on the page, by the labels engine and pid")
+            raise ScrapeError(
+                f"the metrics page has more than {MOST_RANKS} engines (pairs of labels `engine` and `pid`)"
+            )
         before = rank.get(figure, 0.0)
         rank[figure] = max(before, value) if figure == USAGE else before + value
 

@@ -166,7 +166,7 @@ def held_alone(common: Any, bound: HeavyHitters, page: int, step: Step, singles:
 def columns(told: Sequence[Kept], held: np.ndarray, width: int) -> np.ndarray:
     """Return for each sequence the columns of its whole block table that list held pages, int64 [sequences, width].
 
-    Columns past a sequence's last page list its first page, which is never freed.
+    Entries past a sequence's held pages repeat its first entry. That page is never freed.
 
     Args:
         told: held pages of each sequence, from the scheduler.
