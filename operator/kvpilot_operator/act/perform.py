@@ -68,7 +68,7 @@ class Actor:
         self._told = -math.inf
 
     async def perform(self, s: Snapshot, decision: Decision) -> None:
-        """Carry out a decision. Stop if the API server refuses the baseline: the status would name a missing one."""
+        """Carry out a decision. Stop if the API server refuses the baseline, because the status would refer to it."""
         if decision.baseline is not None and not await self._keep(s, decision.baseline):
             return
         waits = self._waits(s, decision)
@@ -160,7 +160,13 @@ class Actor:
     async def _attempt(
         self, s: Snapshot, what: tuple[str, str], content: bytes, write: Callable[[], Awaitable[object]]
     ) -> bool:
-        """Try one write. Return False if it is refused, or was refused and is not due for a retry."""
+        """Try one write. Return False if the server refuses it, or refused it before and no retry is due.
+
+        Args:
+            what: (kind, name) of the object.
+            content: Hash of the content. New content is written at once, even if the old content was refused.
+            write: The function that writes the object.
+        """
         if self._rejections.waits(what, content):
             return False
         try:

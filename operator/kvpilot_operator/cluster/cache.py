@@ -94,7 +94,13 @@ class Store(Generic[K, V]):
         self._remove((namespace, name))
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:
-        """Drop the objects of a namespace ("" for all) that are missing from its list (`names`) at this version."""
+        """Drop objects that are missing from the API server's list of a namespace, unless they are newer than the list.
+
+        Args:
+            namespace: The namespace that was listed, or "" for all.
+            names: The objects in the list.
+            version: The list's resourceVersion.
+        """
         limit = whole(version, _MAX_VERSION)
         gone = [
             name

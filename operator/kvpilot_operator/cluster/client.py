@@ -86,7 +86,7 @@ class Cluster:
     async def first(
         self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
     ) -> Sequence[Object]:
-        """Return the first `limit` objects by name that match a label selector and a field selector."""
+        """Return the first `limit` objects, in the order of names, that match a label and a field selector."""
         async with contextlib.aclosing(
             self.pages(api_version, kind, namespace, selector, fields=fields, limit=limit)
         ) as pages:
@@ -117,7 +117,7 @@ class Cluster:
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
     ) -> AsyncIterator[Object]:
-        """Yield the metadata of about `most` matching objects. The server does not send their content."""
+        """Yield the metadata of `most` matching objects, rounded up to a whole page. The server sends no content."""
         seen = 0
         pages = self.pages(api_version, kind, namespace, selector, accept=_METADATA_ALONE, limit=_METADATA_PAGE)
         async for items, _ in pages:

@@ -24,7 +24,10 @@ UNACKNOWLEDGED_MILLISECONDS = 4000
 
 
 def connector(tls: ssl.SSLContext) -> aiohttp.TCPConnector:
-    """Return a connector whose connections give up early. Their number has no limit, because each watch holds one."""
+    """Return a connector whose connections give up after UNACKNOWLEDGED_MILLISECONDS.
+
+    The number of connections has no limit, because each watch holds one.
+    """
     return aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=_socket)
 
 
@@ -54,7 +57,7 @@ TIMEOUT_SECONDS = 15.0
 # that is silent for longer than `SILENCE_SECONDS` is dead.
 WATCH_SECONDS = 300
 SILENCE_SECONDS = 75.0
-# Ignore a requested pause of more than a day, and retry as after any other error.
+# Ignore a Retry-After header of more than a day, and retry as after any other error.
 _MAX_WAIT_SECONDS = 86_400
 
 # Messages of HTTP 500 answers that a retry does not cure: an unknown field, a webhook without an answer.

@@ -18,7 +18,8 @@ from kvpilot_operator.errors import ClusterError
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
-# Time for which a grant is cached. A scrape every 15 s then costs two requests to the API server a minute.
+# Time for which a grant (a client's right to read /metrics) is cached. A client that scrapes every 15 s then causes two
+# requests to the API server a minute.
 KEPT_SECONDS = 60.0
 # Largest number of cached grants. Refusals are not cached, because a client may try any number of tokens.
 MAX_KEPT = 256

@@ -48,8 +48,10 @@ class WorkQueue:
     """Two queues of services: changed ones, and those that are merely due.
 
     Changed services mostly come first. Within a queue, the next service is the oldest one of the namespaces with the
-    fewest running reconciles. A change ends a back-off early, unless the API server requested the pause. `attempts`
-    returns the queue's memory of a service, or None if the service is gone.
+    fewest running reconciles. A change ends a back-off early, unless the API server requested the pause.
+
+    `run` reconciles a service, and returns the seconds until its next reconcile, or None to wait for a change.
+    `attempts` returns the queue's memory of a service, or None if the service is gone.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Read the accelerator of nodes from their labels and resources, and cache it.
 
-The name of an NVIDIA GPU comes from GPU feature discovery or GKE. Other accelerators are named by their resource. If a
-name is missing from the tables, it does not rule out any dtype.
+The name of an NVIDIA GPU comes from GPU feature discovery or GKE. Other accelerators are named by their resource. A GPU
+name that is missing from kvpilot's tables does not rule out any dtype.
 """
 
 import asyncio

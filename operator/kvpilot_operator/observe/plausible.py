@@ -29,8 +29,8 @@ _T = TypeVar("_T", int, str)
 # A contradiction must last this long, and over this many consecutive pages, to count.
 LASTING_SECONDS = 15.0
 LASTING_PAGES = 4
-# Longer than LASTING_SECONDS, because a model with only window or state layers stops filling blocks during a long
-# prompt.
+# Longer than LASTING_SECONDS, because a model with only sliding-window or state-space layers stops filling blocks during
+# a long prompt, and then looks stalled.
 STALLED_SECONDS = 30.0
 
 # Compare pods only if there are this many. With fewer, it is unclear which pod is wrong.
@@ -42,6 +42,7 @@ MOST_NAMED = 4
 _GAUGES = frozenset({"held", "crowded"})
 """Contradictions within one page. A page with one of them is left out at once."""
 
+# Shares of the KV cache in use: an idle engine uses no more than _HELD, and one that preempts at least _FAR_FROM_FULL.
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
@@ -88,11 +89,18 @@ def plausible_sample(
     unanswered: int = 0,
     gpus: Mapping[str, str] | None = None,
 ) -> Judged:
-    """Judge the metrics pages of one revision's pods at `time`. `gpus` maps pods to GPU names, where known.
+    """Judge the metrics pages of one revision's pods at `time`.
 
     No single pod may create memory pressure for its revision. So with three or more plausible pods, the highest number
     of waiting requests (or preemptions) is lowered to the second highest. The highest number of running requests is
     only lowered to ten times the second highest plus 64, because load may be uneven.
+
+    Args:
+        time: Time of the scrape.
+        known: Memory of each pod: `Judged.known` of the last scrape.
+        pages: Metrics page of each pod that answered.
+        unanswered: Number of pods that did not answer.
+        gpus: GPU name of each pod, where known.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}

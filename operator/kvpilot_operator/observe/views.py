@@ -64,7 +64,10 @@ def _words(said: Object, field: str = "message") -> str | None:
 
 
 def _no_volume(scheduled: Object) -> str | None:
-    """Return the scheduler's message about a volume that was not made in time. The reason is only SchedulerError."""
+    """Return the scheduler's message about a volume that was not made in time.
+
+    The condition's reason, SchedulerError, has other causes, too. So the message must name VolumeBinding.
+    """
     message = _words(scheduled) or ""
     return message if scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in message else None
 

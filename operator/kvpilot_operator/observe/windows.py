@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 # Samples in the pressure window: enough to tell if nine in ten are above the threshold.
 _PRESSURE_BUCKETS = 24
-# Samples in a canary's step. The comparison of answers needs 26 slices of time at least, and each needs samples.
+# Samples in a canary's traffic step. To compare the canary with the stable revision, decisions need at least 26 slices
+# of time, each with samples.
 _STEP_BUCKETS = 40
 # Longest bucket of the near window. With longer buckets, two samples could be 60 s (`STALE_SECONDS`) apart, which
 # counts as a gap.
@@ -50,7 +51,10 @@ class SampleRetention:
 
 
 def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
-    """Return the retention that a spec's decisions need: `near` for the workload, `far` for the longest canary step."""
+    """Return the retention that a spec's decisions need.
+
+    `near` covers the pressure window and the stabilization of scale-downs, `far` the longest traffic step of a canary.
+    """
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
@@ -163,7 +167,7 @@ class Windows:
         unanswered: int = 0,
         gpus: Mapping[str, str] | None = None,
     ) -> Judged:
-        """Judge the metrics pages of a revision's pods, and keep the sample."""
+        """Judge the metrics pages of a revision's pods, and keep the sample. See `plausible_sample` for parameters."""
         series = self._series.setdefault(revision, _Series())
         if series.turned_back(time):
             log.warning(
