@@ -49,7 +49,15 @@ CHUNK = 8192
 
 
 class Base:
-    """Predictions of the baseline over one sequence, with sums that every row of the table needs."""
+    """Predictions of the baseline over one sequence, with sums that every row of the table needs.
+
+    Attributes:
+        tokens: the sequence's token IDs.
+        p: probabilities, one tensor [positions, vocabulary] for each chunk of positions.
+        top: most likely token at each position.
+        negentropy: sum of p log p at each position, in nats.
+        log_prob: log-probability of the token that follows each position, in nats.
+    """
 
     def __init__(self, probe: Probe, tokens: torch.Tensor, states: torch.Tensor) -> None:
         self.tokens = tokens
@@ -66,7 +74,15 @@ class Base:
 
 
 class Tally:
-    """Comparison of one row with the baseline, collected token by token."""
+    """Comparison of one row with the baseline, collected token by token.
+
+    Attributes:
+        kl: KL divergence of the row from the baseline, in nats x 1000.
+        agree: 1 if both have the same most likely token, else 0.
+        loss: log-probability of the text's next token in the baseline, minus that in the row, in nats.
+        at: position in the sequence.
+        text: name of the text.
+    """
 
     def __init__(self) -> None:
         self.kl: list[torch.Tensor] = []
@@ -169,6 +185,12 @@ def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str
     """Create the table's calibration files as a user would: write prompts to a file and run `kvpilot calibrate` on it.
 
     Return the files by label.
+
+    Args:
+        folder: the model.
+        texts: the result of `cut`.
+        labels: calibrations to create. Labels that are not in `CALIBRATION` are ignored.
+        where: folder for the files.
     """
     tokenizer, made = AutoTokenizer.from_pretrained(folder), {}
     for label in sorted(labels & CALIBRATION.keys()):

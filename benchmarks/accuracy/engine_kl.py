@@ -102,7 +102,11 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """Return the largest difference, in nats, between the log-probabilities of an engine and those from its states."""
+    """Check an engine's hidden states by its own log-probabilities, after the first `hit` tokens of each text.
+
+    Return the largest difference, in nats, between the log-probabilities that the engine reported and those that
+    follow from its states.
+    """
     worst = 0.0
     for (_, tokens), answer in zip(texts, found["answers"], strict=True):
         own = Base(probe, tokens[hit:], answer["states"].float()).log_prob
@@ -111,7 +115,7 @@ def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int)
 
 
 def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dict[str, Any]:
-    """Return the results of the accuracy table's model for the same tokens."""
+    """Return the results of the accuracy table's model for the tokens after the first `hit` of each text."""
     tally, base_codec = Tally(), plain.bf16()
     base_row = Reading(lambda _layer: base_codec)
     for text, tokens in texts:
@@ -121,7 +125,7 @@ def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dic
 
 
 def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: list[Sequence], hit: int) -> Any:
-    """Compare an engine (`found`) with the engine that has a 16-bit cache (`base`)."""
+    """Compare an engine (`found`) with the engine that has a 16-bit cache (`base`), after `hit` tokens of each text."""
     tally = Tally()
     for (text, tokens), answer, reference in zip(texts, found["answers"], base["answers"], strict=True):
         of_base = Base(probe, tokens[hit:], reference["states"].float())

@@ -107,7 +107,12 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
 
 
 def with_drafter(model: Path, method: str, drafts: int) -> dict[str, Any]:
-    """Create a draft model for `model`, and return the engine arguments that use it."""
+    """Create a draft model for `model`, and return the engine arguments that use it.
+
+    Args:
+        method: one of `DRAFTERS`, or `MTP`.
+        drafts: number of tokens to draft in each step.
+    """
     from kvpilot_smallmodels import draft_models
 
     folder = model.with_name(f"{model.name}-with-{method}")

@@ -126,7 +126,14 @@ def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
 
 
 def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path) -> Asked:
-    """Return the job of one engine for a family."""
+    """Return the job of one engine for a family.
+
+    Args:
+        name: the family, a key of `CASES`.
+        run: the kind of run, a key of `RUNS`.
+        model: folder of the family's model.
+        out: folder for the answers.
+    """
     case, (dtype, crowded, env) = CASES[name], RUNS[run]
     skip = FAMILIES[name].skip if dtype != "auto" else ()
     engine = {**engine_options(model, dtype, crowded), "dtype": case.dtype, **case.engine}

@@ -68,7 +68,8 @@ def sharpened(model: Path, factor: float) -> Path:
 def requests(vocabulary: int) -> tuple[list[list[list[int]]], list[list[int]]]:
     """Return three rounds of prompts, and the number of tokens of each answer.
 
-    First come several requests together, then one alone, then one that extends its prompt, beside an earlier prompt.
+    Round 1 has several requests, round 2 has one. Round 3 has one that extends the prompt of round 2, and one that
+    repeats a prompt of round 1.
     """
     rng = random.Random(20261124)  # noqa: S311
     lengths = (430, 40, 620, 10, 250, 33, 500, 90, 128)

@@ -65,7 +65,7 @@ class Plain:
 
 
 def last_life(steps: list[list[Any]]) -> list[list[Any]]:
-    """Return the steps of a request since its last restart."""
+    """Return the steps of a request since its last preemption."""
     begins = [i for i, step in enumerate(steps) if i == 0 or step[0] < sum(steps[i - 1][:2])]
     return steps[begins[-1] :]
 
@@ -106,6 +106,11 @@ def judge(
     also has the error of comparing with the mass of the next page.
 
     `freed_over_lightest` is the mass of the freed pages, divided by that of the pages that should have been freed.
+
+    Args:
+        turns: the engine's `Turn`s, in the order of `NAMES`.
+        bound: the engine's limit on pages of a sequence.
+        page: tokens of a page.
     """
     first = turns[0]
     below: dict[str, list[float]] = {"held": [], "whole": []}

@@ -67,7 +67,15 @@ class Engines:
     def add(
         self, name: str, model: Path, run: str, how: str = "answers", more: dict[str, Any] | None = None, **engine: Any
     ) -> None:
-        """Add a job like a run of gpu_families.py, with additional arguments of vLLM."""
+        """Add a job like a run of gpu_families.py.
+
+        Args:
+            name: name of the job.
+            run: kind of run, a key of `RUNS`.
+            how: kind of requests, a key of `HOW`.
+            more: arguments for that kind.
+            engine: additional arguments of `vllm.LLM`.
+        """
         dtype, crowded, env = RUNS[run]
         options = {**engine_options(model, dtype, crowded), "dtype": DTYPE, **engine, **self.args.engine_args}
         own = {} if how == "data_parallel" else OWN_PROCESS

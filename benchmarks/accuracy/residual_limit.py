@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from math import exp
 
 FULL, NONE = 0.25, 0.3
-"""Fractions of the objective: steps up to the first read everything at 8 bits, from the second on the floor alone."""
+"""Limits of the mean step time, as fractions of the ITL objective.
+
+Up to FULL, steps read everything at 8 bits. From NONE on, they read only the floor at 8 bits.
+"""
 
 FAST, SLOW = 256, 32768
-"""Steps over which the weight of a step falls to 1/e, in either mean."""
+"""Number of further steps after which a step's weight has fallen to 1/e, in the fast and in the slow mean."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,18 @@ class Case:
     """One simulation: a row under a load."""
 
     load: str
+    """Kind of load, such as `agents`."""
     size: float
+    """Factor on the load's arrival rate."""
     row: str
     itl: float = 0.06
     """ITL objective in seconds."""
     seed: int = 0
     firm: int = FLOOR
-    """Residuals of a request's floor that also take pages of cached prefixes. The others take pages as old ones do."""
+    """Number of residuals of a request's floor that also take pages of cached prefixes.
+
+    The floor's other residuals take only pages that residuals of older blocks may take.
+    """
 
 
 class Pool(Blocks):
@@ -118,7 +123,7 @@ class Elastic(Engine):
         self.forget()
 
     def forget(self) -> None:
-        """Reset the sums."""
+        """Set the sums over steps to 0."""
         self.read = self.fine = 0.0
         self.counted = self.floors = 0.0
 
@@ -185,7 +190,10 @@ def simulate(profile: Profile, case: Case) -> dict[str, Any]:
 
 
 def cases() -> Iterator[Case]:
-    """Yield the page's table, a tighter objective, other seeds, and floors that give way to cached prefixes."""
+    """Yield the cases of the page's table, and then variants of it.
+
+    The variants have a tighter objective, other seeds, or floors that give way to cached prefixes.
+    """
     every = list(product(("agents", "chat"), (0.1, 0.2, 0.4, 0.6, 0.8)))
     rivals = ("k4v4", "elastic-limit")
     for (load, size), row in product(every, ("auto", "int8", "k4v4", *ELASTIC)):
@@ -199,7 +207,7 @@ def cases() -> Iterator[Case]:
 
 
 def main() -> None:
-    """Write a row for each case. Also write the tokens at full pressure relative to bf16."""
+    """Write a row for each case, and the KV capacity at full pressure, relative to that of a bf16 cache."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     asked, profile, rows = parser.parse_args(), load_profile(), []

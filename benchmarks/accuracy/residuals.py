@@ -49,7 +49,7 @@ TODAY = "today"
 Kept = torch.Tensor | str | None
 """Blocks that are read at 8 bits, bool [sides, query blocks, key blocks]; or TODAY; or None for a 16-bit cache."""
 Rule = tuple[str, float, int]
-"""Order, share and floor."""
+"""Order in which residuals are freed, share of the older blocks that keep residuals, and floor in blocks."""
 
 
 class Elastic(Probe):
@@ -67,7 +67,10 @@ class Elastic(Probe):
 
     @torch.inference_mode()
     def states(self, tokens: torch.Tensor, kept: Kept, hit: int = 0) -> torch.Tensor:
-        """Return the last hidden states [sequences, tokens, hidden] of `tokens`, [sequences, tokens]."""
+        """Return the last hidden states [sequences, tokens, hidden] of `tokens`, [sequences, tokens].
+
+        The first `hit` tokens come from the prefix cache: their queries attend in 16 bits.
+        """
         self.kept, self.hit = kept, hit
         found: torch.Tensor = self.model.model(tokens, use_cache=False).last_hidden_state
         return found
@@ -113,7 +116,10 @@ def mixed(query: torch.Tensor, base: Sides, fine: Sides, kept: torch.Tensor, sca
 
 
 def keep(order: str, share: float, floor: int, count: int) -> tuple[torch.Tensor, float]:
-    """Return the `Kept` of `count` blocks, and the share of residuals that blocks older than the floor keep."""
+    """Return the `Kept` of `count` blocks, and the share of residuals that blocks older than the floor keep.
+
+    `order`, `share` and `floor` are those of a `Rule`. The returned share differs by rounding to whole blocks.
+    """
     query, block = torch.arange(count)[:, None], torch.arange(count)
     older = (query + 1 - floor).clamp_min(0)
     if order == "values":

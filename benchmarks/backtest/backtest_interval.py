@@ -72,7 +72,15 @@ def line(
     kind: str, name: str, dtype: str, replicas: int, finished: float, lost: float, use: list[float],
     waiting: list[float], preemptions: float, ttft: Histogram, itl: Histogram,
 ) -> None:  # fmt: skip
-    """Print one line of the table."""
+    """Print one line of the table.
+
+    Args:
+        kind: the simulation, `requests` or `fluid`.
+        name: the load.
+        finished, lost, preemptions: numbers over the whole time.
+        use, waiting: KV use and waiting requests, one value a minute. The line has their means over the second half.
+        ttft, itl: seconds.
+    """
     half = len(use) // 2
     print(f"| {name} | {dtype}, {replicas} | {kind} | {finished:.0f} | {lost:.0f} | {mean(use[half:]):.0%} "
           f"| {mean(waiting[half:]):.0f} | {preemptions:.0f} | {ttft.quantile(0.5):.2f}, {ttft.quantile(0.95):.2f} "

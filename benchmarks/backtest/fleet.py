@@ -103,7 +103,16 @@ def run_fleet(
     loads: Sequence[Load], policy: str, spec: Spec, profile: Profile, objective: Objective, seed: int,
     *, hpa_target: float = HPA_TARGET,
 ) -> list[FleetRow]:  # fmt: skip
-    """Simulate all loads under one policy. Return one row for each kind of load."""
+    """Simulate all loads under one policy. Return one row for each kind of load.
+
+    Args:
+        policy: one of `POLICIES`.
+        spec: spec of every service.
+        profile: costs of engines.
+        objective: latencies of a good request.
+        seed: seed of the arrivals.
+        hpa_target: target of the HorizontalPodAutoscaler for mean KV use, 0 to 1.
+    """
     size = len(loads)
     dtypes = tuple(dict.fromkeys((spec.kv_cache.baseline, "fp8", *spec.kv_cache.ladder)))
     costs = profile.of(spec.kv_cache.baseline)
@@ -143,6 +152,12 @@ def _pilot(
     """Run every pilot for one minute, and carry out its decisions.
 
     A change of dtype takes time: while a service is `busy`, its canary costs one more replica.
+
+    Args:
+        rolls: for each service whose dtype changes, the minute when the change ends, and the new dtype.
+        dtype: each service's index in `dtypes`.
+        flips: number of dtype changes of each service.
+        scalings: number of changes of the replicas of each service.
     """
     crew.take(seen, pods.ready.astype(float))
     for i in [i for i, (end, _) in rolls.items() if minute >= end]:

@@ -86,6 +86,7 @@ class Fleet:
             starts: new sessions per second.
             ready: ready replicas.
             dtype: index of the KV-cache dtype in `dtypes`.
+            substeps: number of steps of `SUBSTEP` seconds.
         """
         costs = {name: values[dtype] for name, values in self._costs.items()}
         sums = {name: np.zeros(self.size) for name in
@@ -220,7 +221,17 @@ class Fleet:
         self, finished: Array, wait: Array, work: Array, chunk: Array, plain: Array, share: Array,
         costs: dict[str, Array],
     ) -> Array:  # fmt: skip
-        """Add finished requests to the TTFT and ITL histograms. Return how many met the objective."""
+        """Add finished requests to the TTFT and ITL histograms. Return how many met the objective.
+
+        Args:
+            finished: number of requests.
+            wait: seconds that a request waits before its prefill.
+            work: seconds of a request's prefill.
+            chunk: seconds of the prefill in a step that has a chunk of a prompt.
+            plain: seconds of a decode step without such a chunk.
+            share: share of the time that prefill takes, 0 to 1.
+            costs: `Costs` of each service's dtype.
+        """
         slow = 1 / (1 - share)
         # Let a new request wait for half a step, which is the average, and for the prefill of earlier prompts.
         before = wait + 1.5 * plain + 0.5 * share * slow * work

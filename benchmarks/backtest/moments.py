@@ -23,7 +23,9 @@ class Moments:
     """
 
     turns: float
+    """Mean number of turns of a session."""
     pause: float
+    """Mean seconds between an answer and the session's next request."""
     prompt: float
     output: float
     held: float

@@ -29,8 +29,8 @@ _T = TypeVar("_T", int, str)
 # A contradiction must last this long, and over this many consecutive pages, to count.
 LASTING_SECONDS = 15.0
 LASTING_PAGES = 4
-# Longer than LASTING_SECONDS, because a model with only sliding-window or state-space layers stops filling blocks during
-# a long prompt, and then looks stalled.
+# Longer than LASTING_SECONDS, because a model with only sliding-window or state-space layers stops filling blocks
+# during a long prompt, and then looks stalled.
 STALLED_SECONDS = 30.0
 
 # Compare pods only if there are this many. With fewer, it is unclear which pod is wrong.

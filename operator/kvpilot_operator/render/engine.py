@@ -15,7 +15,7 @@ from kvpilot_operator.api.pods import Adapter
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render import workloads
 
-# The user of docker/runtime.Dockerfile. Its group owns the files on claims.
+# The user of docker/runtime.Dockerfile. Its group owns the files on PersistentVolumeClaims.
 ENGINE_USER = 65532
 _WEIGHTS_PATH = "/models"
 _ADAPTERS_PATH = "/adapters"
@@ -26,7 +26,7 @@ COMPILED = "KVPILOT_COMPILED"
 
 
 def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = False) -> dict[str, Any]:
-    """Return the template of pods that take requests with this KV dtype. A label of the template names the revision.
+    """Return the template of the pods that take requests, with engines of this KV dtype. A label names the revision.
 
     With `assigned_user` the template sets no user and no group, because the cluster assigns them by namespace.
     """
@@ -51,7 +51,7 @@ def revision(template: dict[str, Any]) -> str:
 
 
 def claim_label(service: str, spec: Spec) -> dict[str, str]:
-    """Return the label of pods that must share a node because kvpilot's claim for weights is a disk, else {}."""
+    """Return the label of pods that must share a node, because one node's disk holds their weights; {} otherwise."""
     return {names.CLAIM_LABEL: names.weights_claim(service)} if spec.cache.on_one_node else {}
 
 
@@ -263,7 +263,7 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 def _compiled(spec: Spec) -> str:
     """Return the folder for compiled code, or "" if there is none.
 
-    The folder is never on a claim that is only for weights: every engine that shares the claim would run the code.
+    It is never on a PersistentVolumeClaim only for weights, because all engines that share the claim would run the code.
     """
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH

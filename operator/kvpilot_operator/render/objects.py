@@ -47,9 +47,14 @@ def workload(
     nodes: int = 1,
     has_gate: bool = True,
 ) -> dict[str, Any]:
-    """Return the workload of one revision. Each replica spans `nodes` nodes.
+    """Return the workload of one revision.
 
-    With `has_gate`, pods do not become Ready before the operator admits them.
+    Args:
+        template: Template of the pods that take requests.
+        replicas: Number of replicas.
+        startup_seconds: Longest time until an engine is ready. The workload's progress deadline is 60 s later.
+        nodes: Number of nodes that each replica spans.
+        has_gate: True if pods do not become Ready before the operator admits them.
     """
     gates = {"readinessGates": [{"conditionType": names.ADMITTED}]} if has_gate else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (names.REVISION_LABEL, names.DTYPE_LABEL)}
@@ -89,11 +94,14 @@ def inference_pool(
 def disruption_budget(
     key: ServiceKey, uid: str, revision: str, max_unavailable: int, *, groups: bool = False
 ) -> dict[str, Any]:
-    """Return the budget that lets `max_unavailable` of the Service's pods be evicted.
-
-    With `groups`, the budget covers the workers of multi-node groups as well as their leaders.
+    """Return the PodDisruptionBudget of a service.
 
     A pod that is not ready may always be evicted, so that an engine that never starts does not block a drain.
+
+    Args:
+        revision: The revision whose pods the budget covers, or "" for all.
+        max_unavailable: Number of these pods that may be unavailable at a time.
+        groups: True to cover the workers of multi-node groups as well as their leaders.
     """
     selector = _selector(key, revision, names.GROUP_LABEL if groups else names.SERVICE_LABEL)
     spec = {
@@ -105,7 +113,7 @@ def disruption_budget(
 
 
 def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
-    """Return the claim for weights."""
+    """Return the PersistentVolumeClaim for weights."""
     storage_class = {"storageClassName": asked.storage_class_name} if asked.storage_class_name is not None else {}
     spec = {"accessModes": [asked.access_mode], "resources": {"requests": {"storage": asked.size}}, **storage_class}
     return owned(key, uid, ("v1", "PersistentVolumeClaim", names.weights_claim(key.name)), spec=spec)

@@ -24,7 +24,7 @@ _COPIED = ("image", "imagePullPolicy", "securityContext")
 
 
 def claim_name(service: str, spec: Spec) -> str:
-    """Return the claim that the Job fills."""
+    """Return the name of the PersistentVolumeClaim that the Job fills."""
     return spec.cache.weights_claim_name or names.weights_claim(service)
 
 
