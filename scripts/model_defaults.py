@@ -3,7 +3,8 @@
     .venv/bin/python scripts/model_defaults.py formats/kvpilot_formats/models/defaults.json
 
 The script instantiates the classes instead of parsing their source. It makes each config with the defaults, and with
-other pattern lengths and windows. From the resulting kinds of layers it derives a rule of `layers.py`.
+other pattern lengths and windows. From the kinds of layers in these configs it derives the rule by which `layers.py`
+computes the kind of each layer.
 """
 
 import json
@@ -34,6 +35,7 @@ FIELDS = (
 """Config fields that kvpilot reads and that have a default in a class."""
 
 LENGTHS = ("sliding_window_pattern", "full_attention_interval", "global_attn_every_n_layers", "no_rope_layer_interval")
+"""Config fields that may set the number of layers after which the kinds of layers repeat."""
 STATES = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
 LAYERS = 24
 
@@ -117,7 +119,8 @@ def _rule(kind: str, cls: type[PreTrainedConfig]) -> dict[str, Any] | None:
     rule: dict[str, Any] = {"period": period}
     for field in LENGTHS:
         for odd in (0, -1):
-            # The field sets the period if 7 gives a period of seven layers, with the layer of the other kind in place.
+            # The field sets the period if its value 7 gives a period of seven layers, whose only layer of the other
+            # kind is the first (odd = 0) or the last (odd = -1).
             seven = [period[1 if odd == 0 else 0]] * 7 if len(period) > 1 else period * 7
             seven[odd] = period[odd]
             if len(set(period)) == 2 and _made(cls, **base, **{field: 7}) == [seven[i % 7] for i in range(LAYERS)]:

@@ -8,6 +8,7 @@ from kvpilot_cli.backtest.compare import Row
 EVEN_PERCENT = 2.0
 """Largest difference of two prices (GPU-hours per good request), in percent, at which they count as equal."""
 MORE_PERCENT = 1.0
+"""Difference of two policies' good requests, in percent of all requests, above which the policy with more is ahead."""
 _WORDS = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
 SERVED_PERCENT = 99.0
 """Smallest percentage of good requests at which a policy counts as able to serve the load."""

@@ -23,6 +23,7 @@ from kvpilot_operator.render.engine import pod_template
 NEEDED = 3
 """Number of GPUs that the demo needs: two for replicas, and one for a canary."""
 _FREE_MIB = 16_000
+"""Memory of a GPU, in MiB, that an engine needs."""
 _IDLE_MIB = 1_024
 """Most memory, in MiB, that the driver itself takes on an idle GPU."""
 _TORCH = """

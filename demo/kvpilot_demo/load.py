@@ -82,7 +82,17 @@ class _Failed(Exception):
 
 
 class Load:
-    """Simulated users of an OpenAI-compatible engine at `url` (`http://host:port`)."""
+    """Simulated users of an OpenAI-compatible engine.
+
+    Args:
+        url: the engine's address, `http://host:port`.
+        model: the model's served name.
+        users: number of users at the start.
+        prompt_tokens: tokens of a conversation's first prompt.
+        output_tokens: mean tokens of an answer. Lengths vary from half to one and a half times this number.
+        talk: the conversations of a user.
+        seed: seed for the choice of prompts.
+    """
 
     def __init__(
         self,

@@ -48,6 +48,9 @@ class Process:
         folder: folder with the run's records.
         log: file with the output of the process.
         killed: reason why the agent ended the process, for the pod's status; empty if it ended by itself.
+
+    Args:
+        policy: the container's terminationMessagePolicy.
     """
 
     def __init__(self, folder: Path, log: Path, policy: str = "File") -> None:

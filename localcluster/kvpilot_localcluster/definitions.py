@@ -78,8 +78,12 @@ class Aggregation:
     def route(self, group: str, version: str, port: int, *, priority: int = 1000, version_priority: int = 1) -> None:
         """Forward requests for this version of a group to the server at `port`.
 
-        The route replaces the core's own version, if there is one. Clients prefer the version with the highest
-        priority. The core's own versions have at least 9.
+        The route replaces the core's own version, if there is one.
+
+        Args:
+            priority: rank of the group among all groups (groupPriorityMinimum).
+            version_priority: rank of the version in its group (versionPriority). Clients prefer the highest one. The
+                core's own versions have at least 9.
         """
         name = f"{version}.{group}"
         body: dict[str, Any] = {

@@ -66,7 +66,16 @@ class Engine:
 def engine(
     model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None, serve: str = SERVE
 ) -> Iterator[Engine]:
-    """Run kvpilot-serve with this KV-cache dtype on a free port until the block ends."""
+    """Run kvpilot-serve on a free port until the block ends.
+
+    Args:
+        model: folder of the model.
+        dtype: the KV-cache dtype.
+        folder: folder for the log.
+        arguments: additional arguments of kvpilot-serve.
+        env: additional environment variables.
+        serve: path of kvpilot-serve.
+    """
     port = free_port()
     log = folder / f"{dtype}-{port}.log"
     command = [serve, f"--model={model}", "--served-model-name=m", f"--kv-cache-dtype={dtype}", f"--port={port}"]
