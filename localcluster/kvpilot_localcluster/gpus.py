@@ -111,6 +111,11 @@ def labels(gpus: Sequence[Gpu], cuda: str) -> dict[str, str]:
 def assign(devices: Sequence[str], owners: Mapping[Owner, Sequence[str]], owner: Owner, count: int) -> tuple[str, ...]:
     """Return `count` devices for a container: those that it already has, else the first free ones.
 
+    Args:
+        devices: ids of all devices of the node.
+        owners: ids of the devices that containers have.
+        owner: the container.
+        count: number of devices that its limits ask for.
     Raises:
         InvalidPod: too few devices are free.
     """

@@ -275,7 +275,10 @@ class Agent:
 
 
 async def end_folder(folder: Path, grace: float) -> None:
-    """End every process that a pod's folder records, and remove the folder."""
+    """End every process that a pod's folder records, and remove the folder.
+
+    A process gets SIGTERM, and SIGKILL after `grace` seconds.
+    """
     runs = [Process(run, run / "unknown.log") for run in folder.glob("[!.]*/[0-9]*")]  # noqa: ASYNC240 (a local folder of a few entries)
     await asyncio.gather(*(run.end(grace) for run in runs if run.shim is not None))
     procs.kill_all_of(folder, *folder.parents[1].glob(f"logs/*_{folder.name}"))

@@ -37,6 +37,12 @@ class PodWorker:
     Attributes:
         key: namespace and name.
         logs: the pod's log folder. It has a folder for each container, with a file for each run.
+
+    Args:
+        node: facts about the node.
+        pod: the Pod from the API server.
+        address: the pod's IP address.
+        forget: callback when the pod has ended and the API server has deleted it.
     """
 
     def __init__(self, node: Node, pod: Json, address: str, forget: Callable[[], None]) -> None:

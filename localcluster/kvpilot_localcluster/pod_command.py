@@ -53,8 +53,15 @@ class Node:
 async def command(
     node: Node, pod: Json, home: Path, mounted: Mapping[str, Path], spec: Mapping[str, Any], message_file: Path
 ) -> Command:
-    """Return the command that runs the container `spec` of the pod.
+    """Return the command that runs a container of a pod.
 
+    Args:
+        node: facts about the node.
+        pod: the pod, with status.podIP filled in.
+        home: folder for HOME, and the working folder if the container names none.
+        mounted: folder of each volume of the pod, by the volume's name.
+        spec: the container in the pod's spec.
+        message_file: file for the container's termination message.
     Raises:
         UnknownImage: the image table has no such image.
         InvalidPod: the node agent cannot run the container as specified.

@@ -163,7 +163,8 @@ def modern_environment(work: Path) -> dict[str, str]:
 def _compile(work: Path, tree: Path, environment: Mapping[str, str], output: str, *packages: str) -> Iterator[float]:
     """Compile programs into the folder `output`, and yield the finished fraction.
 
-    One call of `go build` compiles all programs. So it compiles shared packages only once, and links meanwhile.
+    One call of `go build` compiles all programs. So Go compiles shared packages only once, and links one program while
+    it compiles another.
     """
     listing = subprocess.run(
         ["go", "list", "-deps", *packages], cwd=tree, env=environment, capture_output=True, text=True, check=False

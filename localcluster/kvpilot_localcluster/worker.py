@@ -30,6 +30,18 @@ class ContainerWorker:
 
     Attributes:
         view: the container's state for the pod's status.
+
+    Args:
+        spec: the container in the pod's spec.
+        init: True for an init container.
+        policy: restart policy: Always, OnFailure or Never.
+        address: the pod's IP address.
+        folder: folder for the records of runs.
+        logs: folder for the logs of runs.
+        backoff: waits before restarts.
+        command: function that returns the command of a container, given its spec and its termination message file.
+        changed: callback after each change of `view`.
+        before: ContainerStatus that an earlier agent reported; empty if there is none.
     """
 
     def __init__(

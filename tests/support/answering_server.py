@@ -19,8 +19,8 @@ class Server:
         url: the server's address.
         cluster: a client for it.
         asked: requests that came in.
-        told: the client's reports of requests.
-        wrote: the client's reports of writes.
+        told: (method, kind, HTTP status) of each request, as the client reports it.
+        wrote: (kind, namespace, name, object) of each write, as the client reports it.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ async def _nothing(_: web.Request) -> web.StreamResponse:
 
 
 def status(code: int, message: str = "said so", **headers: str) -> Answer:
-    """Return an API server's error answer."""
+    """Return a function that answers every request with an API server's error: this HTTP status, message and headers."""
 
     async def answer(_: web.Request) -> web.StreamResponse:
         return web.json_response({"kind": "Status", "message": message}, status=code, headers=headers)

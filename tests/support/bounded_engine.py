@@ -54,6 +54,7 @@ class Told:
         chunks: steps with several tokens of a request, without its first step.
         preempted: number of preemptions.
         blocks, tokens_of_cache: blocks of the pool, and its `kv_cache_size_tokens`.
+        concurrency: number of requests of the longest context that the cache holds (`kv_cache_max_concurrency`).
         usage: largest use of the pool, 0 to 1.
         steps: steps of each request, by its number. Each step has the number of tokens before it, the number of new
             tokens, the indices of the block table that have a page, and True if only single tokens are measured for

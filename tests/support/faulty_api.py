@@ -42,6 +42,7 @@ class Storm:
 
     status: int
     share: float = 1.0
+    """Share of the requests that fail, 0 to 1. They are drawn at random."""
     only: str = ""
     """Requests that fail: "writes" or "watches"; empty for all."""
     retry_after: int | None = None
@@ -112,7 +113,7 @@ class FaultyApi:
         return len(self._watches)
 
     def count(self, since: float, of: Callable[[Seen], bool] = lambda _: True) -> int:
-        """Return the number of requests of a kind since this monotonic time."""
+        """Return the number of requests since the monotonic time `since` for which `of` is true."""
         return sum(one.time >= since and of(one) for one in self.seen)
 
     def _hang_up(self) -> None:

@@ -248,7 +248,7 @@ class FaultyWorld:
         return await self.cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={name}")
 
     async def make_ill(self, pod: Object, **faults: Any) -> None:
-        """Apply this fault to one engine from now on."""
+        """Set these fields of the `Faults` of one engine from now on."""
         async with httpx.AsyncClient(timeout=HANGS, trust_env=False) as http:
             url = f"http://{pod['status']['podIP']}:{ENGINE_PORT}/faults"
             (await http.post(url, json=faults)).raise_for_status()

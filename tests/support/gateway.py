@@ -84,7 +84,10 @@ Of filters only RequestMirror has a schema. The status, which gateways write, ha
 
 
 class Gateway:
-    """Gateway that sends every request to one backend of the route's first rule, drawn at random by weight."""
+    """Gateway that sends every request to one backend of the route's first rule, drawn at random by weight.
+
+    `port` is the port of the backend Services.
+    """
 
     def __init__(self, cluster: Cluster, namespace: str, route: str, port: int) -> None:
         self._cluster, self._namespace, self._route, self._port = cluster, namespace, route, port

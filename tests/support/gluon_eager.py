@@ -212,7 +212,10 @@ def mma_v2(a: Block, b: Block, acc: Block) -> Block:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: list[Block], dtype: Any, is_pure: bool, pack: int
 ) -> Block:
-    """Run the decode kernels' inline PTX on 32-bit registers of neighbours, the first one in the lowest bits."""
+    """Run the decode kernels' inline PTX on 32-bit registers.
+
+    A register holds `pack` neighbouring elements, the first one in its lowest bits. `dtype` is the result's type.
+    """
     if constraints != "=r" + ",r" * (len(set(re.findall(r"\$\d", asm))) - 1):
         raise ValueError(f"{asm} with {constraints}")
     if asm == "cvt.rn.f16x2.f32 $0, $2, $1;":  # d, a, b: a becomes the upper half, b the lower

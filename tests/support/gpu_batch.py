@@ -27,7 +27,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def poisoned(blocks: int, kv_heads: int, block_size: int, fmt: formats.Format, dim: int) -> torch.Tensor:
-    """Return a cache whose every byte is 0xFF: codes at their largest, and all scales NaN."""
+    """Return a cache in which every byte is 0xFF, so that codes have their largest value and all scales are NaN."""
     return torch.full((blocks, kv_heads, block_size, fmt.row_bytes(dim)), 255, dtype=torch.uint8)
 
 
@@ -64,7 +64,13 @@ def some_factors(kv_heads: int, dim: int, rng: torch.Generator) -> Factors:
 
 
 def launch_as(shape: Shape, tile: int, stages: int, wave: int) -> Shape:
-    """Return the shape with these launch parameters. A small wave makes splits of many tiles."""
+    """Return the shape with these launch parameters.
+
+    Args:
+        tile: tokens of a tile.
+        stages: tiles in flight.
+        wave: number of splits that run at once. If it is small, splits have many tiles.
+    """
 
     def cut(tokens: int = 1) -> Cut:
         take = tuning.program_queries(shape.row_dim, shape.ratio, tokens)
@@ -83,9 +89,15 @@ def several(counts: list[int], padding: int = 0) -> Several:
 
 def decode_rows(pages: GpuPages, table: torch.Tensor, lengths: list[int], counts: list[int] | None, query: torch.Tensor,
                 scale: float, rings: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
-    """Decode queries whose own tokens are not stored in pages: float32 [rows, heads, dim].
+    """Decode queries whose own tokens are not stored in pages. Return float32 [rows, heads, dim].
 
-    `counts` are the rows of each sequence; `query` has rows of padding after them. None means one row per sequence.
+    Args:
+        table: block table, [sequences, blocks].
+        lengths: tokens of each sequence in pages.
+        counts: rows of `query` of each sequence; None means one. Further rows of `query` are padding.
+        query: [rows, heads, dim].
+        scale: factor on scores.
+        rings: block tables of the rings; None without a recent window.
     """
     rows = None if counts is None else several(counts, len(query) - sum(counts))
     plan = Plan(pages.shape, len(lengths), rows.most if rows else 1, len(query))
@@ -108,7 +120,11 @@ class Batch:
     """Sequences of `lengths` tokens, stored by the CPU code through a shuffled block table.
 
     Attributes:
-        tile, stages, wave: launch parameters of decode; a small wave makes splits of many tiles.
+        name: the KV-cache dtype.
+        ratio: query heads for each KV head.
+        tile, stages, wave: launch parameters of decode, as in `launch_as`.
+        softcap: cap on scores; 0 for none.
+        calibrated: True for random factors in place of the identity.
         cache: all bytes outside stored tokens are 0xFF.
         table: int32 [sequences, blocks].
         lens: int32 [sequences].

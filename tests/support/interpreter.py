@@ -96,7 +96,7 @@ def make_block_type(self: Any, element: Any, shape: Any) -> None:
 
 @functools.cache
 def checked(shape: tuple[int, ...]) -> tuple[Any, int, str]:
-    """Return the shape of Triton's own `block_type`, and its name.
+    """Return the shape, the number of elements and the name that Triton's own `block_type` gives to a shape.
 
     Raises:
         TypeError, ValueError: `block_type` raises these.

@@ -13,8 +13,11 @@ class Judge:
     Attributes:
         wrong: requests with wrong tokens, and the judged part of their answers.
         judged: number of compared tokens.
-        windowed: decode steps, each of one sequence, which read the window.
+        windowed: number of decode steps that read the window, counted for each sequence.
         preempted: number of restarts.
+
+    Args:
+        rounds: number of passes of `Oracle.sound` for each strength of jitter; 0 allows no rounding.
     """
 
     def __init__(self, question: Asked, told: Told, oracle: Oracle, rounds: int = 20) -> None:
@@ -55,7 +58,13 @@ class Judge:
             self.judge(request, [*given[:1], len(self.answers[request]) - 1], rings[request])
 
     def judge(self, request: int, given: list[int], rings: list[int | None]) -> None:
-        """Judge the tokens between two restarts of a request. A client that left early got fewer tokens."""
+        """Judge the tokens between two restarts of a request. A client that left early got fewer tokens.
+
+        Args:
+            request: the request's number over all rounds.
+            given: indices of answer tokens; the tokens from the first to the last are judged.
+            rings: for each position, the first token in the ring, as in `Oracle.shortfalls`.
+        """
         prompt, answer = self.prompts[request], self.answers[request]
         if not given or given[0] >= len(answer):
             return

@@ -11,8 +11,9 @@ from support.faulty_world import FaultyWorld
 class Killer:
     """Killer of the operator. `killed` lists the writes after which it killed the operator.
 
-    An entry has the path below the namespace, and the canary's stage, verdict and step. Only writes for one service
-    count, because a restart takes seconds and the other services have no trial.
+    An entry has the method, the path below the namespace, and the canary's stage, verdict and traffic step. Only writes
+    for the service `name` for which `worth` is true count, because a restart of the operator takes seconds and other
+    services have no trial.
     """
 
     def __init__(self, world: FaultyWorld, name: str, worth: Callable[[str], bool]) -> None:

@@ -7,7 +7,13 @@ from kubernetes.aio.client import models
 
 
 def unknown(kind: str, value: Any, path: str) -> list[str]:
-    """Return the paths of a JSON value that the official client's model lacks, or declares with another type."""
+    """Return the paths in a JSON value that the official client's model lacks, or declares with another type.
+
+    Args:
+        kind: the model's name, or a type of the client such as `List[V1Container]`.
+        value: the JSON value.
+        path: path of `value`, with which the returned paths begin.
+    """
     if (inner := re.fullmatch(r"List\[(.*)\]", kind)) is not None:
         return [f for i, item in enumerate(value) for f in unknown(inner[1], item, f"{path}[{i}]")]
     if (inner := re.fullmatch(r"Dict\[\w+, (.*)\]", kind)) is not None:

@@ -47,7 +47,15 @@ class Sidecar:
 async def sidecar(
     engine: str, certificates: Path, speaks: tuple[str, ...] = ("http/1.1",), host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[Sidecar]:
-    """Terminate mutual TLS on loopback in front of an engine. Refuse plain HTTP and certificates of other CAs."""
+    """Terminate mutual TLS on loopback in front of an engine. Refuse plain HTTP and certificates of other CAs.
+
+    Args:
+        engine: URL of the engine, `http://host:port`.
+        certificates: folder from `Mesh.issue`.
+        speaks: ALPN protocols that the sidecar offers.
+        host: address to listen on.
+        port: port to listen on; 0 for a free one.
+    """
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates / CHAIN, certificates / KEY)
     tls.load_verify_locations(certificates / ROOT)

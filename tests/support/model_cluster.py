@@ -44,7 +44,7 @@ CAPACITY = {"auto": 3000, "k8v4": 7680, "k4v4": 11290, "fp8": 6000, "int4_per_to
 
 
 def measurement(kl_micronats: int = 5_000, agreement: int = 990, prompts: int = 16) -> Measurement:
-    """Return a probe's outcome, with the same damage to each prompt."""
+    """Return a probe's outcome, with the same damage to each prompt. `agreement` is the top-1 agreement in permille."""
     seen = (Seen("general", kl_micronats / 1e6, 1 - agreement / 1000),) * prompts
     figures = Measurement(prompts, 32 * prompts, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, (), None)
     return replace(figures, seen=seen, planned=("general",))
@@ -52,20 +52,25 @@ def measurement(kl_micronats: int = 5_000, agreement: int = 990, prompts: int = 
 
 @dataclass
 class ModelCluster:
-    """Cluster with one service. Engines with a `bad` dtype answer garbage to probes. `demand` is in tokens."""
+    """Cluster with one service. A tick lasts STEP."""
 
     obj: dict[str, Any]
     bad: frozenset[str] = frozenset()
+    """Dtypes with which engines answer garbage to probes."""
     demand: int = 0
+    """Tokens of all users' requests that run or wait."""
     measured: Measurement | ProbeFailed = field(default_factory=lambda: measurement())
     """Result of a probe of a good dtype."""
     starts: bool = True
     """False if engines never become ready."""
     probe_fault: str | None = None
+    """Fault of the service's probe packs, if they cannot be used."""
     places: int | None = None
     """Number of GPUs in the cluster; None means unlimited."""
     start_ticks: int = 0
+    """Ticks from a pod's placement on a GPU until it is ready."""
     drain_ticks: int = 0
+    """Ticks from a pod's deletion until it ends."""
     requests: float = 0.0
     """Requests per tick, which the Service's selector and the route distribute."""
     slow: dict[str, float] = field(default_factory=dict)
@@ -244,7 +249,7 @@ class ModelCluster:
             self.do_not_evict = self.do_not_evict - {name}
 
     def settle(self, ticks: int = 200) -> Status:
-        """Tick until there is no canary and the status has not changed for 15 ticks, but at most `ticks` times."""
+        """Tick until there is no canary and the status has not changed for 15 ticks. Stop after `ticks` ticks."""
         quiet = 0
         last: dict[str, Any] = {}
         for _ in range(ticks):

@@ -147,9 +147,14 @@ class ModelEngines:
 def flows(
     requests: float, slow: float = 1.0, failing: float = 0.0, tokens: float = TOKENS, stopped: float = 0.9
 ) -> Flows:
-    """Return the counters after this many requests, on engines that take `slow` times the usual duration.
+    """Return the counters of a tick.
 
-    Answers have `tokens` tokens on average. The share `stopped` of them ends by itself.
+    Args:
+        requests: number of requests.
+        slow: factor on the usual duration of a request.
+        failing: share of the requests that fail, 0 to 1.
+        tokens: mean number of tokens of an answer.
+        stopped: share of the answers that end by themselves, 0 to 1.
     """
     if not requests:
         return Flows()

@@ -80,7 +80,7 @@ class Cable:
 
 
 class Operator:
-    """Operator process. Its place in the cluster (a, b or c) outlives it."""
+    """Operator process. `place` names its Pod (operator-a, -b or -c) and its cable, which outlive the process."""
 
     def __init__(self, place: str, folder: Path, kubeconfig: Path, *flags: str) -> None:
         self.place = place

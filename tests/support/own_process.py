@@ -80,9 +80,16 @@ def address() -> str:
 def begin(
     address: str, module: str, arguments: list[str], environment: Mapping[str, str], streams: list[int]
 ) -> socket.socket:
-    """Start a process in this folder with these streams.
+    """Start a process in this folder.
 
     Each byte sent over the returned socket is a signal for the process. `status` reads its exit status from there.
+
+    Args:
+        address: address of a server (`support.vllm_forks`).
+        module: module whose `main` the process runs.
+        arguments: command-line arguments of the module.
+        environment: all environment variables.
+        streams: file descriptors of stdin, stdout and stderr.
     """
     about = {"module": module, "arguments": arguments, "where": str(Path.cwd()), "environment": dict(environment)}
     conversation = socket.socket(socket.AF_UNIX)

@@ -23,6 +23,11 @@ class RingWorker:
         """Overwrite a ring page with another request's rows, or with random bytes.
 
         All rows are shifted by one place, so that no row has the tag that its place needs.
+
+        Args:
+            block: the page to overwrite.
+            other: the page with the other request's rows; None for random bytes.
+            seed: seed of the random bytes.
         """
         rng = torch.Generator().manual_seed(seed)
         context = self.vllm_config.compilation_config.static_forward_context

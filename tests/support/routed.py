@@ -43,10 +43,17 @@ def pickers_of(name: str) -> dict[str, Any]:
 async def by_route(
     world: FaultyWorld, name: str, worth: Callable[[str], bool], fields: Fields, kind: Backend, **more: Any
 ) -> tuple[Killer, Requests, float]:
-    """Roll back a canary that gets half of the traffic, and promote another one, with backends of this kind.
+    """Roll back a canary that gets half of the traffic, and promote another one.
+
+    Args:
+        name: the service.
+        worth: function that is true for writes after which the operator is killed.
+        fields: function that prepares a route, and returns the spec fields that refer to it.
+        kind: kind of the backends.
+        more: additional sections of the spec.
 
     Returns:
-        The killer (it kills after writes that satisfy `worth`), the requests, and the seconds that both trials took.
+        The killer of the operator, the requests, and the seconds that both trials took.
     """
     spec = {**await fields(world, name, kind), **more}
     steps = [{"weightPercent": 50, "holdSeconds": 3600}]

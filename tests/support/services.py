@@ -107,7 +107,14 @@ def running(obj: Mapping[str, Any], dtype: str, *, status: Status | None = None,
 def samples(
     *, usage: float, waiting: float, capacity: int = 3000, seconds: int = 400, running: float = 4.0, dtype: str = "auto"
 ) -> tuple[Sample, ...]:
-    """Return constant scrapes, one every five seconds, the last one now."""
+    """Return equal samples of one pod, one for every 5 of the last `seconds` seconds.
+
+    Args:
+        usage: KV cache use, 0 to 1.
+        waiting, running: numbers of requests.
+        capacity: tokens that the KV cache holds.
+        dtype: the dtype that the engine reports.
+    """
     return tuple(
         Sample(NOW - timedelta(seconds=back), 1, usage, running, waiting, capacity, dtype)
         for back in range(seconds, -1, -5)

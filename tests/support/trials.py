@@ -101,7 +101,7 @@ def ended(s: Status) -> bool:
 
 
 def at_every_moment(cluster: ModelCluster) -> None:
-    """Check the invariants that hold after every single write."""
+    """Check after every write that users lose no capacity and reach only revisions that may serve."""
     tools_are_told_the_truth(cluster)
     spec = cluster.snapshot().spec
     status = parse_status(cluster.status)

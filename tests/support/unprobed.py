@@ -136,8 +136,9 @@ async def promoted_and_rolled_back(
 ) -> tuple[Killer, Requests, float]:
     """Promote k4v4 in a service of two replicas, and roll back k8v4, which answers at random.
 
-    The operator is killed after writes that satisfy `worth`. Requests go in turn to the Service, and to a pool that
-    selects all pods. None may reach a pod before its revision has passed its probes.
+    The operator is killed after writes that satisfy `worth`. Requests go in turn to the Service, and to an
+    InferencePool that selects all pods. None may reach a pod before its revision has passed its probes. `engine` has
+    additional fields of spec.engine.
 
     Returns:
         The killer, the requests, and the seconds that both trials took.

@@ -152,6 +152,10 @@ def become(
     Args:
         own: variables that vLLM's import sets by itself.
         sockets: a folder that only this user can read.
+        parent: id of the process that forked this one. This process ends with it.
+        module, arguments: as in the command above.
+        where: the working folder.
+        environment: all environment variables; those in `own` take precedence.
     """
     _die_with(parent)
     os.chdir(where)
