@@ -92,7 +92,14 @@ class Tally:
         self.text: list[str] = []
 
     def add(self, name: str, base: Base, states: torch.Tensor, probe: Probe) -> None:
-        """Compare one sequence with the baseline. `states` are the row's last hidden states [tokens, hidden]."""
+        """Compare one sequence with the baseline.
+
+        Args:
+            name: name of the text.
+            base: the baseline's predictions for the sequence.
+            states: the row's last hidden states [tokens, hidden].
+            probe: the model, which computes logits.
+        """
         for p, (start, logits) in zip(base.p, probe.logits(states), strict=True):
             part = slice(start, start + logits.shape[0])
             whole = logits.logsumexp(-1)
@@ -139,10 +146,15 @@ class Tally:
 
 def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: Path,
             done: Callable[[dict[str, Any]], None]) -> None:  # fmt: skip
-    """Evaluate every row on each sequence, and pass the figures so far to `done` after each sequence.
+    """Evaluate every row of the table on each sequence.
 
-    The folder `raw` keeps the result of each row on each sequence, so that nothing is computed twice. So a stopped run
-    can continue, and several processes can share the work.
+    Args:
+        probe: the model.
+        texts: the sequences.
+        rows: by name, how each row reads its cache.
+        raw: folder that keeps the result of each row on each sequence. With it, a stopped run can continue, and several
+            processes can share the work.
+        done: callback that gets the figures so far of all rows after each sequence.
     """
     tallies = {name: Tally() for name in rows}
     base_codec = plain.bf16()

@@ -96,7 +96,15 @@ class Probe:
 
 
 def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale: float) -> torch.Tensor:
-    """Compute attention over `fresh` keys and values as the cache of this `reading` would return them."""
+    """Compute attention over keys and values as the cache of a `Reading` would return them.
+
+    Args:
+        query: [1, heads, tokens, D].
+        fresh: exact keys and values, each [1, kv_heads, tokens, D].
+        reading: how the cache stores and returns them.
+        layer: index of the layer, which selects its codec.
+        scale: factor on scores.
+    """
 
     def back(codec: Codec) -> Sides:
         key, value = (
@@ -129,7 +137,10 @@ def _with_first(stored: Sides, fresh: Sides, first: int) -> Sides:
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
-    """Compute causal attention. If `window` is set, a query attends only to the last `window` tokens."""
+    """Compute causal attention of `q`, [1, heads, tokens, D], to `k` and `v`, [1, kv_heads, tokens, D].
+
+    If `window` is set, a query attends only to the last `window` tokens.
+    """
     if window is not None and window < q.shape[2]:
         return windowed(q, (k, v), (k, v), scale, recent=0, sliding_window=window)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -138,7 +149,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
 def _rounded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Compute causal attention, with scores and probabilities rounded to the dtype of `q`."""
+    """Compute the same as `_causal`, with scores and probabilities rounded to the dtype of `q`."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
     for i in range(0, q.shape[2], _PIECE):
@@ -164,6 +175,7 @@ def _exact_ends(
     """Compute causal attention with exact ends (`Codec.exact_ends`).
 
     Each tile of queries reads its own tile and the sequence's first tile in 16 bits, and quantized tiles between them.
+    `fresh` has exact keys and values, `stored` the decoded ones. `tile` is the number of tokens of a tile.
     """
     outs = []
     for i in range(0, q.shape[2], tile):

@@ -57,7 +57,10 @@ def needles(
 def _prompt(
     probe: Probe, text: torch.Tensor, length: int, seed: int
 ) -> tuple[torch.Tensor, dict[float, tuple[int, int]]]:
-    """Return about `length` token IDs, and for each depth the positions of the answer's digits."""
+    """Return a prompt of about `length` token IDs, and for each depth the first and the end position of its number.
+
+    `seed` selects the section of the text, the numbers and the order of the questions.
+    """
     rng = random.Random(seed)  # noqa: S311  # a reproducible test, not a secret
     cities = rng.sample(CITIES, len(CITIES))
     numbers = ["".join(rng.choice("0123456789") for _ in range(5)) for _ in cities]

@@ -52,9 +52,12 @@ TOLD = ("counters", "kv_tokens", "groups", "free_blocks", "said", "attention", "
 
 
 def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], *, misread: bool = False) -> float:
-    """Return the mean divergence of an engine's predictions from the oracle's.
+    """Return the mean KL divergence of an engine's predictions from the oracle's, in nats.
 
-    With `misread`, the oracle misreads one block of the prompt.
+    Args:
+        prompts: token IDs of each prompt.
+        answers: the engine's answer to each prompt.
+        misread: True lets the oracle misread one block of the prompt.
     """
     found: list[float] = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -67,7 +70,7 @@ def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
-    """Return the mean divergence of an oracle from itself if keys and values change by a rounding error of `dtype`."""
+    """Return the mean KL divergence of an oracle from itself, in nats, if rounding to `dtype` changes keys and values."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         exact = oracle.predictions(prompt, answer["tokens"])

@@ -89,7 +89,10 @@ def by_page(x: torch.Tensor, page: int) -> torch.Tensor:
 
 
 def best(turn: dict[str, Any], prompts: list[list[int]], plain: Plain, page: int) -> float:
-    """Return the share of a turn's tokens that plain transformers would also choose, attending to the held pages."""
+    """Return the share of a turn's answer tokens that plain transformers would also choose.
+
+    Transformers then attend only to pages (of `page` tokens) that the request held in the engine's step.
+    """
     found: list[float] = []
     for i, (prompt, answer) in enumerate(zip(prompts, turn["answers"], strict=True)):
         steps = last_life(turn["steps"][str(i)])

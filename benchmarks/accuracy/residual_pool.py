@@ -74,7 +74,7 @@ class Pool(Blocks):
 
     @property
     def available(self) -> int:
-        """Number of pages for base blocks: all pages except those of firm residuals."""
+        """Number of pages for base blocks: all pages except those for the `Case.firm` residuals of running requests."""
         return max(0, super().available - self._firm * len(self._engine.running))
 
     @property
@@ -83,7 +83,7 @@ class Pool(Blocks):
         return min(1.0, self._empty / max(FLOOR * len(self._engine.running), 1))
 
     def take(self, count: int) -> None:
-        """Take base blocks, and residuals in the pages that are left."""
+        """Take pages for `count` base blocks, and for residuals as many of the other pages as they may take."""
         newest = min(self._firm * len(self._engine.running), super().available - count)
         super().take(count + newest)
         self._empty += newest
@@ -129,7 +129,7 @@ class Elastic(Engine):
 
     @property
     def share(self) -> float:
-        """Share of the tokens that the next step reads at 8 bits. The limit spares the floor."""
+        """Share of the tokens that the next step reads at 8 bits. The limit does not apply to floors."""
         if self._limit is None:
             return self.blocks.share
         floor = FLOOR * self.costs.block_size * len(self.decoding) / max(self.decoding.tokens, 1)

@@ -101,7 +101,15 @@ def _read_back(codec: Codec, fresh: Sides) -> Sides:
 
 
 def mixed(query: torch.Tensor, base: Sides, fine: Sides, kept: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute causal attention. A query reads from `fine` the blocks that `kept` (see `Kept`) has for its own block."""
+    """Compute causal attention that reads some blocks with their residuals.
+
+    Args:
+        query: [sequences, heads, tokens, D].
+        base: keys and values without residuals.
+        fine: keys and values with residuals.
+        kept: blocks that a query reads from `fine` (see `Kept`). It reads the others from `base`.
+        scale: factor on scores.
+    """
     group, outs = query.shape[1] // base[0].shape[1], []
     (key, value), (fine_key, fine_value) = (tuple(x.repeat_interleave(group, 1) for x in side) for side in (base, fine))
     for start in range(0, query.shape[2], _PIECE):
@@ -158,9 +166,15 @@ def prepare(probe: Elastic, texts: list[Sequence], hit: int = 0) -> list[Batch]:
 
 
 def measure(out: Path, model: str, name: str, probe: Elastic, batches: list[Batch], rule: Rule | None = None) -> None:
-    """Measure the row `name` and write it to the file `out`, unless the file has it already.
+    """Measure a row and write it to a file, unless the file has it already.
 
-    Without a `rule`, measure TODAY.
+    Args:
+        out: the JSON file.
+        model: name of the model, under which the file has the row.
+        name: the row's name.
+        probe: the model.
+        batches: the sequences, with the results of a 16-bit cache.
+        rule: which residuals are kept; None measures TODAY.
     """
     if not batches or (out.exists() and name in json.loads(out.read_text()).get(model, {})):
         return

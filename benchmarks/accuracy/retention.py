@@ -129,7 +129,10 @@ def nll(probe: Probe, tokens: torch.Tensor, reading: Reading | None) -> torch.Te
 def perplexities(
     probe: Probe, tokens: torch.Tensor, reading: Reading | None, after: int, parts: int | None
 ) -> list[float]:
-    """Return the perplexity of the tokens from position `after` on, for each part of `parts` tokens."""
+    """Return the perplexity of each part of a stream, which has `parts` tokens (None: the whole stream is one part).
+
+    Leave out the tokens before position `after`.
+    """
     losses = nll(probe, tokens, reading)
     cuts = range(0, len(tokens), parts or len(tokens))
     return [float(losses[max(begin, after) - 1 : begin + cuts.step - 1].mean().exp()) for begin in cuts]

@@ -146,7 +146,14 @@ def simulate(requests: list[Request], costs: Costs) -> dict[str, float]:
 
 
 def figures(ttft: list[float], itl: list[float], preemptions: float, rate: float) -> dict[str, float]:
-    """Return the figures to compare, in milliseconds and tokens per second."""
+    """Return the figures by which engine and simulation are compared.
+
+    Args:
+        ttft: seconds from each request to its first token.
+        itl: seconds between consecutive tokens.
+        preemptions: number of preemptions.
+        rate: generated tokens per second.
+    """
 
     def at(values: list[float], q: float) -> float:
         return round(float(np.quantile(values, q)) * 1000, 1)

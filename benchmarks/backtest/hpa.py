@@ -21,7 +21,11 @@ STABILIZATION_SECONDS = 300.0
 def recommend(use: Floats, ready: Ints, replicas: Ints, target: float) -> Ints:
     """Return the number of replicas by the HPA's formula, before its limits on the speed of changes.
 
-    `use` is the mean KV cache usage of ready pods. `replicas` includes pods that are not ready.
+    Args:
+        use: mean KV cache usage of each service's ready pods, 0 to 1.
+        ready: number of ready pods of each service.
+        replicas: number of all pods of each service.
+        target: usage that the HPA keeps.
     """
     ratio = use / target
     pending = replicas - ready

@@ -67,7 +67,14 @@ def by_hpa(
     spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str, figure: Callable[[Sample], float],
     target: float,
 ) -> Start:  # fmt: skip
-    """Return a new policy that scales by a HorizontalPodAutoscaler on `figure`, with its first dtype and replicas."""
+    """Return a policy that scales by a HorizontalPodAutoscaler, its first dtype and its first number of replicas.
+
+    Args:
+        spec: limits of the number of replicas.
+        dtype: dtype of all replicas.
+        figure: function that returns the figure which the HPA keeps near `target`.
+        target: mean of `figure` over ready replicas.
+    """
     replicas = spec.scaling.clamp(spec.replicas)
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     hpa = Hpa(np.array([replicas]), target=target, minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
@@ -81,7 +88,7 @@ def by_hpa(
 
 
 def by_wva(spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str) -> Start:
-    """Return a new policy that scales as llm-d's Workload Variant Autoscaler, with its first dtype and replicas."""
+    """Return a policy that scales as llm-d's WVA, its first dtype and its first number of replicas."""
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     wva = Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
 

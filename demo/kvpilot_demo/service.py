@@ -21,7 +21,7 @@ class DemoError(Exception):
 
 
 class DemoService(ABC):
-    """The service of an example in one namespace of a cluster.
+    """The demo's service, made from an example's manifest, in one namespace of a cluster.
 
     Attributes:
         folder: folder for the files of this run.

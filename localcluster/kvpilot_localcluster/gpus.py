@@ -116,6 +116,7 @@ def assign(devices: Sequence[str], owners: Mapping[Owner, Sequence[str]], owner:
         owners: ids of the devices that containers have.
         owner: the container.
         count: number of devices that its limits ask for.
+
     Raises:
         InvalidPod: too few devices are free.
     """

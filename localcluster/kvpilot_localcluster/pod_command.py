@@ -62,6 +62,7 @@ async def command(
         mounted: folder of each volume of the pod, by the volume's name.
         spec: the container in the pod's spec.
         message_file: file for the container's termination message.
+
     Raises:
         UnknownImage: the image table has no such image.
         InvalidPod: the node agent cannot run the container as specified.

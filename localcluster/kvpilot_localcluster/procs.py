@@ -128,7 +128,16 @@ def spawn(
     cwd: Path | None = None,
     stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own. Append its output to `log`, and write its identity to `record`."""
+    """Start a process in a session of its own.
+
+    Args:
+        record: file for the process's identity.
+        command: the program and its arguments.
+        log: file to which the process's output is appended.
+        env: all environment variables; None for those of this process.
+        cwd: working folder; None for that of this process.
+        stdin: file descriptor of the process's standard input.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         child = subprocess.Popen(

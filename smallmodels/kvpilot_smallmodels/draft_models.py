@@ -16,7 +16,14 @@ def _drawn(*shape: int) -> torch.Tensor:
 
 
 def _layer(prefix: str, config: dict[str, Any], inputs: int = 1, *, biased: bool = False) -> dict[str, torch.Tensor]:
-    """Return random weights of a decoder layer that reads `inputs` concatenated hidden states."""
+    """Return random weights of a decoder layer by name.
+
+    Args:
+        prefix: beginning of the weights' names.
+        config: the model's config.json.
+        inputs: number of concatenated hidden states that the layer reads.
+        biased: True for biases of queries, keys and values.
+    """
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
     queries, keys = heads * dim, config["num_key_value_heads"] * dim

@@ -216,7 +216,10 @@ class Oracle:
         self, query: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], fine: tuple[torch.Tensor, torch.Tensor],
         scaling: float,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute causal attention in which a query reads the tokens of the recent window with more bits."""
+        """Compute causal attention in which a query reads the tokens of the recent window with more bits.
+
+        `plain` and `fine` are keys and values, each [1, kv_heads, tokens, D], without and with their residuals.
+        """
         repeat = query.shape[1] // plain[0].shape[1]
         (key, value), (near_key, near_value) = (
             [x.repeat_interleave(repeat, 1) for x in pair] for pair in (plain, fine)
@@ -241,7 +244,14 @@ def _plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scaling: float,
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention from its definition, [1, heads, tokens, D] in and out."""
+    """Compute attention from its definition, [1, heads, tokens, D] in and out.
+
+    Args:
+        seen: bool [queries, keys], True if the query attends to the key.
+        scaling: factor on scores.
+        softcap: cap on scores, or None.
+        sinks: [heads] logit that takes part in the softmax but has no value, or None.
+    """
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = query @ key.transpose(2, 3) * scaling

@@ -65,7 +65,7 @@ async def _nothing(_: web.Request) -> web.StreamResponse:
 
 
 def status(code: int, message: str = "said so", **headers: str) -> Answer:
-    """Return a function that answers every request with an API server's error: this HTTP status, message and headers."""
+    """Return a function that answers every request with this HTTP status, message and headers, as an API server."""
 
     async def answer(_: web.Request) -> web.StreamResponse:
         return web.json_response({"kind": "Status", "message": message}, status=code, headers=headers)

@@ -292,7 +292,10 @@ class FaultyWorld:
 async def until(
     question: Callable[[], Awaitable[bool]], what: str, seconds: float = HANGS, pause: float = 0.1
 ) -> float:
-    """Poll until the answer is true, and return the seconds. A failing API server counts as false."""
+    """Poll `question` until its answer is true, and return the seconds that this took.
+
+    An error of the API server or of HTTP counts as false. After `seconds`, raise TimeoutError with `what`.
+    """
     began = time.monotonic()
     last = ""
     while time.monotonic() - began < seconds:

@@ -201,7 +201,7 @@ class Copies:
 
 
 def mma_v2(a: Block, b: Block, acc: Block) -> Block:
-    """Return a @ b + acc, for float16 (with subnormals) in float32, or for int8 in int32."""
+    """Return a @ b + acc: products of float16, subnormal numbers included, in float32, and those of int8 in int32."""
     depth = {"float16": 16, "int8": 32}.get(a.dtype.name, 0)
     sums = np.dtype(np.float32 if depth == 16 else np.int32)
     if not depth or a.dtype != b.dtype or acc.dtype != sums or a.shape[1] % depth or a.shape[0] % 16 or b.shape[1] % 8:

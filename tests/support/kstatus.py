@@ -35,7 +35,7 @@ def seen(cluster: ModelCluster) -> dict[str, Any]:
 
 
 def tools_are_told_the_truth(cluster: ModelCluster) -> None:
-    """Check that the service's status never contradicts its conditions, canary or revisions, after every write."""
+    """Check after every write that Reconciling, Stalled, Ready and kstatus' word fit one another and the revisions."""
     status = cluster.parsed()
     told: dict[str, str] = {one.type: one.status for one in status.conditions}
     assert not told or {told["Reconciling"], told["Stalled"]} <= {"True", "False"}

@@ -59,6 +59,7 @@ def serve(
         from_pages: True lets prompts read quantized pages.
         interpreted: True uses the CUDA backend in Triton's interpreter.
         engine: additional arguments of `vllm.LLM`.
+
     Returns:
         `answers`: the tokens of each answer. `first`: the log-probability of each answer's first token. `tokens`: the
         capacity of the cache. Also the counters of `COUNTED`.

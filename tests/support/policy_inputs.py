@@ -36,7 +36,14 @@ def workload(
     pods: int = 1,
     **changes: Any,
 ) -> Workload:
-    """Return a workload with a total `demand` in tokens, and a `capacity` in tokens per replica."""
+    """Return a workload of `pods` replicas.
+
+    Args:
+        kind: the resource that limits the service.
+        demand: tokens that all requests of the service need.
+        capacity: tokens that the KV cache of one replica holds.
+        changes: other fields of the Workload.
+    """
     base = Workload(
         kind, "evidence", usage_percent=97, waiting=4.0, running=8.0, pods=pods, capacity_tokens=capacity * pods,
         demand_tokens=demand,

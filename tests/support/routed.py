@@ -17,7 +17,7 @@ Fields = Callable[[FaultyWorld, str, Backend], Awaitable[dict[str, Any]]]
 
 
 async def a_users_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, Any]:
-    """Create a user's HTTPRoute to one of our backends, and return the spec fields that refer to it."""
+    """Create a user's HTTPRoute to our Service or InferencePool. Return the spec fields that refer to the route."""
     group = INFERENCE_POOL_API.partition("/")[0]
     of_kind = {"group": group} if kind == "InferencePool" else {"port": SERVICE_PORT}
     backend = {"kind": kind, "name": name, "weight": 1, **of_kind}

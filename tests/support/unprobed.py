@@ -78,7 +78,13 @@ class Requests:
 
 @contextlib.asynccontextmanager
 async def requests(world: FaultyWorld, name: str, way: Way, users: int = 2) -> AsyncIterator[Requests]:
-    """Send requests by this way until the block ends. Each user pauses shortly after an answer."""
+    """Send requests to a service until the block ends.
+
+    Args:
+        name: the service.
+        way: the gateway that the requests take.
+        users: number of users. Each sends its next request PAUSE_SECONDS after an answer.
+    """
     seen, witness = Requests(), Witness(world, name)
     async with httpx.AsyncClient(
         timeout=300, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)

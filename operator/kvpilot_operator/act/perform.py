@@ -37,8 +37,9 @@ log = logging.getLogger(__name__)
 MAX_KEPT = 4
 # Read at most this many ConfigMaps, because anyone may put our label on any number of them.
 MAX_SEEN = 64
-# Apply even unchanged objects again after half to all of this time, to undo changes by others. The cache reports a
-# changed workload or Service at once, but not changed labels or a changed PodDisruptionBudget.
+# Apply even unchanged objects again, at the latest after this time and at the earliest after half of it, to undo
+# changes by others. The cache reports a changed workload or Service at once, but not changed labels or a changed
+# PodDisruptionBudget.
 REAPPLY_SECONDS = 600.0
 # If only figures of the status changed, write it at most once in this time. Metrics always have the newest figures.
 FIGURES_SECONDS = 30.0
@@ -220,7 +221,7 @@ class Actor:
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes, removed: Manifest | None = None) -> None:
         """Apply a manifest, unless it was applied not long ago and the object has not changed since.
 
-        Before that, send `removed` as a merge patch of the object's spec.
+        Before that, send `removed` as a merge patch of the object's spec. It deletes fields that an apply cannot delete.
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)

@@ -54,7 +54,10 @@ class Cluster:
     def session_for_kopf(
         self, api_version: str, kind: str, namespaces: Sequence[str], listed: Listed
     ) -> kopf.AiohttpSession:
-        """Return a session by which kopf watches this kind, with our server, credentials, write fence and metrics."""
+        """Return a session by which kopf watches this kind in these namespaces ("" for all).
+
+        The session uses our server, credentials, write fence and metrics. It passes each complete list to `listed`.
+        """
         return KopfSession(self._transport, api_version, kind, namespaces, listed).login()
 
     async def close(self) -> None:
@@ -103,7 +106,15 @@ class Cluster:
         accept: str = "application/json",
         limit: int = _PAGE,
     ) -> AsyncGenerator[tuple[Sequence[Object], str], None]:
-        """Yield pages of matching objects, at most `limit` each, with the list's resourceVersion."""
+        """Yield (objects, resourceVersion of the list) for each page of matching objects.
+
+        Args:
+            namespace: the namespace, or "" for all.
+            selector: label selector.
+            fields: field selector.
+            accept: media type of the answer.
+            limit: largest number of objects of a page.
+        """
         query = {"labelSelector": selector, "limit": str(limit)} | ({"fieldSelector": fields} if fields else {})
         while True:
             request = Request("GET", kind, path_of(api_version, kind, namespace), query, accept=accept)

@@ -152,7 +152,10 @@ class Prober:
         self._checks = Permits(CHECK)
 
     async def probe(self, key: ServiceKey, spec: Spec, request: Request, *, uid: str) -> Found:
-        """Wait for a permit, and run the probe. Use only a baseline that the service with this `uid` owns."""
+        """Wait for a permit, and run the probe that `request` asks for.
+
+        Use a baseline only if its ConfigMap has the service, identified by `uid`, as an owner.
+        """
         about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
         with span(self._tracer, "probe", about) as told:
             found = await self._placed(key, uid, spec, request, told)
@@ -240,7 +243,11 @@ class Prober:
         limits: Allowed,
         settings: Settings,
     ) -> Found:
-        """Fill the canary's context and KV pool before users can. Return a failure, or `found` with more answers."""
+        """Fill the canary's context and KV pool before users can.
+
+        Return a failure if the engine does not survive that. Otherwise return the measurement `found`, extended by the
+        answers that the engine gave under this pressure.
+        """
         extra = {"service": str(key), "probe": request.identity}
 
         async def look() -> Pool:

@@ -264,7 +264,7 @@ def _bounds(name: str, edges: tuple[str, ...]) -> tuple[float, ...]:
 
 
 def _model_facts(labels: Mapping[str, str]) -> ModelFacts | None:
-    """Return the model's sizes, or None if one of them is not a number."""
+    """Return the model's architecture, such as its layers and head_dim, or None if one of its sizes is not a number."""
     sizes = {f.name: whole(labels.get(f.name), 10**15) for f in fields(ModelFacts) if f.name != "mla"}
     mla = labels.get("mla")
     if None in sizes.values() or mla not in ("true", "false"):

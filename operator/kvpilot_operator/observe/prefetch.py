@@ -93,7 +93,7 @@ def _pods_of(job: Object, pods: Sequence[Object], *, mesh: bool) -> tuple[PodVie
 
 
 def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: tuple[int, int] | None) -> PrefetchView:
-    """Return the view of a Job with its pods and progress."""
+    """Return the view of a Job with its pods. `progress` has the downloaded and the total bytes; None if unknown."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     ended = {one.get("type"): one for one in conditions if one.get("status") == "True"}
     failed, (there, total) = ended.get("Failed"), progress or (None, None)

@@ -97,7 +97,11 @@ class PackTexts:
 
 
 def texts_of(answer: bytes) -> dict[str, str]:
-    """Return the pack in a ConfigMap's JSON, else some keys with empty texts. Raise ClusterError for other JSON."""
+    """Return the pack in a ConfigMap's JSON, by its key.
+
+    If the key is missing, return some of the ConfigMap's other keys with empty texts. Raise ClusterError if the JSON is
+    not a ConfigMap.
+    """
     try:
         data = msgspec.json.decode(answer, type=_ConfigMap).data or {}
         text = data.get(CONFIG_MAP_KEY)

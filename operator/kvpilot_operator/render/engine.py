@@ -263,7 +263,8 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 def _compiled(spec: Spec) -> str:
     """Return the folder for compiled code, or "" if there is none.
 
-    It is never on a PersistentVolumeClaim for weights alone: all engines that share the claim would run the code.
+    A PersistentVolumeClaim that users provide for weights never holds this folder. Otherwise every engine that shares
+    the claim would run the code.
     """
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH
