@@ -35,7 +35,10 @@ class Asked(Job):
 
 
 def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
-    """Start the engine, and reduce its cache to `room`. Return it with facts about its layer groups and CUDA graphs."""
+    """Start the engine, and reduce its cache to `room`.
+
+    Return the engine, and the sizes of its KV-cache groups, its number of free blocks and its mode of CUDA graphs.
+    """
     from vllm import LLM
 
     llm = LLM(**asked.engine, disable_log_stats=False)

@@ -70,7 +70,10 @@ def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
-    """Return the mean KL divergence of an oracle from itself, in nats, if rounding to `dtype` changes keys and values."""
+    """Return the mean KL divergence, in nats, of an oracle from itself with keys and values moved by rounding errors.
+
+    The errors are those of rounding to `dtype`.
+    """
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         exact = oracle.predictions(prompt, answer["tokens"])

@@ -107,7 +107,7 @@ def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """Add the jobs of the features on two GPUs, and for comparison the same models on one GPU."""
+    """Add the jobs of one feature on two GPUs, and for comparison the same model on one GPU."""
     name, how, engine = SPREAD[what]
     for run in ON_TWO:
         if f"one {name} {run}" not in engines.asked:

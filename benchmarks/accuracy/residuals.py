@@ -150,7 +150,10 @@ class Batch:
 
 
 def prepare(probe: Elastic, texts: list[Sequence], hit: int = 0) -> list[Batch]:
-    """Run the 16-bit cache over the texts, in batches of one length."""
+    """Run the model with a 16-bit cache over the texts. Return batches of sequences of one length with the results.
+
+    With `hit`, cut each sequence after `hit` + AFTER_HIT tokens, and leave out shorter ones.
+    """
     end = hit + AFTER_HIT if hit else None
     texts = [(name, tokens[:end]) for name, tokens in texts if len(tokens) >= (end or 0)]
     batches = []

@@ -111,7 +111,7 @@ def errors(measured: dict[str, Any], costs: Costs) -> dict[str, float]:
 
 
 async def replay(running: RealEngine, requests: list[Request]) -> dict[str, float]:
-    """Replay the trace on the real engine, and return its figures."""
+    """Replay the trace on the real engine, and return its latencies, preemptions and rate (see `figures`)."""
     chance = random.Random(time.monotonic_ns())  # noqa: S311
     preempted = running.metric("vllm:num_preemptions_total")
     prompts = [tokens(chance, r.prompt) for r in requests]
@@ -131,7 +131,7 @@ async def replay(running: RealEngine, requests: list[Request]) -> dict[str, floa
 
 
 def simulate(requests: list[Request], costs: Costs) -> dict[str, float]:
-    """Replay the trace in the simulation, and return the same figures as `replay`."""
+    """Replay the trace in the simulation, and return the same measurements as `replay`."""
     engine = Engine(costs, Limits(SEQS, BATCHED, timeout=float("inf")))
     for r in requests:
         engine.submit(Request(r.number, r.arrival, r.prompt, r.output))

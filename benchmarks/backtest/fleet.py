@@ -58,7 +58,7 @@ class FleetRow:
 
 
 def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
-    """Return the loads of `count` services from number `first` on: four kinds in turn, in random sizes and time zones."""
+    """Return the loads of `count` services from number `first` on: four kinds in turn, with random sizes and zones."""
     loads = []
     for i in range(first, first + count):
         chance = np.random.default_rng((seed, i))

@@ -110,7 +110,7 @@ def _rivals(name: str, dtype: str) -> dict[str, Starter]:
 
 
 RIVALS: Mapping[str, Starter] = {**_rivals("bf16", "auto"), **_rivals("fp8", "fp8")}
-"""Policies by name: dtype, autoscaler, and for some the target of requests per replica, if not REQUESTS_TARGET."""
+"""Policies by name. A name has the dtype and the autoscaler, and may have a target other than REQUESTS_TARGET."""
 
 
 def markdown(rows: Sequence[Row], objective: Objective) -> str:

@@ -175,7 +175,7 @@ class Load:
         await self._http.close()
 
     def summary(self) -> str:
-        """Return the load's figures in one line."""
+        """Return one line with the numbers of users and requests, the tokens per second and the latencies."""
         s = self.stats
         rate = s.output_tokens / max(time.monotonic() - self._began, 1e-3)
         active = sum(not t.done() for t in self._tasks.values())

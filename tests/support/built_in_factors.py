@@ -1,4 +1,4 @@
-"""Factors that an engine should compute from the built-in calibration text, computed without an engine."""
+"""Compute the calibration factors that an engine should find in the built-in text, but without an engine."""
 
 from pathlib import Path
 from typing import Any

@@ -50,7 +50,10 @@ def facts_of_all(configs: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts(config: Any) -> dict[str, Any]:
-    """Return facts of the text part. If its layers differ, return only their kinds and the window."""
+    """Return the kinds of layers, the window and the heads of a model's text part.
+
+    If heads differ between layers, leave them out.
+    """
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     found: dict[str, Any] = {"kinds": kinds, "window": getattr(text, "sliding_window", None)}

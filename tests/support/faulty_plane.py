@@ -23,25 +23,25 @@ class Component:
         self._command = self._running_command()
 
     def kill(self) -> None:
-        """Kill -9, and wait until its ports are free."""
+        """Kill the process with SIGKILL, and wait until its ports are free."""
         self._process().signal(signal.SIGKILL)
         procs.end(self._record)
 
     def start(self, *more: str) -> None:
-        """Restart it with its old flags and these additional ones, which take precedence."""
+        """Restart the process with its old flags and with additional flags (`more`), which take precedence."""
         procs.end(self._record)
         procs.spawn(self._record, [*self._command, *more], log=self._folder / f"{self._name}.log", cwd=self._folder)
 
     def pause(self) -> None:
-        """Pause it with its connections open."""
+        """Pause the process. Its connections stay open."""
         self._process().signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume it."""
+        """Resume the paused process."""
         self._process().signal(signal.SIGCONT)
 
     def flag(self, name: str) -> str:
-        """Return the value of one of its flags, written as NAME=VALUE."""
+        """Return the value of one of the process's flags, written as NAME=VALUE."""
         return next(part.partition("=")[2] for part in self._command if part.startswith(f"{name}="))
 
     def _process(self) -> procs.ProcessId:

@@ -17,7 +17,7 @@ from typing import Any
 
 DTYPE = "k4v4"
 BYTES = 16
-"""Memory for each pair of tokens."""
+"""Bytes that a prompt takes for each pair of its tokens."""
 
 
 def taken(tokens: int) -> bytearray:

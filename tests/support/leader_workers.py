@@ -176,7 +176,10 @@ class LeaderWorkerSets:
         self._rest.create(self._pods, {"apiVersion": "v1", "kind": "Pod", **made})
 
     def _owner(self, name: str, above: Json, labels: Json) -> Json:
-        """Return the StatefulSet of this name owned by `above`. Raise ApiError (409) while an earlier one exists."""
+        """Return the StatefulSet of this name that `above` owns, or create it.
+
+        Raise ApiError (409) if a StatefulSet of this name has another owner, which is being deleted.
+        """
         leader = "containers" in above["spec"]
         reference = _reference(above, *(("v1", "Pod") if leader else (f"{GROUP}/v1", "LeaderWorkerSet")))
         try:

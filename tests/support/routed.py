@@ -32,7 +32,7 @@ async def our_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, A
 
 
 def pickers_of(name: str) -> dict[str, Any]:
-    """Return one picker for each of a service's pools."""
+    """Return the fields of spec.inferencePool that name an endpoint picker for each of a service's InferencePools."""
     port = {"number": 9002}
     return {
         "endpointPickerRef": {"name": picker_name(name), "port": port},

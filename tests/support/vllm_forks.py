@@ -147,14 +147,12 @@ def become(
     own: dict[str, str], sockets: Path, parent: int,
     module: str, arguments: list[str], where: str, environment: dict[str, str],
 ) -> None:  # fmt: skip
-    """Become `python -P -m module ARGUMENTS`, as if started that way in this folder.
+    """Become `python -P -m module ARGUMENTS`, as if started that way in the folder `where`.
 
     Args:
         own: variables that vLLM's import sets by itself.
         sockets: a folder that only this user can read.
         parent: id of the process that forked this one. This process ends with it.
-        module, arguments: as in the command above.
-        where: the working folder.
         environment: all environment variables; those in `own` take precedence.
     """
     _die_with(parent)

@@ -104,7 +104,11 @@ class Actor:
         return await self._attempt(s, about, content, partial(self._apply, s, manifest, content))
 
     def _waits(self, s: Snapshot, decision: Decision) -> bool:
-        """Return True if only figures have changed and the status was written not long ago."""
+        """Return True if the write of the status can wait.
+
+        It can if only figures, such as the KV cache use, have changed, and the last write is less than FIGURES_SECONDS
+        ago.
+        """
         return (
             self._clock() - self._told < FIGURES_SECONDS
             and decision.status != s.status
@@ -221,7 +225,7 @@ class Actor:
     async def _apply(self, s: Snapshot, manifest: Manifest, content: bytes, removed: Manifest | None = None) -> None:
         """Apply a manifest, unless it was applied not long ago and the object has not changed since.
 
-        Before that, send `removed` as a merge patch of the object's spec. It deletes fields that an apply cannot delete.
+        Before that, send `removed` as a merge patch of the object's spec, to delete fields that an apply would keep.
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)

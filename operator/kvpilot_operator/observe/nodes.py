@@ -47,7 +47,7 @@ _MAX_NAME = 128  # limit of GPU names in the API, such as status.history[].gpu
 
 
 class NodeCache:
-    """A cache of node facts. It has no watch, but reads each node again from time to time."""
+    """A cache of the accelerators of nodes. It has no watch, but reads each node again from time to time."""
 
     def __init__(self, cluster: "Cluster", clock: Callable[[], datetime]) -> None:
         self._cluster = cluster
@@ -60,7 +60,7 @@ class NodeCache:
         return self.known(pods)
 
     def known(self, pods: Sequence[PodView]) -> NodeFacts:
-        """Return the same as `facts`, but only from nodes that have been read already."""
+        """Return the accelerator as `facts` does, but only of a node that has been read already."""
         known = (self._read[name][1] for name in _nodes_of(pods) if name in self._read)
         return next((facts for facts in known if facts.gpu != "cpu"), NodeFacts())
 

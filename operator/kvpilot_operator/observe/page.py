@@ -57,10 +57,11 @@ _HISTOGRAMS = {
     "generation_lengths": "vllm:request_generation_tokens",
 }
 
-# Collect these figures for each engine of a page, too.
+# Map the metrics that are also collected for each engine of a page to the names that `Ranks` has for them.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# Counters of which a part is also added up separately. A part has the series whose labels pass its test.
+# Some series of these counters are also added up separately, as a part. A part has the series whose labels pass its
+# test.
 _PARTS: Mapping[str, Mapping[str, Callable[[Mapping[str, str]], bool]]] = {
     _WAITING_BY_REASON: {"waiting": lambda labels: labels.get("reason") == "capacity"},
     _COUNTED["finished"]: {

@@ -108,7 +108,7 @@ class _Series:
 
     known: Mapping[str, Known] = field(default_factory=dict)
     odd: frozenset[str] = frozenset()
-    """Contradictions that the last call of `news` was given."""
+    """Contradictions that were passed to the last call of `news`."""
     far: deque[_Merged] = field(default_factory=deque)
     near: deque[_Merged] = field(default_factory=deque)
 

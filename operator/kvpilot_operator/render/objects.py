@@ -1,4 +1,4 @@
-"""Builders of a service's objects, except the pod template of its engines and its Job."""
+"""Builders of a service's objects. `render.engine` has the pod template of its engines, `render.prefetch` its Job."""
 
 import base64
 from collections.abc import Mapping, Sequence
