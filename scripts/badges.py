@@ -1,4 +1,4 @@
-"""Draw README's badges from the files that hold the facts.
+"""Draw README's badges from pyproject.toml, the Helm chart and the supported vLLM versions.
 
     .venv/bin/python scripts/badges.py docs/images/badges       # `make generate` does it
 
@@ -33,7 +33,7 @@ SHAPE = """\
 
 
 def facts(root: Path) -> dict[str, str]:
-    """Return the text of each badge."""
+    """Return the value of each badge by its name."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     chart = yaml.safe_load((root / "charts/kvpilot/Chart.yaml").read_text(encoding="utf-8"))
     return {

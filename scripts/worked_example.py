@@ -29,7 +29,10 @@ HANGS = 3600
 
 
 class Step(NamedTuple):
-    """A section of the page: title, text, and commands that run in this order. The load starts before `pressed`."""
+    """A section of the page: title, text, and commands that run in this order.
+
+    If `pressed` is True, the load starts before the section's commands.
+    """
 
     title: str
     text: str

@@ -42,7 +42,7 @@ OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
 """Rows with a window other than the default."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
-"""Rows for a comparison with `kvarn_k4v4+exact`, which keeps the same number of tokens in 16 bits."""
+"""Rows for a comparison with `kvarn_k4v4+exact`, which keeps the first 128 tokens and the open tile in 16 bits."""
 
 CONTEXT = 4096
 """Length of the context, in tokens, over which bits per element spread data that are not in pages, such as the ring."""

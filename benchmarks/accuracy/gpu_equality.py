@@ -31,7 +31,7 @@ SHARED_PREFIX = 256
 """Number of tokens with which every second prompt begins, so that the prefix cache has hits."""
 
 DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
-"""Methods of speculation with a draft model. MTP needs another target model."""
+"""Methods of speculation with a draft model. MTP needs a target model that has a draft layer of its own."""
 
 
 def methods(text: str) -> list[str]:

@@ -44,7 +44,7 @@ BLOCK = 16
 """Number of tokens that the faulty oracle misreads."""
 RIGHT = "served and right"
 COMPUTED = "transformers in bfloat16 from float32"
-"""Name of the figure for the divergence that bfloat16 arithmetic alone causes. That of `auto` may be as large."""
+"""Name of the figure for the divergence that bfloat16 arithmetic alone causes. `auto` may diverge as far."""
 
 Figures = dict[str, Any]
 PAIRS = (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone"))

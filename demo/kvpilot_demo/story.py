@@ -301,7 +301,7 @@ class Story:
             return text.strip()
 
     async def _until(self, seen: Callable[[Observation], bool], what: str) -> Observation:
-        """Observe the service until `seen` is true, and return that observation. The screen shows that it waits for `what`.
+        """Observe the service until `seen` is true, and return that observation. The screen shows `what` as awaited.
 
         Raises:
             StoryFailed: there was no progress for `standstill` seconds, or the whole wait took longer (see

@@ -125,7 +125,7 @@ class World(DemoService):
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
 
     def work(self) -> int:
-        """Return the number of lines in the engines' logs that are about their work."""
+        """Return the number of lines in the engines' logs, without those about health and metrics."""
         return sum(work_lines(log.read_text(errors="replace")) for log in self._engine_logs())
 
     def _engine_logs(self) -> list[Path]:

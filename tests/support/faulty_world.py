@@ -141,7 +141,7 @@ class FaultyWorld:
 
     @property
     def operator_pid(self) -> int:
-        """The operator's process."""
+        """Process id of the operator."""
         if self._operator is None:
             raise AssertionError("the operator is not started")
         return self._operator.pid

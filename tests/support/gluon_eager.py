@@ -43,7 +43,7 @@ class Block(np.ndarray[Any, Any]):
     __isub__ = __imul__ = __itruediv__ = __ior__ = __iand__ = None  # type: ignore[assignment]
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Block":
-        """Convert, or reinterpret the same bits."""
+        """Convert to `dtype` or, with `bitcast`, reinterpret the same bits as `dtype`."""
         return block(self.view(dtype) if bitcast else self.astype(dtype))
 
 

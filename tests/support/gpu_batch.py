@@ -32,7 +32,10 @@ def poisoned(blocks: int, kv_heads: int, block_size: int, fmt: formats.Format, d
 
 
 BLOCK_OUTERMOST = ("BHLNC", "BLHNC")
-"""vLLM's cache layouts in which a block holds the pages of all layers."""
+"""vLLM's cache layouts in which a block holds the pages of all layers.
+
+The letters are the dimensions, outermost first: blocks, layers, heads, tokens (N) and bytes of a token (C).
+"""
 MINE, OTHERS = 1, (0, 2)
 """Layers in the memory that `among_layers` returns: the one with the cache under test, and those whose bytes a kernel
 must leave unchanged."""

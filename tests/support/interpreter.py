@@ -62,7 +62,7 @@ def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
 
 @functools.cache
 def builtins_of(package: Any) -> tuple[str, ...]:
-    """Return the names of a package's built-in functions, before the first kernel."""
+    """Return the names of a package's built-in functions. The first call must come before a kernel patches them."""
     return tuple(name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member))
 
 

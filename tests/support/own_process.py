@@ -103,7 +103,7 @@ def begin(
 
 
 def status(conversation: socket.socket) -> int:
-    """Return the process's exit status, or a negative signal."""
+    """Return the process's exit status, or the negative number of the signal that ended it."""
     if not (said := conversation.recv(16)):
         raise RuntimeError("the process that has imported vLLM is gone")
     return int(said)

@@ -70,5 +70,5 @@ def denied(dtype: str, reason: str = "AccuracyRegressed", **changes: Any) -> Den
 
 
 def step(decision: PolicyDecision) -> tuple[Action, str, int]:
-    """Return action, dtype and replicas of the chosen step."""
+    """Return action, dtype and replicas that the policy chose."""
     return decision.chosen.action, decision.chosen.dtype, decision.chosen.replicas

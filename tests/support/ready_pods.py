@@ -54,7 +54,7 @@ class ReadyPods:
         return self._backends.get(self._name)
 
     def endpoints(self) -> list[str] | None:
-        """Return addresses with ports, or None while the backend is unknown."""
+        """Return ADDRESS:PORT of each Ready pod that the backend selects, or None while the backend is unknown."""
         backend = self.backend()
         if backend is None:
             return None

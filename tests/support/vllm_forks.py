@@ -36,7 +36,7 @@ IMPORTED = (
 
 
 def main() -> None:
-    """Answer until stdin is closed."""
+    """Fork a process for each caller until stdin is closed."""
     before = dict(os.environ)
     for module in IMPORTED:
         importlib.import_module(module)

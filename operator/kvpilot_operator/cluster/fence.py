@@ -65,7 +65,7 @@ class WriteFence:
                 self._idle.set()
 
     async def drained(self, seconds: float) -> bool:
-        """Wait until no write is in progress. Return True if no earlier write can still reach the server."""
+        """Wait at most `seconds` for writes in progress. Return True if no earlier write can still reach the server."""
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()

@@ -111,7 +111,7 @@ class Telemetry:
         self._scrapes.labels("ok" if ok else "error").inc()
 
     def api_request(self, method: str, kind: str, status: int, seconds: float) -> None:
-        """Count a request to the Kubernetes API by its HTTP status, 0 if there was no answer."""
+        """Count a request to the Kubernetes API by its HTTP status (0: no answer), and record its duration."""
         self._api_requests.labels(method, kind, str(status) if status else "none").inc()
         if method != "WATCH":  # a watch has no useful duration: it runs until it is cancelled
             self._api_seconds.labels(method).observe(seconds)

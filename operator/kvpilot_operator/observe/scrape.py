@@ -151,7 +151,7 @@ class ScrapeThrottle:
 
     @property
     def backed_off(self) -> Mapping[str, str]:
-        """The reason by pod, for pods that failed more than once in a row and are scraped less often."""
+        """Last error by pod, for pods whose scrapes failed more than once in a row. They are scraped less often."""
         return {pod: one.why for pod, one in self._failed.items() if one.times > 1}
 
     def due(self, pods: Collection[str], now: float) -> list[str]:

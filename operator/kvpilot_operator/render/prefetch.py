@@ -1,4 +1,7 @@
-"""Render the Job that fills the claim for weights before engines start. Its pod is like an engine's, without GPU."""
+"""Render the Job that fills the PersistentVolumeClaim for weights before engines start.
+
+The Job's pod resembles an engine's pod, but has no GPU.
+"""
 
 import hashlib
 import json
