@@ -129,7 +129,7 @@ def _rule(kind: str, cls: type[PreTrainedConfig]) -> dict[str, Any] | None:
 
 
 def table() -> Mapping[str, Any]:
-    """Return the entries by model_type, sorted."""
+    """Return the entry of each model_type that has a decoder, sorted by model_type."""
     rows = {kind: row(kind) for kind in sorted(CONFIG_MAPPING)}
     return {kind: found for kind, found in rows.items() if found}
 

@@ -179,7 +179,7 @@ class Fleet:
         return 1 - later, self.hit, np.maximum(later - self.hit, 0.0)
 
     def _work(self, costs: dict[str, Array], young: Array) -> tuple[Array, Array]:
-        """Return the mean prefill of a request, in seconds and in tokens."""
+        """Return the mean prefill of a request, in seconds and in tokens. `young` is what `_youth` returns."""
         m, token, pair = self._m, costs["per_prefill_token"], costs["per_prefill_pair"]
         new, hit, miss = self._kinds()
         tokens = new * m["new_tokens"] + hit * m["hit_tokens"] + miss * m["miss_tokens"] * young
@@ -203,6 +203,13 @@ class Fleet:
         blocks leave the queue. Let F tokens be free, and each of x requests a second free H tokens. A prefix then
         survives T seconds, where F / (x H) is the integral over 0..T of the share of sessions that have not returned.
         Newton's method finds T from the T of the last substep (the integral is concave in T).
+
+        Args:
+            rate: finished requests per second.
+            held: mean tokens of KV cache that a running request holds.
+            costs: `Costs` of each service's dtype.
+            pods: ready replicas, at least 1.
+            young: see `_youth`.
         """
         m = self._m
         free = np.maximum(costs["kv_tokens"] * pods - self.inside * held, 0.0)

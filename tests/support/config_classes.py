@@ -1,4 +1,6 @@
-"""Facts of transformers' own config classes. The process runs without torch, which these classes would otherwise load::
+"""Layers and heads as transformers' own config classes report them.
+
+The process runs without torch, which these classes would otherwise load::
 
     python config_classes.py < '{"NAME": CONFIG, ...}' > '{"NAME": {"kinds": [...], "heads": 32, ...}, ...}'
     python config_classes.py defaults > '{"MODEL_TYPE": CONFIG, ...}'
@@ -37,7 +39,7 @@ def defaults() -> dict[str, Any]:
 
 
 def facts_of_all(configs: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of each config that its class accepts."""
+    """Return `facts` of each config that its class accepts."""
     from huggingface_hub.errors import StrictDataclassFieldValidationError
     from transformers import CONFIG_MAPPING
 

@@ -33,14 +33,14 @@ _MOST = 2**60
 
 
 class ProgressReader(SeriesReader[tuple[int, int]]):
-    """A parser of the metrics page of the Job's pod. It raises ScrapeError if a figure is missing."""
+    """A parser of the metrics page of the Job's pod. It raises ScrapeError if a series is missing."""
 
     def __init__(self) -> None:
         super().__init__(_WANTED)
         self._found: dict[str, int] = {}
 
     def add(self, name: str, _: str, value: float) -> None:
-        """Add one figure."""
+        """Add the value in bytes of one series. Raise ScrapeError if it is implausible."""
         if not 0 <= value <= _MOST:
             raise ScrapeError(f"{name} is {value}: not a number of bytes")
         self._found[name] = int(value)
