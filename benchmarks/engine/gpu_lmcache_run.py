@@ -17,7 +17,7 @@ from benchmarks.engine.gpu_offload_run import counters
 
 @dataclass(frozen=True)
 class Job:
-    """What the child process must do: the engine to run, and the prompts to send.
+    """Work of the child process: the engine to run, and the prompts to send.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.

@@ -18,7 +18,7 @@ from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 @dataclass(frozen=True)
 class Job:
-    """What the child process must do: the engine to run, and its load.
+    """Work of the child process: the engine to run, and its load.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -258,3 +258,12 @@ def _pod(deployment: str, labels: dict[str, str], n: int) -> Object:
     assert REVISION_LABEL in labels
     status = {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
     return {"kind": "Pod", "metadata": about, "spec": {}, "status": status}
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never suspends, such as one that awaits this API alone."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits for something")

@@ -3,8 +3,8 @@
 It runs the real decide and the real Actor. At any write it can kill the operator, which then loses all its memory.
 """
 
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -33,21 +33,14 @@ from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ProbePlan, ServerFacts, Snapshot
 from kvpilot_operator.state.status import Status, parse_status
 from kvpilot_probes.codec import Baseline, Control
-from kvpilot_probes.sequential import Seen
 from kvpilot_probes.stats import Measurement
-from support.memory_api import Killed, MemoryApi, What
+from support.memory_api import Killed, MemoryApi, What, run_to_end
 from support.model_engines import TOKENS, ModelEngines, flows
-from support.services import KEY, NOW, PROBES
+from support.model_routes import copied, weighted
+from support.services import KEY, NOW, PROBES, measurement
 
 STEP = timedelta(seconds=5)
 CAPACITY = {"auto": 3000, "k8v4": 7680, "k4v4": 11290, "fp8": 6000, "int4_per_token_head": 11290}
-
-
-def measurement(kl_micronats: int = 5_000, agreement: int = 990, prompts: int = 16) -> Measurement:
-    """Return a probe's outcome, with the same damage to each prompt. `agreement` is the top-1 agreement in permille."""
-    seen = (Seen("general", kl_micronats / 1e6, 1 - agreement / 1000),) * prompts
-    figures = Measurement(prompts, 32 * prompts, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, (), None)
-    return replace(figures, seen=seen, planned=("general",))
 
 
 @dataclass
@@ -206,7 +199,7 @@ class ModelCluster:
         assert not broken, broken
         self.api.left = cut_after
         try:
-            _run_to_end(self._actor.perform(before, decision))
+            run_to_end(self._actor.perform(before, decision))
         except Killed:
             self.probe = None
             self.restart()
@@ -304,23 +297,15 @@ class ModelCluster:
         """Return each revision's current share of the requests. Revisions without ready pods get none."""
         if not self.rules:
             return self._behind(self.services.get(KEY.name, {}))
-        shares: dict[str, float] = {}
-        refs = [ref for ref in self.rules[0]["backendRefs"] if ref["name"] in (KEY.name, f"{KEY.name}-canary")]
-        weights = [ref.get("weight", 1) for ref in refs]
-        for ref, weight in zip(refs, weights, strict=True):
-            backends = self.pools if ref.get("kind") == "InferencePool" else self.services
-            for name, share in self._behind(backends.get(ref["name"], {})).items():
-                shares[name] = shares.get(name, 0.0) + share * weight / sum(weights)
-        return shares
+        return weighted(self.rules, {KEY.name, f"{KEY.name}-canary"}, self._backend)
 
     def mirrored(self) -> dict[str, float]:
         """Return the share of the requests that the route copies to each revision."""
-        filters = [one["requestMirror"] for one in (self.rules or [{}])[0].get("filters", ()) if "requestMirror" in one]
-        return {
-            name: share * one.get("percent", 100) / 100
-            for one in filters
-            for name, share in self._behind(self.services.get(one["backendRef"]["name"], {})).items()
-        }
+        return copied(self.rules or (), self._backend)
+
+    def _backend(self, ref: dict[str, Any]) -> dict[str, float]:
+        backends = self.pools if ref.get("kind") == "InferencePool" else self.services
+        return self._behind(backends.get(ref["name"], {}))
 
     def answering(self) -> int:
         """Return the number of ready pods that requests can reach."""
@@ -409,12 +394,3 @@ class ModelCluster:
             self.probe = ProbeResult(request, outcome)
         else:
             self.probe = None
-
-
-def _run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never suspends."""
-    try:
-        work.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("it waits for something")

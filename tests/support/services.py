@@ -13,6 +13,8 @@ from kvpilot_operator.state.objects import DeploymentView, PodView
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ProbePlan, ServiceKey, Snapshot
 from kvpilot_operator.state.status import Stable, Status
+from kvpilot_probes.sequential import Seen
+from kvpilot_probes.stats import Measurement
 from support.crd import apply_defaults
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -135,3 +137,10 @@ def baseline(**changes: Any) -> Baseline:
         "control_top1_agreement_permille": 1000,
     }
     return Baseline(**{**fields, **changes})
+
+
+def measurement(kl_micronats: int = 5_000, agreement: int = 990, prompts: int = 16) -> Measurement:
+    """Return a probe's outcome, with the same damage to each prompt. `agreement` is the top-1 agreement in permille."""
+    seen = (Seen("general", kl_micronats / 1e6, 1 - agreement / 1000),) * prompts
+    figures = Measurement(prompts, 32 * prompts, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, (), None)
+    return replace(figures, seen=seen, planned=("general",))

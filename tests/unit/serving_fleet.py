@@ -6,8 +6,8 @@ from typing import Any
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Decision, Measure, ProbeResult
 from kvpilot_operator.state.status import parse_status
-from support.model_cluster import ModelCluster, measurement
-from support.services import manifest
+from support.model_cluster import ModelCluster
+from support.services import manifest, measurement
 
 PERIOD = 60
 GARBAGE = measurement(9_000_000, 10)

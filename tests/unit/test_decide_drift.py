@@ -12,8 +12,7 @@ from serving_fleet import GARBAGE, PERIOD, SOUND, fixed, serving
 from kvpilot_operator.state.decision import ProbeFailed
 from kvpilot_operator.state.status import MAX_MESSAGE, Denied, parse_status
 from kvpilot_probes.stats import AnswerPair
-from support.model_cluster import measurement
-from support.services import revision_of
+from support.services import measurement, revision_of
 
 FEW = measurement(1_000, 1000, prompts=3)
 

@@ -10,8 +10,8 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.state.accuracy import Accuracy
 from kvpilot_operator.state.decision import Capture, Decision, Measure, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status
-from support.model_cluster import ModelCluster, measurement
-from support.services import NOW, baseline, manifest, reporting, revision_of, running
+from support.model_cluster import ModelCluster
+from support.services import NOW, baseline, manifest, measurement, reporting, revision_of, running
 from support.trials import on_trial
 
 

@@ -25,8 +25,8 @@ from kvpilot_operator.state.objects import DeploymentView
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import Canary, Status, parse_status
 from kvpilot_probes.codec import Baseline, Control
-from support.model_cluster import ModelCluster, measurement
-from support.services import KEY, NOW, PROBES, baseline, manifest, pod, reporting, revision_of, running
+from support.model_cluster import ModelCluster
+from support.services import KEY, NOW, PROBES, baseline, manifest, measurement, pod, reporting, revision_of, running
 
 AUTO = manifest()
 CONTROL = Control(NOW, 8, 256, 100, 1000, 1000)

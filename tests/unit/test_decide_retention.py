@@ -9,8 +9,8 @@ from kvpilot_operator.api.spec import parse
 from kvpilot_operator.decide import decide
 from kvpilot_operator.state.decision import Capture, Decision, Measure, ProbeResult
 from kvpilot_operator.state.status import Status
-from support.model_cluster import ModelCluster, measurement
-from support.services import manifest, revision_of, running
+from support.model_cluster import ModelCluster
+from support.services import manifest, measurement, revision_of, running
 from support.trials import end_of
 
 

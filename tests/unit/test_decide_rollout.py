@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvpilot_operator.decide import decide
 from kvpilot_operator.state.decision import Measure, ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import parse_status
-from support.model_cluster import ModelCluster, measurement
-from support.services import manifest, revision_of, running, snapshot
+from support.model_cluster import ModelCluster
+from support.services import manifest, measurement, revision_of, running, snapshot
 from support.trials import NEW, at_every_moment, ended, on_trial, stage
 
 AUTO = {

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide.accuracy.verdict import judge
 from kvpilot_probes.results import Tasks
-from support.model_cluster import measurement
-from support.services import baseline, manifest, spec_of
+from support.services import baseline, manifest, measurement, spec_of
 
 LIMITS: Accuracy = spec_of(manifest(accuracy={"maxExcessKLMillinats": 20, "minTop1AgreementPercent": 97})).accuracy
 

@@ -10,8 +10,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.gate import damage, page
 from benchmarks.gate.modes import HEALTHY, MODES, SHARED
 
-RAW = json.loads(Path("docs/benchmarks/gate.json").read_text())
-PAGE = Path("docs/benchmarks/gate.md").read_text()
+ROOT = Path(__file__).parents[2]
+RAW = json.loads((ROOT / "docs/benchmarks/gate.json").read_text())
+PAGE = (ROOT / "docs/benchmarks/gate.md").read_text()
 
 
 def test_the_matrix_has_sixteen_modes_or_more_that_each_name_a_public_report() -> None:

@@ -46,7 +46,10 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What preflight cannot check. Each field is the option or variable that is the reason; None if preflight can."""
+    """Facts that preflight cannot check on this machine.
+
+    Each field names the option or variable that is the reason. It is None if preflight can check the fact.
+    """
 
     config: str | None = None
     weights: str | None = None
