@@ -1,7 +1,7 @@
 """Write the pages about runs of `decode.py` in docs/benchmarks: `python -m benchmarks.kernels.decode_page`.
 
-The pages are h200-decode.md, h200-decode-float16.md for earlier kernels, h200-decode-wide.md for heads of 512 elements,
-and h100-decode-heads.md for heads of 80 and 192.
+The pages are h200-decode.md, h200-decode-wide.md for heads of 512 elements, and h100-decode-heads.md for heads of 80
+and 192.
 """
 
 import json
@@ -76,17 +76,9 @@ def main() -> None:
         "h200-decode.md",
         "# Decode attention on one NVIDIA H200",
         (
-            ("h200-decode-two-bits.json", f"## Two bits of full length, with a window, {matrices}"),
+            ("h200-decode-xqa.json", "## Beside FlashAttention 3 and XQA"),
             ("h200-decode-integers.json", "## Keys as 8-bit integers (stopped before the last shapes)"),
             ("h200-decode-integers-recent.json", "## Keys as 8-bit integers, with a window (stopped too)"),
-        ),
-    )
-    write(
-        "h200-decode-float16.md",
-        "# Decode attention on one NVIDIA H200, with keys in float16",
-        (
-            ("h200-decode.json", "## Beside other backends, with keys in float16"),
-            ("h200-decode-recent.json", "## With a window, with keys in float16"),
         ),
     )
     write(

@@ -1,4 +1,4 @@
-"""Measure other projects' decode kernels for `decode.py`: FlashAttention 3 as in vLLM, FlashInfer, and vLLM's Triton.
+"""Measure other projects' decode kernels for `decode.py`, as vLLM uses them: FlashAttention 3, XQA, and vLLM's Triton.
 
 The Triton kernel is measured only for heads of more than 256 elements, which the other two do not support.
 """
@@ -27,8 +27,8 @@ def installed(dim: int) -> dict[str, Run]:
         found["FlashAttention 3 bf16"] = lambda case, device: flash_attention(case, device, torch.bfloat16)
         found["FlashAttention 3 fp8"] = lambda case, device: flash_attention(case, device, FP8)
     if importlib.util.find_spec("flashinfer"):
-        found["FlashInfer bf16"] = lambda case, device: flashinfer(case, device, torch.bfloat16)
-        found["FlashInfer fp8"] = lambda case, device: flashinfer(case, device, FP8)
+        found["FlashInfer XQA bf16"] = lambda case, device: xqa(case, device, torch.bfloat16)
+        found["FlashInfer XQA fp8"] = lambda case, device: xqa(case, device, FP8)
     return found
 
 
@@ -104,24 +104,21 @@ def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
     return {"merged": microseconds(launch), "bytes": size}
 
 
-def flashinfer(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Measure FlashInfer's batch decode, planned beforehand. Use tensor cores from four query heads per KV head on."""
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+def xqa(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Measure XQA, the kernel with which vLLM's FlashInfer backend decodes on Hopper (vllm#43232)."""
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
     caches, size, table = _caches(case, device, dtype, 16)
-    workspace = torch.empty(512 * 2**20, dtype=torch.uint8, device=device)
-    per = table.shape[1]
-    indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * per
-    last = torch.full((case.batch,), (case.context - 1) % 16 + 1, dtype=torch.int32, device=device)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        workspace, "NHD", use_cuda_graph=True, use_tensor_cores=case.heads // case.kv_heads >= 4,
-        paged_kv_indptr_buffer=indptr, paged_kv_indices_buffer=table.flatten().clone(),
-        paged_kv_last_page_len_buffer=last,
-    )  # fmt: skip
-    wrapper.plan(
-        indptr, table.flatten(), last, case.heads, case.kv_heads, case.dim, 16, q_data_type=torch.bfloat16,
-        kv_data_type=dtype, sm_scale=case.dim**-0.5,
-    )  # fmt: skip
+    workspace = torch.zeros(512 * 2**20, dtype=torch.uint8, device=device)
+    lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
     query = torch.randn(case.batch, case.heads, case.dim, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(query)
     turn = iter(range(10**9))
-    return {"merged": microseconds(lambda: wrapper.run(query, caches[next(turn) % len(caches)])), "bytes": size}
+
+    def launch() -> None:
+        xqa_batch_decode_with_kv_cache(
+            query, caches[next(turn) % len(caches)], workspace, table, lens, case.context,
+            bmm1_scale=case.dim**-0.5, bmm2_scale=1.0, out=out,
+        )  # fmt: skip
+
+    return {"merged": microseconds(launch), "bytes": size}
