@@ -11,7 +11,6 @@ from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.gpus import prices
 from kvpilot_operator.observe.api_reads import API_SECONDS, AUTOSCALER_SECONDS, FORGET_SECONDS, Autoscalers
 from kvpilot_operator.state.objects import ObjectView
 from kvpilot_operator.state.questions import Question
@@ -36,17 +35,6 @@ async def test_a_snapshot_holds_what_engines_and_nodes_say(world: World) -> None
     assert sample is not None
     assert (sample.pods, sample.observed_dtype, sample.flows.seconds) == (1, "k4v4", 5)
     assert world.asked == ["http://10.0.0.1:8000"] * 2
-
-
-@pytest.mark.parametrize(("product", "cost"), [("NVIDIA-H200", 3_500_000), ("NVIDIA-GB200", 9_000_000), ("L4", None)])
-async def test_an_hour_costs_the_price_of_the_nodes_gpu(world: World, product: str, cost: int | None) -> None:
-    labels = {"nvidia.com/gpu.product": product}
-    world.cluster.objects[path_of("v1", "Node", "", "node-1")] = {
-        "metadata": {"name": "node-1", "labels": labels},
-        "status": {"allocatable": {"nvidia.com/gpu": "1"}},
-    }
-    world.observer.prices = prices([("H200", 3.5), ("GB200", 9)])
-    assert (await world.snapshot()).gpu_hour_micros == cost
 
 
 async def test_a_service_runs_on_the_first_of_its_nodes_that_has_a_gpu_and_with_the_image_of_its_deployment(

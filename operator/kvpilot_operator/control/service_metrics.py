@@ -62,8 +62,6 @@ FAMILIES = (
         "Last observed latency at an objective's percentile; absent for too few samples.",
         ("metric", "percentile"),
     ),
-    Family("kvpilot_cost_per_hour", "Cost of the service's GPUs an hour, in the currency of the chart's prices."),
-    Family("kvpilot_cost_per_million_tokens", "Cost of a million generated tokens, at the rate of the last window."),
     Family("kvpilot_engine_metrics_timestamp_seconds", "Time of the last scrape of the service's engines."),
     Family("kvpilot_doubted_pods", "Pods with implausible metrics."),
     Family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape."),
@@ -192,8 +190,6 @@ def _figures(figures: Figures) -> _Rows:
         yield "kvpilot_retention", (figures.retention,), 1
     for tier, share in figures.hits.items():
         yield "kvpilot_prefix_hit_ratio", (tier,), share
-    yield "kvpilot_cost_per_hour", (), figures.cost_per_hour
-    yield "kvpilot_cost_per_million_tokens", (), figures.cost_per_million_tokens
     for one in figures.latencies:
         labels = (one.metric, str(one.percentile))
         yield "kvpilot_objective_seconds", labels, one.limit_seconds

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 
@@ -21,7 +21,6 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
-from kvpilot_operator.gpus import price_key
 from kvpilot_operator.observe.api_reads import Autoscalers, GroupEvents, Served, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.nodes import NodeCache
@@ -68,7 +67,6 @@ class Observer:
     clock: Callable[[], datetime]
     on_scrape: Callable[[bool], None]
     elapsed: Callable[[], float] = time.monotonic
-    prices: Mapping[str, int] = field(default_factory=dict)
     tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:
@@ -131,7 +129,6 @@ class Observer:
             objects=objects,
             samples=windows.samples(),
             node=node,
-            gpu_hour_micros=self.prices.get(price_key(node.gpu)),
             model=windows.model(),
             route=route,
             prefetch=prefetch,

@@ -154,10 +154,6 @@ class Figures:
     """Policy by which engines free pages of a sequence; empty if they keep all tokens."""
     hits: Mapping[str, float] = field(default_factory=dict)
     """Share of prompt tokens that were found in a cache tier, by tier. Empty without kvCache.offload."""
-    cost_per_hour: float | None = None
-    """Cost of all GPUs of the service, including a canary's; None if the GPUs have no price."""
-    cost_per_million_tokens: float | None = None
-    """Cost of a million generated tokens, at the rate of the last window."""
     latencies: tuple[Latency, ...] = ()
 
 
