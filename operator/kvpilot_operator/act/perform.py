@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvpilot_operator.act.events import Events
+from kvpilot_operator.act.gates import ungate
 from kvpilot_operator.act.ownership import Reference, claim, hold, is_owned, own, starts_pods
-from kvpilot_operator.act.pod_marks import mark_do_not_evict, ungate
 from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVICE_LABEL, baseline_name, deployment_name
 from kvpilot_operator.cluster.client import Cluster
@@ -82,7 +82,6 @@ class Actor:
         if decision.ungating is not None:
             about = (DEPLOYMENT.pods_owner, deployment_name(s.key.name, decision.ungating.revision))
             await self._attempt(s, about, b"", partial(ungate, self._cluster, s, decision.ungating))
-        await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
         # Events report changes of the status. If the write of the status waits, post none: a later reconcile makes the
         # same events again.
         for event in () if waits else decision.events:

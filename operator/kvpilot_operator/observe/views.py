@@ -52,7 +52,6 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE
         held_up=_held_up(status, container_name),
         needs=_needs(pod) if unheard or not _begun(status) else None,
         uid=pod["metadata"].get("uid", ""),
-        do_not_evict=names.DO_NOT_EVICT_ANNOTATION in (pod["metadata"].get("annotations") or {}),
         mesh=mesh and labels.get(names.MESH_LABEL) == names.MESH_VALUE,
         containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
         admitted=conditions.get(names.ADMITTED, {}).get("status") == "True" if names.ADMITTED in gates else None,

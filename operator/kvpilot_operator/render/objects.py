@@ -15,11 +15,6 @@ from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.times import utc
 
 _GATEWAYS = names.HTTP_ROUTE_API.partition("/")[0]
-_DO_NOT_EVICT = {
-    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
-    "karpenter.sh/do-not-disrupt": "true",
-    names.DO_NOT_EVICT_ANNOTATION: "true",
-}
 
 
 def owned(
@@ -129,13 +124,6 @@ def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
     selector = {"leaderworkerset.sigs.k8s.io/name": name}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
     return owned(key, uid, ("v1", "Service", name), spec=spec)
-
-
-def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, Any]:
-    """Return our annotations of one pod: those that node autoscalers respect, and our own mark."""
-    annotations = dict(_DO_NOT_EVICT) if wanted else {}
-    metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
 
 
 def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) -> dict[str, Any]:

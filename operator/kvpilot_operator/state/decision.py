@@ -172,8 +172,6 @@ class Decision:
     """Readiness gates by pod name, True for open. `act` opens gates after the status, and closes gates at the end."""
     ungating: Ungating | None = None
     """Step that removes the readiness gate from the serving Deployment."""
-    do_not_evict: frozenset[str] = frozenset()
-    """Names of all pods that cluster autoscalers should not evict."""
     unanswered: tuple[Unanswered, ...] = ()
     """Questions that failed. Everything that depends on their answers stays unchanged."""
     figures: Figures = Figures()
