@@ -11,10 +11,10 @@ from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.observe.api_reads import API_SECONDS, AUTOSCALER_SECONDS, FORGET_SECONDS, Autoscalers
+from kvpilot_operator.observe.api_reads import API_SECONDS, AUTOSCALER_SECONDS, FORGET_SECONDS, ApiReads
 from kvpilot_operator.state.objects import ObjectView
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ServiceKey
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ServerFacts, ServiceKey
 from support.observed import OURS, REAL, World, edited, pod, route
 from support.services import KEY, manifest, spec_of
 
@@ -72,13 +72,13 @@ async def test_an_autoscaler_of_a_service_that_kvpilot_scales_is_seen_by_rare_li
 
 async def test_the_autoscalers_of_a_namespace_are_forgotten_once_no_service_asks_for_them(world: World) -> None:
     seconds, spec = 0.0, spec_of(manifest())
-    known = Autoscalers(world.cluster, lambda: seconds)  # type: ignore[arg-type]
-    await known.of(ServiceKey("gone", "a"), spec)
-    assert "'gone': (" in repr(known)
+    known = ApiReads(world.cluster, ServerFacts(), lambda: seconds)  # type: ignore[arg-type]
+    await known.autoscaler(ServiceKey("gone", "a"), spec)
+    assert "'gone'): (" in repr(known)
     seconds = FORGET_SECONDS
-    await known.of(ServiceKey("here", "a"), spec)
-    assert "'here': (" in repr(known)
-    assert "'gone': (" not in repr(known)
+    await known.autoscaler(ServiceKey("here", "a"), spec)
+    assert "'here'): (" in repr(known)
+    assert "'gone'): (" not in repr(known)
 
 
 async def test_versions_move_with_what_a_deployment_should_be_and_not_with_its_pods(world: World) -> None:

@@ -21,9 +21,8 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
-from kvpilot_operator.observe.api_reads import Autoscalers, GroupEvents, Served, not_served
+from kvpilot_operator.observe.api_reads import ApiReads, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
-from kvpilot_operator.observe.nodes import NodeCache
 from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
@@ -71,10 +70,7 @@ class Observer:
 
     def __post_init__(self) -> None:
         self._texts = PackTexts(self.cluster)
-        self._nodes = NodeCache(self.cluster, lambda: self.clock())
-        self._served = Served(self.cluster, self.server, lambda: self.elapsed())
-        self._groups = GroupEvents(self.cluster, lambda: self.elapsed())
-        self._autoscalers = Autoscalers(self.cluster, lambda: self.elapsed())
+        self._reads = ApiReads(self.cluster, self.server, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
         """Return the current Snapshot of one service. Return None if the service does not exist or is being deleted."""
@@ -85,17 +81,17 @@ class Observer:
         spec = service.spec
         # Send all requests first, so that everything read from the cache afterwards has the same age.
         failed: list[Unanswered] = []
-        server = await _observed(Question.ROUTE, self._served.facts(spec), self.server, failed)
+        server = await _observed(Question.ROUTE, self._reads.server(spec), self.server, failed)
         route, routes = await _observed(Question.ROUTE, self._route(known, service, server), (None, {}), failed)
         pools = await _observed(Question.POOLS, self._pools(known, service, server), {}, failed)
         probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
         job = read_prefetch(self.cluster, self.scraper, key, service)
         prefetch = await _observed(Question.PREFETCH, job, None, failed)
         pods = self.cache.pods.of(key)
-        node = await _observed(Question.NODE, self._nodes.facts(pods), self._nodes.known(pods), failed)
-        autoscaler = await _observed(Question.REPLICAS, self._autoscalers.of(key, spec), None, failed)
+        node = await _observed(Question.NODE, self._reads.node(pods), self._reads.known_node(pods), failed)
+        autoscaler = await _observed(Question.REPLICAS, self._reads.autoscaler(key, spec), None, failed)
         views = [placed.view for placed in self.cache.workloads(key)]
-        told = self._groups.refusals(key, views, self.cache.replicas(key))
+        told = self._reads.refusals(key, views, self.cache.replicas(key))
         refusals = await _observed(Question.GROUPS, told, {}, failed)
         service = self.cache.services.get(*key)
         if service is None or service.spec is not spec:
@@ -167,7 +163,7 @@ class Observer:
                 pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
                 failed += [view.name for view in asked if view.name not in pages]
                 if pages:
-                    gpus, unanswered = self._nodes.gpus(views), len(views) - len(pages)
+                    gpus, unanswered = self._reads.gpus(views), len(views) - len(pages)
                     judged = known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
                     _tell(known, revision, judged)
             whole.set_attribute("kvpilot.pods.failed", failed)
