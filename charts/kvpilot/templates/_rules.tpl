@@ -48,7 +48,7 @@
   verbs: [get, list, create, patch, delete]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- if .Values.rbac.leaderWorkerSets }}
 - apiGroups: [leaderworkerset.x-k8s.io]
   resources: [leaderworkersets]

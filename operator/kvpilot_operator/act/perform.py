@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvpilot_operator.act.events import Events
+from kvpilot_operator.act import events
 from kvpilot_operator.act.gates import ungate
 from kvpilot_operator.act.ownership import Reference, claim, hold, is_owned, own, starts_pods
 from kvpilot_operator.act.rejections import Rejections
@@ -58,12 +58,11 @@ class _Applied(NamedTuple):
 class Actor:
     """The writer of one service's objects. Every write is idempotent."""
 
-    __slots__ = ("_applied", "_clock", "_cluster", "_events", "_rejections", "_told")
+    __slots__ = ("_applied", "_clock", "_cluster", "_rejections", "_told")
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
         self._clock = clock
-        self._events = Events(cluster)
         self._rejections = Rejections(clock)
         self._applied: dict[tuple[str, str], _Applied | None] = {}
         self._told = -math.inf
@@ -85,7 +84,7 @@ class Actor:
         # Events report changes of the status. If the write of the status waits, post none: a later reconcile makes the
         # same events again.
         for event in () if waits else decision.events:
-            await self._events.post(s, event)
+            await events.post(self._cluster, s, event)
 
     @property
     def rejections(self) -> tuple[Rejection, ...] | None:
