@@ -23,7 +23,6 @@ from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.observe.api_reads import ApiReads, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
-from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
@@ -164,8 +163,7 @@ class Observer:
                 failed += [view.name for view in asked if view.name not in pages]
                 if pages:
                     gpus, unanswered = self._reads.gpus(views), len(views) - len(pages)
-                    judged = known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
-                    _tell(known, revision, judged)
+                    known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
             whole.set_attribute("kvpilot.pods.failed", failed)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, throttle: ScrapeThrottle) -> PodMetrics | None:
@@ -237,13 +235,3 @@ def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequen
     if selects is not None and any(one.question == Question.POOLS for one in failed):
         return ""  # The pool could not be read, and may select any revision.
     return together(selects, pool)
-
-
-def _tell(known: Observations, revision: str, judged: Judged) -> None:
-    """Log implausible or stalled pods of a revision, each only once while its fault persists."""
-    odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
-    odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
-    news = known.windows.news(revision, odd.values())
-    for words, about in odd.items():
-        if about in news:
-            log.warning("metrics: %s", words, extra={"service": str(known.key)})
