@@ -165,10 +165,7 @@ class Actor:
     ) -> bool:
         """Try one write. Return False if the server refuses it, or refused it before and no retry is due.
 
-        Args:
-            what: (kind, name) of the object.
-            content: Hash of the content. New content is written at once, even if the old content was refused.
-            write: The function that writes the object.
+        Content with another hash (`content`) is written at once, even if the old content was refused.
         """
         if self._rejections.waits(what, content):
             return False

@@ -174,11 +174,8 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield "kvpilot_desired_replicas", (), status.scaling.desired_replicas
     yield "kvpilot_recommended_replicas", (), status.scaling.recommended_replicas
     newest = [series[-1] for series in s.samples.values() if series]
-    yield (
-        "kvpilot_engine_metrics_timestamp_seconds",
-        (),
-        max((sample.time.timestamp() for sample in newest), default=None),
-    )
+    scraped = max((sample.time.timestamp() for sample in newest), default=None)
+    yield "kvpilot_engine_metrics_timestamp_seconds", (), scraped
     yield "kvpilot_doubted_pods", (), sum(len(sample.implausible) for sample in newest)
     yield "kvpilot_unanswered_pods", (), sum(sample.unanswered for sample in newest)
     yield "kvpilot_scrape_backoff_pods", (), len(s.backed_off)
@@ -215,12 +212,10 @@ def _words(s: Snapshot, status: Status) -> _Rows:
     for one in status.conditions:
         yield "kvpilot_condition", (one.type, one.status, known(one.reason)), 1
     kv = status.kv_cache
-    for family, dtype in (
-        ("kvpilot_active_dtype", kv.active_dtype),
-        ("kvpilot_recommended_dtype", kv.recommended_dtype),
-    ):
-        if dtype is not None:
-            yield family, (dtype,), 1
+    if kv.active_dtype is not None:
+        yield "kvpilot_active_dtype", (kv.active_dtype,), 1
+    if kv.recommended_dtype is not None:
+        yield "kvpilot_recommended_dtype", (kv.recommended_dtype,), 1
     denied: dict[str, float] = {}
     for entry in kv.denied:
         denied[entry.dtype] = max(entry.until.timestamp(), denied.get(entry.dtype, 0.0))
@@ -241,17 +236,11 @@ def _canary(s: Snapshot, status: Status) -> _Rows:
     if canary is not None:
         yield "kvpilot_canary_stage", (canary.stage, canary.dtype), 1
         yield "kvpilot_canary_weight_ratio", (), (canary.weight_percent or 0) / 100
-        yield (
-            "kvpilot_canary_deadline_timestamp_seconds",
-            (),
-            canary_deadline(s.spec, canary).timestamp() if s.spec is not None else None,
-        )
+        deadline = canary_deadline(s.spec, canary).timestamp() if s.spec is not None else None
+        yield "kvpilot_canary_deadline_timestamp_seconds", (), deadline
     if last is not None:
-        yield (
-            "kvpilot_last_canary_timestamp_seconds",
-            (last.dtype, last.verdict, known(last.reason)),
-            last.time.timestamp(),
-        )
+        labels = (last.dtype, last.verdict, known(last.reason))
+        yield "kvpilot_last_canary_timestamp_seconds", labels, last.time.timestamp()
 
 
 def _probes(accuracy: Accuracy) -> _Rows:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,12 +13,11 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.observe.nodes import node_facts
-from kvpilot_operator.observe.views import without_pod_name
+from kvpilot_operator.observe.views import Object, without_pod_name
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from kvpilot_operator.state.objects import DeploymentView, PodView
 from kvpilot_operator.state.snapshot import NodeFacts, ServerFacts, ServiceKey
 
-Object = Mapping[str, Any]
 T = TypeVar("T")
 
 # Times until something is read again. An API may be installed later, and a new node may get its GPU's labels later.
@@ -156,13 +155,9 @@ def incomplete(key: ServiceKey, view: DeploymentView, leaders: Sequence[PodView]
 def refusal_of(events: Sequence[Object]) -> str | None:
     """Return the newest refusal to create a pod, without the pod's name. Return None if a pod was created since."""
     about = [one for one in events if one.get("reason") in ("FailedCreate", "SuccessfulCreate")]
-    newest = max(about, key=_time, default=None)
+    # Recorders use different fields for the time. As RFC 3339 text in UTC, it sorts by time.
+    newest = max(about, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""), default=None)
     if newest is None or newest["reason"] == "SuccessfulCreate":
         return None
     message = str(newest.get("message") or "FailedCreate")
     return without_pod_name(message.partition(" failed error: ")[2] or message)
-
-
-def _time(event: Object) -> str:
-    """Return the Event's time as RFC 3339 text in UTC, which sorts by time. Recorders use different fields for it."""
-    return str(event.get("lastTimestamp") or event.get("eventTime") or "")

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
@@ -103,7 +103,10 @@ class Observer:
             and placed.name == deployment_name(key.name, placed.view.revision)
         }
         objects.update(pools | routes)
-        traffic = objects.get(("Service", key.name))
+        service_view, pool = objects.get(("Service", key.name)), pools.get(("InferencePool", key.name))
+        selects = service_view.selects if service_view is not None and service_view.owned else None
+        # A pool that could not be read may select any revision.
+        unread = selects is not None and any(one.question == Question.POOLS for one in failed)
         windows.keep_only(revisions.keys())
         faults = service.faults or not_served(spec, self.cache.serves_groups(key.namespace))
         if spec is not None:
@@ -120,7 +123,7 @@ class Observer:
             canary_annotation=service.canary_annotation,
             deployments=revisions,
             pods=self.cache.replicas(key),
-            traffic=_traffic(traffic, pools.get(("InferencePool", key.name)), failed),
+            traffic="" if unread else together(selects, pool),
             objects=objects,
             samples=windows.samples(),
             node=node,
@@ -228,10 +231,3 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
             raise
         failed.append(unanswered(question, error))
         return otherwise
-
-
-def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequence[Unanswered]) -> str | None:
-    selects = service.selects if service is not None and service.owned else None
-    if selects is not None and any(one.question == Question.POOLS for one in failed):
-        return ""  # The pool could not be read, and may select any revision.
-    return together(selects, pool)

@@ -42,14 +42,10 @@ def workload(
     nodes: int = 1,
     has_gate: bool = True,
 ) -> dict[str, Any]:
-    """Return the workload of one revision.
+    """Return the workload of one revision. `template` is that of the pods that take requests.
 
-    Args:
-        template: Template of the pods that take requests.
-        replicas: Number of replicas.
-        startup_seconds: Longest time until an engine is ready. The workload's progress deadline is 60 s later.
-        nodes: Number of nodes that each replica spans.
-        has_gate: True if pods do not become Ready before the operator admits them.
+    The workload's progress deadline is 60 s after the longest time until an engine is ready (`startup_seconds`). With
+    `has_gate`, pods do not become Ready before the operator admits them.
     """
     gates = {"readinessGates": [{"conditionType": names.ADMITTED}]} if has_gate else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (names.REVISION_LABEL, names.DTYPE_LABEL)}
@@ -89,14 +85,10 @@ def inference_pool(
 def disruption_budget(
     key: ServiceKey, uid: str, revision: str, max_unavailable: int, *, groups: bool = False
 ) -> dict[str, Any]:
-    """Return the PodDisruptionBudget of a service.
+    """Return the PodDisruptionBudget of a service's pods, of one revision if `revision` is not empty.
 
-    A pod that is not ready may always be evicted, so that an engine that never starts does not block a drain.
-
-    Args:
-        revision: The revision whose pods the budget covers, or "" for all.
-        max_unavailable: Number of these pods that may be unavailable at a time.
-        groups: True to cover the workers of multi-node groups as well as their leaders.
+    A pod that is not ready may always be evicted, so that an engine that never starts does not block a drain. With
+    `groups`, the budget covers the workers of multi-node groups, too.
     """
     selector = _selector(key, revision, names.GROUP_LABEL if groups else names.SERVICE_LABEL)
     spec = {
