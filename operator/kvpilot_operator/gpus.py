@@ -3,9 +3,6 @@
 The table omits names of partial GPUs: those with `-SHARED` (time slicing), or with `-MIG-1g.10gb` (a slice).
 """
 
-import math
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -56,33 +53,6 @@ GPUS: tuple[Gpu, ...] = (
 """All known GPUs, the newest and largest first."""
 
 _BY_PRODUCT = {product: gpu for gpu in GPUS for product in gpu.products}
-_BY_NAME = {gpu.name.lower(): gpu for gpu in GPUS}
-_MOST_AN_HOUR = 1_000_000
-_KIND = re.compile(r"[A-Za-z][A-Za-z0-9._/-]*")
-
-
-def prices(given: Iterable[tuple[str, object]]) -> dict[str, int]:
-    """Return prices of a GPU hour by `price_key`, in millionths of the currency. Raise ValueError for a bad price."""
-    found: dict[str, int] = {}
-    for kind, price in given:
-        if not _KIND.fullmatch(kind):
-            raise ValueError(f"prices.{kind}: is not the name of a GPU; use H200, or a node's label gpu.product")
-        key = price_key(kind)
-        if key in found:
-            raise ValueError(f"prices.{kind}: {key} has a price already; remove one of them")
-        number = price if isinstance(price, int | float) and not isinstance(price, bool) else math.nan
-        if not 0.000001 <= number <= _MOST_AN_HOUR:
-            raise ValueError(
-                f"prices.{kind}: {price!r} is not a price; give a number above 0, such as 2.5, or leave it out"
-            )
-        found[key] = round(number * 1e6)
-    return found
-
-
-def price_key(kind: str) -> str:
-    """Return the key of a GPU's price: its name in GPUS, or for an unknown GPU its label without the vendor."""
-    gpu = _BY_NAME.get(kind.lower()) or by_product(kind)
-    return gpu.name if gpu is not None else kind.removeprefix("NVIDIA-")
 
 
 def by_product(label: str) -> Gpu | None:

@@ -2,16 +2,13 @@
 
 import argparse
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import yaml
 
 from kvpilot_formats.installed import add_version
 from kvpilot_operator.api.engine_defaults import NO_DEFAULTS, EngineDefaults
 from kvpilot_operator.api.pod_template import KINDS
-from kvpilot_operator.gpus import prices
 
 PURPOSE = "Gives every QuantizedLLMService the smallest KV cache that it can afford, and proves it."
 
@@ -46,9 +43,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="image, imagePullSecrets and tolerations of engines whose services leave them out",
     )
     parser.add_argument(
-        "--prices", type=_prices, default={}, metavar="FILE", help="price of a GPU of each kind an hour, as YAML"
-    )
-    parser.add_argument(
         "--mesh-certificates",
         type=_folder,
         metavar="DIR",
@@ -69,16 +63,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if options.leader_elect and not options.lease_namespace:
         parser.error("--leader-elect needs --lease-namespace NAMESPACE, or POD_NAMESPACE in the environment")
     return options
-
-
-def _prices(path: str) -> dict[str, int]:
-    try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(given, Mapping):
-            raise ValueError("prices: is not a mapping; write KIND: PRICE lines, such as H200: 2.5")
-        return prices((str(kind), price) for kind, price in given.items())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
 
 
 def _engine_defaults(text: str) -> EngineDefaults:

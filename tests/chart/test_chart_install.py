@@ -41,10 +41,9 @@ NOT_USED_HERE = {
     *((verb, "leaderworkersets") for verb in ("get", "list", "watch", "create", "patch", "delete")),
     # Only the StatefulSet of a LeaderWorkerSet has Events that the operator reads.
     ("list", "events"),
-    # These verbs are used only later: to delete surplus services and old baselines, and to count repeated Events.
+    # These verbs are used only later: to delete surplus services and old baselines.
     ("delete", "services"),
     ("delete", "configmaps"),
-    ("patch", "events"),
     # The request is a PATCH, but server-side apply also needs the right to create.
     *(("create", kind) for kind in ("deployments", "services", "configmaps")),
 }

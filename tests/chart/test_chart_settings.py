@@ -64,10 +64,14 @@ def test_a_value_sets_its_field_of_the_deployment_and_no_other(chart, values, fi
 
 
 def test_own_volumes_and_those_of_the_values_stand_side_by_side(chart):
-    values = {"prices": {"H200": 3}, "extraVolumes": [{"name": "ca", "emptyDir": {}}], "extraVolumeMounts": [MOUNT]}
+    values = {
+        "istio": {"certificates": True},
+        "extraVolumes": [{"name": "ca", "emptyDir": {}}],
+        "extraVolumeMounts": [MOUNT],
+    }
     found = pod(render(chart, values))
-    assert [one["name"] for one in found["volumes"]] == ["prices", "ca"]
-    assert [one["name"] for one in found["containers"][0]["volumeMounts"]] == ["prices", "ca"]
+    assert [one["name"] for one in found["volumes"]] == ["mesh", "ca"]
+    assert [one["name"] for one in found["containers"][0]["volumeMounts"]] == ["mesh", "ca"]
 
 
 def test_a_pod_has_the_time_that_it_needs_to_hand_over(chart):

@@ -16,7 +16,6 @@ from kvpilot_operator.api.engine_defaults import EngineDefaults
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import ENGINE_PORT, PREFETCH_LABEL, SERVICE_LABEL
 from kvpilot_operator.api.pod_template import KINDS
-from kvpilot_operator.gpus import GPUS
 from kvpilot_operator.options import parse_arguments
 
 REFUSED = {
@@ -31,10 +30,6 @@ REFUSED = {
     "a policy that is none": ({"image": {"pullPolicy": "Sometimes"}}, "image.pullPolicy"),
     "a log level that is none": ({"logLevel": "loud"}, "logLevel"),
     "a pause of nothing": ({"scrapeSeconds": 0}, "scrapeSeconds"),
-    "a price of no GPU": ({"prices": {"H 200": 1}}, "prices"),
-    "a price below nothing": ({"prices": {"H200": -1}}, "prices.H200"),
-    "a price of nothing": ({"prices": {"H200": 0}}, "prices.H200"),
-    "a price in words": ({"prices": {"H200": "cheap"}}, "prices.H200"),
     "an access to nodes that is none": ({"engines": {"hostAccess": ["root"]}}, "engines.hostAccess.0"),
     "a pull secret of engines as a text": ({"engines": {"imagePullSecrets": ["mine"]}}, "engines.imagePullSecrets.0"),
     "a namespace that is none": ({"watchNamespaces": ["team-a", "Team_B"]}, "watchNamespaces.1"),
@@ -131,31 +126,6 @@ def test_the_operator_reads_the_defaults_of_engines_that_the_chart_writes(chart)
     found = parse_arguments(arguments({"engines": {"hostAccess": ["hostIPC"], **engines}})).engine_defaults
     assert msgspec.to_builtins(found) == engines
     assert parse_arguments(arguments({"engines": {"image": "a:1"}})).engine_defaults == EngineDefaults("a:1")
-
-
-def test_the_chart_takes_a_price_of_any_gpu_and_the_operator_reads_what_the_chart_writes(chart, tmp_path):
-    pattern = json.loads((chart / "values.schema.json").read_text())["properties"]["prices"]["propertyNames"]["pattern"]
-    assert [gpu.name for gpu in GPUS if not all(re.match(pattern, one) for one in (gpu.name, *gpu.products))] == []
-    assert not any("prices" in one["metadata"]["name"] for one in render(chart, {}))
-    objects = render(chart, {"prices": {"H200": 3.5, "NVIDIA-L40S": 1, "GB200": 9}})
-    (written,) = (one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"].endswith("-prices"))
-    (deployment,) = (one for one in objects if one["kind"] == "Deployment")
-    pod = deployment["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    (argument,) = (one for one in container["args"] if one.startswith("--prices="))
-    (mount,) = container["volumeMounts"]
-    folder, _, name = argument.removeprefix("--prices=").rpartition("/")
-    assert mount["mountPath"] == folder
-    assert [v["configMap"]["name"] for v in pod["volumes"] if v["name"] == mount["name"]] == [
-        written["metadata"]["name"]
-    ]
-    file = tmp_path / name
-    file.write_text(written["data"][name])
-    assert parse_arguments([f"--prices={file}"]).prices == {
-        "H200": 3_500_000,
-        "L40S": 1_000_000,
-        "GB200": 9_000_000,
-    }
 
 
 @pytest.mark.parametrize(

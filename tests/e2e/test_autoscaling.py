@@ -23,7 +23,7 @@ from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.definitions import define
 from kvpilot_localcluster.engines import faulty
 from kvpilot_localcluster.rest import until
-from kvpilot_operator.api.names import API_VERSION, DO_NOT_EVICT_ANNOTATION, REVISION_LABEL, SERVICE_LABEL
+from kvpilot_operator.api.names import API_VERSION, REVISION_LABEL, SERVICE_LABEL
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -180,7 +180,6 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
     world.until(lambda: world.status(name).get("canary", {}).get("stage") == "Probing", "the canary is probed")
     canary = world.status(name)["canary"]["revision"]
     (probed,) = world.pods(name, **{REVISION_LABEL: canary})
-    world.until(lambda: _marked(world, name) == {probed["metadata"]["name"]}, "the canary's pod is marked")
     assert world.scale(name)["status"]["replicas"] == 3
     world.adapter.asked.clear()
     world.load[name] = {"usage": 0.3, "running": 190, "waiting": 0}
@@ -193,7 +192,6 @@ def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_cana
     _post(probed, {"completions": ""})
     world.until(lambda: world.deployments(name) == {canary: 4}, "the canary has been promoted")
     world.until(lambda: world.status(name)["kvCache"]["activeDtype"] == "fp8", "the status says so")
-    world.until(lambda: not any(_ours(pod) for pod in world.pods(name)), "no pod is marked any more")
 
     world.rest.merge(f"{AUTOSCALERS}/{name}", {"spec": {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}})
     world.load[name] = {"usage": 0.3, "running": 130, "waiting": 0}
@@ -219,19 +217,6 @@ def test_an_hpa_on_kvpilots_recommendation_carries_it_out(world: World) -> None:
     world.until(lambda: world.scale(name)["spec"]["replicas"] < most, "calm makes it recommend fewer")
     assert set(world.adapter.asked["kvpilot_recommended_replicas"]) == {f"name={name}"}
     _operator_wrote_no_number(world, name)
-
-
-def _marked(world: World, name: str) -> set[str]:
-    wanted = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-    found = [pod["metadata"] for pod in world.pods(name)]
-    return {about["name"] for about in found if wanted.items() <= (about.get("annotations") or {}).items()}
-
-
-def _ours(pod: Json) -> bool:
-    return any(
-        key in (pod["metadata"].get("annotations") or {})
-        for key in (DO_NOT_EVICT_ANNOTATION, "karpenter.sh/do-not-disrupt")
-    )
 
 
 def _operator_wrote_no_number(world: World, name: str) -> None:

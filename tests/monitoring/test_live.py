@@ -26,10 +26,10 @@ TRIAL = {
     "Excess KL of the last probe, the ten highest", "Top-1 agreement of the last probe",
 }  # fmt: skip
 # Panels that have data only after a rollback, or after a decision between steps. A fixed dtype has neither. This
-# service also has no objectives, no prices, no second tier and no claim to fill.
+# service also has no objectives, no second tier and no claim to fill.
 OTHERS = {
     "Dtypes that are denied", "Steps that were weighed last", "Latency objectives",
-    "Cost of a million generated tokens", "Prompt tokens found, by tier (kvCache.offload)",
+    "Prompt tokens found, by tier (kvCache.offload)",
     "Weights on the claim (cache.prefetch)",
 }  # fmt: skip
 

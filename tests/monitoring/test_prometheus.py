@@ -107,7 +107,7 @@ def passes(telemetry: Telemetry) -> None:
     flows = Flows(5.0, generation_tokens=500, finished=5, ttft=Histogram((0.5, 1.0), (5, 0, 0), 1.0))
     flows = replace(flows, prefix_queries=100.0, prefix_hits=40.0, host_hits=20.0)
     scrapes = tuple(replace(one, time=one.time + (now - NOW), recent_tokens=64, flows=flows) for one in seen)
-    observed = running(asked, "auto", now=now, samples={observed.traffic: scrapes}, gpu_hour_micros=3_500_000)
+    observed = running(asked, "auto", now=now, samples={observed.traffic: scrapes})
     with telemetry.timed_reconcile():
         decision = decide(observed)
     plain = decision.status

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.faults import Fault, faults
-from kvpilot_operator.api.names import DO_NOT_EVICT_ANNOTATION, KIND, REVISION_LABEL
+from kvpilot_operator.api.names import KIND, REVISION_LABEL
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.decide import decide
@@ -87,8 +87,6 @@ class ModelCluster:
     now: datetime = NOW
     baseline: str | None = None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    do_not_evict: set[str] = field(default_factory=set)
-    """Names of pods that cluster autoscalers must not evict."""
     probe: ProbeResult | None = None
     writes: int = 0
     unread: tuple[Unanswered, ...] = ()
@@ -230,16 +228,11 @@ class ModelCluster:
         self.watch(self)
 
     def _mark(self, pod: Object) -> None:
-        """Set a condition or an annotation on an engine pod. Ignore it if the pod is gone."""
+        """Set the condition of an engine pod. Ignore it if the pod is gone."""
         name = pod["metadata"]["name"]
         del self.api.objects["Pod", name]
-        if "status" in pod:
-            admitted = pod["status"]["conditions"][0]["status"] == "True"
-            self.engines.admitted = self.engines.admitted | {name} if admitted else self.engines.admitted - {name}
-        elif DO_NOT_EVICT_ANNOTATION in pod["metadata"]["annotations"]:
-            self.do_not_evict = self.do_not_evict | {name}
-        else:
-            self.do_not_evict = self.do_not_evict - {name}
+        admitted = pod["status"]["conditions"][0]["status"] == "True"
+        self.engines.admitted = self.engines.admitted | {name} if admitted else self.engines.admitted - {name}
 
     def settle(self, ticks: int = 200) -> Status:
         """Tick until there is no canary and the status has not changed for 15 ticks. Stop after `ticks` ticks."""
@@ -337,7 +330,6 @@ class ModelCluster:
         self.engines.reconcile(
             {name: view.replicas for name, view in views.items()}, {name: view.has_gate for name, view in views.items()}
         )
-        self.do_not_evict &= self.pod_names(workers=True)
         self.engines.admitted &= self.pod_names()
 
     def _scrape(self) -> None:
@@ -378,7 +370,7 @@ class ModelCluster:
         return {one.name for view in self._pods() for one in (view.group if workers else (view,))}
 
     def _pods(self) -> list[PodView]:
-        return self.engines.views({name: one.nodes for name, one in self.api.workloads().items()}, self.do_not_evict)
+        return self.engines.views({name: one.nodes for name, one in self.api.workloads().items()})
 
     def _answer(self, decision: Decision) -> None:
         request = decision.probe

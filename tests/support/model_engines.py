@@ -1,7 +1,7 @@
 """Engines of a model cluster: pods that need a GPU and time to start, and their metrics under load."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -71,15 +71,13 @@ class ModelEngines:
     admitted: frozenset[str] = frozenset()
     """Names of pods with an open readiness gate."""
 
-    def views(self, nodes: Mapping[str, int] = ALONE, do_not_evict: Collection[str] = ()) -> list[PodView]:
+    def views(self, nodes: Mapping[str, int] = ALONE) -> list[PodView]:
         """Return the pods that take requests, with their workers. `nodes` has the pods of a replica by revision."""
 
         def group(leader: PodView) -> PodView:
             names = [f"{leader.name}-{worker}" for worker in range(1, nodes.get(leader.revision, 1))]
-            if not names and leader.name not in do_not_evict:
-                return leader
-            workers = tuple(replace(leader, name=name, ip=None, do_not_evict=name in do_not_evict) for name in names)
-            return replace(leader, workers=workers, do_not_evict=leader.name in do_not_evict)
+            workers = tuple(replace(leader, name=name, ip=None) for name in names)
+            return replace(leader, workers=workers) if workers else leader
 
         return [group(p.view(p.name in self.admitted)) for p in self.pods]
 

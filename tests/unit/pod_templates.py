@@ -75,7 +75,7 @@ TEMPLATES = some(
                 [
                     "container.apparmor.security.beta.kubernetes.io/engine",
                     "seccomp.security.alpha.kubernetes.io/pod",
-                    "kvpilot.io/do-not-evict",
+                    "kvpilot.io/identity",
                     "a",
                 ]
             ),

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvpilot_operator.act.gates import ungate
 from kvpilot_operator.act.perform import Actor
-from kvpilot_operator.act.pod_marks import ungate
 from kvpilot_operator.api.names import ADMITTED
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import Conflict, NotFound, Rejected
@@ -244,7 +244,7 @@ class Recorder:
 
 def performed(gates, error=None):
     obj = manifest()
-    s = running(obj, "auto", pods=tuple(closed(OLD, name=name, do_not_evict=False) for name in ("bad", "good")))
+    s = running(obj, "auto", pods=tuple(closed(OLD, name=name) for name in ("bad", "good")))
     placed = decide(s)
     api = Recorder(error)
     actor = Actor(api)

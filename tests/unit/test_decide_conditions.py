@@ -10,7 +10,7 @@ from kvpilot_operator.errors import NameTaken
 from kvpilot_operator.state.objects import DeploymentView, Rejection
 from kvpilot_operator.state.snapshot import ProbePlan, Snapshot
 from kvpilot_operator.state.status import MAX_MESSAGE, Condition, Status
-from support.services import NOW, manifest, pod, revision_of, running, snapshot
+from support.services import NOW, manifest, pod, revision_of, running, samples, snapshot
 
 OBJ = manifest(kvCache={"mode": "Fixed", "dtype": "auto"}, scaling={"mode": "External"})
 NAME = revision_of(OBJ, "auto")
@@ -111,3 +111,13 @@ def test_why_an_engine_is_scraped_less_often_is_told_and_nothing_of_the_others()
     assert "less often" not in told(running(OBJ, "auto"), "MetricsAvailable").message
     message = told(running(OBJ, "auto", backed_off=why), "MetricsAvailable").message
     assert "2 pods are scraped less often; a: http://10.0.0.1:8000/metrics: HTTP 500" in message
+
+
+def test_a_pod_with_implausible_metrics_is_named_with_its_figure() -> None:
+    s = running(OBJ, "auto")
+    seen = tuple(
+        replace(one, pods=3, implausible=("liar: use is 27% while nothing runs",))
+        for one in samples(usage=0.3, waiting=0)
+    )
+    message = told(replace(s, samples={s.traffic: seen}), "MetricsAvailable").message
+    assert "left out for implausible metrics: liar: use is 27% while nothing runs" in message

@@ -209,15 +209,3 @@ def test_a_tighter_objective_never_chooses_fewer_replicas(s, seen, first, betwee
         return choose_step(replace(s, workload=replace(s.workload, objectives=measured(limits, seen)))).chosen.replicas
 
     assert replicas(tighter) >= replicas(1.0)
-
-
-@given(situations(), st.tuples(SEEN, SEEN), st.integers(1, 10**9), st.integers(1, 1000))
-@settings(max_examples=200)
-def test_prices_times_a_constant_change_no_decision(s, seen, price, times):
-    s = replace(s, workload=replace(s.workload, objectives=measured((500, 50), seen)))
-
-    def weighed(micros):
-        decision = choose_step(replace(s, gpu_hour_micros=micros))
-        return decision.reason, [(o.action, o.dtype, o.replicas, o.outcome) for o in decision.options]
-
-    assert weighed(None) == weighed(price) == weighed(price * times)

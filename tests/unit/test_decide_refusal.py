@@ -16,7 +16,7 @@ from kvpilot_operator.state.objects import PodView
 def pod(exit_message: str | None, *, ready: bool = False, restarts: int = 1) -> PodView:
     return PodView(
         name="a", revision="r1", ip="10.0.0.1", node="n", ready=ready, terminating=False, restarts=restarts,
-        waiting_reason=None, exit_message=exit_message, unschedulable=None, uid="u", do_not_evict=False,
+        waiting_reason=None, exit_message=exit_message, unschedulable=None, uid="u",
     )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ import pytest
 from aiohttp import web
 
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.observe.api_reads import READ_SECONDS, GroupEvents, refusal_of
+from kvpilot_operator.observe.api_reads import EVENT_SECONDS, ApiReads, refusal_of
 from kvpilot_operator.state.objects import DeploymentView, PodView
-from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.state.snapshot import ServerFacts, ServiceKey
 from support.answering_server import Server, status
 from support.services import pod
 
@@ -76,7 +76,7 @@ async def test_the_stateful_set_that_lacks_pods_is_asked_about(
     server: Server, leaders: list[PodView], name: str
 ) -> None:
     answering(server, event("FailedCreate", at(1)))
-    told = await GroupEvents(server.cluster, lambda: 0.0).refusals(KEY, [GROUPS], leaders)
+    told = await ApiReads(server.cluster, ServerFacts(), lambda: 0.0).refusals(KEY, [GROUPS], leaders)
     assert told == {"rev": QUOTA}
     [asked] = server.asked
     assert asked.path == "/api/v1/namespaces/a/events"
@@ -85,22 +85,22 @@ async def test_the_stateful_set_that_lacks_pods_is_asked_about(
 
 async def test_whole_groups_and_deployments_ask_for_nothing(server: Server) -> None:
     deployment = DeploymentView("other", "k4v4", 3)
-    events = GroupEvents(server.cluster, lambda: 0.0)
+    events = ApiReads(server.cluster, ServerFacts(), lambda: 0.0)
     assert await events.refusals(KEY, [GROUPS, deployment], [leader(0, 1), leader(1, 1)]) == {}
     assert server.asked == []
 
 
 async def test_events_are_read_once_in_a_while_and_an_error_is_not_remembered(server: Server) -> None:
     now = 0.0
-    events = GroupEvents(server.cluster, lambda: now)
+    events = ApiReads(server.cluster, ServerFacts(), lambda: now)
     server.answer = status(403)
     with pytest.raises(ClusterError):
         await events.refusals(KEY, [GROUPS], [])
     answering(server, event("FailedCreate", at(1)))
     assert await events.refusals(KEY, [GROUPS], []) == {"rev": QUOTA}
-    now = READ_SECONDS - 1
+    now = EVENT_SECONDS - 1
     assert await events.refusals(KEY, [GROUPS], []) == {"rev": QUOTA}
     answering(server, event("SuccessfulCreate", at(2)))
-    now = READ_SECONDS
+    now = EVENT_SECONDS
     assert await events.refusals(KEY, [GROUPS], []) == {}
     assert len(server.asked) == 3

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.act.ownership import claim
-from kvpilot_operator.act.pod_marks import mark_do_not_evict
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.names import GROUP_LABEL, REVISION_LABEL, SERVICE_LABEL
 from kvpilot_operator.decide import decide
@@ -20,7 +19,6 @@ from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.render.objects import workload
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET, worker_template
 from kvpilot_operator.state.objects import DeploymentView
-from kvpilot_operator.state.snapshot import NodeFacts
 from support.crd import apply_defaults
 from support.model_cluster import ModelCluster
 from support.observed import OURS, World
@@ -290,30 +288,6 @@ def test_what_keeps_a_worker_from_its_node_is_what_keeps_the_group_and_its_refus
         group = replace(leader, workers=(worker,), **changes)
         told = decide(replace(s, pods=(*s.pods_of(s.traffic), group)))
         assert (told.status.canary.stage, told.status.canary.reason) == ("RollingBack", "DoesNotFit")
-
-
-async def test_the_workers_of_a_marked_leader_are_marked_and_others_let_go():
-    written = []
-
-    class Cluster:
-        async def apply(self, manifest):
-            written.append((manifest["metadata"]["name"], bool(manifest["metadata"]["annotations"])))
-
-    def group(name, *, marked):
-        worker = replace(pod("r1", do_not_evict=marked), name=f"{name}-1")
-        return replace(worker, name=name, workers=(worker,))
-
-    s = replace(running(OBJ, "auto"), pods=(group("in", marked=False), group("out", marked=True)))
-    await mark_do_not_evict(Cluster(), s, frozenset({"in"}))
-    assert written == [("in", True), ("in-1", True), ("out", False), ("out-1", False)]
-
-
-def test_gpus_of_all_nodes_are_priced():
-    name = revision_of(OBJ, "auto")
-    view = DeploymentView(name, "auto", 3, kind="LeaderWorkerSet", nodes=2)
-    s = running(OBJ, "auto", deployments={name: view}, gpu_hour_micros=1_000_000, node=NodeFacts("NVIDIA-H200"))
-    assert decide(s).figures.cost_per_hour == 3 * 2 * 8
-    assert spec_of(OBJ).engine.gpus == 16
 
 
 def test_every_kind_of_workload_is_known_where_its_objects_are_kept():

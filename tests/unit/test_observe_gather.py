@@ -1,6 +1,5 @@
 """A Snapshot of the cluster and of the engines' pages: only our own pods are scraped, and missing values are None."""
 
-import logging
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
@@ -11,11 +10,10 @@ from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, KIND
 from kvpilot_operator.budget import METRICS_WORK_PER_SECOND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.gpus import prices
-from kvpilot_operator.observe.api_reads import API_SECONDS, AUTOSCALER_SECONDS, FORGET_SECONDS, Autoscalers
+from kvpilot_operator.observe.api_reads import API_SECONDS, AUTOSCALER_SECONDS, FORGET_SECONDS, ApiReads
 from kvpilot_operator.state.objects import ObjectView
 from kvpilot_operator.state.questions import Question
-from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ServiceKey
+from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts, ServerFacts, ServiceKey
 from support.observed import OURS, REAL, World, edited, pod, route
 from support.services import KEY, manifest, spec_of
 
@@ -36,17 +34,6 @@ async def test_a_snapshot_holds_what_engines_and_nodes_say(world: World) -> None
     assert sample is not None
     assert (sample.pods, sample.observed_dtype, sample.flows.seconds) == (1, "k4v4", 5)
     assert world.asked == ["http://10.0.0.1:8000"] * 2
-
-
-@pytest.mark.parametrize(("product", "cost"), [("NVIDIA-H200", 3_500_000), ("NVIDIA-GB200", 9_000_000), ("L4", None)])
-async def test_an_hour_costs_the_price_of_the_nodes_gpu(world: World, product: str, cost: int | None) -> None:
-    labels = {"nvidia.com/gpu.product": product}
-    world.cluster.objects[path_of("v1", "Node", "", "node-1")] = {
-        "metadata": {"name": "node-1", "labels": labels},
-        "status": {"allocatable": {"nvidia.com/gpu": "1"}},
-    }
-    world.observer.prices = prices([("H200", 3.5), ("GB200", 9)])
-    assert (await world.snapshot()).gpu_hour_micros == cost
 
 
 async def test_a_service_runs_on_the_first_of_its_nodes_that_has_a_gpu_and_with_the_image_of_its_deployment(
@@ -84,13 +71,13 @@ async def test_an_autoscaler_of_a_service_that_kvpilot_scales_is_seen_by_rare_li
 
 async def test_the_autoscalers_of_a_namespace_are_forgotten_once_no_service_asks_for_them(world: World) -> None:
     seconds, spec = 0.0, spec_of(manifest())
-    known = Autoscalers(world.cluster, lambda: seconds)  # type: ignore[arg-type]
-    await known.of(ServiceKey("gone", "a"), spec)
-    assert "'gone': (" in repr(known)
+    known = ApiReads(world.cluster, ServerFacts(), lambda: seconds)  # type: ignore[arg-type]
+    await known.autoscaler(ServiceKey("gone", "a"), spec)
+    assert "'gone'): (" in repr(known)
     seconds = FORGET_SECONDS
-    await known.of(ServiceKey("here", "a"), spec)
-    assert "'here': (" in repr(known)
-    assert "'gone': (" not in repr(known)
+    await known.autoscaler(ServiceKey("here", "a"), spec)
+    assert "'here'): (" in repr(known)
+    assert "'gone'): (" not in repr(known)
 
 
 async def test_versions_move_with_what_a_deployment_should_be_and_not_with_its_pods(world: World) -> None:
@@ -245,14 +232,12 @@ async def test_an_address_of_version_6_is_written_in_brackets(world: World) -> N
     assert world.asked == ["http://[fd00::7]:8000"]
 
 
-async def test_a_liar_is_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_liar_is_told_with_its_figure(world: World) -> None:
     lie = REAL.replace('vllm:num_requests_running{engine="0",model_name="m"} 8.0', "vllm:num_requests_running 0.0")
     world.pages["http://10.0.0.1:8000"] = lie
-    with caplog.at_level(logging.WARNING):
-        await world.scrape(20)
-    texts = [record.getMessage() for record in caplog.records]
-    assert sum("a: use is 27% while nothing runs" in text for text in texts) == 1
-    assert len(texts) == 1
+    await world.scrape(20)
+    (told,) = (await world.snapshot()).samples["r1"][-1].implausible
+    assert told.startswith("a: use is 27% while nothing runs, for ")
 
 
 async def test_the_route_that_the_spec_names_is_read(world: World) -> None:

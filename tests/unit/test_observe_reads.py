@@ -12,9 +12,9 @@ from kvpilot_operator.api.names import API_VERSION, HTTP_ROUTE_API, KIND
 from kvpilot_operator.cluster.objects import path_of
 from kvpilot_operator.errors import ClusterError
 from kvpilot_operator.observe import informers, probe_packs
-from kvpilot_operator.observe.nodes import FORGET_SECONDS, NODE_SECONDS, NodeCache
+from kvpilot_operator.observe.api_reads import FORGET_SECONDS, NODE_SECONDS, ApiReads
 from kvpilot_operator.observe.probe_packs import PACKS_SECONDS
-from kvpilot_operator.state.snapshot import NodeFacts, ProbePlan
+from kvpilot_operator.state.snapshot import NodeFacts, ProbePlan, ServerFacts
 from support.observed import World, edited, route
 from support.services import KEY, manifest, pod
 
@@ -38,16 +38,16 @@ async def test_a_reconcile_that_finds_all_it_needs_in_the_cache_asks_the_server_
 
 
 async def test_a_node_that_no_engine_has_run_on_for_long_is_forgotten(world: World) -> None:
-    known = NodeCache(world.cluster, lambda: world.now)  # type: ignore[arg-type]
+    known = ApiReads(world.cluster, ServerFacts(), lambda: world.now.timestamp())  # type: ignore[arg-type]
     old, new = (pod("p", node=name) for name in ("node-1", "node-2"))
     world.cluster.objects["/api/v1/nodes/node-2"] = world.cluster.objects["/api/v1/nodes/node-1"]
-    await known.facts([old, new])
-    world.now += timedelta(seconds=FORGET_SECONDS)
-    await known.facts([new])
-    assert known.gpus([old, new])
+    await known.node([old, new])
+    world.now += timedelta(seconds=FORGET_SECONDS - 1)
+    await known.node([new])
+    assert known.known_node([old]).gpu == "NVIDIA-H200"
     world.now += timedelta(seconds=NODE_SECONDS)
-    await known.facts([new])
-    assert (known.known([old]), known.known([new]).gpu) == (NodeFacts(), "NVIDIA-H200")
+    await known.node([new])
+    assert (known.known_node([old]), known.known_node([new]).gpu) == (NodeFacts(), "NVIDIA-H200")
 
 
 async def test_the_packs_are_read_again_only_after_an_edit_of_what_they_depend_on(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpilot_operator.api.faults import faults
-from kvpilot_operator.state.decision import Decision, ProbeFailed, ProbeResult
+from kvpilot_operator.state.decision import ProbeFailed, ProbeResult
 from kvpilot_operator.state.status import Status, parse_status
 from support.crd import status_faults
 from support.kstatus import compute, seen, tools_are_told_the_truth
@@ -177,7 +177,6 @@ class BadDays(RuleBasedStateMachine):
         decision = self.cluster.tick(cut_after)
         if decision is not None:
             self._check_owners()
-            self._check_do_not_evict(decision)
 
     def _essence(self) -> dict[str, Any]:
         """Return the status without the results of periodic probes, which change even if the service does not."""
@@ -250,14 +249,6 @@ class BadDays(RuleBasedStateMachine):
             scaling = spec["scaling"]
             theirs = max(scaling["minReplicas"], min(scaling["maxReplicas"], spec["replicas"]))
             assert self.cluster.deployments[status.stable.revision][1] == theirs
-
-    def _check_do_not_evict(self, decision: Decision) -> None:
-        """Check after a whole reconcile that only pods under trial or probe are protected from eviction."""
-        canary = self._status().canary
-        judged = canary is not None and canary.stage in ("Starting", "Probing", "Shifting")
-        if decision.probe is None and (not judged or self.cluster.obj["spec"]["rollout"]["paused"]):
-            staying = {pod.name for pod in self.cluster.engines.pods if pod.leaves_in is None}
-            assert not self.cluster.do_not_evict & staying
 
     def _check_budget(self) -> None:
         """Check that the disruption budget of a converged service lets a pod leave, unless the spec forbids it."""

@@ -137,7 +137,6 @@ PARTS = {
     ),
     "service": (lambda d: applied(d, "Service")[:1], _BEFORE_OBJECTS | {Question.TRAFFIC}),
     "route": (lambda d: applied(d, "HTTPRoute"), _BEFORE_OBJECTS | {Question.SHARE}),
-    "do_not_evict": (lambda d: d.do_not_evict, _BEFORE_OBJECTS | {Question.DO_NOT_EVICT}),
     "figures": (lambda d: (d.status.replicas, d.status.selector), _BEFORE_OBJECTS | {Question.SUMMARY}),
     "conditions": (
         lambda d: [c for c in d.status.conditions if c.type not in SUMMING_UP],
@@ -191,7 +190,6 @@ def test_for_random_failing_questions_the_answers_of_the_others_are_as_without_t
         assert disturbed.status.canary == s.status.canary
     if Question.ACCURACY in failed:
         assert keeps_probe(disturbed.unanswered)
-        assert disturbed.do_not_evict >= {p.name for p in s.pods if p.do_not_evict and not p.terminating}
 
 
 def unread(question: Question, s: Snapshot) -> Snapshot:

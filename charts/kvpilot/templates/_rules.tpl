@@ -20,10 +20,9 @@
 - apiGroups: [apps]
   resources: [replicasets]
   verbs: [list, patch]
-# Patch: a pod that is being probed is marked, so that no autoscaler takes its node away meanwhile.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, patch]
+  verbs: [list, watch]
 # A canary's pod gets requests once its readiness gate is open: after its revision has passed its probes.
 - apiGroups: [""]
   resources: [pods/status]
@@ -49,7 +48,7 @@
   verbs: [get, list, create, patch, delete]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- if .Values.rbac.leaderWorkerSets }}
 - apiGroups: [leaderworkerset.x-k8s.io]
   resources: [leaderworkersets]

@@ -72,14 +72,9 @@ def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
 
 
 async def hold(cluster: Cluster, s: Snapshot, named: Sequence[Reference], kind: str, name: str) -> None:
-    """Check, before a workload starts new pods, that the service owns the objects that these pods need.
+    """Check, before a workload starts new pods, that the service owns the objects (`named`) that these pods need.
 
     Raise NotStarted if such an object is missing or has another owner, and Conflict as `own` does.
-
-    Args:
-        named: The objects that the pods need.
-        kind: Kind of the workload.
-        name: Name of the workload.
     """
     for api_version, needed, about in named:
         found = await cluster.find(Ref(api_version, needed, s.key.namespace, about))

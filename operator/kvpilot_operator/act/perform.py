@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvpilot_operator.act.events import Events
+from kvpilot_operator.act import events
+from kvpilot_operator.act.gates import ungate
 from kvpilot_operator.act.ownership import Reference, claim, hold, is_owned, own, starts_pods
-from kvpilot_operator.act.pod_marks import mark_do_not_evict, ungate
 from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVICE_LABEL, baseline_name, deployment_name
 from kvpilot_operator.cluster.client import Cluster
@@ -58,12 +58,11 @@ class _Applied(NamedTuple):
 class Actor:
     """The writer of one service's objects. Every write is idempotent."""
 
-    __slots__ = ("_applied", "_clock", "_cluster", "_events", "_rejections", "_told")
+    __slots__ = ("_applied", "_clock", "_cluster", "_rejections", "_told")
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
         self._clock = clock
-        self._events = Events(cluster)
         self._rejections = Rejections(clock)
         self._applied: dict[tuple[str, str], _Applied | None] = {}
         self._told = -math.inf
@@ -82,11 +81,10 @@ class Actor:
         if decision.ungating is not None:
             about = (DEPLOYMENT.pods_owner, deployment_name(s.key.name, decision.ungating.revision))
             await self._attempt(s, about, b"", partial(ungate, self._cluster, s, decision.ungating))
-        await mark_do_not_evict(self._cluster, s, decision.do_not_evict)
         # Events report changes of the status. If the write of the status waits, post none: a later reconcile makes the
         # same events again.
         for event in () if waits else decision.events:
-            await self._events.post(s, event)
+            await events.post(self._cluster, s, event)
 
     @property
     def rejections(self) -> tuple[Rejection, ...] | None:
@@ -167,10 +165,7 @@ class Actor:
     ) -> bool:
         """Try one write. Return False if the server refuses it, or refused it before and no retry is due.
 
-        Args:
-            what: (kind, name) of the object.
-            content: Hash of the content. New content is written at once, even if the old content was refused.
-            write: The function that writes the object.
+        Content with another hash (`content`) is written at once, even if the old content was refused.
         """
         if self._rejections.waits(what, content):
             return False

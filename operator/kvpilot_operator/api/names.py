@@ -32,9 +32,6 @@ IDENTITY_ANNOTATION = "kvpilot.io/identity"
 MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
 """Label that Istio sets on a pod whose sidecar accepts mutual TLS. Istio's proxies use TLS by this label, too."""
 
-DO_NOT_EVICT_ANNOTATION = "kvpilot.io/do-not-evict"
-"""Annotation on a pod that a cluster autoscaler should leave in place for now."""
-
 ADMITTED = "kvpilot.io/admitted"
 """Name of a pod's readiness gate and of the condition that opens it. The condition is True once the pod may get
 requests."""

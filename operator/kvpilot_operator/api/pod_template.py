@@ -120,12 +120,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         Rule(
             ".annotations",
-            "!has(self.annotations) || self.annotations.all(key, !key.startsWith('kvpilot.io/') && "
-            "(key != 'cluster-autoscaler.kubernetes.io/safe-to-evict' || self.annotations[key] == 'false') && "
-            "(key != 'karpenter.sh/do-not-disrupt' || self.annotations[key] == 'true'))",
-            'podTemplate has an annotation of kvpilot.io, or one that contradicts safe-to-evict "false" or '
-            'do-not-disrupt "true", by which kvpilot keeps autoscalers from pods on trial: remove it, and use a prefix '
-            "of your own",
+            "!has(self.annotations) || self.annotations.all(key, !key.startsWith('kvpilot.io/'))",
+            "podTemplate has an annotation of kvpilot.io: remove it, and use a prefix of your own",
         ),
         Rule(
             ".annotations",

@@ -253,11 +253,6 @@ class Engine(Record, frozen=True):
         return self.tensor_parallel_size or max(1, self.gpu_limit // self.groups)
 
     @property
-    def gpus(self) -> int:
-        """Return the number of GPUs of one replica."""
-        return self.tensor_parallel * self.nodes
-
-    @property
     def arguments(self) -> Arguments:
         """Return extra_args as vLLM parses them."""
         return read(self.extra_args)

@@ -94,12 +94,9 @@ class Store(Generic[K, V]):
         self._remove((namespace, name))
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:
-        """Drop objects that are missing from the API server's list of a namespace, unless they are newer than the list.
+        """Drop objects that are missing from a list of the namespace ("" for all), unless they are newer than the list.
 
-        Args:
-            namespace: The namespace that was listed, or "" for all.
-            names: The objects in the list.
-            version: The list's resourceVersion.
+        `names` has the objects of the list, and `version` is its resourceVersion.
         """
         limit = whole(version, _MAX_VERSION)
         gone = [

@@ -106,14 +106,9 @@ class Cluster:
         accept: str = "application/json",
         limit: int = _PAGE,
     ) -> AsyncGenerator[tuple[Sequence[Object], str], None]:
-        """Yield (objects, resourceVersion of the list) for each page of matching objects.
+        """Yield (objects, resourceVersion of the list) for each page of objects that match both selectors.
 
-        Args:
-            namespace: the namespace, or "" for all.
-            selector: label selector.
-            fields: field selector.
-            accept: media type of the answer.
-            limit: largest number of objects of a page.
+        An empty `namespace` lists all namespaces. A page has at most `limit` objects.
         """
         query = {"labelSelector": selector, "limit": str(limit)} | ({"fieldSelector": fields} if fields else {})
         while True:

@@ -53,9 +53,7 @@ class Leader:
         self.services = cache.feed
         self._scraper = Scraper(identity)
         clock, scraped = partial(datetime.now, UTC), telemetry.engine_scraped
-        observer = Observer(
-            cluster, cache, self._scraper, server, clock, scraped, prices=options.prices, tracer=telemetry.tracer
-        )
+        observer = Observer(cluster, cache, self._scraper, server, clock, scraped, tracer=telemetry.tracer)
         make_actor = partial(Actor, cluster.telling(cache.wrote))
         prober = Prober(cluster, self._scraper, telemetry.tracer)
         pilot = Pilot(cache, observer, make_actor, prober, telemetry, options.scrape_seconds)

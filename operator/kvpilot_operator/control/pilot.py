@@ -86,10 +86,6 @@ class Pilot:
     def _all(self) -> list[ServiceRecord]:
         return list(self.records.values())
 
-    def _record(self, key: ServiceKey, uid: str) -> ServiceRecord:
-        probe = Probe(key, partial(self.prober.probe, uid=uid), self.queue.add)
-        return ServiceRecord(key, uid, Observations(key, uid), self.make_actor(), probe)
-
     def _attempts(self, key: ServiceKey) -> Attempts | None:
         record = self.records.get(key)
         return record.attempts if record is not None else None
@@ -102,7 +98,9 @@ class Pilot:
         if service is not None:
             record = self.records.get(key)
             if record is None:
-                record = self.records[key] = self._record(key, service.uid)
+                probe = Probe(key, partial(self.prober.probe, uid=service.uid), self.queue.add)
+                seen = Observations(key, service.uid)
+                record = self.records[key] = ServiceRecord(key, service.uid, seen, self.make_actor(), probe)
             record.rolling = record.rolling or _rolls(service.status.canary)
         self.queue.add(key)
 

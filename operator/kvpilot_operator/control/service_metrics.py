@@ -62,8 +62,6 @@ FAMILIES = (
         "Last observed latency at an objective's percentile; absent for too few samples.",
         ("metric", "percentile"),
     ),
-    Family("kvpilot_cost_per_hour", "Cost of the service's GPUs an hour, in the currency of the chart's prices."),
-    Family("kvpilot_cost_per_million_tokens", "Cost of a million generated tokens, at the rate of the last window."),
     Family("kvpilot_engine_metrics_timestamp_seconds", "Time of the last scrape of the service's engines."),
     Family("kvpilot_doubted_pods", "Pods with implausible metrics."),
     Family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape."),
@@ -176,11 +174,8 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
     yield "kvpilot_desired_replicas", (), status.scaling.desired_replicas
     yield "kvpilot_recommended_replicas", (), status.scaling.recommended_replicas
     newest = [series[-1] for series in s.samples.values() if series]
-    yield (
-        "kvpilot_engine_metrics_timestamp_seconds",
-        (),
-        max((sample.time.timestamp() for sample in newest), default=None),
-    )
+    scraped = max((sample.time.timestamp() for sample in newest), default=None)
+    yield "kvpilot_engine_metrics_timestamp_seconds", (), scraped
     yield "kvpilot_doubted_pods", (), sum(len(sample.implausible) for sample in newest)
     yield "kvpilot_unanswered_pods", (), sum(sample.unanswered for sample in newest)
     yield "kvpilot_scrape_backoff_pods", (), len(s.backed_off)
@@ -192,8 +187,6 @@ def _figures(figures: Figures) -> _Rows:
         yield "kvpilot_retention", (figures.retention,), 1
     for tier, share in figures.hits.items():
         yield "kvpilot_prefix_hit_ratio", (tier,), share
-    yield "kvpilot_cost_per_hour", (), figures.cost_per_hour
-    yield "kvpilot_cost_per_million_tokens", (), figures.cost_per_million_tokens
     for one in figures.latencies:
         labels = (one.metric, str(one.percentile))
         yield "kvpilot_objective_seconds", labels, one.limit_seconds
@@ -219,12 +212,10 @@ def _words(s: Snapshot, status: Status) -> _Rows:
     for one in status.conditions:
         yield "kvpilot_condition", (one.type, one.status, known(one.reason)), 1
     kv = status.kv_cache
-    for family, dtype in (
-        ("kvpilot_active_dtype", kv.active_dtype),
-        ("kvpilot_recommended_dtype", kv.recommended_dtype),
-    ):
-        if dtype is not None:
-            yield family, (dtype,), 1
+    if kv.active_dtype is not None:
+        yield "kvpilot_active_dtype", (kv.active_dtype,), 1
+    if kv.recommended_dtype is not None:
+        yield "kvpilot_recommended_dtype", (kv.recommended_dtype,), 1
     denied: dict[str, float] = {}
     for entry in kv.denied:
         denied[entry.dtype] = max(entry.until.timestamp(), denied.get(entry.dtype, 0.0))
@@ -245,17 +236,11 @@ def _canary(s: Snapshot, status: Status) -> _Rows:
     if canary is not None:
         yield "kvpilot_canary_stage", (canary.stage, canary.dtype), 1
         yield "kvpilot_canary_weight_ratio", (), (canary.weight_percent or 0) / 100
-        yield (
-            "kvpilot_canary_deadline_timestamp_seconds",
-            (),
-            canary_deadline(s.spec, canary).timestamp() if s.spec is not None else None,
-        )
+        deadline = canary_deadline(s.spec, canary).timestamp() if s.spec is not None else None
+        yield "kvpilot_canary_deadline_timestamp_seconds", (), deadline
     if last is not None:
-        yield (
-            "kvpilot_last_canary_timestamp_seconds",
-            (last.dtype, last.verdict, known(last.reason)),
-            last.time.timestamp(),
-        )
+        labels = (last.dtype, last.verdict, known(last.reason))
+        yield "kvpilot_last_canary_timestamp_seconds", labels, last.time.timestamp()
 
 
 def _probes(accuracy: Accuracy) -> _Rows:

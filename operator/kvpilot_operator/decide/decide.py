@@ -8,7 +8,7 @@ from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.decide import step_rules, summary, target
 from kvpilot_operator.decide.conditions import tell
 from kvpilot_operator.decide.context import Context, Draft
-from kvpilot_operator.decide.objects import placement, pod_marks, storage
+from kvpilot_operator.decide.objects import gates, placement, storage
 from kvpilot_operator.decide.rollout import probing, requested, rollout
 from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import Question, unanswered
@@ -55,16 +55,14 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(Question.TRAFFIC, placement.own_service),
     Rule(Question.SHARE, placement.share_traffic),
     Rule(Question.OBJECTS, placement.in_order, otherwise=placement.in_any_order),
-    Rule(Question.ADMISSION, pod_marks.admit),
-    Rule(Question.DO_NOT_EVICT, pod_marks.keep_judged, otherwise=pod_marks.keep_as_now),
+    Rule(Question.ADMISSION, gates.admit),
     Rule(Question.JOURNAL, summary.explain),
     Rule(Question.CONDITIONS, tell.tell, otherwise=tell.leave),
 )
 """The rules in order. Each rule sees the decisions of the rules above it in the Context."""
 
 REFUSED: tuple[Rule[Draft], ...] = (
-    Rule(Question.ADMISSION, pod_marks.admit_serving),
-    Rule(Question.DO_NOT_EVICT, pod_marks.keep_while_refused),
+    Rule(Question.ADMISSION, gates.admit_serving),
     Rule(Question.CONDITIONS, tell.refuse, otherwise=tell.leave),
 )
 """The rules for a service with an invalid spec. They leave its objects unchanged."""

@@ -77,7 +77,6 @@ def policy_input(c: Context) -> PolicyInput:
         replicas=c.replicas,
         ready=len(s.ready_pods(_serving(c))),
         node=s.node,
-        gpu_hour_micros=s.gpu_hour_micros,
         model=s.model,
         recent_tokens=sample.recent_tokens or 0 if sample is not None else 0,
         denied=c.status.kv_cache.denied,

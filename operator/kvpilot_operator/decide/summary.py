@@ -54,20 +54,14 @@ def summarise(c: Context) -> Context:
 
 
 def _figures(c: Context, sample: Sample | None) -> Figures:
-    w, offload, each, pods = c.workload, c.spec.kv_cache.offload, c.snapshot.gpu_hour_micros, c.snapshot.deployments
+    w, offload = c.workload, c.spec.kv_cache.offload
     hits = {"gpu": w.gpu_hits, "host": None if w.host_hits is None else w.host_hits - (w.disk_hits or 0.0)}
     hits["disk"] = w.disk_hits if offload is not None and offload.disk is not None else None
-    # Count the GPUs of all revisions, also the canary's.
-    gpus = sum(view.replicas * view.nodes for view in pods.values()) * c.spec.engine.tensor_parallel
-    cost = None if each is None else gpus * each / 1e6
-    tokens = 3600 * (w.requests_per_second or 0.0) * (w.mean_generation or 0.0) * w.pods
     known = {tier: min(1.0, max(0.0, share)) for tier, share in hits.items() if share is not None}
     return Figures(
         recent_tokens=sample.recent_tokens or 0 if sample is not None else None,
         retention=sample.retention if sample is not None else "",
         hits={} if offload is None else known,
-        cost_per_hour=cost,
-        cost_per_million_tokens=1e6 * cost / tokens if cost is not None and tokens >= 1 else None,
         latencies=tuple(
             Latency(one.objective.metric, one.objective.percentile, one.limit, one.seconds) for one in w.objectives
         ),

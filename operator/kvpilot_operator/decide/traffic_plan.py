@@ -78,10 +78,8 @@ def rolling_step(
     - The shrinking revision loses a ready pod only if at least `floor` ready pods remain.
     - Pods that are not ready may always be removed.
 
-    goal: replicas that the growing revision should reach.
-    total: most pods of all revisions together.
-    both_serve: if True, ready pods of both revisions count for `floor`, else only those of the shrinking one.
-    others: replicas of further revisions.
+    `goal` is for the growing revision, and `others` are replicas of further revisions. If `both_serve`, ready pods of
+    both revisions count for `floor`, else only those of the shrinking one.
     """
     want = min(goal, max(growing.replicas, growing.ready + 1))
     room = total - shrinking.replicas - others

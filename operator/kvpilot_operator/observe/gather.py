@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 
@@ -21,11 +21,8 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
-from kvpilot_operator.gpus import price_key
-from kvpilot_operator.observe.api_reads import Autoscalers, GroupEvents, Served, not_served
+from kvpilot_operator.observe.api_reads import ApiReads, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
-from kvpilot_operator.observe.nodes import NodeCache
-from kvpilot_operator.observe.plausible import Judged
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
@@ -68,15 +65,11 @@ class Observer:
     clock: Callable[[], datetime]
     on_scrape: Callable[[bool], None]
     elapsed: Callable[[], float] = time.monotonic
-    prices: Mapping[str, int] = field(default_factory=dict)
     tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:
         self._texts = PackTexts(self.cluster)
-        self._nodes = NodeCache(self.cluster, lambda: self.clock())
-        self._served = Served(self.cluster, self.server, lambda: self.elapsed())
-        self._groups = GroupEvents(self.cluster, lambda: self.elapsed())
-        self._autoscalers = Autoscalers(self.cluster, lambda: self.elapsed())
+        self._reads = ApiReads(self.cluster, self.server, lambda: self.elapsed())
 
     async def snapshot(self, known: Observations, probe_result: ProbeResult | None) -> Snapshot | None:
         """Return the current Snapshot of one service. Return None if the service does not exist or is being deleted."""
@@ -87,17 +80,17 @@ class Observer:
         spec = service.spec
         # Send all requests first, so that everything read from the cache afterwards has the same age.
         failed: list[Unanswered] = []
-        server = await _observed(Question.ROUTE, self._served.facts(spec), self.server, failed)
+        server = await _observed(Question.ROUTE, self._reads.server(spec), self.server, failed)
         route, routes = await _observed(Question.ROUTE, self._route(known, service, server), (None, {}), failed)
         pools = await _observed(Question.POOLS, self._pools(known, service, server), {}, failed)
         probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
         job = read_prefetch(self.cluster, self.scraper, key, service)
         prefetch = await _observed(Question.PREFETCH, job, None, failed)
         pods = self.cache.pods.of(key)
-        node = await _observed(Question.NODE, self._nodes.facts(pods), self._nodes.known(pods), failed)
-        autoscaler = await _observed(Question.REPLICAS, self._autoscalers.of(key, spec), None, failed)
+        node = await _observed(Question.NODE, self._reads.node(pods), self._reads.known_node(pods), failed)
+        autoscaler = await _observed(Question.REPLICAS, self._reads.autoscaler(key, spec), None, failed)
         views = [placed.view for placed in self.cache.workloads(key)]
-        told = self._groups.refusals(key, views, self.cache.replicas(key))
+        told = self._reads.refusals(key, views, self.cache.replicas(key))
         refusals = await _observed(Question.GROUPS, told, {}, failed)
         service = self.cache.services.get(*key)
         if service is None or service.spec is not spec:
@@ -110,7 +103,10 @@ class Observer:
             and placed.name == deployment_name(key.name, placed.view.revision)
         }
         objects.update(pools | routes)
-        traffic = objects.get(("Service", key.name))
+        service_view, pool = objects.get(("Service", key.name)), pools.get(("InferencePool", key.name))
+        selects = service_view.selects if service_view is not None and service_view.owned else None
+        # A pool that could not be read may select any revision.
+        unread = selects is not None and any(one.question == Question.POOLS for one in failed)
         windows.keep_only(revisions.keys())
         faults = service.faults or not_served(spec, self.cache.serves_groups(key.namespace))
         if spec is not None:
@@ -127,11 +123,10 @@ class Observer:
             canary_annotation=service.canary_annotation,
             deployments=revisions,
             pods=self.cache.replicas(key),
-            traffic=_traffic(traffic, pools.get(("InferencePool", key.name)), failed),
+            traffic="" if unread else together(selects, pool),
             objects=objects,
             samples=windows.samples(),
             node=node,
-            gpu_hour_micros=self.prices.get(price_key(node.gpu)),
             model=windows.model(),
             route=route,
             prefetch=prefetch,
@@ -170,9 +165,8 @@ class Observer:
                 pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
                 failed += [view.name for view in asked if view.name not in pages]
                 if pages:
-                    gpus, unanswered = self._nodes.gpus(views), len(views) - len(pages)
-                    judged = known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
-                    _tell(known, revision, judged)
+                    gpus, unanswered = self._reads.gpus(views), len(views) - len(pages)
+                    known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
             whole.set_attribute("kvpilot.pods.failed", failed)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, throttle: ScrapeThrottle) -> PodMetrics | None:
@@ -237,20 +231,3 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
             raise
         failed.append(unanswered(question, error))
         return otherwise
-
-
-def _traffic(service: ObjectView | None, pool: ObjectView | None, failed: Sequence[Unanswered]) -> str | None:
-    selects = service.selects if service is not None and service.owned else None
-    if selects is not None and any(one.question == Question.POOLS for one in failed):
-        return ""  # The pool could not be read, and may select any revision.
-    return together(selects, pool)
-
-
-def _tell(known: Observations, revision: str, judged: Judged) -> None:
-    """Log implausible or stalled pods of a revision, each only once while its fault persists."""
-    odd = {f"implausible: {words}": words.partition(":")[0] for words in judged.sample.implausible}
-    odd |= {f"stalled: {words}": f"stalled {words.partition(':')[0]}" for words in judged.sample.stalled}
-    news = known.windows.news(revision, odd.values())
-    for words, about in odd.items():
-        if about in news:
-            log.warning("metrics: %s", words, extra={"service": str(known.key)})

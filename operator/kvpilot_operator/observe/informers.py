@@ -104,7 +104,7 @@ class InformerCache:
         def changed(key: ServiceKey) -> None:
             self.on_change(key)
 
-        self.services: Store[ServiceKey, ServiceView] = Store(self._service_view, _itself, changed)
+        self.services: Store[ServiceKey, ServiceView] = Store(self._service_view, _key, changed)
         self._workloads: dict[str, Store[ServiceKey, Owned[DeploymentView]]] = {
             kind: Store(partial(_placed, kind, partial(deployment_view, kind=kind)), _owner, changed) for kind in KINDS
         }
@@ -205,7 +205,7 @@ def _judged(
         return (Fault("spec", text),), None
 
 
-def _itself(obj: Object) -> ServiceKey:
+def _key(obj: Object) -> ServiceKey:
     return ServiceKey(obj["metadata"]["namespace"], obj["metadata"]["name"])
 
 

@@ -1,29 +1,16 @@
-"""Read the accelerator of nodes from their labels and resources, and cache it.
+"""Read the accelerator of a node from its labels and resources.
 
 The name of an NVIDIA GPU comes from GPU feature discovery or GKE. Other accelerators are named by their resource. A GPU
 name that is missing from kvpilot's tables does not rule out any dtype.
 """
 
-import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from kvpilot_formats.untrusted import whole
-from kvpilot_operator.cluster.objects import Ref
 from kvpilot_operator.gpus import GPUS, by_product
-from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.snapshot import NodeFacts
-
-if TYPE_CHECKING:
-    from kvpilot_operator.cluster.client import Cluster
-
-# Read a node with a GPU again after 10 minutes, and a node without one after 30 s: its labels may appear late.
-NODE_SECONDS = 600.0
-BARE_NODE_SECONDS = 30.0
-# Drop nodes that were not read for this long. Nodes with engines are read again sooner, removed nodes never.
-FORGET_SECONDS = 2 * NODE_SECONDS
 
 _PRODUCT = "nvidia.com/gpu.product"
 # Map GKE's name of a GPU to the name in our table.
@@ -44,47 +31,6 @@ _WITHOUT_CUDA = ("amd.com/gpu", "gpu.intel.com/i915", "gpu.intel.com/xe", "googl
 _SLICE_RESOURCE = re.compile(r"nvidia\.com/mig-([0-9]+g\.[0-9]+gb[a-z0-9.]*)")
 _MAX_MIB = 2**30  # a petabyte, far above any GPU's memory
 _MAX_NAME = 128  # limit of GPU names in the API, such as status.history[].gpu
-
-
-class NodeCache:
-    """A cache of the accelerators of nodes. It has no watch, but reads each node again from time to time."""
-
-    def __init__(self, cluster: "Cluster", clock: Callable[[], datetime]) -> None:
-        self._cluster = cluster
-        self._clock = clock
-        self._read: dict[str, tuple[datetime, NodeFacts]] = {}
-
-    async def facts(self, pods: Sequence[PodView]) -> NodeFacts:
-        """Return the accelerator of the first of the pods' nodes that has one. Raise ClusterError if a read fails."""
-        await asyncio.gather(*(self._read_again(name) for name in _nodes_of(pods)))
-        return self.known(pods)
-
-    def known(self, pods: Sequence[PodView]) -> NodeFacts:
-        """Return the accelerator as `facts` does, but only of a node that has been read already."""
-        known = (self._read[name][1] for name in _nodes_of(pods) if name in self._read)
-        return next((facts for facts in known if facts.gpu != "cpu"), NodeFacts())
-
-    def gpus(self, pods: Sequence[PodView]) -> dict[str, str]:
-        """Return the accelerator by pod name, for pods on nodes that have been read."""
-        return {pod.name: self._read[pod.node][1].gpu for pod in pods if pod.node in self._read}
-
-    async def _read_again(self, name: str) -> None:
-        known, now = self._read.get(name), self._clock()
-        keep = NODE_SECONDS if known is not None and known[1].gpu != "cpu" else BARE_NODE_SECONDS
-        if known is not None and 0 <= (now - known[0]).total_seconds() < keep:
-            return
-        found = await self._cluster.find(Ref("v1", "Node", "", name))
-        if found is None:
-            self._read.pop(name, None)
-        else:
-            self._read[name] = (now, node_facts(found))
-            old = [one for one, (read, _) in self._read.items() if (now - read).total_seconds() > FORGET_SECONDS]
-            for one in old:
-                del self._read[one]
-
-
-def _nodes_of(pods: Sequence[PodView]) -> list[str]:
-    return sorted({pod.node for pod in pods if pod.node})
 
 
 def node_facts(node: Mapping[str, Any]) -> NodeFacts:

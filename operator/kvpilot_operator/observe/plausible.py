@@ -95,12 +95,7 @@ def plausible_sample(
     of waiting requests (or preemptions) is lowered to the second highest. The highest number of running requests is
     only lowered to ten times the second highest plus 64, because load may be uneven.
 
-    Args:
-        time: Time of the scrape.
-        known: Memory of each pod: `Judged.known` of the last scrape.
-        pages: Metrics page of each pod that answered.
-        unanswered: Number of pods that did not answer.
-        gpus: GPU name of each pod, where known.
+    `known` is `Judged.known` of the last scrape. `unanswered` pods gave no page. `gpus` has the known GPUs by pod.
     """
     flows = {pod: _flows(known.get(pod), page, time) for pod, page in pages.items()}
     now = {pod: _remember(known.get(pod), page, flows[pod], time) for pod, page in pages.items()}

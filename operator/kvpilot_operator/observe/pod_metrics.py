@@ -162,8 +162,10 @@ def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float
     counts: dict[str, Any] = {field: step(getattr(old, field), getattr(new, field)) for field in _COUNTS}
     counts["finished"] += failed - errors
     counts |= {field: _grown(getattr(old, field), getattr(new, field), fresh) for field in _HISTOGRAMS}
+    # A new process has run for `age`, unless the clocks of pod and operator differ too much.
+    age = now - (after.process_start or 0.0)
     return Flows(
-        seconds=_covered(after, elapsed, now) if fresh else elapsed,
+        seconds=age if fresh and 0 < age < elapsed else elapsed,
         failed=failed,
         prefill_seconds=max(0.0, new.prefill_seconds - (0.0 if reset else old.prefill_seconds)),
         decode_seconds=max(0.0, new.decode_seconds - (0.0 if reset else old.decode_seconds)),
@@ -179,9 +181,3 @@ def _grown(was: Histogram, now_is: Histogram, fresh: bool) -> Histogram:
         if min(counts) >= 0:
             return Histogram(now_is.bounds, counts, max(0.0, now_is.total - was.total))
     return Histogram(now_is.bounds, now_is.counts, max(0.0, now_is.total)) if now_is.count else Histogram()
-
-
-def _covered(after: PodMetrics, elapsed: float, now: float) -> float:
-    """Return the seconds that a new process has run, or `elapsed` if the clocks of pod and operator differ too much."""
-    age = now - (after.process_start or 0.0)
-    return age if 0 < age < elapsed else elapsed

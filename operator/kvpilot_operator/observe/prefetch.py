@@ -1,8 +1,6 @@
 """Read the Job that downloads weights to a PersistentVolumeClaim: its status, its pods, and the bytes they report."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kvpilot_formats.untrusted import shown
 from kvpilot_operator.api.names import IDENTITY_ANNOTATION, PREFETCH_CONTAINER, PREFETCH_LABEL, engine_url, prefetch_job
@@ -13,14 +11,12 @@ from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.informers import ServiceView
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.observe.series import SeriesReader
-from kvpilot_operator.observe.views import pod_view
+from kvpilot_operator.observe.views import Object, pod_view
 from kvpilot_operator.render.prefetch import identity
 from kvpilot_operator.state.objects import PodView, PrefetchView
 from kvpilot_operator.state.snapshot import ServiceKey
 
 log = logging.getLogger(__name__)
-
-Object = Mapping[str, Any]
 
 # Read at most this many pods. The Job has at most two, but a tenant may put its label on any number of pods.
 _PODS = 2
@@ -61,7 +57,15 @@ async def read_prefetch(
     if job is None or not any(one.get("uid") == service.uid for one in job["metadata"].get("ownerReferences") or ()):
         return None
     found = await cluster.first("v1", "Pod", key.namespace, f"{PREFETCH_LABEL}={key.name}", limit=_PODS)
-    pods = _pods_of(job, found, mesh=scraper.identity is not None)
+    # Keep the Job's own pods that have not ended.
+    uid = job["metadata"].get("uid")
+    ours = (
+        pod
+        for pod in found
+        if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or ())
+        and (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")
+    )
+    pods = tuple(pod_view(pod, scraper.identity is not None, PREFETCH_CONTAINER) for pod in ours)
     progress = None
     for pod in pods:
         if pod.ready and pod.ip:
@@ -78,18 +82,6 @@ def _asked(key: ServiceKey, service: ServiceView) -> bool:
     if spec is None or not spec.cache.prefetch:
         return spec is not None and known is not None
     return known is None or (known.phase, known.identity) != (CachePhase.READY, identity(key.name, spec))
-
-
-def _pods_of(job: Object, pods: Sequence[Object], *, mesh: bool) -> tuple[PodView, ...]:
-    """Return the Job's pods (by its uid) that have not ended."""
-    uid = job["metadata"].get("uid")
-    ours = (
-        pod
-        for pod in pods
-        if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or ())
-        and (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")
-    )
-    return tuple(pod_view(pod, mesh, PREFETCH_CONTAINER) for pod in ours)
 
 
 def prefetch_view(job: Object, pods: tuple[PodView, ...], progress: tuple[int, int] | None) -> PrefetchView:

@@ -34,7 +34,9 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE
     container = _named(status.get("containerStatuses") or (), container_name)
     scheduled = conditions.get("PodScheduled", {})
     gates = [gate.get("conditionType") for gate in (pod.get("spec") or {}).get("readinessGates") or ()]
-    unschedulable = _words(scheduled) if scheduled.get("reason") in _NO_NODE else _no_volume(scheduled)
+    # Other causes have the reason SchedulerError, too, so only a message about VolumeBinding counts.
+    no_volume = scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in (_words(scheduled) or "")
+    unschedulable = _words(scheduled) if no_volume or scheduled.get("reason") in _NO_NODE else None
     unheard = None if scheduled or (pod.get("spec") or {}).get("nodeName") else pod["metadata"].get("creationTimestamp")
     waiting = (container.get("state") or {}).get("waiting") or {}
     return PodView(
@@ -52,7 +54,6 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE
         held_up=_held_up(status, container_name),
         needs=_needs(pod) if unheard or not _begun(status) else None,
         uid=pod["metadata"].get("uid", ""),
-        do_not_evict=names.DO_NOT_EVICT_ANNOTATION in (pod["metadata"].get("annotations") or {}),
         mesh=mesh and labels.get(names.MESH_LABEL) == names.MESH_VALUE,
         containers_ready=conditions.get("ContainersReady", {}).get("status") == "True",
         admitted=conditions.get(names.ADMITTED, {}).get("status") == "True" if names.ADMITTED in gates else None,
@@ -61,15 +62,6 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE
 
 def _words(said: Object, field: str = "message") -> str | None:
     return None if said.get(field) is None else lines(str(said[field]))
-
-
-def _no_volume(scheduled: Object) -> str | None:
-    """Return the scheduler's message about a volume that was not made in time.
-
-    The condition's reason, SchedulerError, has other causes, too. So the message must name VolumeBinding.
-    """
-    message = _words(scheduled) or ""
-    return message if scheduled.get("reason") == "SchedulerError" and "VolumeBinding" in message else None
 
 
 def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
@@ -128,11 +120,14 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
     engine = _named(template.get("containers") or (), names.ENGINE_CONTAINER)
     told = read(map(str, engine.get("args") or ()))
     adapters = told.get(names.ADAPTERS_OPTION)
+    holds = {c.get("type"): c for c in status.get("conditions") or () if c.get("status") == "True"}
+    failed = holds.get("ReplicaFailure")
+    why = None if failed is None else str(failed.get("message") or failed.get("reason") or "FailedCreate")
     return DeploymentView(
         revision=labels.get(names.REVISION_LABEL, ""),
         dtype=labels.get(names.DTYPE_LABEL, ""),
         replicas=int(spec.get("replicas", 1)),
-        failure=_replica_failure(status),
+        failure=None if why is None else without_pod_name(why),
         image=engine.get("image"),
         model=told.value("--model"),
         arguments=tuple(map(str, engine.get("args") or ())),
@@ -143,13 +138,6 @@ def deployment_view(deployment: Object, kind: str = "Deployment") -> DeploymentV
         kind=kind,
         nodes=int((spec.get("leaderWorkerTemplate") or {}).get("size", 1)),
     )
-
-
-def _replica_failure(status: Object) -> str | None:
-    for condition in status.get("conditions") or ():
-        if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-            return without_pod_name(str(condition.get("message") or condition.get("reason") or "FailedCreate"))
-    return None
 
 
 def without_pod_name(message: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from kvpilot_operator.api.spec import Spec
-from kvpilot_operator.observe.plausible import Judged, Known, plausible_sample
+from kvpilot_operator.observe.plausible import Known, plausible_sample
 from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.state.samples import NOTHING_OBSERVED, Flows, Sample
 from kvpilot_operator.state.snapshot import ModelFacts, ServiceKey
@@ -107,8 +107,6 @@ class _Series:
     """Samples of one revision, oldest first, and the last pages of its pods."""
 
     known: Mapping[str, Known] = field(default_factory=dict)
-    odd: frozenset[str] = frozenset()
-    """Contradictions that were passed to the last call of `news`."""
     far: deque[_Merged] = field(default_factory=deque)
     near: deque[_Merged] = field(default_factory=deque)
 
@@ -166,7 +164,7 @@ class Windows:
         *,
         unanswered: int = 0,
         gpus: Mapping[str, str] | None = None,
-    ) -> Judged:
+    ) -> None:
         """Judge the metrics pages of a revision's pods, and keep the sample. See `plausible_sample` for parameters."""
         series = self._series.setdefault(revision, _Series())
         if series.turned_back(time):
@@ -177,13 +175,6 @@ class Windows:
         series.known = judged.known
         if (told := judged.sample).pods or told.implausible or told.stalled or told.observed_dtype:
             series.add(judged.sample, self.retention)
-        return judged
-
-    def news(self, revision: str, odd: Collection[str]) -> Collection[str]:
-        """Return the contradictions in a revision's pages that the previous pages did not have."""
-        series = self._series[revision]
-        before, series.odd = series.odd, frozenset(odd)
-        return series.odd - before
 
     def samples(self) -> dict[str, tuple[Sample, ...]]:
         """Return all samples, by revision."""

@@ -32,7 +32,12 @@ def pod_template(service: str, spec: Spec, dtype: str, *, assigned_user: bool = 
     """
     template: dict[str, Any] = {
         "metadata": {
-            "labels": {**names.owned_labels(service), names.DTYPE_LABEL: dtype, **_shared_labels(service, spec)}
+            "labels": {
+                **names.owned_labels(service),
+                names.DTYPE_LABEL: dtype,
+                **({names.GROUP_LABEL: service} if spec.engine.nodes > 1 else {}),
+                **claim_label(service, spec),
+            }
         },
         "spec": {**_pod_spec(service, spec, dtype), "securityContext": _security_context(assigned_user)},
     }
@@ -53,11 +58,6 @@ def revision(template: dict[str, Any]) -> str:
 def claim_label(service: str, spec: Spec) -> dict[str, str]:
     """Return the label of pods that must share a node, because one node's disk holds their weights; {} otherwise."""
     return {names.CLAIM_LABEL: names.weights_claim(service)} if spec.cache.on_one_node else {}
-
-
-def _shared_labels(service: str, spec: Spec) -> dict[str, str]:
-    """Return the labels that pods of one multi-node group, or pods that share a disk, have in common."""
-    return {**({names.GROUP_LABEL: service} if spec.engine.nodes > 1 else {}), **claim_label(service, spec)}
 
 
 def _pod_spec(service: str, spec: Spec, dtype: str) -> dict[str, Any]:

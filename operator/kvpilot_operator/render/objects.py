@@ -15,11 +15,6 @@ from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.times import utc
 
 _GATEWAYS = names.HTTP_ROUTE_API.partition("/")[0]
-_DO_NOT_EVICT = {
-    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
-    "karpenter.sh/do-not-disrupt": "true",
-    names.DO_NOT_EVICT_ANNOTATION: "true",
-}
 
 
 def owned(
@@ -47,14 +42,10 @@ def workload(
     nodes: int = 1,
     has_gate: bool = True,
 ) -> dict[str, Any]:
-    """Return the workload of one revision.
+    """Return the workload of one revision. `template` is that of the pods that take requests.
 
-    Args:
-        template: Template of the pods that take requests.
-        replicas: Number of replicas.
-        startup_seconds: Longest time until an engine is ready. The workload's progress deadline is 60 s later.
-        nodes: Number of nodes that each replica spans.
-        has_gate: True if pods do not become Ready before the operator admits them.
+    The workload's progress deadline is 60 s after the longest time until an engine is ready (`startup_seconds`). With
+    `has_gate`, pods do not become Ready before the operator admits them.
     """
     gates = {"readinessGates": [{"conditionType": names.ADMITTED}]} if has_gate else {}
     labels = {k: v for k, v in template["metadata"]["labels"].items() if k in (names.REVISION_LABEL, names.DTYPE_LABEL)}
@@ -94,14 +85,10 @@ def inference_pool(
 def disruption_budget(
     key: ServiceKey, uid: str, revision: str, max_unavailable: int, *, groups: bool = False
 ) -> dict[str, Any]:
-    """Return the PodDisruptionBudget of a service.
+    """Return the PodDisruptionBudget of a service's pods, of one revision if `revision` is not empty.
 
-    A pod that is not ready may always be evicted, so that an engine that never starts does not block a drain.
-
-    Args:
-        revision: The revision whose pods the budget covers, or "" for all.
-        max_unavailable: Number of these pods that may be unavailable at a time.
-        groups: True to cover the workers of multi-node groups as well as their leaders.
+    A pod that is not ready may always be evicted, so that an engine that never starts does not block a drain. With
+    `groups`, the budget covers the workers of multi-node groups, too.
     """
     selector = _selector(key, revision, names.GROUP_LABEL if groups else names.SERVICE_LABEL)
     spec = {
@@ -129,13 +116,6 @@ def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
     selector = {"leaderworkerset.sigs.k8s.io/name": name}
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
     return owned(key, uid, ("v1", "Service", name), spec=spec)
-
-
-def pod_do_not_evict(key: ServiceKey, pod: PodView, wanted: bool) -> dict[str, Any]:
-    """Return our annotations of one pod: those that node autoscalers respect, and our own mark."""
-    annotations = dict(_DO_NOT_EVICT) if wanted else {}
-    metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid, "annotations": annotations}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata}
 
 
 def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) -> dict[str, Any]:

@@ -154,10 +154,6 @@ class Figures:
     """Policy by which engines free pages of a sequence; empty if they keep all tokens."""
     hits: Mapping[str, float] = field(default_factory=dict)
     """Share of prompt tokens that were found in a cache tier, by tier. Empty without kvCache.offload."""
-    cost_per_hour: float | None = None
-    """Cost of all GPUs of the service, including a canary's; None if the GPUs have no price."""
-    cost_per_million_tokens: float | None = None
-    """Cost of a million generated tokens, at the rate of the last window."""
     latencies: tuple[Latency, ...] = ()
 
 
@@ -176,8 +172,6 @@ class Decision:
     """Readiness gates by pod name, True for open. `act` opens gates after the status, and closes gates at the end."""
     ungating: Ungating | None = None
     """Step that removes the readiness gate from the serving Deployment."""
-    do_not_evict: frozenset[str] = frozenset()
-    """Names of all pods that cluster autoscalers should not evict."""
     unanswered: tuple[Unanswered, ...] = ()
     """Questions that failed. Everything that depends on their answers stays unchanged."""
     figures: Figures = Figures()

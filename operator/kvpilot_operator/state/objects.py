@@ -34,7 +34,6 @@ class PodView:
     needs: tuple[str, ...] | None = None
     """Objects that the pod's volumes need, such as "Secret certificates"; None once a container has started."""
     uid: str = ""
-    do_not_evict: bool = False
     mesh: bool = False
     containers_ready: bool = False
     admitted: bool | None = None

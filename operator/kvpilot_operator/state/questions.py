@@ -30,7 +30,6 @@ class Question(StrEnum):
     SHARE = "Share"  # render the canary's share of the requests in the HTTPRoute
     OBJECTS = "Objects"  # order the writes of the objects
     ADMISSION = "Admission"  # open or close the pods' readiness gates
-    DO_NOT_EVICT = "DoNotEvict"  # mark pods that autoscalers should not evict
     JOURNAL = "Journal"  # write the journal
     CONDITIONS = "Conditions"  # write the conditions
 

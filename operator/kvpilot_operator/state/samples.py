@@ -138,8 +138,3 @@ class Sample:
     """(pod, dtype) of the first few pods, by name, whose dtype differs from `observed_dtype`."""
     mixed: tuple[tuple[str, str], ...] = ()
     """(pod, hash) of the first few pods, by name, whose calibration factors differ from `factors`."""
-
-
-def names(pods: Sequence[str]) -> str:
-    """Join the pods' names from texts "NAME: why". Omit the reasons, because their figures change at each scrape."""
-    return ", ".join(sorted(one.partition(":")[0] for one in pods))

@@ -109,8 +109,6 @@ class Snapshot:
     """Questions whose observation failed. The fields that they would fill are empty."""
     backed_off: Mapping[str, str] = field(default_factory=dict)
     """Cause of failed scrapes, by name of the pod. These pods are scraped less often."""
-    gpu_hour_micros: int | None = None
-    """Price of one of the service's GPUs for an hour, in millionths of the currency."""
 
     def unread(self, question: Question) -> Unanswered | None:
         """Return the error that prevented this observation, or None if it succeeded."""

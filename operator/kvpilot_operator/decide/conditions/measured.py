@@ -13,7 +13,6 @@ from kvpilot_operator.decide.diagnosis import mixed_factors
 from kvpilot_operator.decide.load.workload import USAGE_STEP_PERCENT
 from kvpilot_operator.decide.rollout.starting import held_up_by, why_waiting
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.samples import names
 from kvpilot_operator.state.status import Canary
 
 _WORST_FIRST = (ObjectiveState.MISSED, ObjectiveState.UNSETTLED, ObjectiveState.NO_SAMPLES, ObjectiveState.HELD)
@@ -45,11 +44,10 @@ def metrics(c: Context) -> Line:
     if workload.kind in (WorkloadKind.NO_METRICS, WorkloadKind.ENGINES_STALLED):
         return Line("False", workload.kind, f"{workload.message}{less}")
     capacity = f"KV capacity {workload.capacity_tokens} tokens"
-    # Show only pod names: the implausible figures change with every scrape, and the operator's log has them.
     if workload.implausible:
-        less = f"; left out for implausible metrics: {names(workload.implausible)}{less}"
+        less = f"; left out for implausible metrics: {'; '.join(workload.implausible)}{less}"
     if workload.stalled:
-        less = f"; have requests but make no tokens: {names(workload.stalled)}{less}"
+        less = f"; have requests but make no tokens: {'; '.join(workload.stalled)}{less}"
         return Line("True", WorkloadKind.ENGINES_STALLED, f"{capacity}{less}")
     return Line("True", Reason.SCRAPED, f"{capacity}{less}")
 

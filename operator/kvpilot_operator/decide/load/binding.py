@@ -26,10 +26,7 @@ def what_binds(
 ) -> tuple[WorkloadKind, str]:
     """Return the resource that limits the service, and the evidence in words and numbers.
 
-    was_bound: True if memory was the limit at the last reconcile.
-    step_tokens: token budget of an engine step (max_num_batched_tokens).
-    thrown_out: evidence that prefixes were evicted, or None.
-    spread: distribution of the load over the engines in the newest scrape, or None.
+    `thrown_out` is evidence that prefixes were evicted, or None. The other arguments are those of `classify`.
     """
     memory = (
         f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
@@ -43,7 +40,11 @@ def what_binds(
     if sustained and seen.stands_still:
         return WorkloadKind.ENGINES_STALLED, f"{memory}; {STALLED}"
     if spread is not None and seen.uneven >= SHARE * seen.count:
-        uneven = f"{memory}; {_uneven(spread)}"
+        uneven = (
+            f"{memory}; {spread.name} is {spread.usage * 100:.0f}% full and {spread.waiting:.0f} requests wait for it, "
+            f"while {spread.roomy * 100:.0f}% of the engines are at most half as full and use is "
+            f"{spread.mean * 100:.0f}% on average"
+        )
         if not sustained:
             return WorkloadKind.WARMING, f"{uneven}: not sustained for {pressure.sustained_seconds} s yet"
         return WorkloadKind.IMBALANCED, f"{uneven}: requests are spread unevenly, which no cache and no replica mends"
@@ -70,13 +71,6 @@ def what_binds(
     if max(seen.running, seen.waiting) < _IDLE_RUNNING * seen.pods:
         return WorkloadKind.IDLE, f"{memory}: next to nothing runs"
     return WorkloadKind.RELAXED, f"{memory}: memory does not bind"
-
-
-def _uneven(one: Spread) -> str:
-    return (
-        f"{one.name} is {one.usage * 100:.0f}% full and {one.waiting:.0f} requests wait for it, while "
-        f"{one.roomy * 100:.0f}% of the engines are at most half as full and use is {one.mean * 100:.0f}% on average"
-    )
 
 
 def _prompts(seen: Sums) -> str:

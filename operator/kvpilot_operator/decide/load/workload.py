@@ -19,7 +19,7 @@ from kvpilot_operator.decide.load.objectives import ObjectiveResult, judge_objec
 from kvpilot_operator.decide.load.surge import DRAIN_SECONDS, Surge, find
 from kvpilot_operator.decide.load.window import GAP, SPAN, Sums, plausible
 from kvpilot_operator.gpus import by_product
-from kvpilot_operator.state.samples import Sample, names
+from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import NodeFacts
 
 # A mean below one request in a thousand scrapes counts as none, because engines may report tiny values such as 5e-324.
@@ -203,7 +203,7 @@ def _unknown(newest: Sample | None) -> Workload:
     if newest is None:
         return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
     groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
-    doubts = "".join(f"; {word}: {names(pods)}" for word, pods in groups if pods)
+    doubts = "".join(f"; {word}: {'; '.join(pods)}" for word, pods in groups if pods)
     # The service counts as stalled if the stalled pods would be enough to represent it.
     stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
     kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)

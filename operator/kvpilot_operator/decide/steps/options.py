@@ -1,7 +1,6 @@
 """List the steps that the policy can choose from, each with its capacity, KV use and inter-token latency (ITL)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -259,14 +258,6 @@ def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
     if each <= _MOST_PROMPTS:
         return None
     return f"each of {max(1, replicas)} replicas would have {each:.2f} prompts in hand ({_MOST_PROMPTS} is the limit)"
-
-
-def costs(s: PolicyInput, steps: Sequence[Option]) -> str:
-    """Describe the cost of each step per hour. Return "" if the price of a GPU is unknown."""
-    if s.gpu_hour_micros is None:
-        return ""
-    each = s.gpu_hour_micros * s.spec.engine.gpus / 1e6
-    return f"; an hour costs: {', '.join(f'{one.dtype} at {one.replicas} {each * one.replicas:.2f}' for one in steps)}"
 
 
 def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:

@@ -147,12 +147,12 @@ def _take(s: PolicyInput, step: Weighed, steps: list[Weighed], reason: str, evid
     nothing = Weighed(options.stay(s, Outcome.POSSIBLE, "nothing changes"), open=False, fits=False)
     pressed = s.workload.bound or s.workload.missed or s.workload.surge
     weighed = options.listed(chosen, [*others, nothing])
-    message = f"{evidence}{options.costs(s, weighed)}; {chosen.message}"
+    message = f"{evidence}; {chosen.message}"
     known = learned(s.saturations, s.workload, s.dtype) if pressed else s.saturations
     return PolicyDecision(weighed, reason, message, saturations=known)
 
 
 def _hold(s: PolicyInput, steps: list[Weighed], wanted: Weighed, reason: str, why: str) -> PolicyDecision:
     weighed = options.listed(options.stay(s, Outcome.CHOSEN, why), steps)
-    message = f"{_evidence(s)}; {why}{options.costs(s, weighed)}"
+    message = f"{_evidence(s)}; {why}"
     return PolicyDecision(weighed, reason, message, hold=why, wanted=wanted.option, saturations=s.saturations)

@@ -51,8 +51,6 @@ class PolicyInput:
     """True if a surge may end the trial in flight, so that replicas are added at once."""
     no_canary: str | None = None
     """The reason why no dtype change may begin now, such as a pause; None if one may begin."""
-    gpu_hour_micros: int | None = None
-    """Price of a GPU hour in millionths of the currency. It is only shown: all steps use the same kind of GPU."""
 
     @property
     def loading(self) -> bool:

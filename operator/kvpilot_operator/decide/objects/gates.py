@@ -1,22 +1,18 @@
-"""Decide the marks on pods: readiness gates, and annotations against eviction.
+"""Decide the readiness gates of pods (docs/decisions/0030).
 
-- A canary's pods have a closed readiness gate. It opens once the written status lets their revision serve. Later pods
-  of that revision have no gate (docs/decisions/0030).
-- Annotations ask autoscalers not to evict pods while kvpilot measures them.
+A canary's pods have a closed readiness gate. It opens once the written status lets their revision serve. Later pods of
+that revision have no gate.
 """
 
 from dataclasses import replace
-from datetime import timedelta
 from typing import TypeVar
 
-from kvpilot_operator.api.words import ConditionType, Reason, Stage
-from kvpilot_operator.decide.accuracy import baseline
+from kvpilot_operator.api.words import Stage
 from kvpilot_operator.decide.context import Context, Draft
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.render.workloads import DEPLOYMENT
-from kvpilot_operator.state.decision import Find, Ungating
+from kvpilot_operator.state.decision import Ungating
 from kvpilot_operator.state.objects import PodView
-from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.status import Canary
 
 D = TypeVar("D", bound=Draft)
@@ -69,34 +65,3 @@ def _opens(draft: Draft, canary: Canary) -> bool:
     """Return True if the canary's gates open. Those of multi-node groups stay closed: groups restart without one."""
     view = draft.snapshot.deployments.get(canary.revision)
     return traffic.has_passed(draft, canary.revision) and (view is None or view.kind == DEPLOYMENT.name)
-
-
-_JUDGED = (Stage.STARTING, Stage.PROBING, Stage.SHIFTING)
-_SOON = timedelta(minutes=10)
-"""Time to correct an invalid spec before the pods on trial lose their marks against eviction."""
-
-
-def keep_judged(c: Context) -> Context:
-    """Mark the pods that are judged now, so that autoscalers leave them in place. Skip pods of a paused trial."""
-    asked = None if c.probe is None or isinstance(c.probe, Find) else c.probe.pod
-    canary = None if c.spec.rollout.paused else c.canary
-    judged = (canary.revision, baseline.borrowed(c)) if canary is not None and canary.stage in _JUDGED else ()
-    pods = [p for p in c.snapshot.pods if not p.terminating]
-    names = frozenset(p.name for p in pods if p.revision in judged or p.name == asked)
-    # If the probe in flight is unknown, keep all marks, because one of these pods may be under measurement.
-    kept = keep_as_now(c).do_not_evict if keeps_probe(c.unanswered) else frozenset()
-    return replace(c, do_not_evict=names | kept)
-
-
-def keep_as_now(draft: D) -> D:
-    """Keep the present marks against eviction."""
-    pods = draft.snapshot.pods
-    return replace(draft, do_not_evict=frozenset(p.name for p in pods if p.do_not_evict and not p.terminating))
-
-
-def keep_while_refused(draft: Draft) -> Draft:
-    """Keep the marks of a trial for `_SOON`, because the trial continues once the spec is valid again."""
-    told = draft.before.condition(ConditionType.STALLED)
-    refused = told is not None and (told.status, told.reason) == ("True", Reason.SPEC_INVALID)
-    since = told.last_transition_time if told is not None and refused else draft.now
-    return keep_as_now(draft) if draft.canary is not None and draft.now - since < _SOON else draft

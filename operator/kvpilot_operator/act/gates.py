@@ -1,18 +1,12 @@
-"""Write marks on pods: remove readiness gates from a serving Deployment, and ask autoscalers not to evict a pod."""
-
-import logging
+"""Remove the readiness gate from a serving Deployment."""
 
 from kvpilot_operator.act.ownership import is_owned
 from kvpilot_operator.api.names import REVISION_LABEL, SERVICE_LABEL, deployment_name
 from kvpilot_operator.cluster.client import Cluster
 from kvpilot_operator.cluster.objects import Object, Ref
-from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.render.objects import pod_do_not_evict
 from kvpilot_operator.render.workloads import DEPLOYMENT
 from kvpilot_operator.state.decision import Ungating
 from kvpilot_operator.state.snapshot import Snapshot
-
-log = logging.getLogger(__name__)
 
 _NO_GATE = {"template": {"spec": {"readinessGates": None}}}
 
@@ -38,18 +32,3 @@ async def ungate(cluster: Cluster, s: Snapshot, step: Ungating) -> None:
     for one in await cluster.list(DEPLOYMENT.api_version, DEPLOYMENT.pods_owner, s.key.namespace, selector):
         if is_owned(one, uid) and one["spec"]["template"]["spec"].get("readinessGates"):
             await patch(DEPLOYMENT.pods_owner, one["metadata"]["name"], one["metadata"]["uid"], _NO_GATE)
-
-
-async def mark_do_not_evict(cluster: Cluster, s: Snapshot, wanted: frozenset[str]) -> None:
-    """Ask cluster autoscalers not to evict these pods and their workers. Withdraw the request for all other pods.
-
-    Annotate the pods themselves, because a change of the pod template would restart them.
-    """
-    for asked, pod in ((leader.name in wanted, pod) for leader in s.pods for pod in leader.group):
-        if pod.terminating or pod.do_not_evict == asked:
-            continue
-        try:
-            await cluster.apply(pod_do_not_evict(s.key, pod, asked))
-        except ClusterError as error:
-            # Usually the pod was just deleted, so only log it. The uid in the write protects a new pod of that name.
-            log.info("pod not annotated: %s", error, extra={"service": str(s.key), "pod": pod.name})
