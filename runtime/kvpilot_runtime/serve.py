@@ -102,15 +102,11 @@ def _parser() -> argparse.ArgumentParser:
                         f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
                         f"{formats.default_windows()}, or what the context has room for)")  # fmt: skip
     parser.add_argument("--retention", metavar="POLICY", help=f"{retention.SINKS_AND_WINDOW} keeps the first and the "
-                        f"last tokens of a sequence and frees pages between them, {retention.HEAVY_HITTERS} keeps the "
-                        "heaviest of these too, up to a budget, "
+                        f"last tokens of a sequence and frees pages between them, "
                         f"{retention.ALL} keeps every token (default: {retention.VARIABLE}, or "
                         f"{retention.ALL})")  # fmt: skip
     parser.add_argument("--retention-sink-tokens", type=_count, metavar="N", help="first tokens that are kept")
     parser.add_argument("--retention-window-tokens", type=_count, metavar="N", help="last tokens that are kept")
-    parser.add_argument("--retention-budget-tokens", type=_count, metavar="N", help=f"of {retention.HEAVY_HITTERS}, "
-                        f"all tokens that are kept, sinks (default: {retention.SINKS}) and window (default: half of "
-                        "them) among them")  # fmt: skip
     parser.add_argument(options.DISK_PATH, metavar="FOLDER", help=f"beside {options.OFFLOAD}: offloaded pages go on "
                         "to a file in this folder, which no other engine reads and which ends with it")  # fmt: skip
     parser.add_argument(options.DISK_SIZE, type=_gib, metavar="GIB", help="of that file, at most")
@@ -146,8 +142,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
         tuple(others), known.recent_tokens,
-        retention.parse(known.retention, known.retention_sink_tokens, known.retention_window_tokens,
-                        known.retention_budget_tokens),
+        retention.parse(known.retention, known.retention_sink_tokens, known.retention_window_tokens),
         known.kv_offloading_disk_path, known.kv_offloading_disk_size,
         found.on("--max-model-len") and known.max_model_len is None,
     )  # fmt: skip

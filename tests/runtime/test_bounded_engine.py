@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounded_engine import Asked, Told, serve
 
 from kvpilot_runtime.config.retention import SinksAndWindow
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from kvpilot_smallmodels.oracle import SLACK, Oracle
-from support.bounded_engine import Asked, Told, serve
 from support.engines_in_turn import refused
 from support.forked_serve import engine
 
@@ -77,7 +77,7 @@ def test_answers_are_those_of_sinks_and_window_whatever_happened_to_a_request(
     assert told.blocks * page < 407
     # vLLM's capacity counts the kept tokens of requests of 640 tokens.
     assert told.concurrency == pytest.approx(told.blocks / (1 + -(-(BOUND.window - 1 + 48) // page) + 1), rel=0.1)
-    bound = f'budget_tokens="",page_tokens="{page}",policy="SinksAndWindow",sink_tokens="4",window_tokens="64"'
+    bound = f'page_tokens="{page}",policy="SinksAndWindow",sink_tokens="4",window_tokens="64"'
     assert f"kvpilot_retention_info{{{bound}}} 1.0" in told.metrics
     off = 'kvpilot_recent_window_info{dtype="k4v4",reason="BoundedCache",tokens="0"} 1.0'
     assert (off in told.metrics) == (dtype == "k4v4")

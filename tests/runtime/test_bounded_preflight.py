@@ -9,14 +9,13 @@ import pytest
 
 from kvpilot_runtime import serve
 from kvpilot_runtime.config import retention
-from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
+from kvpilot_runtime.config.retention import SinksAndWindow
 from kvpilot_runtime.errors import PreflightError, UnsupportedModelError
 from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.check import check
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 
 BOUND = ("--retention=SinksAndWindow", "--retention-sink-tokens=4", "--retention-window-tokens=1024")
-HEAVY = ("--retention=HeavyHitters", "--retention-budget-tokens=4096")
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
          "num_key_value_heads": 8, "num_hidden_layers": 32, "max_position_embeddings": 131072,
          "torch_dtype": "bfloat16"}  # fmt: skip
@@ -54,18 +53,11 @@ def folder(path: Path, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (HEAVY[:1], ["HeavyHitters needs --retention-budget-tokens"]),
-        (HEAVY[1:], ["--retention-budget-tokens 4096", "--retention HeavyHitters alone"]),
-        ((*BOUND, HEAVY[1]), ["--retention-budget-tokens 4096", "--retention HeavyHitters alone"]),
-        ((*HEAVY, "--retention-window-tokens=4K"), ["4096 has no room beside 4 sinks", "4096 tokens", "than 4100"]),
-        ((HEAVY[0], "--retention-budget-tokens=256"), ["take 512 tokens in pages of 128", "at least that"]),
-        ((*HEAVY, "--retention-window-tokens=4080"), ["take 4480 tokens in pages of 128"]),
-        ((*HEAVY, "--block-size=2048"), ["take 8192 tokens in pages of 2048", "--block-size"]),
-        (("--retention=Some",), ["'Some'", "All, SinksAndWindow, HeavyHitters"]),
+        (("--retention=Some",), ["'Some'", "All, SinksAndWindow"]),
         (BOUND[:1], ["needs --retention-sink-tokens"]),
         (BOUND[:2], ["needs --retention-window-tokens"]),
-        (BOUND[1:], ["--retention-sink-tokens 4", "--retention SinksAndWindow and HeavyHitters alone"]),
-        (("--retention=All", BOUND[2]), ["--retention-window-tokens 1024", "SinksAndWindow and HeavyHitters alone"]),
+        (BOUND[1:], ["--retention-sink-tokens 4", "--retention SinksAndWindow alone"]),
+        (("--retention=All", BOUND[2]), ["--retention-window-tokens 1024", "SinksAndWindow alone"]),
         ((BOUND[0], BOUND[1], "--retention-window-tokens=0"), ["'0' must be at least 1"]),
         ((BOUND[0], "--retention-sink-tokens=no", BOUND[2]), ["'no' is not a whole number"]),
     ],
@@ -91,32 +83,12 @@ def test_values_that_are_missing_or_beside_the_wrong_policy_are_refused(
         (("--recent-tokens=64",), "--recent-tokens 64 (the recent window)"),
     ],
 )
-@pytest.mark.parametrize(("bound", "dtype"), [(BOUND, "auto"), (BOUND, "k4v4"), (HEAVY, "k4v4")])
-def test_what_does_not_go_with_a_bound_is_refused_by_name(
-    arguments: tuple[str, ...], word: str, bound: tuple[str, ...], dtype: str
-) -> None:
-    error = refusal(*bound, *arguments, dtype=dtype)
+@pytest.mark.parametrize("dtype", ["auto", "k4v4"])
+def test_what_does_not_go_with_a_bound_is_refused_by_name(arguments: tuple[str, ...], word: str, dtype: str) -> None:
+    error = refusal(*BOUND, *arguments, dtype=dtype)
     assert error.reason == "BadArguments"
     assert word in error.message
     assert "leave" in error.message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "dtype", "word"),
-    [
-        (("--tensor-parallel-size=2",), "k4v4", "--tensor-parallel-size (tensor parallelism)"),
-        (("-pp=2",), "k4v4", "--pipeline-parallel-size (pipeline parallelism)"),
-        ((), "fp8", "kv-cache dtype 'fp8'"),
-        ((), "auto", "kv-cache dtype 'auto'"),
-    ],
-)
-def test_what_pages_cannot_be_weighed_with_is_refused_by_name(
-    arguments: tuple[str, ...], dtype: str, word: str
-) -> None:
-    error = refusal(*HEAVY, *arguments, dtype=dtype)
-    assert error.reason == "BadArguments"
-    assert f"--retention HeavyHitters:4:2048:4096: {word} is not supported" in error.message
-    check(serve.parse([f"--model={tiny_llama()}", f"--kv-cache-dtype={dtype}", *BOUND, *arguments])[0])
 
 
 @pytest.mark.parametrize("what", OTHERS)
@@ -140,22 +112,12 @@ def test_a_request_needs_memory_for_what_it_keeps_alone(tmp_path: Path) -> None:
     assert error.reason == "DoesNotFit"
     assert "for the 2303 tokens that it keeps" in error.message
     assert "--retention-window-tokens smaller" in error.message
-    pool = "--kv-cache-memory-bytes=72M"  # 2,168 tokens in k4v4
-    error = refusal(pool, *HEAVY, model=model, dtype="k4v4")
-    assert "for the 4224 tokens that it keeps" in error.message
-    assert "--retention-budget-tokens smaller" in error.message
-    less = f"--model={model}", "--kv-cache-dtype=k4v4", pool, HEAVY[0], "--retention-budget-tokens=1920"
-    check(serve.parse(less)[0])
 
 
 def test_a_window_that_no_context_leaves_is_said_to_be_of_no_effect() -> None:
     found = check(serve.parse([f"--model={tiny_llama()}", *BOUND, "--max-model-len=512"])[0])
     assert [reason for reason, _ in found.warnings] == ["RetentionUnused"]
     assert not check(serve.parse([f"--model={tiny_llama()}", *BOUND, "--max-model-len=2048"])[0]).warnings
-    found = check(
-        serve.parse([f"--model={tiny_llama()}", "--kv-cache-dtype=k4v4", *HEAVY])[0]
-    )  # its context has 2,048 tokens
-    assert "outgrows the budget" in found.warnings[0][1]
 
 
 def test_layers_that_the_model_has_not_may_be_skipped_as_the_operator_asks_for() -> None:
@@ -176,22 +138,17 @@ def test_the_engine_is_told_by_its_environment_and_reads_what_it_is_told(monkeyp
     monkeypatch.setenv(retention.VARIABLE, "SinksAndWindow:8:512")
     serve.main([f"--model={tiny_llama()}"])
     serve.main([f"--model={tiny_llama()}", "--retention=All"])
-    ours = f"--model={tiny_llama()}", "--kv-cache-dtype=k4v4"
-    serve.main([*ours, *HEAVY])
-    serve.main([*ours, *HEAVY, "--retention-sink-tokens=8", "--retention-window-tokens=1K"])
     told = [environment[retention.VARIABLE] for _, environment in started]
-    assert told == ["SinksAndWindow:4:1024", "SinksAndWindow:8:512", "", "HeavyHitters:4:2048:4096",
-                    "HeavyHitters:8:1024:4096"]  # fmt: skip
+    assert told == ["SinksAndWindow:4:1024", "SinksAndWindow:8:512", ""]
     assert not any("--retention" in word for command, _ in started for word in command)
-    bounds = (SinksAndWindow(4, 1024), SinksAndWindow(8, 512), None, HeavyHitters(4, 2048, 4096),
-              HeavyHitters(8, 1024, 4096))  # fmt: skip
+    bounds = (SinksAndWindow(4, 1024), SinksAndWindow(8, 512), None)
     for text, bound in zip(told, bounds, strict=True):
         monkeypatch.setenv(retention.VARIABLE, text)
         assert retention.asked() == bound
 
 
-@pytest.mark.parametrize("text", ["SinksAndWindow", "SinksAndWindow:4", "SinksAndWindow:0:64", "HeavyHitters:4:64",
-                                  "SinksAndWindow:4:64:1", "HeavyHitters:4:64:68", "SinksAndWindow:4:-1"])  # fmt: skip
+@pytest.mark.parametrize("text", ["SinksAndWindow", "SinksAndWindow:4", "SinksAndWindow:0:64",
+                                  "SinksAndWindow:4:64:1", "SinksAndWindow:4:-1"])  # fmt: skip
 def test_an_environment_that_cannot_be_read_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(retention.VARIABLE, text)
     with pytest.raises(UnsupportedModelError, match="SinksAndWindow:SINKS:WINDOW"):

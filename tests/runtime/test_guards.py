@@ -146,7 +146,6 @@ SWITCHES = {
     one
     for group in (
         rules.BESIDE_ANY, rules.BESIDE_BOUNDED, rules.BESIDE_LATENT, rules.BESIDE_DRAFT_MODELS, rules.BESIDE_CONNECTORS,
-        rules.BESIDE_HEAVY_HITTERS,
     )
     for one in group
     if one.setting

@@ -60,15 +60,6 @@ def test_a_recent_window_of_0_is_told_to_the_engine():
             {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": 4096},
             ["--retention=SinksAndWindow", "--retention-sink-tokens=4", "--retention-window-tokens=4096"],
         ),
-        (
-            {"policy": "HeavyHitters", "budgetTokens": 4096},
-            ["--retention=HeavyHitters", "--retention-budget-tokens=4096"],
-        ),
-        (
-            {"policy": "HeavyHitters", "sinkTokens": 8, "windowTokens": 512, "budgetTokens": 4096},
-            ["--retention=HeavyHitters", "--retention-sink-tokens=8", "--retention-window-tokens=512",
-             "--retention-budget-tokens=4096"],
-        ),
     ],
 )  # fmt: skip
 def test_a_bound_reaches_engines_of_every_dtype_and_makes_a_new_revision(dtype, bound, told):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 KVPILOT = (
     "--calibration", "--recent-tokens", "--retention", "--retention-sink-tokens", "--retention-window-tokens",
-    "--retention-budget-tokens", "--kv-offloading-disk-path", "--kv-offloading-disk-size",
+    "--kv-offloading-disk-path", "--kv-offloading-disk-size",
 )  # fmt: skip
 """Options that only kvpilot-serve has. Each takes one value, and its name cannot be abbreviated."""
 

@@ -82,38 +82,23 @@ class Offload(Record, frozen=True):
 @rules(
     Rule(
         "",
-        "self.policy == 'All' ? !(has(self.sinkTokens) || has(self.windowTokens) || has(self.budgetTokens)) : "
-        "self.policy == 'SinksAndWindow' ? has(self.sinkTokens) && has(self.windowTokens) && !has(self.budgetTokens) : "
-        "has(self.budgetTokens)",
-        "kvCache.retention: the numbers do not fit the policy: SinksAndWindow needs sinkTokens and windowTokens and "
-        "takes no budgetTokens, HeavyHitters needs budgetTokens, All takes none: set policy or the numbers accordingly",
-    ),
-    Rule(
-        ".budgetTokens",
-        "!has(self.budgetTokens) || (has(self.sinkTokens) ? self.sinkTokens : 4) + "
-        "(has(self.windowTokens) ? self.windowTokens : self.budgetTokens / 2) < self.budgetTokens",
-        "kvCache.retention.budgetTokens is not above sinkTokens and windowTokens together, which are 4 and half of the "
-        "budget unless they are set: raise it, or lower these",
+        "(self.policy == 'SinksAndWindow') == has(self.sinkTokens) && has(self.sinkTokens) == has(self.windowTokens)",
+        "kvCache.retention: the numbers do not fit the policy: SinksAndWindow needs sinkTokens and windowTokens, All "
+        "takes none: set policy or the numbers accordingly",
     ),
 )
 class Retention(Record, frozen=True):
     """Limit on the tokens of a sequence that the KV cache keeps; without it the cache keeps all tokens. SinksAndWindow
     (StreamingLLM) keeps the first and the last tokens. It frees the pages between them, and the model forgets their
-    content. HeavyHitters (H2O) also keeps those tokens between that got the most attention so far, up to a budget.
-    kvpilot never chooses a limit itself. Engines refuse a limit with sliding-window layers, offload, recentTokens above
-    0 or speculative decoding. They refuse HeavyHitters with dtypes other than kvpilot's. A change starts a new
-    revision."""
+    content. kvpilot never chooses a limit itself. Engines refuse a limit with sliding-window layers, offload,
+    recentTokens above 0 or speculative decoding. A change starts a new revision."""
 
-    policy: Literal["All", "SinksAndWindow", "HeavyHitters"]
-    """All keeps every token. SinksAndWindow needs sinkTokens and windowTokens. HeavyHitters needs budgetTokens."""
+    policy: Literal["All", "SinksAndWindow"]
+    """All keeps every token. SinksAndWindow needs sinkTokens and windowTokens."""
     sink_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] | None = None
     """Number of first tokens of a sequence to keep, in whole pages."""
     window_tokens: Annotated[int, Meta(ge=1, le=16_777_216)] | None = None
     """Number of last tokens of a sequence to keep, in whole pages."""
-    budget_tokens: Annotated[int, Meta(ge=16, le=16_777_216)] | None = None
-    """For HeavyHitters, the number of all tokens of a sequence to keep, in whole pages: sinkTokens (default 4),
-    windowTokens (default half of the budget), and the pages between with the most attention. The budget needs room for
-    at least one such page: with pages of 128 tokens, the default on CPUs (--block-size changes it), 512 tokens."""
 
 
 class KVCache(Record, frozen=True):

@@ -95,7 +95,7 @@ _LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
 # Replaces unknown names. Otherwise, new names at each scrape would cause status writes and new time series.
 OTHER = "Other"
-POLICIES = ("All", "SinksAndWindow", "HeavyHitters")
+POLICIES = ("All", "SinksAndWindow")
 _DTYPES = (*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT)
 
 

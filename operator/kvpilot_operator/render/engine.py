@@ -216,7 +216,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
             arguments += [f"--kv-offloading-disk-path={_OFFLOAD_PATH}", f"--kv-offloading-disk-size={disk.size_gib}"]
     if (kept := spec.kv_cache.retention) is not None and spec.kv_cache.bounded:
         arguments.append(f"--retention={kept.policy}")
-        numbers = {"sink": kept.sink_tokens, "window": kept.window_tokens, "budget": kept.budget_tokens}
+        numbers = {"sink": kept.sink_tokens, "window": kept.window_tokens}
         arguments += [f"--retention-{name}-tokens={n}" for name, n in numbers.items() if n is not None]
     return [*arguments, *workloads.group_arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
 
