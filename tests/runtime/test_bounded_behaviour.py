@@ -65,11 +65,10 @@ def test_a_version_that_no_bounded_cache_was_run_with_is_refused_by_name(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "version_text", lambda: version)
-    words = re.escape(f"--retention SinksAndWindow:4:192 needs vLLM 0.32 to 0.33 (here is {version})")
+    words = re.escape(f"--retention 4:192 needs vLLM 0.32 to 0.33 (here is {version})")
     with pytest.raises(UnsupportedEngineError, match=words):
         contract.refuse_bound(str(BOUND))
-    request = parse(["--model=m", "--retention=SinksAndWindow", "--retention-sink-tokens=4",
-                     "--retention-window-tokens=192"])[0]  # fmt: skip
+    request = parse(["--model=m", "--retention=4:192"])[0]
     with pytest.raises(PreflightError, match=words):
         bounded.check(SimpleNamespace(ours=True), None, request)  # type: ignore[arg-type]
 

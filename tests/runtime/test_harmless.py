@@ -63,7 +63,7 @@ def test_the_first_configuration_of_our_dtype_wraps_vllm_here_and_in_processes_t
         (options.SERVE, "1", "core.EngineCoreProc._handle_shutdown", "Attention.get_kv_cache_spec"),
         (
             retention.VARIABLE,
-            "SinksAndWindow:4:64",
+            "4:64",
             "Attention.get_kv_cache_spec",
             "KVCacheManager.get_computed_blocks",
         ),

@@ -18,7 +18,6 @@ SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 DATA_PARALLEL = "--data-parallel-size"
 PIPELINE_PARALLEL = "--pipeline-parallel-size"
 SPECULATION = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
-RETENTION = ("--retention", "--retention-sink-tokens", "--retention-window-tokens")
 
 CONNECTORS = ("NixlConnector", "LMCacheMPConnector")
 """Connectors of vLLM that carry pages of our dtypes between engines."""
@@ -150,7 +149,7 @@ RESERVED = (
     Reserved(
         ("--model", "--revision", "--served-model-name", "--host", "--port", "--uds", "--kv-cache-dtype",
          SKIP_LAYERS, "--max-model-len", "--tensor-parallel-size", "--gpu-memory-utilization",
-         "--shutdown-timeout", "--recent-tokens", *RETENTION),
+         "--shutdown-timeout", "--recent-tokens", "--retention"),
         "kvpilot sets it itself: remove it and use the field of spec.model, spec.engine, spec.kvCache or spec.drain "
         "that stands for it",
     ),

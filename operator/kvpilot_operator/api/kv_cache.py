@@ -79,25 +79,15 @@ class Offload(Record, frozen=True):
     disk: OffloadDisk | None = None
 
 
-@rules(
-    Rule(
-        "",
-        "(self.policy == 'SinksAndWindow') == has(self.sinkTokens) && has(self.sinkTokens) == has(self.windowTokens)",
-        "kvCache.retention: the numbers do not fit the policy: SinksAndWindow needs sinkTokens and windowTokens, All "
-        "takes none: set policy or the numbers accordingly",
-    ),
-)
 class Retention(Record, frozen=True):
-    """Limit on the tokens of a sequence that the KV cache keeps; without it the cache keeps all tokens. SinksAndWindow
-    (StreamingLLM) keeps the first and the last tokens. It frees the pages between them, and the model forgets their
-    content. kvpilot never chooses a limit itself. Engines refuse a limit with sliding-window layers, offload,
-    recentTokens above 0 or speculative decoding. A change starts a new revision."""
+    """Limit on the tokens of a sequence that the KV cache keeps: the first and the last ones (StreamingLLM). Engines
+    free the pages between them, and the model forgets their content. Without this field, the cache keeps all tokens.
+    kvpilot never chooses a limit itself. Engines refuse a limit with sliding-window layers, offload, recentTokens above
+    0 or speculative decoding. A change starts a new revision."""
 
-    policy: Literal["All", "SinksAndWindow"]
-    """All keeps every token. SinksAndWindow needs sinkTokens and windowTokens."""
-    sink_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] | None = None
-    """Number of first tokens of a sequence to keep, in whole pages."""
-    window_tokens: Annotated[int, Meta(ge=1, le=16_777_216)] | None = None
+    sink_tokens: Annotated[int, Meta(ge=1, le=1_048_576)]
+    """Number of first tokens of a sequence to keep, in whole pages. 4 is usual."""
+    window_tokens: Annotated[int, Meta(ge=1, le=16_777_216)]
     """Number of last tokens of a sequence to keep, in whole pages."""
 
 
@@ -140,11 +130,6 @@ class KVCache(Record, frozen=True):
     these dtypes, and denied ones may be tried again."""
     offload: Offload | None = None
     retention: Retention | None = None
-
-    @property
-    def bounded(self) -> bool:
-        """Return True if engines drop tokens of long sequences."""
-        return self.retention is not None and self.retention.policy != "All"
 
     def recent_tokens_of(self, dtype: str) -> int | None:
         """Return the recent window for an engine with this dtype; None if none is set, or the dtype has no window."""

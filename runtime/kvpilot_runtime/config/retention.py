@@ -6,23 +6,21 @@ chunks, preemption and prefix hits do not change answers.
 """
 
 import os
+import re
 from dataclasses import dataclass
 
-from kvpilot_runtime.errors import PreflightError, UnsupportedModelError
+from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.metrics.worker_info import WorkerInfo
 
-ALL, SINKS_AND_WINDOW = "All", "SinksAndWindow"
-POLICIES = (ALL, SINKS_AND_WINDOW)
-
 VARIABLE = "KVPILOT_RETENTION"
-"""Environment variable with the policy, for the engine's processes: POLICY:SINKS:WINDOW, in tokens.
+"""Environment variable with the bound, for the engine's processes, such as `4:1024`: sinks and window, in tokens.
 
-An example is `SinksAndWindow:4:1024`. If it is unset or empty, the cache keeps all tokens.
+If it is unset or empty, the cache keeps all tokens.
 """
 
 INFO = WorkerInfo(
     "kvpilot_retention_info", "Tokens of a sequence that the KV cache keeps; absent if it keeps all.",
-    ("policy", "sink_tokens", "window_tokens", "page_tokens"), "KVPILOT_RETENTION_REPORT",
+    ("sink_tokens", "window_tokens", "page_tokens"), "KVPILOT_RETENTION_REPORT",
 )  # fmt: skip
 
 
@@ -37,7 +35,7 @@ class SinksAndWindow:
     window: int
 
     def __str__(self) -> str:
-        return f"{SINKS_AND_WINDOW}:{self.sinks}:{self.window}"
+        return f"{self.sinks}:{self.window}"
 
     def sink_pages(self, page: int) -> int:
         """Return the number of pages of `page` tokens that hold the sinks."""
@@ -52,55 +50,23 @@ class SinksAndWindow:
         return self.sink_pages(page) * page + self.window + page - 1
 
 
-def parse(policy: str | None, sinks: int | None, window: int | None) -> SinksAndWindow | None:
-    """Return the bound that the options set, or without options the bound of the environment. None keeps all tokens.
-
-    Raises:
-        PreflightError: the bound is invalid.
-    """
-
-    def refuse(message: str) -> PreflightError:
-        return PreflightError("BadArguments", message)
-
-    given = {"--retention-sink-tokens": sinks, "--retention-window-tokens": window}
-    if policy is not None and policy not in POLICIES:
-        raise refuse(f"--retention {policy!r} is not a policy; use one of {', '.join(POLICIES)}")
-    if policy is None and all(value is None for value in given.values()):
-        try:
-            return asked()
-        except UnsupportedModelError as error:
-            raise refuse(str(error)) from error
-    if policy in (ALL, None):
-        for option, value in given.items():
-            if value is not None:
-                raise refuse(f"{option} {value} is for --retention {SINKS_AND_WINDOW} alone; add that, or leave the "
-                             "option out")  # fmt: skip
+def parse(text: str) -> SinksAndWindow | None:
+    """Parse a bound such as `4:1024`; an empty text is None. Raise ValueError if the text is neither."""
+    if not text.strip():
         return None
-    if sinks is None or window is None:
-        missing = next(option for option, value in given.items() if value is None)
-        raise refuse(f"--retention {SINKS_AND_WINDOW} needs {missing}: add it, in tokens (4 sinks are what models "
-                     "usually need)")  # fmt: skip
-    return SinksAndWindow(sinks, window)
+    if (found := re.fullmatch("([1-9][0-9]*):([1-9][0-9]*)", text.strip())) is None:
+        raise ValueError(f"{text!r} is not a bound; write SINKS:WINDOW, both in tokens and at least 1, such as 4:1024")
+    return SinksAndWindow(int(found[1]), int(found[2]))
 
 
 def asked() -> SinksAndWindow | None:
     """Return the environment's bound; None keeps all tokens. Raise UnsupportedModelError if it cannot be read."""
-    text = os.environ.get(VARIABLE, "").strip()
-    if not text:
-        return None
-    policy, *numbers = text.split(":")
-    if all(n.isdecimal() and int(n) for n in numbers):
-        values = [int(n) for n in numbers]
-        if policy == SINKS_AND_WINDOW and len(values) == 2:
-            return SinksAndWindow(*values)
-    raise UnsupportedModelError(
-        f"{VARIABLE} is {text!r}; write {SINKS_AND_WINDOW}:SINKS:WINDOW, both in tokens and at least 1, or leave it out"
-    )
+    try:
+        return parse(os.environ.get(VARIABLE, ""))
+    except ValueError as error:
+        raise UnsupportedModelError(f"{VARIABLE}: {error}, or leave it out") from error
 
 
 def report(bound: SinksAndWindow, page: int) -> None:
     """Report a worker's bound to metrics. `page` is the number of tokens of a page."""
-    INFO.report(
-        {"policy": SINKS_AND_WINDOW, "sink_tokens": str(bound.sinks), "window_tokens": str(bound.window),
-         "page_tokens": str(page)}
-    )  # fmt: skip
+    INFO.report({"sink_tokens": str(bound.sinks), "window_tokens": str(bound.window), "page_tokens": str(page)})
