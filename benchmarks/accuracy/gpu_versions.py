@@ -23,9 +23,8 @@ from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, 
 
 CASES: dict[str, tuple[str, str]] = {
     **{dtype: (dtype, "") for dtype in ("auto", "fp8", "k8v4", "k4v4", "k4v2", "mla4")},
-    "bounded": ("k4v4", "SinksAndWindow:4:192"),
-    "bounded-auto": ("auto", "SinksAndWindow:4:192"),
-    "heavy": ("k4v4", "HeavyHitters:4:64:384"),
+    "bounded": ("k4v4", "4:192"),
+    "bounded-auto": ("auto", "4:192"),
 }
 """Cases by name: the KV-cache dtype, and the option for a bounded cache, if any."""
 LENGTHS = (5, 63, 64, 200, 470, 900)

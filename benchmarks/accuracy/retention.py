@@ -1,8 +1,7 @@
 """Cost of a bounded cache: `python -m benchmarks.accuracy.retention --tokens 2048 --budgets 256,512`.
 
 SmolLM2-135M reads one stream of text in float32. Attention sees the tokens that an engine keeps (docs/retention.md). A
-budget covers sinks and window. With HeavyHitters it also covers the heaviest pages between them, and the window is half
-of the budget. With HeavyHitters, a step reads `--chunk` tokens of the stream.
+budget covers sinks and window.
 
 Rows for comparison are the whole cache, the whole cache in `--dtype`, and the window of the largest budget without
 sinks, which engines do not offer. Perplexity covers the tokens after the largest budget, because only there all rows
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import DynamicCache
 
 from benchmarks.accuracy.accuracy import CHUNK
 from benchmarks.accuracy.accuracy_model import Probe
@@ -33,14 +31,10 @@ from benchmarks.accuracy.accuracy_rows import reading as row
 from benchmarks.accuracy.accuracy_texts import EVALUATION, sequences
 from benchmarks.accuracy.codec import own
 from kvpilot_formats import formats
-from kvpilot_runtime.bounded.heavy import measured_rows
-from kvpilot_runtime.bounded.heavy_mass import page_mass
-from kvpilot_runtime.bounded.heavy_spec import lightest
 from kvpilot_runtime.calibration.text import text_ids
-from kvpilot_runtime.config.retention import SINKS, HeavyHitters
 from kvpilot_smallmodels.models import smollm2_135m
 
-Kept = tuple[int, int, int] | HeavyHitters | None
+Kept = tuple[int, int, int] | None
 
 _PIECE = 256
 """Number of queries whose scores are in memory at the same time."""
@@ -49,54 +43,16 @@ _PIECE = 256
 class Bounded(Probe):
     """Model with a bounded cache.
 
-    `kept` is the bound: (sinks, window, page) in tokens, a HeavyHitters, or None for the whole cache.
+    `kept` is the bound: (sinks, window, page) in tokens, or None for the whole cache.
     """
 
     kept: Kept = None
-    page, chunk = 16, 32
-
-    @torch.inference_mode()
-    def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Return the last hidden states. With heavy hitters, compute one chunk after another and free pages between."""
-        if not isinstance(self.kept, HeavyHitters):
-            return super().hidden(tokens, reading)
-        cache, states = DynamicCache(), []
-        held: list[int] = []
-        masses = torch.zeros(-(-len(tokens) // self.page), dtype=torch.float64)
-        for begin in range(0, len(tokens), self.chunk):
-            light = lightest(self.kept, self.page, held, dict(enumerate(masses.tolist())), begin)
-            held = [at for at in held if at not in light]
-            new = tokens[begin : begin + self.chunk]
-            seen = (torch.tensor(held).long()[:, None] * self.page + torch.arange(self.page)).flatten()
-            self._seen_tokens = torch.cat([seen, torch.arange(begin, begin + len(new))])
-            held += range(begin // self.page, -(-(begin + len(new)) // self.page))
-            self._mass = torch.zeros(len(held), dtype=torch.float64)
-            at = torch.arange(begin, begin + len(new))
-            found = self.model.model(new[None], position_ids=at[None], past_key_values=cache, use_cache=True)
-            states.append(found.last_hidden_state[0])
-            masses[held] += self._mass
-        return torch.cat(states)
-
-    def _heavy(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, None]:
-        """Compute attention of a chunk to the held tokens, and add each page's attention mass to `_mass`."""
-        new, (k, v) = query.shape[2], (x[:, :, self._seen_tokens] for x in (key, value))
-        rows, weight = measured_rows(new)
-        if rows:
-            last = query[0, :, new - rows :].transpose(0, 1)
-            self._mass += page_mass(last, k[0].transpose(1, 2), self.page, scale) * weight
-        mask = torch.ones(new, k.shape[2], dtype=torch.bool).tril_(k.shape[2] - new)
-        out = functional.scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
         if self.kept is None:
             return super()._attend(module, query, key, value, _mask, **options)
-        if isinstance(self.kept, HeavyHitters):
-            return self._heavy(query, key, value, options["scaling"])
         sinks, window, page = self.kept
         first = -(-sinks // page) * page
         outs = []
@@ -146,7 +102,6 @@ def main() -> None:
     add("--budgets", type=lambda text: [int(n) for n in text.split(",")], default=[256, 512])
     add("--sinks", type=int, default=4)
     add("--page", type=int, default=16)
-    add("--chunk", type=int, default=32, help="of heavy hitters, tokens of a step: a multiple of --page")
     add("--only", default="", metavar="WORD", help="rows that have it in their names")
     add("--dtype", default="k4v2", choices=formats.own_names())
     add("--texts", type=lambda text: text.split(","), default=list(EVALUATION))
@@ -158,7 +113,6 @@ def main() -> None:
     add("--model", type=Path, help="a folder; without it SmolLM2-135M")
     asked = parser.parse_args()
     probe = Bounded(asked.model or smollm2_135m())
-    probe.page, probe.chunk = asked.page, asked.chunk
     fmt, coarse = formats.parse(asked.dtype), f"whole in {asked.dtype}, uncalibrated, no recent window"
     codec = own(fmt)
     quantized = Reading(lambda _layer: codec)
@@ -177,7 +131,6 @@ def main() -> None:
         (coarse, None, quantized),
         *[(f"{asked.sinks} sinks, window {n - asked.sinks}", (asked.sinks, n - asked.sinks, asked.page), None)
           for n in asked.budgets],
-        *[(f"HeavyHitters, {n}", HeavyHitters(SINKS, n // 2, n), None) for n in asked.budgets],
         (f"no sinks, window {most}", (0, most, asked.page), None),
     ]  # fmt: skip
     rows = [row for row in rows if asked.only in row[0]]

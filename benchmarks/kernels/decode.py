@@ -6,8 +6,6 @@ caches, so that no cache stays in L2. Times are medians of ten replays:
 - `decode`: the split kernel alone.
 - `merged`: with the merge of its parts, which FlashAttention and FlashInfer include.
 - `layer`: with the store of the step's token, too.
-- `weigh` and `weigh_idle`, without a window and only in the raw file: the extra time of heavy hitters in steps that
-  measure attention and in other steps.
 
 The yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, and FlashInfer is a package of
 its own; missing ones are left out. Our formats are measured with each window of `--recent`, whose tokens are all in the
@@ -17,7 +15,6 @@ ring. The program writes OUT/decode.json, from which `decode_page.py` makes page
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -30,7 +27,6 @@ from benchmarks.kernels import decode_rivals
 from benchmarks.kernels.timing import copy_rate, layers_for, microseconds
 from kvpilot_formats import formats
 from kvpilot_kernels.factors import Factors
-from kvpilot_kernels.gpu.h2o.weigh import stretch, weigh
 from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 from kvpilot_kernels.ring import ring_slots
 
@@ -154,7 +150,6 @@ def ours(
     taken = pages[0].attend(table, lens, plan, rings)
     shape.settle(1, taken)
     plan.update(lens, overlap=plan.overlap)
-    weighed = {} if recent else weighing(pages, table, lens, plan, turn)
     return {
         "registers": taken.registers if taken else None,
         "splits": int((plan.splits[:, 0] >= 0).sum()),
@@ -165,25 +160,7 @@ def ours(
         "layer": microseconds(layer),
         "bytes": size,
         "recent": recent,
-        **weighed,
     }
-
-
-def weighing(
-    pages: list[GpuPages], table: torch.Tensor, lens: torch.Tensor, plan: Plan, turn: Iterator[int]
-) -> dict[str, float]:
-    """Measure the time that heavy hitters add to decode, in steps that measure page masses and in other steps."""
-    wanted = torch.ones(1, dtype=torch.int32, device=table.device)
-    size = stretch(plan.shape)
-    room = table.shape[1] * plan.shape.block_size // size
-    total = torch.zeros(plan.shape.kv_heads, len(lens), room, device=table.device)
-
-    def launch() -> None:
-        weigh(pages[next(turn) % len(pages)], table, lens, plan, wanted, total)
-
-    weighed = microseconds(launch)
-    wanted.zero_()
-    return {"weigh": weighed, "weigh_idle": microseconds(launch)}
 
 
 def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:

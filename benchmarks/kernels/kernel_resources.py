@@ -26,7 +26,6 @@ from benchmarks.kernels.kernel_variants import Variant, every_variant, few_varia
 from kvpilot_kernels.gpu.decode.kernel import decode_kernel
 from kvpilot_kernels.gpu.decode.merge import reduce_kernel
 from kvpilot_kernels.gpu.decode.schedule import plan_kernel
-from kvpilot_kernels.gpu.h2o.weigh import weigh_kernel
 from kvpilot_kernels.gpu.launch import tuning
 from kvpilot_kernels.gpu.mla.decode import latent_decode_kernel
 from kvpilot_kernels.gpu.mla.gather import latent_gather_kernel
@@ -76,7 +75,7 @@ def kernels() -> dict[str, Any]:
     """Return all kernels by name."""
     found = (decode_kernel, store_kernel, gather_kernel, plan_kernel, reduce_kernel, ring_slots_kernel, prefill_kernel,
              latent_decode_kernel, latent_gather_kernel, latent_reduce_kernel, latent_prepare_kernel,
-             latent_store_kernel, weigh_kernel)  # fmt: skip
+             latent_store_kernel)  # fmt: skip
     return {kernel.__name__: kernel for kernel in found}
 
 

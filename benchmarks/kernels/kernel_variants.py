@@ -11,7 +11,6 @@ from kvpilot_formats import latent as latent_formats
 from kvpilot_kernels.gpu.decode import schedule as plan
 from kvpilot_kernels.gpu.decode.kernel import DecodeConfig
 from kvpilot_kernels.gpu.decode.merge import MergeConfig
-from kvpilot_kernels.gpu.h2o.weigh import WeighConfig
 from kvpilot_kernels.gpu.launch import tuning
 from kvpilot_kernels.gpu.layout.hadamard import slots
 from kvpilot_kernels.gpu.layout.page import side_layouts
@@ -106,16 +105,6 @@ def merge_variant(dim: int) -> Variant:
     return reduce_variant(dim, *tuning.MERGES[stored_dim(dim)][-1][1])
 
 
-def weigh_variant(name: str, dim: int, ratio: int, capability: int) -> Variant:
-    """Return the variant of the weigh kernel for `ratio` query heads per KV head."""
-    fmt = formats.parse(name)
-    queries, bits = tuning.program_queries(stored_dim(dim), ratio, 1), fmt.key.bits + fmt.value.bits
-    choice = tuning.choose(stored_dim(dim), queries, bits, BLOCK, 0, divmod(capability, 10))
-    tokens = choice.grain or choice.tile
-    constants = {"C": WeighConfig(side_layouts(fmt, dim, BLOCK, 0)[0], 8, ratio, 16, tokens, False, False)}
-    return Variant("weigh_kernel", name, f"head_dim {dim}, {ratio} queries", tuning.weigh_warps(tokens), constants)
-
-
 def prefill_variant(causal: bool, capability: int) -> Variant:
     """Return the variant of the prefill kernel for heads of 512 elements, as the CUDA backend launches it."""
     block = tuning.prefill_block(divmod(capability, 10))
@@ -177,7 +166,7 @@ def every_variant(capability: int) -> list[Variant]:
             found += [decode_variant(name, dim, ratio, recent, capability) for ratio in (4, 8) for recent in windows]
             found += [decode_variant(name, dim, 4, recent, capability, tokens=4) for recent in windows]
             found += [store_variant(name, dim, recent, tokens) for recent in windows for tokens in STORED]
-            found += [gather_variant(name, dim), weigh_variant(name, dim, 4, capability)]
+            found.append(gather_variant(name, dim))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, page=16))
         found.append(decode_variant("k4v4", dim, 8, 64, capability, softcap=True))
         found += [reduce_variant(dim, *way, several) for _, way in tuning.MERGES[dim] for several in (False, True)]
@@ -203,7 +192,7 @@ def few_variants(capability: int) -> list[Variant]:
         if name in ("int8", "k4v4", "k2v2"):
             found.append(store_variant(name, dim, recent, 1))
         if name in ("int8", "k4v4"):
-            found += [gather_variant(name, dim), weigh_variant(name, dim, 4, capability)]
+            found.append(gather_variant(name, dim))
     found += [store_variant("k4v4", 128, 64, STORED[1]), decode_variant("k4v4", 128, 4, 64, capability, tokens=4),
               prefill_variant(True, capability)]  # fmt: skip
     *of_formats, prepare, merge = latent_variants(16, capability)[:-2]

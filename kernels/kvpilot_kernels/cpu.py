@@ -240,11 +240,7 @@ class PackedPages:
 
     def read(self, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of a sequence's first `length` tokens, rotated back: float32 [length, kv_heads, D]."""
-        return self.keys(block_table, length), self._side("value", block_table, length)
-
-    def keys(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the keys of a sequence's first `length` tokens, as `read` does."""
-        return self._side("key", block_table, length)
+        return self._side("key", block_table, length), self._side("value", block_table, length)
 
     def _side(self, side: str, block_table: torch.Tensor, length: int) -> torch.Tensor:
         check.tables(block_table[None], torch.tensor([length]), self.key_codes.shape[0], self.block_size)

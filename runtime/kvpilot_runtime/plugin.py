@@ -75,10 +75,6 @@ def serve_bound(bound: retention.SinksAndWindow) -> None:
     from kvpilot_runtime.bounded import attention
 
     hooks.around_attention(attention.spec_of, attention.backend_of)
-    if isinstance(bound, retention.HeavyHitters):
-        from kvpilot_runtime.bounded import heavy_spec
-
-        hooks.around_scheduler(heavy_spec.tell, heavy_spec.hear)
     hooks.around_kv_cache(settle, serve)
     retention.INFO.publish()
 
@@ -144,10 +140,10 @@ def settle(worker: Any) -> None:
 
 
 def serve(worker: Any) -> None:
-    """Prepare a worker that has its KV cache: check pages, give terms to its connector, and set up heavy hitters.
+    """Prepare a worker that has its KV cache: check pages, and give terms to its connector.
 
     Raises:
-        UnsupportedModelError: in the same cases as `refuse_other_groups` and `heavy.attach`.
+        UnsupportedModelError: in the same cases as `refuse_other_groups`.
         UnsupportedEngineError: in the same cases as `page_check.check` and the connector's `agree`.
     """
     from kvpilot_runtime import speculation
@@ -163,7 +159,3 @@ def serve(worker: Any) -> None:
         )
     page_check.check(worker)
     terms.agree(worker, layers)
-    if isinstance(bound := retention.asked(), retention.HeavyHitters):
-        from kvpilot_runtime.bounded import heavy
-
-        heavy.attach(worker, bound)

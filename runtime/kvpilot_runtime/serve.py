@@ -64,6 +64,13 @@ def _window(text: str) -> int:
     return int(text)
 
 
+def _bound(text: str) -> retention.SinksAndWindow | None:
+    try:
+        return retention.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _gib(text: str) -> int:
     try:
         value = float(text)
@@ -101,16 +108,10 @@ def _parser() -> argparse.ArgumentParser:
                         help="the last N tokens of a sequence are read with 8 bits or more: "
                         f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
                         f"{formats.default_windows()}, or what the context has room for)")  # fmt: skip
-    parser.add_argument("--retention", metavar="POLICY", help=f"{retention.SINKS_AND_WINDOW} keeps the first and the "
-                        f"last tokens of a sequence and frees pages between them, {retention.HEAVY_HITTERS} keeps the "
-                        "heaviest of these too, up to a budget, "
-                        f"{retention.ALL} keeps every token (default: {retention.VARIABLE}, or "
-                        f"{retention.ALL})")  # fmt: skip
-    parser.add_argument("--retention-sink-tokens", type=_count, metavar="N", help="first tokens that are kept")
-    parser.add_argument("--retention-window-tokens", type=_count, metavar="N", help="last tokens that are kept")
-    parser.add_argument("--retention-budget-tokens", type=_count, metavar="N", help=f"of {retention.HEAVY_HITTERS}, "
-                        f"all tokens that are kept, sinks (default: {retention.SINKS}) and window (default: half of "
-                        "them) among them")  # fmt: skip
+    parser.add_argument("--retention", type=_bound, metavar="SINKS:WINDOW",
+                        default=os.environ.get(retention.VARIABLE) or None, help="numbers of first and of last tokens "
+                        "of a sequence that are kept; pages between them are freed (default: "
+                        f"{retention.VARIABLE}, and without it all tokens are kept)")  # fmt: skip
     parser.add_argument(options.DISK_PATH, metavar="FOLDER", help=f"beside {options.OFFLOAD}: offloaded pages go on "
                         "to a file in this folder, which no other engine reads and which ends with it")  # fmt: skip
     parser.add_argument(options.DISK_SIZE, type=_gib, metavar="GIB", help="of that file, at most")
@@ -146,8 +147,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
         tuple(others), known.recent_tokens,
-        retention.parse(known.retention, known.retention_sink_tokens, known.retention_window_tokens,
-                        known.retention_budget_tokens),
+        known.retention,
         known.kv_offloading_disk_path, known.kv_offloading_disk_size,
         found.on("--max-model-len") and known.max_model_len is None,
     )  # fmt: skip

@@ -50,7 +50,7 @@ def service(world: World) -> dict[str, Any]:
 
 
 async def bounded_to(world: World, window: int) -> None:
-    bound = {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": window}
+    bound = {"sinkTokens": 4, "windowTokens": window}
     await world.cluster.merge(
         Ref(API_VERSION, KIND, NAMESPACE, world.name), {"spec": {"kvCache": {"retention": bound}}}
     )

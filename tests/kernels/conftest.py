@@ -24,7 +24,6 @@ before = os.environ.get("TRITON_INTERPRET")
 os.environ["TRITON_INTERPRET"] = "1"
 try:
     from kvpilot_kernels.gpu.decode import kernel as decode
-    from kvpilot_kernels.gpu.h2o import weigh  # noqa: F401 - interpreted
     from kvpilot_kernels.gpu.launch import pages
     from kvpilot_kernels.gpu.mla import decode as latent_decode
     from kvpilot_kernels.gpu.mla import pages as latent_pages

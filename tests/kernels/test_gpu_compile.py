@@ -80,7 +80,7 @@ def test_every_kernel_compiles_fits_and_spills_no_more_than_is_known_on_a_gpu_th
     lines = [line.split() for line in served.stdout.splitlines() if line.startswith(f"{capability} ")]
     wanted = {("decode_kernel", dtype) for dtype in formats.own_names()}
     wanted |= {("store_kernel", dtype) for dtype in ("int8", "k4v4", "k2v2")}
-    wanted |= {(f"{name}_kernel", dtype) for name in ("gather", "weigh") for dtype in ("int8", "k4v4")}
+    wanted |= {("gather_kernel", dtype) for dtype in ("int8", "k4v4")}
     wanted |= {(f"latent_{name}_kernel", "mla4") for name in ("store", "decode", "gather")}
     plain = ("plan", "ring_slots", "reduce", "prefill", "latent_prepare", "latent_reduce")
     wanted |= {(f"{name}_kernel", "any") for name in plain}

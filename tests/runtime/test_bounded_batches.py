@@ -14,8 +14,7 @@ from kvpilot_kernels.cpu import PackedPages
 from kvpilot_kernels.reference.attention import round_trip
 from kvpilot_runtime.backends.cpu import CpuBackend, CpuBuilder
 from kvpilot_runtime.bounded.attention import KeptTables, bounded_backend, kept_alone, pieces
-from kvpilot_runtime.bounded.heavy import HeldTables
-from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
+from kvpilot_runtime.config.retention import SinksAndWindow
 from kvpilot_runtime.errors import UnsupportedModelError
 
 BOUNDS = st.builds(SinksAndWindow, st.integers(1, 40), st.integers(1, 100))
@@ -165,23 +164,19 @@ def test_packed_pages_are_read_as_attention_with_the_mask_says(name: str) -> Non
             row += 1
 
 
-@pytest.mark.parametrize("bound", [SinksAndWindow(4, 40), HeavyHitters(4, 40, 80)])
-def test_buffers_for_graphs_are_made_where_steps_are_captured_alone(bound: SinksAndWindow) -> None:
+def test_buffers_for_graphs_are_made_where_steps_are_captured_alone() -> None:
     builder = bounded_backend(CpuBackend).get_builder_cls()
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=8),
-        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=True),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
         cache_config=SimpleNamespace(cache_dtype="k4v4"),
         kv_transfer_config=None,
     )
-    made = builder(SimpleNamespace(bound=bound, block_size=16), ["x"], config, torch.device("cpu"))
-    buffers = [one for one in vars(made).values() if isinstance(one, KeptTables | HeldTables)]
-    assert [type(one) for one in buffers] == [HeldTables if isinstance(bound, HeavyHitters) else KeptTables]
-    assert [len(one.table) for one in buffers] == [8]
+    made = builder(SimpleNamespace(bound=SinksAndWindow(4, 40), block_size=16), ["x"], config, torch.device("cpu"))
+    assert len(made.kept.table) == 8
 
 
-@pytest.mark.parametrize("newer", [False, True])
-def test_steps_of_heavy_hitters_are_captured_whole_by_the_newer_runner(newer: bool) -> None:
+def test_only_steps_with_one_token_per_sequence_are_captured_whole() -> None:
     class Whole(CpuBuilder):
         @classmethod
         def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
@@ -193,7 +188,4 @@ def test_steps_of_heavy_hitters_are_captured_whole_by_the_newer_runner(newer: bo
             return Whole
 
     builder = bounded_backend(Stock).get_builder_cls()
-    found = builder.get_cudagraph_support(
-        SimpleNamespace(use_v2_model_runner=newer), SimpleNamespace(bound=HeavyHitters(4, 40, 80))
-    )
-    assert found is (AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if newer else AttentionCGSupport.NEVER)
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

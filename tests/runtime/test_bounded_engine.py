@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounded_engine import Asked, Told, serve
 
 from kvpilot_runtime.config.retention import SinksAndWindow
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 from kvpilot_smallmodels.oracle import SLACK, Oracle
-from support.bounded_engine import Asked, Told, serve
 from support.engines_in_turn import refused
 from support.forked_serve import engine
 
@@ -77,7 +77,7 @@ def test_answers_are_those_of_sinks_and_window_whatever_happened_to_a_request(
     assert told.blocks * page < 407
     # vLLM's capacity counts the kept tokens of requests of 640 tokens.
     assert told.concurrency == pytest.approx(told.blocks / (1 + -(-(BOUND.window - 1 + 48) // page) + 1), rel=0.1)
-    bound = f'budget_tokens="",page_tokens="{page}",policy="SinksAndWindow",sink_tokens="4",window_tokens="64"'
+    bound = f'page_tokens="{page}",sink_tokens="4",window_tokens="64"'
     assert f"kvpilot_retention_info{{{bound}}} 1.0" in told.metrics
     off = 'kvpilot_recent_window_info{dtype="k4v4",reason="BoundedCache",tokens="0"} 1.0'
     assert (off in told.metrics) == (dtype == "k4v4")
@@ -98,7 +98,7 @@ def test_a_freed_page_that_was_read_would_show() -> None:
 def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: Path) -> None:
     """The operator always names the sliding-window layers, too."""
     options = [
-        "--retention=SinksAndWindow", "--retention-sink-tokens=4", "--retention-window-tokens=64", "--block-size=16",
+        "--retention=4:64", "--block-size=16",
         "--num-gpu-blocks-override=20", "--kv-cache-memory-bytes=64M", "--max-num-batched-tokens=64", "--dtype=float32",
         "--kv-cache-dtype-skip-layers=sliding_window",
     ]  # fmt: skip
@@ -110,10 +110,10 @@ def test_kvpilot_serve_serves_a_stream_that_its_cache_could_not_hold(tmp_path: P
         page = running.page()
     assert len(answer) == 500 > 20 * 16
     assert capacity > 2048  # the pool has room for 320 tokens, and streams have 2,048
-    assert 'policy="SinksAndWindow"' in page
+    assert 'sink_tokens="4",window_tokens="64"' in page
     assert Oracle(tiny_llama(), "k4v4", seen=seen(16)).sound(prompt, answer, rounds=10)
 
 
 def test_an_engine_that_is_started_without_kvpilot_serve_refuses_a_model_with_windows() -> None:
-    log = refused(tiny_gemma3(), {"KVPILOT_RETENTION": "SinksAndWindow:4:64"}, dtype="auto")
+    log = refused(tiny_gemma3(), {"KVPILOT_RETENTION": "4:64"}, dtype="auto")
     assert "a sliding-window layer (model.layers.0.self_attn.attn) is not supported with KVPILOT_RETENTION" in log

@@ -57,7 +57,7 @@ def test_the_cpu_platform_asks_our_backend_what_it_cannot_serve(what: str) -> No
 
 def test_images_that_attend_both_ways_are_refused_beside_a_bounded_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.serve_dtype("k4v4")
-    monkeypatch.setenv(retention.VARIABLE, "SinksAndWindow:4:64")
+    monkeypatch.setenv(retention.VARIABLE, "4:64")
     with pytest.raises(UnsupportedModelError, match="--language-model-only"):
         CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(use_mm_prefix=True), 4)
 
@@ -146,7 +146,6 @@ SWITCHES = {
     one
     for group in (
         rules.BESIDE_ANY, rules.BESIDE_BOUNDED, rules.BESIDE_LATENT, rules.BESIDE_DRAFT_MODELS, rules.BESIDE_CONNECTORS,
-        rules.BESIDE_HEAVY_HITTERS,
     )
     for one in group
     if one.setting

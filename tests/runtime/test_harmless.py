@@ -60,14 +60,13 @@ def test_the_first_configuration_of_our_dtype_wraps_vllm_here_and_in_processes_t
     ("variable", "value", "wraps", "leaves"),
     [
         (options.SERVE, "1", "kv_cache_manager.KVCacheManager.get_computed_blocks", "CpuPlatform.get_attn_backend_cls"),
-        (options.SERVE, "1", "core.EngineCoreProc._handle_shutdown", "Scheduler.schedule"),
+        (options.SERVE, "1", "core.EngineCoreProc._handle_shutdown", "Attention.get_kv_cache_spec"),
         (
             retention.VARIABLE,
-            "SinksAndWindow:4:64",
+            "4:64",
             "Attention.get_kv_cache_spec",
             "KVCacheManager.get_computed_blocks",
         ),
-        (retention.VARIABLE, "HeavyHitters:4:64:256", "Scheduler.schedule", "EngineCoreProc._handle_shutdown"),
         (plugin.DTYPE, "k4v4", "CpuPlatform.get_attn_backend_cls", "EngineCoreProc._handle_shutdown"),
     ],
 )
@@ -228,7 +227,7 @@ def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
                 yield f"{cls.__name__}.{name}", *pair
 
 
-OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "bounded.heavy_spec", "bounded.spec",
+OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "bounded.spec",
               "recent.ring_layers", "recent.ring_spec", "transfer.disk_spec", "transfer.disk_tier",
               "transfer.host_copies", "transfer.nixl_connector")  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 
 from kvpilot_runtime.backends import page_check
 from kvpilot_runtime.config import retention
-from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
+from kvpilot_runtime.config.retention import SinksAndWindow
 from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.vllm_api import compat
 from support.own_process import ask
@@ -60,7 +60,6 @@ BOUND = SinksAndWindow(4, 64)
     ("blocks", "size", "longest", "bound", "tokens"),
     [
         (100, 16, 2048, None, [19, 5, 33]),
-        (100, 16, 2048, HeavyHitters(4, 64, 256), [19, 5, 33]),
         (100, 16, 2048, BOUND, [19, 5, 64 + 48 + 3]),
         (4, 16, 2048, BOUND, [19, 5]),  # no room for a third request
         (100, 16, 100, BOUND, [19, 5]),  # no request exceeds it

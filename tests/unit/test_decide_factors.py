@@ -98,11 +98,6 @@ def test_metrics_have_the_recent_window_that_engines_report() -> None:
     assert decide(serving(replace(SAMPLE, recent_tokens=None))).figures.recent_tokens == 0
 
 
-def test_metrics_have_the_policy_that_engines_report() -> None:
-    assert decide(serving(replace(SAMPLE, retention="SinksAndWindow"))).figures.retention == "SinksAndWindow"
-    assert decide(serving(SAMPLE)).figures.retention == ""
-
-
 def test_a_recent_window_that_the_engines_do_not_serve_is_told_with_field_value_and_remedy():
     asks = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4", "recentTokens": 128})
     name = revision_of(asks, "k4v4")

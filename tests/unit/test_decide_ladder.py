@@ -76,7 +76,7 @@ def test_latent_attention_has_dtypes_of_its_own():
     ("field", "value"),
     [
         ("offload", {"cpuMemoryGiB": 8}),
-        ("retention", {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": 64}),
+        ("retention", {"sinkTokens": 4, "windowTokens": 64}),
     ],
 )
 def test_dtypes_of_latents_are_passed_over_beside_what_they_do_not_go_with(field, value):

@@ -16,7 +16,7 @@ from support.trials import end_of
 
 def service(window: int | None, dtype: str = "auto", **spec: Any) -> dict[str, Any]:
     """Return a service in mode Fixed. It keeps every token if `window` is None."""
-    bound = {"retention": {"policy": "SinksAndWindow", "sinkTokens": 4, "windowTokens": window}}
+    bound = {"retention": {"sinkTokens": 4, "windowTokens": window}}
     return manifest(kvCache={"mode": "Fixed", "dtype": dtype, **({} if window is None else bound)}, **spec)
 
 
@@ -34,7 +34,7 @@ class Forgetful(ModelCluster):
         if isinstance(request, Capture):
             self.captured.append(request.pod.rpartition("-")[0])
         kept = parse(self.obj).kv_cache.retention
-        short = kept is not None and kept.window_tokens is not None and kept.window_tokens < self.asked
+        short = kept is not None and kept.window_tokens < self.asked
         if isinstance(request, Measure) and short:
             self.probe = ProbeResult(request, measurement(9_000_000, 10))
 
@@ -82,14 +82,6 @@ def test_leaving_the_bound_away_again_goes_out_as_a_canary_that_passes() -> None
     cluster.edit(service(None))
     assert ended(cluster)[1] == "Promoted"
     assert cluster.traffic == revision_of(service(None), "auto")
-
-
-def test_the_policy_all_is_no_change_and_starts_nothing() -> None:
-    cluster = Forgetful(service(None))
-    before = cluster.settle()
-    cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": "auto", "retention": {"policy": "All"}}))
-    assert cluster.settle().stable == before.stable
-    assert cluster.settle().last_trial is None
 
 
 def test_bounded_16_bits_are_not_called_what_accuracy_is_measured_against() -> None:

@@ -138,15 +138,6 @@ def test_calibration_factors_and_recent_window_are_read_as_the_engine_tells_them
     assert (parse_page(PAGE).factors, parse_page(PAGE).recent_tokens) == ("", None)
 
 
-@pytest.mark.parametrize(
-    ("told", "read"), [("SinksAndWindow", "SinksAndWindow"), ("", ""), ("a b", "Other"), ("Madeup", "Other")]
-)
-def test_the_policy_of_a_bounded_cache_is_read_as_the_engine_tells_it(told: str, read: str) -> None:
-    line = f'kvpilot_retention_info{{page_tokens="128",policy="{told}",sink_tokens="4",window_tokens="64"}} 1.0\n'
-    assert parse_page(PAGE + line).retention == read
-    assert not parse_page(PAGE).retention
-
-
 @pytest.mark.parametrize("told", [*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT, ""])
 def test_a_known_dtype_is_read_as_the_engine_tells_it(told: str) -> None:
     assert parse_page(PAGE.replace('cache_dtype="k4v4"', f'cache_dtype="{told}"')).dtype == told

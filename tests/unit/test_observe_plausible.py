@@ -218,12 +218,6 @@ def test_the_recent_window_is_what_most_pods_that_tell_it_say() -> None:
     assert ScrapeLoop().scrape(0, {"c": BUSY}).sample.recent_tokens is None
 
 
-def test_the_policy_that_most_pods_tell_is_the_revisions() -> None:
-    pages = {"a": replace(BUSY, retention="SinksAndWindow"), "b": replace(BUSY, retention="SinksAndWindow"), "c": BUSY}
-    assert ScrapeLoop().scrape(0, pages).sample.retention == "SinksAndWindow"
-    assert not ScrapeLoop().scrape(0, {"c": BUSY}).sample.retention
-
-
 def test_pods_with_other_calibration_factors_than_most_are_named_and_their_figures_count() -> None:
     one, other = replace(BUSY, factors="aaaa"), replace(BUSY, factors="bbbb")
     sample = ScrapeLoop().scrape(0, {"a": one, "b": other, "c": one, "silent": BUSY}).sample

@@ -112,11 +112,10 @@ def test_what_kubelets_schedulers_and_controllers_say(text: str) -> None:
     check(view.parents)
 
 
-@given(TEXT, st.sampled_from(["cache_dtype", "num_gpu_blocks", "hash", "policy", "tokens", "le"]))
+@given(TEXT, st.sampled_from(["cache_dtype", "num_gpu_blocks", "hash", "tokens", "le"]))
 def test_what_a_page_says(text: str, label: str) -> None:
     for series in (
         f'vllm:cache_config_info{{{label}="{text}"}} 1',
-        f'kvpilot_retention_info{{{label}="{text}"}} 1',
         f'kvpilot_calibration_info{{{label}="{text}"}} 1',
         f'vllm:time_to_first_token_seconds_bucket{{{label}="{text}"}} 1',
         f"vllm:num_requests_running {text}",

@@ -18,7 +18,6 @@ SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 DATA_PARALLEL = "--data-parallel-size"
 PIPELINE_PARALLEL = "--pipeline-parallel-size"
 SPECULATION = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
-RETENTION = ("--retention", "--retention-sink-tokens", "--retention-window-tokens", "--retention-budget-tokens")
 
 CONNECTORS = ("NixlConnector", "LMCacheMPConnector")
 """Connectors of vLLM that carry pages of our dtypes between engines."""
@@ -81,9 +80,6 @@ BESIDE_LATENT = (
     Switch("layers that stay in 16 bits", (SKIP_LAYERS,), (), "cache_config.kv_cache_dtype_skip_layers"),
 )
 """Features that our latent dtypes do not support."""
-
-BESIDE_HEAVY_HITTERS = (_TENSOR, _PIPELINE)
-"""Features that are not tested with heavy hitters."""
 
 BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
 """Features that are not tested with a draft model."""
@@ -153,7 +149,7 @@ RESERVED = (
     Reserved(
         ("--model", "--revision", "--served-model-name", "--host", "--port", "--uds", "--kv-cache-dtype",
          SKIP_LAYERS, "--max-model-len", "--tensor-parallel-size", "--gpu-memory-utilization",
-         "--shutdown-timeout", "--recent-tokens", *RETENTION),
+         "--shutdown-timeout", "--recent-tokens", "--retention"),
         "kvpilot sets it itself: remove it and use the field of spec.model, spec.engine, spec.kvCache or spec.drain "
         "that stands for it",
     ),

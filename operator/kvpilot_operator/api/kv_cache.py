@@ -79,41 +79,16 @@ class Offload(Record, frozen=True):
     disk: OffloadDisk | None = None
 
 
-@rules(
-    Rule(
-        "",
-        "self.policy == 'All' ? !(has(self.sinkTokens) || has(self.windowTokens) || has(self.budgetTokens)) : "
-        "self.policy == 'SinksAndWindow' ? has(self.sinkTokens) && has(self.windowTokens) && !has(self.budgetTokens) : "
-        "has(self.budgetTokens)",
-        "kvCache.retention: the numbers do not fit the policy: SinksAndWindow needs sinkTokens and windowTokens and "
-        "takes no budgetTokens, HeavyHitters needs budgetTokens, All takes none: set policy or the numbers accordingly",
-    ),
-    Rule(
-        ".budgetTokens",
-        "!has(self.budgetTokens) || (has(self.sinkTokens) ? self.sinkTokens : 4) + "
-        "(has(self.windowTokens) ? self.windowTokens : self.budgetTokens / 2) < self.budgetTokens",
-        "kvCache.retention.budgetTokens is not above sinkTokens and windowTokens together, which are 4 and half of the "
-        "budget unless they are set: raise it, or lower these",
-    ),
-)
 class Retention(Record, frozen=True):
-    """Limit on the tokens of a sequence that the KV cache keeps; without it the cache keeps all tokens. SinksAndWindow
-    (StreamingLLM) keeps the first and the last tokens. It frees the pages between them, and the model forgets their
-    content. HeavyHitters (H2O) also keeps those tokens between that got the most attention so far, up to a budget.
+    """Limit on the tokens of a sequence that the KV cache keeps: the first and the last ones (StreamingLLM). Engines
+    free the pages between them, and the model forgets their content. Without this field, the cache keeps all tokens.
     kvpilot never chooses a limit itself. Engines refuse a limit with sliding-window layers, offload, recentTokens above
-    0 or speculative decoding. They refuse HeavyHitters with dtypes other than kvpilot's. A change starts a new
-    revision."""
+    0 or speculative decoding. A change starts a new revision."""
 
-    policy: Literal["All", "SinksAndWindow", "HeavyHitters"]
-    """All keeps every token. SinksAndWindow needs sinkTokens and windowTokens. HeavyHitters needs budgetTokens."""
-    sink_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] | None = None
-    """Number of first tokens of a sequence to keep, in whole pages."""
-    window_tokens: Annotated[int, Meta(ge=1, le=16_777_216)] | None = None
+    sink_tokens: Annotated[int, Meta(ge=1, le=1_048_576)]
+    """Number of first tokens of a sequence to keep, in whole pages. 4 is usual."""
+    window_tokens: Annotated[int, Meta(ge=1, le=16_777_216)]
     """Number of last tokens of a sequence to keep, in whole pages."""
-    budget_tokens: Annotated[int, Meta(ge=16, le=16_777_216)] | None = None
-    """For HeavyHitters, the number of all tokens of a sequence to keep, in whole pages: sinkTokens (default 4),
-    windowTokens (default half of the budget), and the pages between with the most attention. The budget needs room for
-    at least one such page: with pages of 128 tokens, the default on CPUs (--block-size changes it), 512 tokens."""
 
 
 class KVCache(Record, frozen=True):
@@ -155,11 +130,6 @@ class KVCache(Record, frozen=True):
     these dtypes, and denied ones may be tried again."""
     offload: Offload | None = None
     retention: Retention | None = None
-
-    @property
-    def bounded(self) -> bool:
-        """Return True if engines drop tokens of long sequences."""
-        return self.retention is not None and self.retention.policy != "All"
 
     def recent_tokens_of(self, dtype: str) -> int | None:
         """Return the recent window for an engine with this dtype; None if none is set, or the dtype has no window."""

@@ -45,7 +45,7 @@ RULES_OF_SERVICE = (
     Rule(
         ".kvCache.dtype",
         "!has(self.kvCache.dtype) || !(self.kvCache.dtype in ['mla8', 'mla4']) || !(has(self.kvCache.offload) || "
-        "(has(self.kvCache.retention) && self.kvCache.retention.policy != 'All'))",
+        "has(self.kvCache.retention))",
         "kvCache.dtype {self.kvCache.dtype} is served with the whole cache on the GPU: remove kvCache.offload and "
         "kvCache.retention, or use fp8",
     ),
@@ -75,8 +75,8 @@ RULES_OF_SERVICE = (
     ),
     Rule(
         ".kvCache.retention",
-        "!has(self.kvCache.retention) || self.kvCache.retention.policy == 'All' || "
-        "!(has(self.kvCache.offload) || (has(self.kvCache.recentTokens) && self.kvCache.recentTokens > 0))",
+        "!has(self.kvCache.retention) || !(has(self.kvCache.offload) || "
+        "(has(self.kvCache.recentTokens) && self.kvCache.recentTokens > 0))",
         "kvCache.retention frees pages that kvCache.offload and kvCache.recentTokens would look for: remove it, or "
         "remove these",
     ),
@@ -127,8 +127,7 @@ RULES_OF_SERVICE = (
     ),
     Rule(
         ".engine.nodes",
-        "self.engine.nodes == 1 || !(has(self.kvCache.offload) || "
-        "(has(self.kvCache.retention) && self.kvCache.retention.policy != 'All') || "
+        "self.engine.nodes == 1 || !(has(self.kvCache.offload) || has(self.kvCache.retention) || "
         "(has(self.cache.weights) && self.cache.weights.accessMode == 'ReadWriteOnce'))",
         "engine.nodes spreads each replica over several nodes, and kvCache.offload, kvCache.retention and "
         "cache.weights.accessMode ReadWriteOnce are for replicas on one: remove these (use ReadWriteMany), or set "
@@ -194,8 +193,7 @@ class Spec(Record, frozen=True):
 
     def as_reference(self) -> Self:
         """Return the spec of the engine that records the baseline: its KV cache keeps every token."""
-        whole = msgspec.structs.replace(self.kv_cache, retention=None)
-        return msgspec.structs.replace(self, kv_cache=whole) if self.kv_cache.bounded else self
+        return msgspec.structs.replace(self, kv_cache=msgspec.structs.replace(self.kv_cache, retention=None))
 
 
 def parse(obj: Mapping[str, Json]) -> Spec:

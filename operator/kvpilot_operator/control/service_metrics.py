@@ -47,7 +47,6 @@ FAMILIES = (
         "Share of prompt tokens that a tier held, 0 to 1, for services with kvCache.offload.",
         ("tier",),
     ),
-    Family("kvpilot_retention", "1 for the policy by which the engines free pages of a sequence.", ("policy",)),
     Family("kvpilot_active_dtype", "1 for the serving KV-cache dtype.", ("dtype",)),
     Family("kvpilot_recommended_dtype", "1 for the KV-cache dtype that kvpilot recommends.", ("dtype",)),
     Family("kvpilot_denied_until_timestamp_seconds", "Time until which a KV-cache dtype is denied.", ("dtype",)),
@@ -183,8 +182,6 @@ def _plain(s: Snapshot, status: Status) -> _Rows:
 
 def _figures(figures: Figures) -> _Rows:
     yield "kvpilot_recent_tokens", (), figures.recent_tokens
-    if figures.retention:
-        yield "kvpilot_retention", (figures.retention,), 1
     for tier, share in figures.hits.items():
         yield "kvpilot_prefix_hit_ratio", (tier,), share
     for one in figures.latencies:

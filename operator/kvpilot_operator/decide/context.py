@@ -223,7 +223,7 @@ class Context(Draft):
     def sixteen_bits(self) -> Revision:
         """Return the 16-bit revision that gives the baseline. It ignores kvCache.retention and keeps every token."""
         kv = self.spec.kv_cache
-        return self.render(kv.baseline, whole=True) if kv.bounded else self.render(kv.baseline)
+        return self.render(kv.baseline, whole=True) if kv.retention is not None else self.render(kv.baseline)
 
     @property
     def reference(self) -> str:

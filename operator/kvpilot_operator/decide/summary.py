@@ -60,7 +60,6 @@ def _figures(c: Context, sample: Sample | None) -> Figures:
     known = {tier: min(1.0, max(0.0, share)) for tier, share in hits.items() if share is not None}
     return Figures(
         recent_tokens=sample.recent_tokens or 0 if sample is not None else None,
-        retention=sample.retention if sample is not None else "",
         hits={} if offload is None else known,
         latencies=tuple(
             Latency(one.objective.metric, one.objective.percentile, one.limit, one.seconds) for one in w.objectives

@@ -31,7 +31,6 @@ _CONFIG = "vllm:cache_config_info"
 _MODEL = "kvpilot_model_info"
 _FACTORS = "kvpilot_calibration_info"
 _RECENT = "kvpilot_recent_window_info"
-_RETENTION = "kvpilot_retention_info"
 # Cached prompt tokens by the tier that they were found in.
 _SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 _START = "process_start_time_seconds"
@@ -79,7 +78,7 @@ _COUNTERS = frozenset((*_COUNTED.values(), *_PARTS, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
 # Failed requests may lower these sums, so a negative value is not an error.
 _SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _HISTOGRAMS.values())])
-_INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT, _RETENTION)
+_INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT)
 WANTED = frozenset(name.encode() for name in (_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
 
 # Limit of plausible requests: each needs a connection, and a process can open about a million files.
@@ -95,7 +94,6 @@ _LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
 # Replaces unknown names. Otherwise, new names at each scrape would cause status writes and new time series.
 OTHER = "Other"
-POLICIES = ("All", "SinksAndWindow", "HeavyHitters")
 _DTYPES = (*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT)
 
 
@@ -115,7 +113,6 @@ class PageReader(SeriesReader[PodMetrics]):
         self._model: ModelFacts | None = None
         self._factors = ""
         self._recent: int | None = None
-        self._retention = ""
 
     def result(self) -> PodMetrics:
         """Return the numbers of the page."""
@@ -135,7 +132,6 @@ class PageReader(SeriesReader[PodMetrics]):
             model=self._model,
             factors=self._factors,
             recent_tokens=self._recent,
-            retention=self._retention,
             ranks=self._ranks.close(sum(map(self._total, _DONE))),
         )
 
@@ -184,8 +180,6 @@ class PageReader(SeriesReader[PodMetrics]):
         elif name == _RECENT:
             tokens = whole(labels.get("tokens", ""), max(formats.RECENT_CHOICES))
             self._recent = tokens if tokens in formats.RECENT_CHOICES else None
-        elif name == _RETENTION:
-            self._retention = _known(labels.get("policy", ""), POLICIES)
         elif self._model is None:
             self._model = _model_facts(labels)
 
@@ -196,7 +190,8 @@ class PageReader(SeriesReader[PodMetrics]):
         self._blocks += blocks
         size = _number(labels.get("block_size", ""))
         self._capacity += _number(labels.get("kv_cache_size_tokens", "")) or blocks * size
-        if (known := _known(dtype, _DTYPES)) and known not in self._dtypes and len(self._dtypes) < 2:
+        known = dtype if dtype in _DTYPES or not dtype else OTHER
+        if known and known not in self._dtypes and len(self._dtypes) < 2:
             self._dtypes.append(known)
 
     def _totals(self) -> Totals:
@@ -277,8 +272,3 @@ def _model_facts(labels: Mapping[str, str]) -> ModelFacts | None:
 def _number(text: str) -> int:
     """Return a label's whole number; 0 for anything else (vLLM writes "None" for an unknown one)."""
     return whole(text, 10**15) or 0
-
-
-def _known(text: str, names: tuple[str, ...]) -> str:
-    """Return a known name, `OTHER` for an unknown name, or an empty string for no name."""
-    return text if text in names or not text else OTHER

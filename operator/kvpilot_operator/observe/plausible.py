@@ -123,7 +123,6 @@ def plausible_sample(
         observed_dtype=dtype,
         other_dtypes=tuple(sorted(other for other in stored.items() if other[1] != dtype))[:MOST_NAMED],
         recent_tokens=_most(page.recent_tokens for page in pages.values() if page.recent_tokens is not None),
-        retention=_most(page.retention for page in pages.values()) or "",
         factors=factors,
         mixed=tuple(sorted(other for other in told.items() if other[1] != factors))[:MOST_NAMED],
     )

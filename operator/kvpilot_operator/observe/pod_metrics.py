@@ -115,8 +115,6 @@ class PodMetrics:
     """Hash of the static factors that keys and values are quantized with; empty if the page does not report it."""
     recent_tokens: int | None = None
     """Number of last tokens of each sequence that are read at 8 bits; None if the page does not report it."""
-    retention: str = ""
-    """The policy by which pages of a sequence are freed; empty if the page names none."""
     ranks: tuple[Rank, ...] = ()
     """The engines of a page that has several."""
 

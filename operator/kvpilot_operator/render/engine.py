@@ -214,10 +214,8 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--kv-offloading-size={spec.kv_cache.offload.cpu_memory_gib}")
         if (disk := spec.kv_cache.offload.disk) is not None:
             arguments += [f"--kv-offloading-disk-path={_OFFLOAD_PATH}", f"--kv-offloading-disk-size={disk.size_gib}"]
-    if (kept := spec.kv_cache.retention) is not None and spec.kv_cache.bounded:
-        arguments.append(f"--retention={kept.policy}")
-        numbers = {"sink": kept.sink_tokens, "window": kept.window_tokens, "budget": kept.budget_tokens}
-        arguments += [f"--retention-{name}-tokens={n}" for name, n in numbers.items() if n is not None]
+    if (kept := spec.kv_cache.retention) is not None:
+        arguments.append(f"--retention={kept.sink_tokens}:{kept.window_tokens}")
     return [*arguments, *workloads.group_arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
 
 

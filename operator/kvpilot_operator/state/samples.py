@@ -131,7 +131,6 @@ class Sample:
     """Pods whose engines have work but make no progress, each as "NAME: why". They are not in the sums."""
     spread: Spread | None = None
     recent_tokens: int | None = None
-    retention: str = ""
     factors: str = ""
     """Hash of the calibration factors that most pods report. Empty if no pod reports a hash."""
     other_dtypes: tuple[tuple[str, str], ...] = ()

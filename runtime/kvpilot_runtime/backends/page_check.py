@@ -5,7 +5,7 @@ count slots differently. So a worker runs this check once it has its KV cache. O
 three test requests of different lengths, and attends to all of them in one engine step. The result must agree with a
 computation in float64 (`kvpilot_kernels.reference`).
 
-With `SinksAndWindow`, the longest request exceeds the bound. The check overwrites its freed pages, so a layer that
+In a bounded cache, the longest request exceeds the bound. The check overwrites its freed pages, so a layer that
 still reads them fails.
 """
 
@@ -18,7 +18,7 @@ import torch
 from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime.backends.packed import our_layers
 from kvpilot_runtime.config import retention
-from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
+from kvpilot_runtime.config.retention import SinksAndWindow
 from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.vllm_api import compat
@@ -91,8 +91,7 @@ def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) 
         bound: bound of the cache; None if it keeps all tokens.
     """
     asked = [size + 3, min(5, size)]
-    # With HeavyHitters the scheduler chooses the pages to free, so this check cannot free any.
-    if bound is not None and not isinstance(bound, HeavyHitters):
+    if bound is not None:
         asked.append(bound.window + (bound.sink_pages(size) + 2) * size + 3)
     else:
         asked.append(2 * size + 1)
@@ -147,7 +146,7 @@ def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
 
 def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> bool:
     """Return True if the token at `position` attends to page number `page` of its sequence."""
-    if bound is None or isinstance(bound, HeavyHitters):
+    if bound is None:
         return True
     return page < bound.sink_pages(size) or page >= bound.first_page(position, size)
 

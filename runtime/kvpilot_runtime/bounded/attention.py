@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
-from kvpilot_formats import formats
 from kvpilot_formats.arguments import rules
 from kvpilot_runtime.config import options, retention
-from kvpilot_runtime.config.retention import HeavyHitters, SinksAndWindow
+from kvpilot_runtime.config.retention import SinksAndWindow
 from kvpilot_runtime.errors import UnsupportedModelError
 
 
@@ -137,40 +136,21 @@ def bounded_backend(stock: Any) -> Any:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
             sequences = max(vllm_config.scheduler_config.max_num_seqs, graphs)
-            bound, page = kv_cache_spec.bound, kv_cache_spec.block_size
-            if isinstance(bound, HeavyHitters):
-                from kvpilot_runtime.bounded import heavy
-
-                most = heavy.most_pages(bound, page, vllm_config.scheduler_config)
-                self.held = heavy.HeldTables(page, most, sequences, device)
-                self.singles = heavy.singles(self, page, most, sequences)
-            else:
-                self.kept = KeptTables(bound, page, sequences, device)
+            self.kept = KeptTables(kv_cache_spec.bound, kv_cache_spec.block_size, sequences, device)
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
             """Limit full CUDA graphs to steps with one new token per sequence: only these steps use fixed buffers."""
-            if isinstance(kv_cache_spec.bound, HeavyHitters) and not vllm_config.use_v2_model_runner:
-                return AttentionCGSupport.NEVER  # vLLM's older runner is not tested with graphs
             stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             """Return the metadata of a batch, with tables of kept pages only."""
-            common, bound, page = common_attn_metadata, self.kv_cache_spec.bound, self.kv_cache_spec.block_size
-            if isinstance(bound, HeavyHitters):
-                from kvpilot_runtime.bounded import heavy
-
-                common = heavy.held_alone(common, bound, page, heavy.STEP, self.singles)
-                if common.max_query_len == 1:
-                    common = self.held.put(common)
-                metadata = super().build(0, common, fast_build)
-                setattr(metadata, heavy.MARK, (heavy.STEP.weighing, self.singles))
-                return metadata
+            common = common_attn_metadata
             if common.causal is True and common.max_query_len == 1:
                 common = self.kept.alone(common)
             else:
-                common = kept_alone(common, bound, page)
+                common = kept_alone(common, self.kv_cache_spec.bound, self.kv_cache_spec.block_size)
             return super().build(0, common, fast_build)
 
     body = {"get_builder_cls": staticmethod(lambda: Builder), "__module__": stock.__module__}
@@ -184,22 +164,13 @@ def backend_of(layer: Any, stock: Any) -> Any:
 
 def spec_of(layer: Any, stock: Any, vllm_config: Any) -> Any:
     """Return the bounded KV-cache spec of a layer, or vLLM's spec `stock` if the cache keeps all tokens."""
-    from kvpilot_runtime.bounded.heavy_spec import HeavySpec
     from kvpilot_runtime.bounded.spec import BoundedSpec
 
     if (bound := retention.asked()) is None:
         return stock
     refuse_unsupported(vllm_config, bound)
     same = {f.name: getattr(stock, f.name) for f in fields(BoundedSpec) if f.init and hasattr(stock, f.name)}
-    same |= {"sinks": bound.sinks, "sliding_window": bound.window}
-    if not isinstance(bound, HeavyHitters):
-        return BoundedSpec(**same)
-    if bound.budget < (least := bound.least(stock.block_size)):
-        raise UnsupportedModelError(
-            f"{retention.VARIABLE}={bound}: sinks, window and one page beside them take {least} tokens in pages of "
-            f"{stock.block_size}; make the budget at least that, or the window or --block-size smaller"
-        )
-    return HeavySpec(**same, budget=bound.budget)
+    return BoundedSpec(**same | {"sinks": bound.sinks, "sliding_window": bound.window})
 
 
 def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
@@ -214,9 +185,7 @@ def refuse_unsupported(vllm_config: Any, bound: SinksAndWindow) -> None:
     unlike = (f"{_unlike(layer)} ({name})" for name, layer in every.items() if _unlike(layer))
     switch = rules.first_set(vllm_config, rules.BESIDE_BOUNDED)
     skipped = set(vllm_config.cache_config.kv_cache_dtype_skip_layers or ())
-    dtype = vllm_config.cache_config.cache_dtype
     switched = (
-        (isinstance(bound, HeavyHitters) and dtype not in formats.own_names(), f"kv-cache dtype {dtype!r}"),
         (bool(skipped - {options.SLIDING}), "--kv-cache-dtype-skip-layers"),
         (switch is not None, f"{switch[1]} ({switch[0]})" if switch is not None else ""),
     )

@@ -27,7 +27,7 @@ class BoundedSpec(SlidingWindowSpec):  # type: ignore[misc]  # mypy sees vLLM's 
 
     @property
     def bound(self) -> SinksAndWindow:
-        """The spec's bound, as a retention policy."""
+        """The spec's bound."""
         return SinksAndWindow(self.sinks, self.sliding_window)
 
     @property

@@ -1,34 +1,26 @@
-"""Bounded caches: the policies (`--retention`) that choose which tokens of a sequence stay in the cache.
+"""Bounded caches (`--retention`): the tokens of a sequence that stay in the cache.
 
 `SinksAndWindow` (StreamingLLM) keeps the first pages of a sequence and the pages of its last tokens. A token attends to
 the first `sink_pages`, and to all pages from `first_page` up to its own. Its pages depend only on its position, so
 chunks, preemption and prefix hits do not change answers.
-
-`HeavyHitters` (H2O) also keeps those pages in between that have received most attention so far. The scheduler chooses
-them in each engine step, so chunks, preemption and prefix hits can change answers.
 """
 
 import os
+import re
 from dataclasses import dataclass
 
-from kvpilot_runtime.errors import PreflightError, UnsupportedModelError
+from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.metrics.worker_info import WorkerInfo
 
-ALL, SINKS_AND_WINDOW, HEAVY_HITTERS = "All", "SinksAndWindow", "HeavyHitters"
-POLICIES = (ALL, SINKS_AND_WINDOW, HEAVY_HITTERS)
-
 VARIABLE = "KVPILOT_RETENTION"
-"""Environment variable with the policy, for the engine's processes: POLICY:SINKS:WINDOW[:BUDGET], in tokens.
+"""Environment variable with the bound, for the engine's processes, such as `4:1024`: sinks and window, in tokens.
 
-An example is `SinksAndWindow:4:1024`. If it is unset or empty, the cache keeps all tokens.
+If it is unset or empty, the cache keeps all tokens.
 """
-
-SINKS = 4
-"""Default number of sink tokens for heavy hitters."""
 
 INFO = WorkerInfo(
     "kvpilot_retention_info", "Tokens of a sequence that the KV cache keeps; absent if it keeps all.",
-    ("policy", "sink_tokens", "window_tokens", "budget_tokens", "page_tokens"), "KVPILOT_RETENTION_REPORT",
+    ("sink_tokens", "window_tokens", "page_tokens"), "KVPILOT_RETENTION_REPORT",
 )  # fmt: skip
 
 
@@ -43,7 +35,7 @@ class SinksAndWindow:
     window: int
 
     def __str__(self) -> str:
-        return f"{SINKS_AND_WINDOW}:{self.sinks}:{self.window}"
+        return f"{self.sinks}:{self.window}"
 
     def sink_pages(self, page: int) -> int:
         """Return the number of pages of `page` tokens that hold the sinks."""
@@ -53,121 +45,28 @@ class SinksAndWindow:
         """Return the first page after the sinks' pages that the token at `position`, or a later token, attends to."""
         return max(self.sink_pages(page), (position - self.window + 1) // page)
 
-    @property
-    def reach(self) -> int:
-        """Largest length in tokens at which a sequence keeps all its pages."""
-        return self.window
-
-    @property
-    def option(self) -> str:
-        """Option of kvpilot-serve to name in a message if a request needs too much memory."""
-        return "--retention-window-tokens"
-
     def kept(self, page: int) -> int:
         """Return the largest number of tokens that a token can attend to, if whole pages of `page` tokens are kept."""
         return self.sink_pages(page) * page + self.window + page - 1
 
 
-@dataclass(frozen=True)
-class HeavyHitters(SinksAndWindow):
-    """Bound that keeps sinks, a window, and the heaviest pages between them: at most `budget` tokens before a step."""
-
-    budget: int
-
-    def __str__(self) -> str:
-        return f"{HEAVY_HITTERS}:{self.sinks}:{self.window}:{self.budget}"
-
-    @property
-    def reach(self) -> int:
-        """Largest length in tokens at which a sequence keeps all its pages."""
-        return self.budget
-
-    @property
-    def option(self) -> str:
-        """Option of kvpilot-serve to name in a message if a request needs too much memory."""
-        return "--retention-budget-tokens"
-
-    def pages(self, page: int) -> int:
-        """Return the largest number of pages of `page` tokens that a request holds before a step."""
-        return self.budget // page
-
-    def least(self, page: int) -> int:
-        """Return the smallest budget with room for the sinks, a window at any alignment to pages, and one more page."""
-        return (self.sink_pages(page) + -(-(self.window + page - 2) // page) + 1) * page
-
-    def kept(self, page: int) -> int:
-        """Return the largest number of tokens that a token can attend to in decode, in pages of `page` tokens."""
-        return self.budget + page
-
-
-def parse(
-    policy: str | None, sinks: int | None, window: int | None, budget: int | None = None
-) -> SinksAndWindow | None:
-    """Return the bound that the options set, or without options the bound of the environment. None keeps all tokens.
-
-    Raises:
-        PreflightError: the bound is invalid.
-    """
-
-    def refuse(message: str) -> PreflightError:
-        return PreflightError("BadArguments", message)
-
-    given = {"--retention-sink-tokens": sinks, "--retention-window-tokens": window,
-             "--retention-budget-tokens": budget}  # fmt: skip
-    if policy is not None and policy not in POLICIES:
-        raise refuse(f"--retention {policy!r} is not a policy; use one of {', '.join(POLICIES)}")
-    if policy is None and all(value is None for value in given.values()):
-        try:
-            return asked()
-        except UnsupportedModelError as error:
-            raise refuse(str(error)) from error
-    if policy != HEAVY_HITTERS and budget is not None:
-        raise refuse(f"--retention-budget-tokens {budget} is for --retention {HEAVY_HITTERS} alone; add that, or leave "
-                     "the option out")  # fmt: skip
-    if policy in (ALL, None):
-        for option, value in given.items():
-            if value is not None:
-                raise refuse(f"{option} {value} is for --retention {SINKS_AND_WINDOW} and {HEAVY_HITTERS} alone; add "
-                             "one of them, or leave the option out")  # fmt: skip
+def parse(text: str) -> SinksAndWindow | None:
+    """Parse a bound such as `4:1024`; an empty text is None. Raise ValueError if the text is neither."""
+    if not text.strip():
         return None
-    if policy == HEAVY_HITTERS:
-        if budget is None:
-            raise refuse(f"--retention {HEAVY_HITTERS} needs --retention-budget-tokens: add it, in tokens")
-        bound = HeavyHitters(sinks or SINKS, window or max(1, budget // 2), budget)
-        if bound.sinks + bound.window >= budget:
-            raise refuse(
-                f"--retention-budget-tokens {budget} has no room beside {bound.sinks} sinks and a window of "
-                f"{bound.window} tokens; make it larger than {bound.sinks + bound.window}, or these smaller"
-            )
-        return bound
-    if sinks is None or window is None:
-        missing = next(option for option, value in given.items() if value is None)
-        raise refuse(f"--retention {SINKS_AND_WINDOW} needs {missing}: add it, in tokens (4 sinks are what models "
-                     "usually need)")  # fmt: skip
-    return SinksAndWindow(sinks, window)
+    if (found := re.fullmatch("([1-9][0-9]*):([1-9][0-9]*)", text.strip())) is None:
+        raise ValueError(f"{text!r} is not a bound; write SINKS:WINDOW, both in tokens and at least 1, such as 4:1024")
+    return SinksAndWindow(int(found[1]), int(found[2]))
 
 
 def asked() -> SinksAndWindow | None:
     """Return the environment's bound; None keeps all tokens. Raise UnsupportedModelError if it cannot be read."""
-    text = os.environ.get(VARIABLE, "").strip()
-    if not text:
-        return None
-    policy, *numbers = text.split(":")
-    if all(n.isdecimal() and int(n) for n in numbers):
-        values = [int(n) for n in numbers]
-        if policy == SINKS_AND_WINDOW and len(values) == 2:
-            return SinksAndWindow(*values)
-        if policy == HEAVY_HITTERS and len(values) == 3 and values[0] + values[1] < values[2]:
-            return HeavyHitters(*values)
-    raise UnsupportedModelError(
-        f"{VARIABLE} is {text!r}; write {SINKS_AND_WINDOW}:SINKS:WINDOW or {HEAVY_HITTERS}:SINKS:WINDOW:BUDGET, all in "
-        "tokens and at least 1, the budget larger than the others together, or leave it out"
-    )
+    try:
+        return parse(os.environ.get(VARIABLE, ""))
+    except ValueError as error:
+        raise UnsupportedModelError(f"{VARIABLE}: {error}, or leave it out") from error
 
 
 def report(bound: SinksAndWindow, page: int) -> None:
     """Report a worker's bound to metrics. `page` is the number of tokens of a page."""
-    INFO.report(
-        {"policy": str(bound).partition(":")[0], "sink_tokens": str(bound.sinks), "window_tokens": str(bound.window),
-         "budget_tokens": str(bound.budget) if isinstance(bound, HeavyHitters) else "", "page_tokens": str(page)}
-    )  # fmt: skip
+    INFO.report({"sink_tokens": str(bound.sinks), "window_tokens": str(bound.window), "page_tokens": str(page)})

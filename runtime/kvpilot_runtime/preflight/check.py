@@ -49,7 +49,7 @@ def check(request: Request) -> Findings:
     own_dtypes.check_window(fmt, request, findings)
     if config is None and left.config is None:
         _ask_hub(request, left, findings)
-    findings.warnings += bounded.check(fmt, findings.config, request, platform)
+    findings.warnings += bounded.check(fmt, findings.config, request)
     findings.disable_window = (
         request.retention is not None and findings.config is not None and findings.config.idle_window
     )

@@ -72,7 +72,7 @@ def check(
     wanted = (held * per_token + ring) // shares
     if request.kv_bytes is not None and wanted > request.kv_bytes:
         if request.retention is not None and held < (length or 0):
-            raise PreflightError("DoesNotFit", f"one request needs {_mib(wanted)} of KV cache in {fmt.name!r} for the {held} tokens that it keeps ({per_token} bytes each), and the KV cache has {_mib(request.kv_bytes)}; make {request.retention.option} smaller, or give the cache more")  # fmt: skip  # noqa: E501
+            raise PreflightError("DoesNotFit", f"one request needs {_mib(wanted)} of KV cache in {fmt.name!r} for the {held} tokens that it keeps ({per_token} bytes each), and the KV cache has {_mib(request.kv_bytes)}; make the window of --retention smaller, or give the cache more")  # fmt: skip  # noqa: E501
         most = max((request.kv_bytes * shares - ring) // per_token, 0)
         window = f", {_mib(ring)} of it for the recent window" if ring else ""
         raise PreflightError(

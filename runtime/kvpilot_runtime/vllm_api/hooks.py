@@ -154,24 +154,6 @@ def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callab
     wrap("vllm.model_executor.layers.attention:Attention.get_attn_backend", get_attn_backend)
 
 
-def around_scheduler(tell: Callable[[Any, Any], None], hear: Callable[[Any, Any], None]) -> None:
-    """Call `tell` with the scheduler and each `SchedulerOutput`, and `hear` with the scheduler and a step's results."""
-
-    def schedule(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = stock(self, *args, **kwargs)
-        tell(self, output)
-        return output
-
-    def update_from_output(
-        stock: Any, self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        hear(self, model_runner_output)
-        return stock(self, scheduler_output, model_runner_output, *args, **kwargs)
-
-    wrap("vllm.v1.core.sched.scheduler:Scheduler.schedule", schedule)
-    wrap("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", update_from_output)
-
-
 def around_connectors(ours: Callable[[Any], Any]) -> None:
     """Let `ours` choose a connector's class by vLLM's configuration. If it returns None, vLLM chooses."""
 

@@ -122,14 +122,6 @@ def gather_block(dim: int) -> Block:
     return GATHERS[dim]
 
 
-def weigh_warps(tokens: int) -> int:
-    """Return the warps of a program of `weigh` that takes this many tokens at once.
-
-    An MMA operand has 16 tokens. With more warps than operands, registers spill on compute capability 9.0.
-    """
-    return min(max(tokens // 16, 1), 4)
-
-
 class Gpu(NamedTuple):
     """Choices that differ by compute capability.
 

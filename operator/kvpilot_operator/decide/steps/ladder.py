@@ -54,7 +54,7 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
         return fault
     if stored.calibrated_only and uncalibrated(spec):
         return f"{dtype} is not accurate without calibration: leave --calibration and KVPILOT_CALIBRATION out"
-    if stored.latent and (spec.offloads or spec.kv_cache.bounded):
+    if stored.latent and (spec.offloads or spec.kv_cache.retention is not None):
         return f"{dtype} does not go together with kvCache.{'offload' if spec.offloads else 'retention'}"
     if (unfit := _unfit_option(dtype, spec)) is not None:
         return unfit

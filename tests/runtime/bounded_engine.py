@@ -1,12 +1,11 @@
 """A real vLLM in one process with a bounded cache. Pages that it frees are overwritten before the next step.
 
-`python -m support.bounded_engine` reads the fields of `Asked` as a JSON object from stdin. It writes those of `Told` as
+`python -m bounded_engine` reads the fields of `Asked` as a JSON object from stdin. It writes those of `Told` as
 the last line of stdout.
 """
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,7 +27,6 @@ class Asked:
         poison: True overwrites freed pages and evicts them from the prefix cache. False leaves them until they are
             reused, as vLLM does.
         spoil_sinks: True overwrites the first page of every request, to show that the engine reads it.
-        abort: requests to cancel, by number over all rounds, with the number of tokens at which to cancel.
     """
 
     model: str
@@ -39,7 +37,6 @@ class Asked:
     options: dict[str, Any]
     poison: bool = True
     spoil_sinks: bool = False
-    abort: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -56,11 +53,6 @@ class Told:
         blocks, tokens_of_cache: blocks of the pool, and its `kv_cache_size_tokens`.
         concurrency: number of requests of the longest context that the cache holds (`kv_cache_max_concurrency`).
         usage: largest use of the pool, 0 to 1.
-        steps: steps of each request, by its number. Each step has the number of tokens before it, the number of new
-            tokens, the indices of the block table that have a page, and True if only single tokens are measured for
-            heavy hitters.
-        begun: number of output tokens of each request at its start or last restart.
-        left: pages that are not free at the end.
         metrics: kvpilot's lines on /metrics.
     """
 
@@ -74,20 +66,12 @@ class Told:
     tokens_of_cache: int = 0
     concurrency: float = 0.0
     usage: float = 0.0
-    steps: dict[str, list[tuple[int, int, list[int], bool]]] = field(default_factory=dict)
-    begun: dict[str, int] = field(default_factory=dict)
-    left: int = 0
     metrics: list[str] = field(default_factory=list)
 
 
 def serve(asked: Asked) -> Told:
     """Run the requests in an engine in a separate process."""
-    return Told(**ask("support.bounded_engine", asked, KVPILOT_CALIBRATION="off", KVPILOT_RETENTION=asked.retention))
-
-
-def name_of(request: str) -> str:
-    """Return a request's original name: vLLM appends a suffix to it."""
-    return request.partition("-")[0]
+    return Told(**ask("bounded_engine", asked, KVPILOT_CALIBRATION="off", KVPILOT_RETENTION=asked.retention))
 
 
 class Watched:
@@ -116,17 +100,6 @@ class Watched:
         def executing(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             told.preempted += len(scheduled.preempted_req_ids or ())
             cached = scheduled.scheduled_cached_reqs
-            before = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-            told.begun |= dict.fromkeys(map(name_of, before), 0)
-            before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-            for request, had in zip(cached.req_ids, cached.num_output_tokens, strict=True):
-                if request in cached.resumed_req_ids:
-                    told.begun[name_of(request)] = had
-            _, alone = getattr(scheduled, "kvpilot_kept", (None, False))
-            for request, new in scheduled.num_scheduled_tokens.items():
-                blocks = enumerate(self.manager.req_to_blocks[request])
-                places = [i for i, block in blocks if not block.is_null]
-                told.steps.setdefault(name_of(request), []).append((before[request], new, places, alone))
             told.chunks += sum(scheduled.num_scheduled_tokens[request] > 1 for request in cached.req_ids)
             told.held = max([told.held, *(len(self.held(request)) for request in scheduled.num_scheduled_tokens)])
             told.usage = max(told.usage, self.pool.get_usage())
@@ -170,19 +143,12 @@ def main() -> None:
     told.tokens_of_cache, told.concurrency = config.kv_cache_size_tokens, config.kv_cache_max_concurrency
     Watched(core, asked, told)
 
-    def give_up(_steps: int, outputs: Sequence[Any]) -> None:
-        for output in outputs:
-            if len(output.outputs[0].token_ids) == asked.abort.get(output.request_id):
-                engine.abort_request([output.request_id])
-
     number = 0
     for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
-        answers, cached = in_steps(engine, prompts, tokens, number, give_up)
+        answers, cached = in_steps(engine, prompts, tokens, number)
         number += len(prompts)
         told.answers.append(answers)
         told.cached.append(cached)
-    pool = core.scheduler.kv_cache_manager.block_pool
-    told.left = told.blocks - 1 - pool.get_num_free_blocks()
     engine.engine_core.shutdown()
     print(json.dumps(asdict(told)), flush=True)
 

@@ -1,1 +1,0 @@
-"""Heavy hitters: measure the attention that stored tokens get."""
