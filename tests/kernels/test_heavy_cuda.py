@@ -102,7 +102,7 @@ def test_held_pages_alone_are_read_and_weigh_what_a_plain_softmax_gives_them(
         metadata = engine.builder.build(0, common)
         if max(counts) == 1:  # captured graphs read this table
             assert metadata.block_table.data_ptr() == engine.builder.held.table.data_ptr()
-        engine.impl.forward(engine.layers[0], query, fresh_k, fresh_v, engine.cache, metadata, out)
+        engine.impl.forward(engine.layers[0], query, fresh_k, fresh_v, engine.cache, metadata, out.view(query.shape))
         for _ in range(LAYERS):
             weigh(query, metadata, *getattr(metadata, heavy.MARK))
         measured = (one for one in (heavy.STEP.weighing, *heavy.STEP.singles) if one is not None)
