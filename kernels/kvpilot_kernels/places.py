@@ -44,8 +44,9 @@ def stored_slots(
         Slots, int64 [tokens], block * block_size + offset.
         Ordinals, int32 [tokens], positions in the sequence, counted from 1.
     """
-    owner, ordinals = owners(rows, begins + rows.diff(), tokens)
-    return _slots(block_table, owner, ordinals, block_size), ordinals
+    row, owner = _owners(rows, tokens)
+    place = row + (begins - rows[:-1])[owner]
+    return _slots(block_table, owner, place, block_size), place + 1
 
 
 def joined_slots(
@@ -62,12 +63,17 @@ def joined_slots(
         Slots, int64 [tokens]: for a stored token as from `stored_slots`, and -1 - row for a new token.
         Ordinals, as from `stored_slots`.
     """
-    owner, ordinals = owners(rows, rows.diff(), tokens)
-    row = torch.arange(tokens, device=rows.device) - (rows - starts)[1:][owner]  # a sequence ends with its new tokens
-    slots = _slots(block_table, owner, ordinals, block_size)
-    return torch.where(row >= starts[owner], -1 - row, slots), ordinals
+    row, owner = _owners(rows, tokens)
+    place, fresh = row - rows[owner], row - (rows - starts)[1:][owner]  # a sequence ends with its new tokens
+    slots = _slots(block_table, owner, place, block_size)
+    return torch.where(fresh >= starts[owner], -1 - fresh, slots), place + 1
 
 
-def _slots(block_table: torch.Tensor, owner: torch.Tensor, ordinals: torch.Tensor, block_size: int) -> torch.Tensor:
-    place = ordinals - 1
+def _owners(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers from 0, and the sequence of each, where no row is padding. `owners` allows padding."""
+    row = torch.arange(tokens, dtype=rows.dtype, device=rows.device)
+    return row, torch.searchsorted(rows[1:], row, right=True)
+
+
+def _slots(block_table: torch.Tensor, owner: torch.Tensor, place: torch.Tensor, block_size: int) -> torch.Tensor:
     return block_table[owner, place // block_size].long() * block_size + place % block_size

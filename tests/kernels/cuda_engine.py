@@ -91,7 +91,6 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         module, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * 64
     )  # contexts come in many chunks
-    monkeypatch.setattr("kvpilot_runtime.backends.cuda.CudaBuilder._upload", lambda _self, x: x)
     monkeypatch.setattr(packed, "get_forward_context", lambda: STEP)
     return module
 
@@ -222,7 +221,7 @@ class Engine:
         STEP.attn_metadata = {"ring": self.rings(common, list(new))} if self.recent else None
         new_tokens: tuple[torch.Tensor | None, ...] = fresh_k, fresh_v
         for one in self.layers:  # only the last layer's output is checked
-            one.impl.forward(one, query, *new_tokens, self.cache, meta, out.fill_(torch.nan))
+            one.impl.forward(one, query, *new_tokens, self.cache, meta, out.fill_(torch.nan).view(query.shape))
             new_tokens = None, None
         at = 0
         for name, seen, first, end, decodes in self.pieces(new, before, images):

@@ -65,7 +65,7 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
         out = torch.full((sum(counts), HEADS * DIM), torch.nan)
         STEP.attn_metadata = None
         meta = engine.builder.build(0, common)
-        engine.impl.forward(engine.layers[0], query, fresh_k, fresh_v, engine.cache, meta, out)
+        engine.impl.forward(engine.layers[0], query, fresh_k, fresh_v, engine.cache, meta, out.view(query.shape))
         row = 0
         for s, count in new.items():
             stored = [

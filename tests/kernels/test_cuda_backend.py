@@ -105,6 +105,7 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
     engine.step({"a": 1, "d": 1, "b": 1, "c": 44}, padding=20)  # d is a prompt of one token
     engine.step({"a": 1, "d": 1}, padding=0)
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
+    engine.step({"c": 1, "d": 30}, padding=2)  # the workspace holds d's context and new tokens together
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,10 @@ def test_a_layer_that_uses_anothers_cache_stores_nothing_and_reads_what_that_one
     cuda: Any, name: str, recent: int
 ) -> None:
     engine = Engine(cuda, name, blocks=24, recent=recent, shared=True)
-    engine.step({"a": 40}, padding=0)
+    engine.step({"a": 20}, padding=0)
+    engine.step({"a": 20}, padding=0)
+    engine.step({"a": 1, "d": 10}, padding=2)
+    engine.step({"a": 1, "d": 20}, padding=2)  # the workspace holds d's context and new tokens together
     engine.step({"a": 1, "b": 70}, padding=9)
     engine.step({"a": 1, "b": 1}, padding=2)
     engine.step({"a": 1, "b": 60, "c": 100}, padding=3)  # contexts are read in several chunks

@@ -104,14 +104,13 @@ class CudaImpl(Reserving, PackedImpl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
-        workspace = self.workspace(query.device, query.dtype)
         if attn_metadata is None:  # vLLM's warm-up, in which it measures memory
+            self.workspace(query.device, query.dtype)
             return output.zero_()
-        meta = attn_metadata
-        out = output.view(-1, self.num_heads, self.head_size)
+        meta, prefills, rings = attn_metadata, attn_metadata.prefills, self.rings()
         pages = self.pages_of(layer, kv_cache, meta.plan.shape)
-        rings, slots = self.rings(), meta.slot_mapping
-        ring_slots = None if rings is None else rings.slots[: slots.shape[0]]
+        slots = meta.slot_mapping
+        ring_slots, ring_table = (None, None) if rings is None else (rings.slots, rings.table)
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
             # This layer reads another layer's cache. Pass only padding slots, so that the launch stores nothing and
@@ -120,47 +119,58 @@ class CudaImpl(Reserving, PackedImpl):
             key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
         if meta.decodes:
-            pages.decode(meta.block_table, meta.seq_lens, meta.plan, out, None if rings is None else rings.table)
-        if meta.prefills is not None:
+            pages.decode(meta.block_table, meta.seq_lens, meta.plan, output, ring_table)
+        if prefills is not None:
             # Leave padding rows out: FlashAttention multiplies the rows after the last token by zero, and 0 * NaN is
             # NaN.
-            new = slice(meta.decodes, meta.decodes + meta.prefills.tokens)
-            if shared:
-                assert meta.prefills.stored is not None  # noqa: S101  # for mypy: there is such a layer
-                key, value = self._read(pages, meta.prefills.stored, query, None)
-            else:
-                key, value = key[new], value[new]
-            lse = self._prefill(query[new], key, value, meta.prefills, pages, workspace, out[new], meta.mm_prefix_range)
+            new = slice(meta.decodes, meta.decodes + prefills.tokens)
+            if prefills.joined is None:
+                key, value = (
+                    (key[new], value[new]) if prefills.stored is None or not shared
+                    else self._read(pages, prefills.stored, query, apart=True)
+                )  # fmt: skip
+            lse = self._prefill(query[new], key, value, prefills, pages, out := output[new], meta.mm_prefix_range)
             if self.sinks is not None:
-                out[new] *= torch.sigmoid(lse.T - self.sinks.float())[..., None].to(out.dtype)
+                out *= torch.sigmoid(lse.T - self.sinks.float())[..., None].to(out.dtype)
         return output
 
-    def _read(self, pages: GpuPages, part: ContextChunk, like: torch.Tensor, workspace: torch.Tensor | None,
-              *fresh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    def _read(self, pages: GpuPages, part: ContextChunk, like: torch.Tensor, *fresh: torch.Tensor,
+              apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Dequantize a context chunk, and return keys and values, [total, kv_heads, D] each.
+
+        The result is in the workspace, if it fits.
 
         Args:
             part: the chunk.
             like: tensor with the dtype and device of the result.
-            workspace: memory for the result; use new memory if it is None or too small.
             fresh: keys and values of the step's new tokens, if the chunk includes new tokens.
+            apart: put the result into new memory.
         """
-        if workspace is None or part.total > workspace.shape[1]:
-            workspace = like.new_empty(2, part.total, self.num_kv_heads, self.head_size)
-        key, value = workspace[0, : part.total], workspace[1, : part.total]
-        pages.gather(part.slots, part.ordinals, key, value, *fresh)
-        return key, value
+        room = part.room
+        if room is None:
+            workspace = self.workspace(like.device, like.dtype)
+            fits = part.total <= workspace.shape[1] and not apart
+            if not fits:
+                workspace = like.new_empty(2, part.total, self.num_kv_heads, self.head_size)
+            room = workspace[0, : part.total], workspace[1, : part.total]
+            part.room = room if fits else None
+        pages.gather(part.slots, part.ordinals, *room, *fresh)
+        return room
 
     def _prefill(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefills: Prefills,
-                 pages: GpuPages, workspace: torch.Tensor, out: torch.Tensor,
-                 later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
+                 pages: GpuPages, out: torch.Tensor, later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
         """Write attention without sink logits to `out`. Return the LSE of the scores, float32 [heads, tokens].
+
+        `key` and `value` have the rows of the whole batch if contexts and new tokens are joined, else the new tokens.
 
         With sink logits, `forward` then scales the output by the share of softmax weight that the sinks leave.
         """
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:
-            key, value = self._read(pages, joined, query, workspace, key, value)
+            if self.kv_sharing_target_layer_name is None or prefills.stored is None:
+                key, value = self._read(pages, joined, query, key, value)
+            else:
+                key, value = self._read(pages, prefills.stored, query)
             rows, longest = joined.rows, joined.longest
         chunks = prefills.context_chunks
         merged, lse = self._attend(
@@ -169,7 +179,7 @@ class CudaImpl(Reserving, PackedImpl):
         if later is not None:
             self._add_later(query, key, value, later, merged, lse)
         for i, chunk in enumerate(chunks):
-            old_key, old_value = self._read(pages, chunk, query, workspace)
+            old_key, old_value = self._read(pages, chunk, query)
             part, part_lse = self._attend(
                 query, old_key, old_value, prefills.starts, prefills.longest, chunk.rows, chunk.longest, False
             )

@@ -25,9 +25,6 @@ from kvpilot_runtime.backends.reserved import release
 from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.speculation import drafts
 
-SlotsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
-"""Type of `places.stored_slots` and `places.joined_slots`."""
-
 
 def powers(most: int) -> set[int]:
     """Return numbers of tokens that cover all kernel variants in a warm-up: powers of two up to `most`, and `most`."""
@@ -79,6 +76,7 @@ class ContextChunk:
         rows: int32 [sequences + 1], each sequence's first row in the workspace.
         slots: int64 [total], from `places.stored_slots` or `places.joined_slots`.
         ordinals: int32 [total], from the same function.
+        room: part of the workspace for keys and values, [total, kv_heads, D] each; None until a layer has used it.
     """
 
     longest: int
@@ -86,6 +84,7 @@ class ContextChunk:
     rows: torch.Tensor
     slots: torch.Tensor
     ordinals: torch.Tensor
+    room: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -110,7 +109,8 @@ class Prefills:
         tokens: number of new tokens of all sequences; rows after them are padding.
         ordinals: int32 [tokens], each token's position in its sequence, counted from 1.
         context_chunks: contexts in pieces that fit into the workspace; empty if `joined` is set.
-        stored: slots of the new tokens, for layers that read another layer's cache; None without such layers.
+        stored: slots of the new tokens, or of contexts and new tokens if `joined` is set, for layers that read another
+            layer's cache; None without such layers.
         joined: contexts and new tokens together; None without contexts, or if the workspace is too small for them.
     """
 
@@ -322,18 +322,20 @@ class CudaBuilder(PackedBuilder):
         context = lens[decodes : common.num_reqs] - new
         block_table = common.block_table_tensor[decodes : common.num_reqs]
         ordinals = torch.arange(1, int(starts[-1]) + 1) + torch.repeat_interleave(context - starts[:-1], new)
-        prefills = Prefills(
-            self._upload(starts.int()), int(new.max()), int(starts[-1]), self._upload(ordinals.int()), []
-        )
-        if self.shared:
-            prefills.stored = self._stored(block_table, context, new)
-        seen = context + new
+        seen, old, none = context + new, int(context.sum()), torch.zeros_like(context)
+        rows = torch.cat([none[:1], seen.cumsum(0)])
+        first, uploaded, batch_starts, ends = self._upload(starts, ordinals, starts + decode_tokens, rows)
+        prefills = Prefills(first, int(new.max()), int(starts[-1]), uploaded, [])
+        total, whole = int(rows[-1]), 0 < old <= self.chunk_tokens - prefills.tokens
         if self.read_back:
-            prefills.joined = self._stored(block_table, torch.zeros_like(context), seen)
-        elif context.any() and int(seen.sum()) <= self.chunk_tokens:
-            prefills.joined = self._chunk(joined_slots, block_table, prefills.starts, seen)
+            prefills.joined = self._stored(block_table, none, seen)
+        elif whole:
+            places = joined_slots(block_table, ends, batch_starts, total, self.shape.block_size)
+            prefills.joined = ContextChunk(int(seen.max()), total, ends, *places)
+        if self.shared and not self.read_back:
+            prefills.stored = self._stored(block_table, *((none, seen) if whole else (context, new)))
         if prefills.joined is not None:
-            return prefills, self._later(common, decodes, context, new, seen.cumsum(0) - new)
+            return prefills, self._later(common, decodes, context, new, rows[1:] - new)
         for begins, lengths in packed(context, self.chunk_tokens):
             prefills.context_chunks.append(self._stored(block_table, begins, lengths))
         return prefills, self._later(common, decodes, context, new, starts[:-1])
@@ -359,9 +361,8 @@ class CudaBuilder(PackedBuilder):
         rows = [(queries[i - decodes] + begin, int(keys[i - decodes]) + begin, end - begin)
                 for i, own in found.items() for begin, end in own]  # fmt: skip
         later = prefix_lm.later_tokens(rows)
-        return prefix_lm.LaterTokens(
-            self._upload(later.queries), self._upload(later.keys), self._upload(later.starts), later.longest
-        )
+        of_queries, of_keys, starts = self._upload(later.queries, later.keys, later.starts)
+        return prefix_lm.LaterTokens(of_queries, of_keys, starts, later.longest)
 
     @staticmethod
     def _prompts(common: Any, decodes: int) -> bool:
@@ -370,15 +371,16 @@ class CudaBuilder(PackedBuilder):
         return found is not None and bool(found[decodes : common.num_reqs].all())
 
     def _stored(self, block_table: torch.Tensor, begins: torch.Tensor, lengths: torch.Tensor) -> ContextChunk:
-        return self._chunk(stored_slots, block_table, self._upload(begins.int()), lengths)
+        rows, begins = self._upload(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), begins)
+        total = int(lengths.sum())
+        places = stored_slots(block_table, rows, begins, total, self.shape.block_size)
+        return ContextChunk(int(lengths.max()), total, rows, *places)
 
-    def _chunk(self, slots_of: SlotsOf, block_table: torch.Tensor, at: torch.Tensor,
-               lengths: torch.Tensor) -> ContextChunk:  # fmt: skip
-        rows = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        torch.cumsum(lengths, 0, out=rows[1:])
-        total, uploaded = int(rows[-1]), self._upload(rows)
-        slots, ordinals = slots_of(block_table, uploaded, at, total, self.shape.block_size)
-        return ContextChunk(int(lengths.max()), total, uploaded, slots, ordinals)
-
-    def _upload(self, x: torch.Tensor) -> torch.Tensor:
-        return x.pin_memory().to(self.device, non_blocking=True)
+    def _upload(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """Copy the parts as int32 to the device in one transfer. Their addresses are multiples of 16."""
+        sizes = [-(-len(part) // 4) * 4 for part in parts]
+        whole = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        for place, part in zip(whole.split_with_sizes(sizes), parts, strict=True):
+            place[: len(part)] = part
+        there = whole.to(self.device, non_blocking=True).split_with_sizes(sizes)
+        return [place[: len(part)] for place, part in zip(there, parts, strict=True)]

@@ -39,8 +39,8 @@ class LaterTokens:
     tokens a to z, queries are y to a and keys are z to b.
 
     Attributes:
-        queries: int64 [tokens], rows of the queries.
-        keys: int64 [tokens], rows of the keys.
+        queries: int [tokens], rows of the queries.
+        keys: int [tokens], rows of the keys.
         starts: int32 [spans + 1], each span's first place in `queries`.
         longest: largest number of queries of a span.
     """

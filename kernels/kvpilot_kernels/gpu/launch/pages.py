@@ -3,7 +3,6 @@
 A `Plan` holds what all layers of a step share: the splits of decode, and memory for partial results.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from kvpilot_kernels.gpu.decode.kernel import DecodeConfig, decode_kernel
 from kvpilot_kernels.gpu.decode.merge import MergeConfig, reduce_kernel
 from kvpilot_kernels.gpu.decode.schedule import beyond, fill_splits, most_results, most_splits
 from kvpilot_kernels.gpu.launch import tuning
-from kvpilot_kernels.gpu.launch.variant import Variant
+from kvpilot_kernels.gpu.launch.variant import First, Launches, Own
 from kvpilot_kernels.gpu.layout.hadamard import packing_signs, plain_signs
 from kvpilot_kernels.gpu.layout.page import NARROW, side_layouts
 from kvpilot_kernels.gpu.prefill.gather import GatherConfig, gather_kernel
@@ -98,14 +97,7 @@ class Shape:
         self.key_signs, self.value_signs = (packing_signs(dim, b, device) for b in (fmt.key.bits, fmt.value.bits))
         self.signs = plain_signs(dim, device)
         self._cuts: dict[int, Cut] = {}
-        self._variants: dict[tuple[Any, ...], Variant] = {}
-
-    def variant(self, kernel: Any, differs: tuple[Any, ...], constants: Callable[[], dict[str, Any]]) -> Variant:
-        """Return a kernel's `Variant`, made once for each `differs`: the values that its constants depend on."""
-        key = (id(kernel), *differs)
-        if key not in self._variants:
-            self._variants[key] = Variant(kernel, **constants())
-        return self._variants[key]
+        self.launches = Launches()
 
     def cut(self, tokens: int = 1) -> Cut:
         """Return the launch parameters of decode for a step with at most this many query tokens per sequence."""
@@ -134,6 +126,7 @@ class Shape:
         if taken is not None:
             fit = self._wave(cut.parts, tuning.fitting(taken, tuning.shared_memory(self.device)))
             self._cuts[tokens] = cut._replace(wave=min(cut.wave, fit))
+            self.launches.last.clear()
 
     def _wave(self, parts: int, programs: int) -> int:
         return max(1, tuning.multiprocessors(self.device) * programs // (self.kv_heads * parts))
@@ -227,11 +220,14 @@ class GpuPages:
         check.ring(ring, cache, shape.recent)
         if ring is not None:
             check.page_cache(ring, shape.fmt, shape.head_dim, "ring")
-        self.cache, self.shape, self.factors = cache, shape, factors
-        self.ring = cache if ring is None else ring
-        self.strides = (*self.cache.stride()[:2], *self.ring.stride()[:2])
         check.sinks(sinks, shape.kv_heads * shape.ratio)
-        self.sinks = sinks
+        self.cache, self.shape, self.factors, self.sinks = cache, shape, factors, sinks
+        ring, f = cache if ring is None else ring, factors
+        self.strides = (*cache.stride()[:2], *ring.stride()[:2])
+        self.own = Own(
+            (cache, ring, f.key_first, f.key_mean, f.key_scale, f.value_mean, f.value_scale,
+             f.value_scale if sinks is None else sinks), (self.strides, sinks is None),
+        )  # fmt: skip
 
     def store(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
               plan: Plan, decodes: int, scale: float, ring_slots: torch.Tensor | None = None,
@@ -247,30 +243,35 @@ class GpuPages:
             ordinals: int [tokens], each token's position in its sequence, counted from 1. Padding at the end may be
                 left out. None if no token is the first of its sequence.
         """
-        s, f = self.shape, self.factors
-        check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
-        check.queries(query, s.kv_heads, s.head_dim)
-        check.inner_strides(s.head_dim, query=query, key=key, value=value)
-        check.ring_slots(ring_slots, slot_mapping, s.recent)
-        check.ordinals(ordinals, slot_mapping)
-        tokens = slot_mapping.shape[0]
-        if tokens == 0:
+        if slot_mapping.shape[0] == 0:
             return
-        heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
-        block, level = tuning.store_block(s.row_dim, tokens), s.softcap > 0 or self.sinks is not None
-        launch = s.variant(store_kernel, (block, level), lambda: {
-            "C": StoreConfig(s.key, s.value, s.kv_heads, s.ratio, s.head_dim, block.tokens, level, s.can_overlap),
-            "num_warps": block.warps, **tuning.FUSED, **s.chained,
-        })  # fmt: skip
-        launch(
-            (triton.cdiv(tokens, block.tokens), heads, 1),
-            (query, key, value, slot_mapping, slot_mapping if ordinals is None else ordinals, self.cache,
-             slot_mapping if ring_slots is None else ring_slots, self.ring, plan.rotated, plan.sums, plan.units,
-             plan.apart, plan.level, s.key_signs, s.value_signs, f.key_first, f.key_mean, f.key_scale, f.value_mean,
-             f.value_scale),
-            (tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0), key.stride(0),
-             value.stride(0), *self.strides, scale * LOG2_E),
-        )  # fmt: skip
+
+        def first() -> First:
+            s, tokens = self.shape, slot_mapping.shape[0]
+            check.tokens(key, value, slot_mapping, s.kv_heads, s.head_dim)
+            check.queries(query, s.kv_heads, s.head_dim)
+            check.inner_strides(s.head_dim, query=query, key=key, value=value)
+            check.ring_slots(ring_slots, slot_mapping, s.recent)
+            check.ordinals(ordinals, slot_mapping)
+            heads = s.kv_heads * (2 + (s.ratio if decodes else 0))
+            block, level = tuning.store_block(s.row_dim, tokens), s.softcap > 0 or self.sinks is not None
+            step = (
+                slot_mapping, slot_mapping if ordinals is None else ordinals,
+                slot_mapping if ring_slots is None else ring_slots, plan.rotated, plan.sums, plan.units, plan.apart,
+                plan.level, s.key_signs, s.value_signs,
+            )  # fmt: skip
+            return (
+                store_kernel, (triton.cdiv(tokens, block.tokens), heads, 1), step,
+                lambda new, own, step: (*new, *step[:2], own[0], step[2], own[1], *step[3:], *own[2:7]),
+                (tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0), key.stride(0),
+                 value.stride(0), *self.strides, scale * LOG2_E),
+                {"C": StoreConfig(s.key, s.value, s.kv_heads, s.ratio, s.head_dim, block.tokens, level, s.can_overlap),
+                 "num_warps": block.warps, **tuning.FUSED, **s.chained},
+            )  # fmt: skip
+
+        self.shape.launches(
+            "store", (plan, slot_mapping, ring_slots, ordinals), (decodes, scale), (query, key, value), self.own, first
+        )
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
@@ -282,16 +283,9 @@ class GpuPages:
             out: output, [rows, heads, D], 16 bits or float32; heads and elements contiguous. A row is a query token.
             ring_table: int32 [sequences, ring_blocks], negative for no block; None without a recent window.
         """
-        check.int32(block_table=block_table, seq_lens=seq_lens)
-        check.ring_table(ring_table, seq_lens.shape[0], self.shape.ring_blocks)
-        if ring_table is not None:
-            check.int32(ring_table=ring_table)
         rows = seq_lens.shape[0] if plan.several is None else plan.several.owners.shape[0]
-        if seq_lens.shape[0] > min(plan.sequences, block_table.shape[0]) or rows > out.shape[0]:
-            raise check.BadInputError(
-                "seq_lens", f"has {seq_lens.shape[0]} rows and the step {rows}",
-                f"the plan has {plan.sequences}, block_table {block_table.shape[0]} and out {out.shape[0]}",
-            )  # fmt: skip
+        if rows > out.shape[0]:
+            raise check.BadInputError("out", f"has {out.shape[0]} rows", f"the step has {rows}")
         if seq_lens.shape[0]:
             self.attend(block_table, seq_lens, plan, ring_table)
             self.merge(rows, plan, out)
@@ -302,45 +296,59 @@ class GpuPages:
 
         Return the resources of a program as the compiler states them, or None in Triton's interpreter.
         """
-        s, rings, cut = self.shape, block_table if ring_table is None else ring_table, plan.cut()
-        several, choice = plan.several, cut.choice
-        launch = s.variant(decode_kernel, (cut.take, choice, several is None, plan.overlap), lambda: {
-            "C": DecodeConfig.of(
+
+        def first() -> First:
+            s, several, cut, sequences = self.shape, plan.several, plan.cut(), seq_lens.shape[0]
+            check.ring_table(ring_table, sequences, s.ring_blocks)
+            rings = block_table if ring_table is None else ring_table
+            check.int32(block_table=block_table, seq_lens=seq_lens, ring_table=rings)
+            if sequences > min(plan.sequences, block_table.shape[0]):
+                raise check.BadInputError(
+                    "seq_lens", f"has {sequences} rows", f"the plan has {plan.sequences}, and block_table "
+                    f"{block_table.shape[0]}",
+                )  # fmt: skip
+            choice = cut.choice
+            splits = most_splits(sequences, cut.wave, beyond(1 if several is None else several.most))
+            config = DecodeConfig.of(
                 s.key, cut.take, value_side=s.value, ratio=s.ratio, tile=choice.tile, stages=choice.stages,
-                softcap=s.softcap > 0, recent=s.recent, ring_blocks=s.ring_blocks,
-                several=several is not None, overlap=s.can_overlap,
-            ),
-            "num_warps": 1, "maxnreg": choice.registers, **tuning.FUSED, **(s.chained if plan.overlap else {}),
-        })  # fmt: skip
-        splits = most_splits(seq_lens.shape[0], cut.wave, beyond(1 if several is None else several.most))
-        kernel = launch(
-            (cut.parts, s.kv_heads, splits),
-            (plan.rotated, plan.sums, plan.units, plan.apart, plan.level, self.cache, block_table, self.ring, rings,
-             plan.splits, plan.spans if several is None else several.starts, plan.spans, plan.bases, plan.partial,
-             plan.lse),
-            (*self.strides, block_table.stride(0), rings.stride(0), s.softcap),
-        )  # fmt: skip
+                softcap=s.softcap > 0, recent=s.recent, ring_blocks=s.ring_blocks, several=several is not None,
+                overlap=s.can_overlap,
+            )  # fmt: skip
+            step = (
+                plan.rotated, plan.sums, plan.units, plan.apart, plan.level, block_table, rings, plan.splits,
+                plan.spans if several is None else several.starts, plan.spans, plan.bases, plan.partial, plan.lse,
+            )  # fmt: skip
+            return (
+                decode_kernel, (cut.parts, s.kv_heads, splits), step,
+                lambda _, own, step: (*step[:5], own[0], step[5], own[1], *step[6:]),
+                (*self.strides, block_table.stride(0), rings.stride(0), s.softcap),
+                {"C": config, "num_warps": 1, "maxnreg": choice.registers, **tuning.FUSED,
+                 **(s.chained if plan.overlap else {})},
+            )  # fmt: skip
+
+        given = plan, plan.several, plan.overlap, block_table, seq_lens, ring_table
+        kernel = self.shape.launches("decode", given, (), (), self.own, first)
         return None if kernel is None else tuning.Taken(kernel.n_regs, kernel.metadata.shared)
 
     def merge(self, rows: int, plan: Plan, out: torch.Tensor) -> None:
         """Run the second half of `decode`: merge the partial results, rotate them back and write them to `out`."""
-        s, f, several = self.shape, self.factors, plan.several
-        take, step, warps = tuning.merging(s.row_dim, rows * s.kv_heads, s.ratio, s.device)
-        starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
-        sinks = self.sinks is not None
-        launch = s.variant(reduce_kernel, (take, step, warps, several is None, sinks), lambda: {
-            "C": MergeConfig(
-                s.kv_heads, s.ratio, s.head_dim, s.row_dim, s.key.slots, take, triton.next_power_of_2(take), step,
+
+        def first() -> First:
+            s, several, sinks = self.shape, plan.several, self.sinks is not None
+            take, wave, warps = tuning.merging(s.row_dim, rows * s.kv_heads, s.ratio, s.device)
+            starts, owners = (plan.spans, plan.spans) if several is None else (several.starts, several.owners)
+            config = MergeConfig(
+                s.kv_heads, s.ratio, s.head_dim, s.row_dim, s.key.slots, take, triton.next_power_of_2(take), wave,
                 several is not None, sinks, s.softcap == 0, s.can_overlap,
-            ),
-            "num_warps": warps, **tuning.FUSED, **s.chained,
-        })  # fmt: skip
-        launch(
-            (rows, s.kv_heads, s.ratio // take),
-            (plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.signs, f.value_mean, f.value_scale,
-             plan.lse if self.sinks is None else self.sinks, plan.level, out),
-            (out.stride(0),),
-        )  # fmt: skip
+            )  # fmt: skip
+            return (
+                reduce_kernel, (rows, s.kv_heads, s.ratio // take),
+                (plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.signs, plan.level),
+                lambda new, own, step: (*step[:7], *own[5:], step[7], *new), (out.stride(0),),
+                {"C": config, "num_warps": warps, **tuning.FUSED, **s.chained},
+            )  # fmt: skip
+
+        self.shape.launches("reduce", (plan, plan.several), (rows,), (out,), self.own, first)
 
     def gather(self, slots: torch.Tensor, ordinals: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
                key: torch.Tensor | None = None, value: torch.Tensor | None = None) -> None:  # fmt: skip
@@ -353,23 +361,25 @@ class GpuPages:
             key, value: new tokens, [rows, kv_heads, D], heads and elements contiguous. The slot -1 - i selects row i.
                 None if no slot is negative.
         """
-        s, f, tokens = self.shape, self.factors, slots.shape[0]
-        check.ordinals(ordinals, slots)
-        if tokens != ordinals.shape[0] or tokens > min(key_out.shape[0], value_out.shape[0]):
-            raise check.BadInputError(
-                "slots", f"has {tokens} tokens", f"ordinals has {ordinals.shape[0]}, key_out {key_out.shape[0]} and "
-                f"value_out {value_out.shape[0]}",
+        fresh = key_out if key is None else key, value_out if value is None else value
+
+        def first() -> First:
+            s, tokens = self.shape, slots.shape[0]
+            check.ordinals(ordinals, slots)
+            if tokens != ordinals.shape[0] or tokens > min(key_out.shape[0], value_out.shape[0]):
+                raise check.BadInputError(
+                    "slots", f"has {tokens} tokens", f"ordinals has {ordinals.shape[0]}, key_out {key_out.shape[0]} "
+                    f"and value_out {value_out.shape[0]}",
+                )  # fmt: skip
+            check.inner_strides(s.head_dim, key=fresh[0], value=fresh[1])
+            block = s.gather_block
+            return (
+                gather_kernel, (triton.cdiv(tokens, block.tokens), s.kv_heads, 1),
+                (slots, ordinals, key_out, value_out, s.key_signs, s.value_signs),
+                lambda new, own, step: (own[0], *step, *own[2:7], *new),
+                (tokens, *self.strides[:2], *(x.stride(0) for x in fresh)),
+                {"C": GatherConfig(s.key, s.value, s.kv_heads, s.head_dim, block.tokens), "num_warps": block.warps,
+                 **tuning.FUSED},
             )  # fmt: skip
-        key, value = key_out if key is None else key, value_out if value is None else value
-        check.inner_strides(s.head_dim, key=key, value=value)
-        block = s.gather_block
-        launch = s.variant(gather_kernel, (), lambda: {
-            "C": GatherConfig(s.key, s.value, s.kv_heads, s.head_dim, block.tokens), "num_warps": block.warps,
-            **tuning.FUSED,
-        })  # fmt: skip
-        launch(
-            (triton.cdiv(tokens, block.tokens), s.kv_heads, 1),
-            (self.cache, slots, ordinals, key_out, value_out, s.key_signs, s.value_signs, f.key_first, f.key_mean,
-             f.key_scale, f.value_mean, f.value_scale, key, value),
-            (tokens, *self.strides[:2], key.stride(0), value.stride(0)),
-        )  # fmt: skip
+
+        self.shape.launches("gather", (slots, ordinals, key_out, value_out), (), fresh, self.own, first)
