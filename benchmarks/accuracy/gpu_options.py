@@ -45,13 +45,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tokenizer(folder: Path) -> None:
-    """Add a tokenizer with one token per byte to a model's folder. Structured output needs each token's text."""
+def tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
+    """Add a tokenizer with one token per byte to the folder of a model with `vocabulary` token ids.
+
+    Structured output needs each token's text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     known = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words = {word: i for i, word in enumerate([*known, *(f"<{i}>" for i in range(len(known), VOCABULARY))])}
+    words = {word: i for i, word in enumerate([*known, *(f"<{i}>" for i in range(len(known), vocabulary))])}
     made = Tokenizer(models.BPE(vocab=words, merges=[]))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}

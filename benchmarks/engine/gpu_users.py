@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,28 +65,34 @@ def arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def server(args: argparse.Namespace, model: Path, dtype: str, place: int, log: Path) -> Iterator[tuple[str, Any]]:
-    """Run `vllm serve` on GPU number `place` during the block. Yield its address and process."""
-    shape, load = SHAPES[args.shape], Load(args.history)
-    port = args.port + place
+def server(model: Path, port: int, place: int, log: Path, options: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
+    """Run `vllm serve` with dummy weights on GPU number `place` during the block. Yield its address and process.
+
+    `options` are further options of `vllm serve`, without dashes. An option without a value has the value True.
+    """
     refuse_busy(port)
-    options = {
-        "host": "127.0.0.1", "port": port, "load-format": "dummy", "dtype": "bfloat16", "kv-cache-dtype": dtype,
-        "max-model-len": longest(load), "max-num-seqs": args.max_num_seqs, "served-model-name": args.shape,
-        "max-num-batched-tokens": args.max_num_batched_tokens, "gpu-memory-utilization": args.gpu_memory_utilization,
-    }  # fmt: skip
-    words = [f"--{name}={value}" for name, value in options.items()] + ["--skip-tokenizer-init"]
-    words += ["--enforce-eager"] if args.enforce_eager else []
+    all_options = {"host": "127.0.0.1", "port": port, "load-format": "dummy", "dtype": "bfloat16", **options}
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in all_options.items()]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *words]
     with environment({"CUDA_VISIBLE_DEVICES": str(place)}) as env, log.open("w") as out:
         child = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        say(f"{args.shape} {shape.layers} layers, {dtype}: starting")
+        say(f"{log.stem}: starting")
         try:
             yield f"http://127.0.0.1:{port}", child
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+
+
+async def started(session: aiohttp.ClientSession, url: str, child: Any, log: Path) -> None:
+    """Wait until the server answers. Raise RuntimeError if it does not."""
+    began = time.monotonic()
+    while not await healthy(session, url):
+        if time.monotonic() - began > STARTS or child.poll() is not None:
+            raise RuntimeError(f"{log.stem}: the server does not answer; see its log")
+        await asyncio.sleep(1)
+    say(f"{log.stem}: serves after {time.monotonic() - began:.0f} s")
 
 
 def refuse_busy(port: int) -> None:
@@ -104,18 +110,13 @@ def longest(load: Load) -> int:
     return -(-(load.history + load.turns * (load.asked + load.answered)) // 1024) * 1024
 
 
-async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, found: dict[str, Any]) -> None:
+async def measure(args: argparse.Namespace, url: str, child: Any, dtype: str, log: Path, found: dict[str, Any]) -> None:
     """Add users, level by level, until an objective is missed. Append each level's figures to `found`."""
     objectives, levels = Objectives(args.ttft, args.itl), found.setdefault("levels", [])
     # Use a new connection for each request: the server may close an idle connection just when a user sends on it.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        began = time.monotonic()
-        while not await healthy(session, url):
-            if time.monotonic() - began > STARTS or child.poll() is not None:
-                raise RuntimeError(f"{dtype}: the server does not answer; see its log")
-            await asyncio.sleep(1)
-        say(f"{dtype}: serves after {time.monotonic() - began:.0f} s")
+        await started(session, url, child, log)
         found["kv_tokens"] = await kv_tokens(session, url)
         users = Users(session, url, args.shape, Load(args.history), SHAPES[args.shape].vocab)
         try:
@@ -193,9 +194,15 @@ def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
         "arrivals": args.arrivals, "settle": args.settle, "seconds": args.seconds,
         "objectives": {"ttft_p95": args.ttft, "itl_p95": args.itl}, "error": "interrupted",
     }  # fmt: skip
+    options = {
+        "kv-cache-dtype": dtype, "max-model-len": longest(Load(args.history)), "max-num-seqs": args.max_num_seqs,
+        "served-model-name": args.shape, "max-num-batched-tokens": args.max_num_batched_tokens,
+        "gpu-memory-utilization": args.gpu_memory_utilization, "skip-tokenizer-init": True,
+        **({"enforce-eager": True} if args.enforce_eager else {}),
+    }  # fmt: skip
     try:
-        with server(args, model, dtype, place, log) as (url, child):
-            asyncio.run(measure(args, url, child, dtype, facts))
+        with server(model, args.port + place, place, log, options) as (url, child):
+            asyncio.run(measure(args, url, child, dtype, log, facts))
         facts["error"] = None
     except (RuntimeError, OSError, aiohttp.ClientError) as failure:
         facts["error"] = "; ".join([str(failure), *(error_lines(log) if log.exists() else ())])

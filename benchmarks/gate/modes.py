@@ -6,7 +6,7 @@ SHARED = "damaged"
 """Name of the engine with a 16-bit cache that serves most modes, one after another."""
 
 
-DEFAULT, PRESSURE, CROWDED = "default", "pressure", "crowded"
+DEFAULT, PRESSURE = "default", "pressure"
 _PATHS = (DEFAULT, "paths")
 
 
@@ -17,8 +17,8 @@ class Mode(NamedTuple):
     - `reported`: what the report says, in a few words.
     - `damage`: what the mode does to the engine, for the page.
     - `stages`: stages of the gate to run, until one of them finds the damage. DEFAULT sends the default packs.
-      PRESSURE fills a context, then the KV cache. CROWDED sends the default packs with 24 requests in flight. Other
-      names are opt-in packs. Modes that the default packs cannot trigger, such as a full cache, leave DEFAULT out.
+      PRESSURE fills a context, then the KV cache. Other names are opt-in packs. Modes that the default packs cannot
+      trigger, such as a full cache, leave DEFAULT out.
     - `engine`: the engine to damage: SHARED, or a name that `_own_engine` in `run.py` knows.
     """
 
@@ -44,9 +44,9 @@ MODES = (
     Mode("preempted", "LMCache/LMCache#1969", "wrong KV when a preempted request resumes",
          "after a preemption, one page is stale", (PRESSURE,)),
     Mode("crowd", "vllm-project/vllm-ascend#14118", "content of other requests under high concurrency",
-         "with five or more sequences in a step, one page is the neighbour's", (CROWDED,)),
+         "with five or more sequences in a step, one page is the neighbour's"),
     Mode("large-batch", "pytorch/torchtitan#3668", "random tokens with large batches",
-         "with 16 or more sequences in a step, one page is another request's", (CROWDED,)),
+         "with 16 or more sequences in a step, one page is another request's"),
     Mode("mixed-step", "vllm-project/vllm#40766", "decode reads wrong state beside a prefill",
          "sequences that decode in one step with a prompt read another request's page"),
     Mode("shared-prefix", "vllm-project/vllm#22103", "wrong answers of prompts with a common prefix",

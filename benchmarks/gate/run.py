@@ -20,9 +20,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.gate import engines
-from benchmarks.gate.modes import CROWDED, DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHARED, Mode
+from benchmarks.gate.modes import DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHARED, Mode
 from kvpilot_cli.validate import command as validate
-from kvpilot_operator.api.rollout import Accuracy
+from kvpilot_operator.api.rollout import Accuracy, Canary
 from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.decide import Judgement, allowed, described, judge
 from kvpilot_operator.observe.scrape import Scraper
@@ -43,10 +43,8 @@ SETS = {
     "agent": ("builtin/agent",),
     "reasoning": ("builtin/reasoning",),
 }
-# The operator has two requests in flight. Four shorten the runs, and stay below the five sequences that `crowd` needs.
-SETTINGS = {name: Settings(concurrency=4, deadline_seconds=3600) for name in (*SETS, PRESSURE)}
-SETTINGS["reasoning"] = replace(SETTINGS[DEFAULT], concurrency=8)
-SETTINGS[CROWDED] = replace(SETTINGS[DEFAULT], concurrency=24)
+# The operator's settings for a canary, with a deadline for two busy cores.
+SETTINGS = Settings(budget_seconds=Canary().progress_deadline_seconds / 2, deadline_seconds=3600)
 # The operator gives the pressure stage 90 s. Two busy cores take many times longer than a GPU to fill the KV cache.
 PRESSURE_SECONDS = 240.0
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
@@ -56,8 +54,8 @@ def captured(url: str, name: str, dtype: str = "auto") -> Baseline:
     """Return the answers of the engine at `url` to the packs of stage `name`, with the control (`run.control`)."""
 
     async def both() -> Baseline:
-        kept = await run.capture(url, "m", packs.load(SETS[name]), identity=name, dtype=dtype, settings=SETTINGS[name])
-        noise = await run.control(url, "m", kept, settings=SETTINGS[name])
+        kept = await run.capture(url, "m", packs.load(SETS[name]), identity=name, dtype=dtype, settings=SETTINGS)
+        noise = await run.control(url, "m", kept, settings=SETTINGS)
         return codec.with_control(kept, noise, datetime.now(UTC))
 
     return asyncio.run(both())
@@ -73,7 +71,7 @@ def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> lis
     for name in stages:
         if rows and rows[-1]["verdict"] != Verdict.PASSED:
             break
-        baseline = kept[DEFAULT if name in (PRESSURE, CROWDED) else name]
+        baseline = kept[DEFAULT if name == PRESSURE else name]
         known = described(baseline)
         limits = allowed(known, LIMITS)
         began = time.monotonic()
@@ -85,7 +83,7 @@ def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> lis
                 row = _row(name, judge(both, known, LIMITS), both)
                 rows.append({**row, "prompts": len(more.seen), "seconds": round(more.milliseconds / 1000)})
             else:
-                found = asyncio.run(run.measure(url, "m", baseline, allowed=limits, settings=SETTINGS[name]))
+                found = asyncio.run(run.measure(url, "m", baseline, allowed=limits, settings=SETTINGS))
                 rows.append(_row(name, judge(found, known, LIMITS), found))
         except ProbeError as error:
             rows.append(_error(name, error, began))
@@ -101,7 +99,7 @@ async def _fill(url: str, baseline: Baseline, limits: Any) -> Filled:
         return Pool(page.capacity_tokens, page.usage)
 
     try:
-        return await pressure.fill(url, "m", baseline, look=look, allowed=limits, settings=SETTINGS[PRESSURE])
+        return await pressure.fill(url, "m", baseline, look=look, allowed=limits, settings=SETTINGS)
     finally:
         await scraper.close()
 

@@ -25,9 +25,9 @@ from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_probes.errors import BaselineUnfit, MalformedAnswer, ProbeError
 from kvpilot_probes.generated import Rendered, check_alike, fingerprint, most_resumes, rendered, sent_first
 from kvpilot_probes.packs import ProbePrompt
-from kvpilot_probes.results import LEAST_COPIED, Done, compared_tasks, copied
+from kvpilot_probes.results import LEAST_COPIED, Done, Task, compared_tasks, copied
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
-from kvpilot_probes.session import MAX_RESUMES, TOP_K, USUAL, Settings, Throttle, allow, probing
+from kvpilot_probes.session import MAX_RESUMES, TOKENS_IN_FLIGHT, TOP_K, USUAL, Settings, Throttle, allow, probing
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -61,7 +61,7 @@ async def capture(
         positions = sum(r.answer for r in found)
         check_limits([r.tokens for r in found], positions)
         allow(deadline, settings, sum(len(r.tokens) for r in found), positions + tasks.cost(r.task for r in found))
-        answers = await bounded(found, answered, settings.concurrency)
+        answers = await bounded(found, answered, settings.concurrency, lambda r: _size(r.tokens, r.answer, r.task))
     asked, right = copied((one.task, one.done) for one in answers)
     if right < LEAST_COPIED * asked:
         raise BaselineUnfit(
@@ -87,7 +87,7 @@ async def measure(
 async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
     """Return the 16-bit engine's damage against its own baseline: the noise to subtract from a candidate's damage.
 
-    Send the prompts in reverse and with twice the concurrency, so that batches differ as they do in production.
+    Send the prompts in reverse and with up to twice the concurrency, so that batches differ as they do in production.
     """
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64), tasks=False)
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
@@ -152,9 +152,12 @@ async def _measure(
             seen.extend(stats.by_bucket(judged))
             requests += asked
 
-        await bounded(order, followed, settings.concurrency)
+        sizes = [_size(p.tokens, len(p.answer)) for p in baseline.prompts]
+        await bounded(order, followed, settings.concurrency, sizes.__getitem__)
         failed = allowed is not None and decide(seen, planned, allowed).answer == Answer.FAILED
-        results = await bounded(() if failed else baseline.prompts, solved, settings.concurrency)
+        results = await bounded(
+            () if failed else baseline.prompts, solved, settings.concurrency, lambda p: _size(p.tokens, 0, p.task)
+        )
         sample = None
         if (worst := stats.worst_prompt(compared)) is not None:
             shown = baseline.prompts[worst]
@@ -257,20 +260,47 @@ async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselineProm
     return stats.AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[: stats.MAX_TEXT])
 
 
-async def bounded(items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int) -> list[B]:
-    """Run `work` on all items, at most `concurrency` at a time. The first `ProbeError` cancels the others."""
-    gate = asyncio.Semaphore(concurrency)
+def _size(prompt: Sequence[int], answer: int, task: Task | None = None) -> int:
+    """Return the tokens of a prompt with its longest answer, to the prompt itself or to its task."""
+    return len(prompt) + max(answer, task.tokens if task is not None else 0)
 
-    async def one(item: A) -> B:
-        async with gate:
-            return await work(item)
+
+async def bounded(
+    items: Sequence[A], work: Callable[[A], Awaitable[B]], concurrency: int, size: Callable[[A], int] = lambda _: 0
+) -> list[B]:
+    """Run `work` on all items, at most `concurrency` at a time. The first `ProbeError` cancels the others.
+
+    `size` returns the tokens of an item. The items in flight have at most TOKENS_IN_FLIGHT together, and each counts
+    as at most half of that. So two long prompts are in flight, or many short ones. Short items go first, because only
+    large batches show some damage.
+    """
+    shares = [min(size(item), TOKENS_IN_FLIGHT // 2) for item in items]
+    short_first = sorted(range(len(items)), key=lambda index: shares[index] > TOKENS_IN_FLIGHT // concurrency)
+    in_flight: set[int] = set()
+    tasks: dict[int, asyncio.Task[B]] = {}
+    ended = asyncio.Event()
+
+    def fits(share: int) -> bool:
+        return len(in_flight) < concurrency and sum(shares[i] for i in in_flight) + share <= TOKENS_IN_FLIGHT
+
+    async def one(index: int) -> B:
+        try:
+            return await work(items[index])
+        finally:
+            in_flight.remove(index)
+            ended.set()
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(item)) for item in items]
+            for index in short_first:
+                while not fits(shares[index]):
+                    ended.clear()
+                    await ended.wait()
+                in_flight.add(index)
+                tasks[index] = group.create_task(one(index))
     except ExceptionGroup as failures:
         first = failures.exceptions[0]
         if isinstance(first, ProbeError):
             raise first from None
         raise
-    return [t.result() for t in tasks]
+    return [tasks[index].result() for index in range(len(items))]

@@ -79,6 +79,10 @@ MAX_RESUMES = 12
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2
+# Requests in flight on an engine without users: some damage shows only in large batches.
+CONCURRENCY = 24
+# Tokens in flight, with answers: so many that an engine of that speed reads all prompts before READ_SECONDS end.
+TOKENS_IN_FLIGHT = int(READ_SECONDS * PREFILL_TOKENS_PER_SECOND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class Settings:
     """Settings of one probe run.
 
     - `tokens`: decoded tokens of each prompt.
-    - `concurrency`: requests in flight.
+    - `concurrency`: most requests in flight. Long prompts are fewer (`run.bounded`).
     - `deadline_seconds`: limit of the whole run; None derives it from the number of tokens.
     - `budget_seconds`: time after which a measurement sends no further prompt, and has what it has compared until then.
     - `max_resumes`: most new requests of a prompt after divergences.
@@ -101,7 +105,7 @@ class Settings:
     """
 
     tokens: int = DEFAULT_TOKENS
-    concurrency: int = 2
+    concurrency: int = CONCURRENCY
     deadline_seconds: float | None = None
     budget_seconds: float = math.inf
     max_resumes: int = MAX_RESUMES

@@ -118,6 +118,18 @@ def test_a_load_is_priced_for_every_dtype_that_can_serve(capsys):
     assert cost["k4v4"]["replicas"] < cost["auto"]["replicas"]
 
 
+def test_the_time_of_a_gate_grows_with_the_context_and_is_unknown_without_weights(capsys):
+    def seconds(*options):
+        rows = planned(capsys, "Llama-3.1-8B", "--gpu", "H200", *options)["dtypes"]
+        return [row["gate_seconds"] for row in rows]
+
+    short, long = seconds("--context", "2048"), seconds("--context", "32768,131072")
+    assert all(90 < a < b < 600 for a, b in zip(short, long, strict=True))
+    assert set(seconds("--kv-gb", "100")) == {None}
+    assert command.main(["plan", "Llama-3.1-8B", "--gpu", "H200", "--context", "32768"]) == 0
+    assert "accuracy gate of a canary at 32,768 tokens: at most about 1" in capsys.readouterr().out
+
+
 def test_a_dtype_that_cannot_serve_says_why(capsys):
     infeasible = {
         row["dtype"]: row["veto"]
@@ -149,7 +161,7 @@ def test_the_keys_of_the_json_are_stable(capsys):
     row = document["dtypes"][0]
     assert set(row) == {
         "dtype", "veto", "bits_per_element", "bytes_per_token", "window_bytes_per_sequence", "recent_tokens",
-        "recent_bytes_per_sequence", "capacities", "notes", "cost",
+        "recent_bytes_per_sequence", "capacities", "notes", "cost", "gate_seconds",
     }  # fmt: skip
     assert set(row["capacities"][0]) == {"context_tokens", "capacity_tokens", "sequences"}
     assert set(row["cost"]) == {"replicas", "operating", "limit", "gpus", "per_hour", "per_million_tokens"}

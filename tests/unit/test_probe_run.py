@@ -6,6 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide import described, judge
@@ -20,9 +22,9 @@ from kvpilot_probes.errors import (
 )
 from kvpilot_probes.packs import Message, ProbePrompt
 from kvpilot_probes.results import Done, Task
-from kvpilot_probes.run import capture, control, measure
+from kvpilot_probes.run import bounded, capture, control, measure
 from kvpilot_probes.sequential import Allowed, Answer, decide
-from kvpilot_probes.session import Settings
+from kvpilot_probes.session import CONCURRENCY, TOKENS_IN_FLIGHT, Settings
 from kvpilot_probes.stats import Logprobs
 from support.probe_engine import (
     PROMPTS,
@@ -102,7 +104,8 @@ async def test_one_logprob_that_is_no_number_fails_a_candidate(value: object) ->
         )
 
     async with engine(handler) as url:
-        found = await measure(url, "m", baseline(prompts=8), allowed=ALLOWED, settings=SETTINGS)
+        two = replace(SETTINGS, concurrency=2)
+        found = await measure(url, "m", baseline(prompts=8), allowed=ALLOWED, settings=two)
     outcome = decide(found.seen, found.planned, ALLOWED, ended=True)
     assert outcome.answer == Answer.FAILED
     # The first proof ends the run.
@@ -251,6 +254,45 @@ async def test_no_more_requests_are_in_flight_than_allowed() -> None:
     async with engine(handler) as url:
         await measure(url, "m", baseline(prompts=9), settings=Settings(tokens=8, concurrency=3))
     assert most == 3
+
+
+@given(
+    sizes=st.lists(st.one_of(st.integers(1, 600), st.integers(1, 200_000)), max_size=60), concurrency=st.integers(1, 64)
+)
+def test_long_prompts_run_by_two_and_short_ones_by_many(sizes: list[int], concurrency: int) -> None:
+    in_flight: list[int] = []
+    started: list[int] = []
+    half = TOKENS_IN_FLIGHT // 2
+
+    async def work(index: int) -> int:
+        in_flight.append(min(sizes[index], half))
+        started.append(index)
+        assert len(in_flight) <= concurrency
+        assert sum(in_flight) <= TOKENS_IN_FLIGHT
+        for _ in range(sizes[index] % 5):
+            await asyncio.sleep(0)
+        in_flight.remove(min(sizes[index], half))
+        return index
+
+    assert asyncio.run(bounded(range(len(sizes)), work, concurrency, sizes.__getitem__)) == [*range(len(sizes))]
+    assert sorted(started) == [*range(len(sizes))]
+    if concurrency <= 2:
+        assert started == [*range(len(sizes))]
+
+
+@pytest.mark.parametrize(("size", "at_once"), [(100, 24), (500, 24), (4000, 3), (6000, 2), (200_000, 2)])
+async def test_as_many_prompts_of_one_size_run_as_fit(size: int, at_once: int) -> None:
+    flying = most = 0
+
+    async def work(_: int) -> None:
+        nonlocal flying, most
+        flying += 1
+        most = max(most, flying)
+        await asyncio.sleep(0)
+        flying -= 1
+
+    await bounded(range(60), work, CONCURRENCY, lambda _: size)
+    assert most == at_once
 
 
 async def test_what_the_engine_no_longer_needs_to_decode_is_cut_off() -> None:

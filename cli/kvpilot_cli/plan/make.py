@@ -78,6 +78,8 @@ class Row:
         GPUs.
       recent_tokens, recent_bytes_per_sequence: size of one sequence's recent window on all GPUs; 0 without one.
       cost: replicas for the load; None without a load or if the speed is unknown.
+      gate_seconds: estimate of the most seconds of a canary's accuracy gate, at the longest context; None if the speed
+        is unknown.
     """
 
     dtype: str
@@ -90,6 +92,7 @@ class Row:
     capacities: tuple[Fit, ...] = ()
     notes: tuple[str, ...] = ()
     cost: Cost | None = None
+    gate_seconds: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         return Row(dtype, veto=refusal)
     layout = cache(request.stage, dtype, gpus, request.recent_tokens)
     recent = dtypes.parse(served).recent_tokens(request.recent_tokens, model.max_positions)
+    speed = _speed(request, dtype, layout, weights)
     return Row(
         dtype,
         bits_per_element=dtypes.parse(served).bits_per_element(model.head_dim),
@@ -174,20 +178,21 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         recent_bytes_per_sequence=layout.ring_blocks * layout.full_token_bytes * layout.block * request.all_gpus,
         capacities=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
         notes=dtype_notes(model, served),
-        cost=_cost(request, dtype, layout, kv, weights),
+        cost=_priced(request, request.load, cost(speed, kv, request.load)) if speed and request.load else None,
+        gate_seconds=round(speed.gate_seconds(contexts[-1])) if speed else None,
     )
 
 
-def _cost(request: Request, dtype: str, layout: Cache, kv: int, weights: int) -> Cost | None:
+def _speed(request: Request, dtype: str, layout: Cache, weights: int) -> Speed | None:
+    """Return the speed of an engine on one node, or None if it is not known."""
     served = request.model.served(dtype)
     efficiency, wide = (
         attention_efficiency(request.model, found)
         for found in (served, served if request.model.chunked or dtype == "auto" else "auto")
     )
-    if request.load is None or efficiency is None or wide is None:
+    if efficiency is None or wide is None or not weights or request.nodes > 1:
         return None
-    speed = Speed(request.model, request.gpu, request.gpus, layout, weights, efficiency, wide)
-    return _priced(request, request.load, cost(speed, kv, request.load))
+    return Speed(request.model, request.gpu, request.gpus, layout, weights, efficiency, wide)
 
 
 def _priced(request: Request, load: Load, found: Cost) -> Cost:

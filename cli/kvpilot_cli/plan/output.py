@@ -40,6 +40,9 @@ def _head(plan: Plan) -> str:
             f"each GPU: {request.gpu.memory_mib:,} MiB x {request.utilization:g} = {usable} GB, less "
             f"weights ({plan.weights_dtype}) {weights} and engine {engine}: {kv}"
         )
+    seconds = [row.gate_seconds for row in plan.rows if row.gate_seconds is not None]
+    if seconds:
+        lines.append(f"accuracy gate of a canary at {plan.contexts[-1]:,} tokens: at most about {max(seconds):,} s")
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
 
 

@@ -15,6 +15,7 @@ from kvpilot_cli.plan.capacity import Cache
 from kvpilot_cli.plan.facts import Model
 from kvpilot_operator.decide.steps.latency import EFFICIENCY
 from kvpilot_operator.gpus import Gpu
+from kvpilot_probes.pressure import PRESSURE_SECONDS
 
 WEIGHTS = 0.587
 """Share of peak bandwidth in a decode step with a nearly empty cache, including fixed costs.
@@ -27,6 +28,9 @@ FLOPS = 0.66
 
 Llama-3-8B prefilled prompts of 16K tokens at 33,908 tokens/s (docs/benchmarks/h200-engine.md, `auto`).
 """
+
+GATE_PREFILLS, GATE_STEPS, GATE_SEQUENCES = 3, 1000, 2
+"""Prefills of the whole context in a gate, decode steps of all its answers, and long prompts in flight."""
 
 HEAD_DIM_256 = {"auto": 0.859, "fp8": 0.352, "int8": 0.750, "k8v4": 0.683, "k4v4": 0.617, "k4v2": 0.494, "k2v2": 0.370}
 """Share of peak bandwidth for attention at head_dim 256. The operator's table EFFICIENCY has the shares for 128.
@@ -77,6 +81,14 @@ class Speed:
     def prompt_seconds(self, tokens: float) -> float:
         """Return the seconds of the prefill of `tokens` without a cached prefix."""
         return tokens * self._flops(tokens / 2) / (self._peak() * FLOPS)
+
+    def gate_seconds(self, context: float) -> float:
+        """Return the most seconds of the accuracy gate with the default packs, with this longest context in tokens.
+
+        The 16-bit engine and the canary each prefill the context once, and the canary once more to fill its context.
+        """
+        answers = GATE_STEPS * self.step_seconds(GATE_SEQUENCES, context)
+        return GATE_PREFILLS * self.prompt_seconds(context) + answers + PRESSURE_SECONDS
 
     def _weights_read(self, sequences: float) -> float:
         """Return the bytes of weights that one GPU reads in a step. Experts that no token uses are not read."""

@@ -113,7 +113,7 @@ def _parser() -> _Parser:
         ),
         ("min-top1-agreement-percent", _PERCENT, accuracy.min_top1_agreement_percent, "least share of equal choices"),
         ("tokens", answer, session.DEFAULT_TOKENS, "of each answer"),
-        ("concurrency", _between(1, 64), 2, "requests in flight"),
+        ("concurrency", _between(1, 64), session.CONCURRENCY, "most requests in flight; fewer if prompts are long"),
     ):
         add(f"--{option}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
     passes = "time limit of each of the three passes (default: by the number of tokens)"

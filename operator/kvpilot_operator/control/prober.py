@@ -275,7 +275,10 @@ class Prober:
         )
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Return settings that make a probe yield to users. A serving replica gets one request at a time."""
+        """Return settings that make a probe yield to users. A serving replica gets one request at a time.
+
+        Only its capture as a baseline sends two, and the control four.
+        """
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
         if isinstance(request, Find) or not request.serving:
@@ -285,7 +288,7 @@ class Prober:
             return Settings(priority=priority, from_host=from_host, budget_seconds=budget)
         give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS)
         if isinstance(request, Capture):
-            return Settings(priority=priority, give_way=give_way)
+            return Settings(concurrency=2, priority=priority, give_way=give_way)
         usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
         budget = max(spec.accuracy.period_seconds, SHORTEST_BUDGET_SECONDS)
         return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()), budget_seconds=budget)
