@@ -1,4 +1,4 @@
-"""Kubernetes Events about a service, for people.
+"""Post Kubernetes Events about a service, for people to read.
 
 If a message repeats within an hour, only the count of its core/v1 Event rises ("3m (x5 over 12m)"). Every version of
 kubectl shows that count, but not all versions show the `series` of events.k8s.io/v1.

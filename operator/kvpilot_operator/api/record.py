@@ -21,7 +21,7 @@ _WORDS = {"kl": "KL", "ttft": "TTFT", "itl": "ITL", "mib": "MiB", "gib": "GiB"}
 
 @cache
 def camel(name: str) -> str:
-    """Return the CRD's name of a field."""
+    """Return the name in the CRD (camelCase) of a Python field."""
     head, *rest = name.split("_")
     return head + "".join(_WORDS.get(part, part.capitalize()) for part in rest)
 

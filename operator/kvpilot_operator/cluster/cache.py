@@ -90,7 +90,7 @@ class Store(Generic[K, V]):
                 self._remove(_name(obj))
 
     def forget(self, namespace: str, name: str) -> None:
-        """Drop an object that we deleted ourselves, or that the API server does not have."""
+        """Drop an object that the operator deleted, or that the API server does not have."""
         self._remove((namespace, name))
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:

@@ -128,7 +128,7 @@ class Cluster:
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
     ) -> AsyncIterator[Object]:
-        """Yield the metadata of `most` matching objects, rounded up to a whole page. The server sends no content."""
+        """Yield the metadata of matching objects: at most `most`, rounded up to a whole page of the list."""
         seen = 0
         pages = self.pages(api_version, kind, namespace, selector, accept=_METADATA_ALONE, limit=_METADATA_PAGE)
         async for items, _ in pages:

@@ -18,7 +18,7 @@ def steady_time() -> float:
 
 
 class WriteFence:
-    """A fence that starts closed. It tracks the writes in progress, and those whose outcome is unknown."""
+    """A gate for API writes, closed at first. It tracks writes that are in progress or whose outcome is unknown."""
 
     def __init__(self, clock: Callable[[], float] = steady_time) -> None:
         self._clock = clock

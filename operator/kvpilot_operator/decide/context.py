@@ -100,7 +100,7 @@ class Draft(Decision):
         return self.record(action, reason, message, from_dtype=canary.from_dtype, to_dtype=canary.dtype, **entry)
 
     def hold(self, reason: str, message: str, options: tuple[Option, ...] = ()) -> Self:
-        """Record why the next dtype or revision must wait, unless one of the newest holds in the journal says so."""
+        """Record why the next dtype or revision must wait, unless the journal's newest entries give this reason."""
         steps = (one for one in self.status.decisions if one.action not in _BESIDE)
         if any(one.reason == reason for one in takewhile(lambda one: one.action == Action.HOLD, steps)):
             return self

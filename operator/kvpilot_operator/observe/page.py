@@ -32,7 +32,7 @@ _MODEL = "kvpilot_model_info"
 _FACTORS = "kvpilot_calibration_info"
 _RECENT = "kvpilot_recent_window_info"
 _RETENTION = "kvpilot_retention_info"
-# Cached prompt tokens by the tier that they were found in.
+# Fields that count cached prompt tokens, by the cache tier that held the tokens.
 _SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 _START = "process_start_time_seconds"
 
@@ -100,7 +100,7 @@ _DTYPES = (*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT)
 
 
 class PageReader(SeriesReader[PodMetrics]):
-    """A parser of one page. It raises ScrapeError if the page lacks the cache use or has an impossible value."""
+    """A parser of one /metrics page. It raises ScrapeError if the KV cache use is missing or a value is impossible."""
 
     def __init__(self) -> None:
         super().__init__(WANTED)
@@ -118,7 +118,7 @@ class PageReader(SeriesReader[PodMetrics]):
         self._retention = ""
 
     def result(self) -> PodMetrics:
-        """Return the numbers of the page."""
+        """Return the numbers that the page reports."""
         if self._usage is None:
             raise ScrapeError(f"{_USAGE} is not on the page: is this a vLLM server?")
         waiting = self._parts.get("waiting", self._sums.get(_WAITING, 0.0))

@@ -63,7 +63,7 @@ class Streak:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Memory of a pod between scrapes: its last page, and how long its contradictions have lasted."""
+    """State of a pod between scrapes: its last metrics page, and how long its contradictions have lasted."""
 
     time: datetime
     page: PodMetrics

@@ -33,7 +33,7 @@ _Key = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Totals(Flows):
-    """Counts of an engine since its process started. `seconds` and `failed` are not used."""
+    """Counters of an engine since its process started. Here the fields `seconds` and `failed` stay unset."""
 
     errors: float = 0
     """Finished requests that ended in an error of the engine (finished_reason "error")."""
@@ -72,7 +72,7 @@ class Ranks:
         rank[figure] = max(before, value) if figure == USAGE else before + value
 
     def close(self, done: float) -> tuple[Rank, ...]:
-        """Return the engines that report their use, or () for a single one. `done` is the work of the whole page."""
+        """Return the engines that report their KV use; () for a single one. `done` is the work of the whole page."""
         keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
         if len(keys) < 2:
             return ()
@@ -132,7 +132,7 @@ def done(counts: Flows) -> float:
 
 
 def restarted(before: PodMetrics, after: PodMetrics) -> bool:
-    """Return True if the process started again between two pages that both report its start."""
+    """Return True if the process restarted between two metrics pages. Both must report its start time."""
     if before.process_start is None or after.process_start is None:
         return False
     return abs(after.process_start - before.process_start) > _START_JITTER_SECONDS

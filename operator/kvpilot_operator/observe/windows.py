@@ -180,7 +180,7 @@ class Windows:
         return judged
 
     def news(self, revision: str, odd: Collection[str]) -> Collection[str]:
-        """Return the contradictions in a revision's pages that the previous pages did not have."""
+        """Return the contradictions in a revision's metrics pages that its previous pages did not have."""
         series = self._series[revision]
         before, series.odd = series.odd, frozenset(odd)
         return series.odd - before

@@ -120,7 +120,7 @@ def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
 
 
 def named_by_pods(service: str, spec: Spec) -> tuple[tuple[str, str, str], ...]:
-    """Return apiVersion, kind and name of our objects that a spec's pods refer to."""
+    """Return (apiVersion, kind, name) of each kvpilot object that the pods of a spec refer to."""
     return (("v1", "PersistentVolumeClaim", names.weights_claim(service)),) if spec.cache.weights is not None else ()
 
 

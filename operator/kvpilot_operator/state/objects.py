@@ -81,7 +81,7 @@ class DeploymentView:
     arguments: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     has_gate: bool = True
-    """True if new pods of the workload wait for admission."""
+    """True if new pods of the workload have kvpilot's readiness gate."""
     paused: bool = False
     """True if the workload is paused, so that a change of its template replaces no pods."""
     in_step: bool = True
