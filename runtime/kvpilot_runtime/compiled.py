@@ -221,7 +221,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> bool:
 
 
 def tidy(store: Path, now: float) -> None:
-    """Remove archives that no engine has used for 30 days, and abandoned temporary files."""
+    """Remove archives that no engine has used for 30 days, and temporary files that nobody writes any more."""
     for pattern, seconds in (("compiled-*.tar", _UNUSED_SECONDS), (".compiled-*.tar.*", _ABANDONED_SECONDS)):
         for path in store.glob(pattern):
             # Another pod may have removed the file first, or another user may own it. Then there is nothing to do.

@@ -93,7 +93,7 @@ class LatentImpl:
     ) -> None:  # fmt: skip
         """Prefill as vLLM does: queries attend to the new tokens in 16 bits, and to their contexts from pages.
 
-        With `PREFILL_FROM_PAGES`, first read the new tokens back from their pages, so that they are quantized too.
+        With `PREFILL_FROM_PAGES` on, read the new tokens back from their pages first, so that they are quantized, too.
         """
         if self.read_back:
             prefill = attn_metadata.prefill

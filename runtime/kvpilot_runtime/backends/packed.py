@@ -314,7 +314,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.ring: RecentLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Attach rings to all our layers at the first call. After that, report that the factors are outdated.
+        """At the first call, attach rings to all our layers. At later calls, report that the calibration is outdated.
 
         vLLM calls this again after it has reloaded weights (`reload_weights`, or a trainer). The factors were fitted to
         the old weights.
@@ -329,7 +329,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         return found[self.ring.layer_name] if found and self.ring is not None else None
 
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
-        """Return this layer's factors for this rank's KV heads, from the calibration file.
+        """Return this layer's calibration factors for this rank's KV heads, from the calibration file.
 
         Without a file, return factors that change nothing until `set_factors` overwrites them. A layer that reads
         another layer's cache has that layer's factors. The first call creates the tensors on `device`. Later changes
@@ -344,7 +344,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         return self._factors
 
     def set_factors(self, layer: Any, found: Factors) -> None:
-        """Overwrite the layer's factors in place."""
+        """Overwrite the layer's calibration factors in place."""
         # A trial capture of graphs may have created the factors in inference mode. torch then allows changes in place
         # only in inference mode.
         with torch.inference_mode():

@@ -27,7 +27,7 @@ WORST = 0.05
 """Largest allowed error, relative to the float64 result. Rounding causes about 0.01, and a misread page about 1."""
 
 LONGEST = 4096
-"""Length limit of a test request, in tokens. If a bounded cache keeps more, the check never exceeds its bound."""
+"""Length limit of a test request, in tokens. So the check never exceeds the bound of a larger bounded cache."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
@@ -146,14 +146,14 @@ def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
 
 
 def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> bool:
-    """Return True if the token at `position` attends to page number `page` of its sequence."""
+    """Return True if a bounded cache still holds page number `page` when the token at `position` attends."""
     if bound is None or isinstance(bound, HeavyHitters):
         return True
     return page < bound.sink_pages(size) or page >= bound.first_page(position, size)
 
 
 def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found: torch.Tensor) -> float:
-    """Return the error of `found`, the output for a request's last token, relative to the float64 result."""
+    """Return the error of `found`, the layer's output for a request's last token, relative to the float64 result."""
     cpu, impl, size = torch.device("cpu"), layer.impl, layer.kv_cache.shape[2]
     query, key, value = (x.to(cpu) for x in request.new)
     kept = [at for at in range(request.tokens) if _kept(bound, at // size, request.tokens - 1, size)]

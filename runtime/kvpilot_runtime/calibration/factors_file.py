@@ -160,7 +160,7 @@ def from_environment(facts: ModelFacts) -> Calibration | None:
 
 
 def digest(layers: Sequence[Factors]) -> str:
-    """Return a hash of factors, 16 hexadecimal digits."""
+    """Return a hash of all layers' calibration factors, 16 hexadecimal digits."""
     found = hashlib.sha256()
     for factors in layers:
         for name in _NAMES:
@@ -169,7 +169,7 @@ def digest(layers: Sequence[Factors]) -> str:
 
 
 def join_digests(digests: Sequence[str]) -> str:
-    """Return one hash for several ranks' hashes, in rank order."""
+    """Return one hash of the factor hashes of several ranks, given in rank order."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 

@@ -102,7 +102,7 @@ def check(
 
 
 def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, total: int) -> int:
-    """Estimate how many bytes of a GPU our backends use besides weights and pages.
+    """Estimate how many bytes of one GPU our backends use in addition to weights and KV pages.
 
     These are the buffers of decode, and the workspace for contexts. With vLLM's own dtypes, return 0.
 

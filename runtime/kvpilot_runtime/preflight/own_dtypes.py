@@ -74,7 +74,7 @@ def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
 
 
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
-    """Refuse models that our backend cannot serve, and set the layers that stay in 16 bits."""
+    """Refuse models that our backends cannot serve, and write into `findings` the layers that stay in 16 bits."""
 
     def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")

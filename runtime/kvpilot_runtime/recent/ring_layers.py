@@ -150,7 +150,7 @@ def report(config: Any, layers: dict[str, Any]) -> None:
 
 
 def _cannot(config: Any, layers: dict[str, Any]) -> str:
-    """Return the reason, one word for metrics, why this engine cannot have rings; empty if it can."""
+    """Return why this engine cannot have rings, as one word for metrics; empty if it can."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 

@@ -42,7 +42,7 @@ class Move:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, file: DiskFile, spare: npt.NDArray[np.uint8]) -> None:
-        """Read or write the chunk. `spare` is this thread's buffer for one chunk, uint8 [bytes]."""
+        """Read or write the chunk, by way of `spare`: this thread's buffer for one chunk, uint8 [bytes]."""
         try:
             if self.load:
                 file.read(self.held.place, spare.data)

@@ -63,7 +63,7 @@ def unsupported_on(platform: str) -> str:
 
 
 def lacks(newest: tuple[int, int] | None = None) -> str:
-    """Return a text that names the needed versions if the installed vLLM is not one of them; else an empty string.
+    """Return the versions of vLLM that are needed, as text, if the installed one is not among them; else "".
 
     Needed are versions from `OLDEST` to `newest`; without `newest`, all from `OLDEST` on. If vLLM is absent, return an
     empty string, too.
