@@ -20,7 +20,7 @@ FINE = tuple(0.001 * 10 ** (i / 20) for i in range(125))
 
 
 class Tally:
-    """Histogram that collects values until `take`."""
+    """Histogram that collects values until the next call of `take`."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -80,7 +80,7 @@ class Service:
             self._start(dtype, ready_at=0.0)
 
     def forget(self) -> None:
-        """Reset the results at the end of the warm-up."""
+        """Reset the results to zero, as at the end of the warm-up."""
         self.outcome = Outcome()
         for replica in self.replicas:
             replica.engine.on_gap = self.outcome.itl.add
@@ -102,11 +102,11 @@ class Service:
             replica.leaving = True
 
     def serve(self, dtype: str) -> None:
-        """Send traffic to this revision, too."""
+        """Send traffic to the revision with this dtype, too."""
         self.serving.add(dtype)
 
     def switch(self, dtype: str) -> None:
-        """Send all traffic to a revision, and drain the others."""
+        """Send all traffic to the revision with this dtype, and drain all other replicas."""
         self.serving = {dtype}
         for replica in self.replicas:
             if replica.engine.dtype != dtype:

@@ -27,7 +27,7 @@ NOT_JUDGED = (
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong. `judge` is schema, rule (CEL) or operator."""
+    """One fault of a service. `judge` names the check that found it: schema, rule (CEL) or operator."""
 
     field: str
     message: str
