@@ -21,7 +21,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 """Head dimensions with a layout in kvpilot's own formats. Other heads are padded to the next larger one."""
 
 SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
-"""Head dimensions that have a `stored_dim`, as text for messages."""
+"""Head dimensions that `stored_dim` accepts, as text for messages."""
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)
 """Numbers of tokens that a recent window may have; 0 means no window."""
@@ -58,7 +58,7 @@ def stored_dim(head_dim: int) -> int | None:
 
 @dataclass(frozen=True)
 class Side:
-    """Storage of one vector (a key or a value of one token and KV head)."""
+    """Storage of one vector: a key or a value of one token and KV head."""
 
     bits: int
     """Width of an element's code."""
@@ -126,7 +126,7 @@ class Format:
         return self.key.row_bytes(head_dim) + self.value.row_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int = 128) -> float:
-        """Return the average number of stored bits per element of a key or value: code, scale, zero point, padding."""
+        """Return the mean number of stored bits per element of keys and values, with scale, zero point and padding."""
         return self.row_bytes(head_dim) * 8 / (2 * head_dim)
 
     def page_layout(self, head_dim: int, block_size: int) -> PageLayout:

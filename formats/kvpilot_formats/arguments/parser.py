@@ -261,7 +261,7 @@ def _stray(text: str) -> str:
 
 
 def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None] | None:
-    """Return a word's option, and the value after `=` or None.
+    """Return the option that a word names, and the value after `=` or None.
 
     Return (None, None) for an unknown option, and None if the word is a value.
     """
@@ -289,7 +289,7 @@ def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None
 
 
 def _beginning(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield each option name that the word abbreviates, and the value in the word, or None."""
+    """Yield each option name that the word abbreviates, and the value after `=` in the word, or None."""
     name, equals, value = text.partition("=")
     given = value if equals else None
     for spelled in _options():

@@ -23,7 +23,7 @@ _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters o
 
 
 def kinds(fields: Fields) -> list[str]:
-    """Return one word per layer: a key of `WORDS`, `hybrid`, or an unknown word."""
+    """Return the kind of each layer as one word: a key of `WORDS`, `hybrid`, or an unknown word."""
     if fields.built_as in REPEATED:
         return _repeated(fields)
     if fields.listed("compress_ratios") is not None:  # DeepSeek V4 has caches of windows and of merged tokens
