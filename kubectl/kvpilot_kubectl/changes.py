@@ -14,7 +14,7 @@ from kvpilot_operator.api.words import Reason, Stage, Verdict
 
 
 def pause(cluster: Cluster, name: str, *, paused: bool) -> str:
-    """Set spec.rollout.paused, and say what that means. Write nothing if it has that value already."""
+    """Set spec.rollout.paused, and return a text that explains the effect. Write nothing if the value is the same."""
     before = read(cluster.service(name))
     if before.paused != paused:
         after = read(cluster.patch(name, {"spec": {"rollout": {"paused": paused}}}))
