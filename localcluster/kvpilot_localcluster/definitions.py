@@ -110,7 +110,7 @@ class Aggregation:
             self._core.call("PUT", f"{_ROUTES}/{name}", body)
 
     def take_definitions(self, newer: Rest, port: int) -> None:
-        """Route all CRDs and their objects to the server `newer` at `port` from now on."""
+        """Let the core forward requests for CRDs and their objects to the server `newer`, at `port`, from now on."""
         self.route("apiextensions.k8s.io", "v1", port, priority=16700, version_priority=20)
         # The aggregator reports Available before it uses the route. So create a definition that only `newer` has, and
         # wait until the aggregator returns it.

@@ -83,7 +83,7 @@ class Engine:
         return len(self._held)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one request of a connection."""
+        """Read one HTTP request from a connection, answer it, and close the connection."""
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(END)).decode("latin-1")
             length = next((int(h.split(":")[1]) for h in head.split("\r\n") if h.lower().startswith("content-le")), 0)

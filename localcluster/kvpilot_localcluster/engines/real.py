@@ -32,7 +32,7 @@ class Engine:
         self._client = httpx.Client(base_url=url, timeout=HANGS)
 
     def tokens(self, prompt: list[int], tokens: int) -> list[int]:
-        """Return the greedy continuation of a prompt with exactly this many tokens."""
+        """Return the engine's greedy answer to a prompt, with exactly `tokens` tokens."""
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         answer = self._client.post("/v1/completions", json={**body, "return_token_ids": True}).raise_for_status()
         ids: list[int] = answer.json()["choices"][0]["token_ids"]
