@@ -61,7 +61,7 @@ def main() -> int:
     except (DemoError, KvpilotError, LocalClusterError, ModelError, LoadError, TimeoutError) as error:
         _explain(START, str(error), str(folder))
         return 1
-    # After a success nobody needs the logs.
+    # Remove the logs after a success, because nobody needs them.
     shutil.rmtree(folder)
     return 0
 

@@ -88,7 +88,7 @@ def _faults_of(gpu: Gpu) -> list[str]:
 
 
 def found_faults() -> list[str]:
-    """Look at this machine, and return its faults."""
+    """Check this machine, and return a message for each problem, as `faults` does."""
     try:
         gpus = find()
         return [*faults(gpus, cuda_version() if gpus else "", _torch() if gpus else ""), *_programs()]

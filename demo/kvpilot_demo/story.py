@@ -251,7 +251,7 @@ class Story:
 
     async def _shrinks(self) -> None:
         await self._end_load()
-        # Without a load, kvpilot may already try the 16-bit dtype again. Its canary is not counted here.
+        # Without a load, kvpilot may already try the 16-bit dtype again. Do not count that canary here.
         await self._until(lambda o: o.engines(GOOD) == 1, "a calm time, and the end of the second engine")
 
     async def _catches(self) -> None:
