@@ -79,13 +79,13 @@ def rivals() -> dict[str, Codec]:
 
 
 def every_name(labels: Sequence[str]) -> list[str]:
-    """Return the names of all rows, with the kinds of factors in `labels`."""
+    """Return the names of all rows. `labels` names the kinds of calibration factors to include."""
     mine = [name + suffix for name in formats.own_names() for suffix in ("", *(f"+{label}" for label in labels))]
     return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
 
 
 def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
-    """Return the rules of the row `name`. `factors` are by label and layer.
+    """Return how the row `name` reads its cache. `factors` has calibration factors by label and layer.
 
     Raises:
         ValueError: there is no such row, or its factors are missing.

@@ -1,4 +1,4 @@
-"""Damage of each KV-cache dtype, prompt by prompt: `python -m benchmarks.accuracy.gate_prompts`.
+"""KL divergence of each KV-cache dtype, prompt by prompt: `python -m benchmarks.accuracy.gate_prompts`.
 
 One vLLM after the other serves SmolLM2-135M on the CPU. The first one has a 16-bit cache and records the baseline.
 Besides the default packs, 28 prompts ask for a summary of a piece of our documentation. The program writes

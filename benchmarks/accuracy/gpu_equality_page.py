@@ -41,7 +41,7 @@ def wrapped(text: str) -> str:
 
 
 def row(facts: dict[str, Any]) -> str:
-    """Return one row of the table as Markdown."""
+    """Return the comparison of two runs as one row of the Markdown table."""
     names = f"| `{facts['run']}` | `{facts['against']}` "
     if facts.get("errors"):
         return names + "| " + "; ".join(f"{at}: {error}" for at, error in facts["errors"].items()) + " |" * 8

@@ -102,7 +102,7 @@ def table(rows: Rows) -> list[str]:
 
 
 def other(name: str, row: dict[str, Any]) -> str:
-    """Return the row of a result that is neither a family nor a model on several GPUs."""
+    """Return the Markdown row of a result about an option of vLLM, such as LoRA or sleep mode."""
     figures = [
         f"{key}: {number(far(row, key))}" if isinstance(value, dict) and "mean_kl" in value else f"{key}: {value}"
         if not isinstance(value, float) else f"{key}: {number(value)}"
@@ -126,7 +126,7 @@ def section(facts: dict[str, Any]) -> list[str]:
 
 
 def judged(facts: dict[str, Any]) -> Rows:
-    """Return the judged results of one run of a program.
+    """Judge the answers in one result file, and return the rows of figures.
 
     Raises:
         ValueError: a model that is created here differs from the one that answered.

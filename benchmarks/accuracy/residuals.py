@@ -229,7 +229,7 @@ def main() -> None:
         batches = prepare(probe, texts)
         row(TODAY, probe, batches)
         for floor, order, share in product(asked.floors, asked.orders, asked.shares):
-            order = "oldest" if share in (0, 1) else order  # all orders are equal then
+            order = "oldest" if share in (0, 1) else order  # without a choice, all orders are equal
             row(f"{order} {share:g} floor {floor}", probe, batches, (order, share, floor))
 
 

@@ -41,7 +41,7 @@ class Scaled:
     wanted: Wanted
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Scale to the number of replicas that `wanted` returns."""
+        """Scale the service to the number of replicas that `wanted` returns."""
         if (wanted := self.wanted(service, sample)) != len(service.of(self.dtype)):
             service.scale(self.dtype, wanted)
             service.outcome.scalings += 1

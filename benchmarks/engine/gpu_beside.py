@@ -50,7 +50,7 @@ class Beside:
         time.sleep(0.2)
 
     def gaps(self, steps: int = STEPS) -> list[float]:
-        """Run this many steps, and return the seconds between the results of consecutive steps."""
+        """Run this many engine steps, and return the seconds between the results of consecutive steps."""
         marks = [time.perf_counter()]
         for _ in range(steps):
             self._engine.step()
@@ -67,7 +67,7 @@ class Beside:
         return tokens
 
     def arrive(self, tokens: list[int], new: int) -> None:
-        """Submit a request with these cached tokens and `new` tokens after them."""
+        """Submit a request whose prompt is these cached tokens, followed by `new` other tokens."""
         self._driver.submit([tokens + self._fresh(new)], 1)
 
     def _fresh(self, count: int) -> list[int]:

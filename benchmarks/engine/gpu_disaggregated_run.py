@@ -133,7 +133,7 @@ class Engine:
         }  # fmt: skip
 
     def hear(self) -> None:
-        """Run an engine step, in which vLLM learns which blocks the other engine has read, and frees them."""
+        """Run one engine step. In it vLLM learns which blocks the other engine has read, and frees these blocks."""
         self.core.step()
 
 

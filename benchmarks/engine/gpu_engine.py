@@ -83,7 +83,7 @@ def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[st
 
 
 def alone(args: argparse.Namespace) -> dict[str, str]:
-    """Return environment variables that keep vLLM in one process, as `--drafts` and `--beside` need it."""
+    """Return environment variables that keep vLLM in one process, which `--drafts` and `--beside` require."""
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts or args.beside else {}
 
 

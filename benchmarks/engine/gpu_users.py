@@ -173,7 +173,7 @@ async def kv_tokens(session: aiohttp.ClientSession, url: str) -> int:
 
 
 def row(level: dict[str, Any]) -> str:
-    """Return the figures of one level as a line, with times in ms."""
+    """Return the figures of one level (number of users) as a line of text, with times in milliseconds."""
     ttft, itl = ([round(1e3 * value, 1) for value in level[name]] for name in ("ttft", "itl"))
     held = "holds" if level["held"] else "misses"
     return f"TTFT p50/p95/p99 {ttft} ms, ITL {itl} ms, {level['turns_per_second']:.1f} turns/s: {held}"

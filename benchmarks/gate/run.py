@@ -53,7 +53,7 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 
 
 def captured(url: str, name: str, dtype: str = "auto") -> Baseline:
-    """Return the answers of the engine at `url` to the packs of stage `name`, with the control (`run.control`)."""
+    """Return the baseline of a stage: the answers of the engine at `url` to its prompts, and a control run."""
 
     async def both() -> Baseline:
         kept = await run.capture(url, "m", packs.load(SETS[name]), identity=name, dtype=dtype, settings=SETTINGS[name])
@@ -132,7 +132,7 @@ class Matrix:
         self.rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
 
     def wants(self, name: str) -> bool:
-        """Return True if this run must measure the row: it is named, or without names it is missing."""
+        """Return True if this run must measure the row: a row that the command line names, or else a missing one."""
         return name in self._only if self._only else name not in self.rows
 
     def turn(self, mode: Mode) -> int:

@@ -64,7 +64,7 @@ class Resources:
     stack: int
 
     def misfit(self, capability: int) -> str:
-        """Return the reason why this GPU cannot launch the program, or an empty string."""
+        """Return why a GPU of this compute capability cannot launch the program, or an empty string."""
         if self.stack:
             return f"spills {self.stack} bytes of registers"
         if self.shared > SHARED_KIB[capability] * 1024:

@@ -74,7 +74,7 @@ def milliseconds(launch: Any) -> float:
 
 
 def rival(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: int, old: int) -> Any:
-    """Return a function that launches vLLM's Triton kernel over pages with as many tokens."""
+    """Return a function that launches vLLM's Triton kernel over 16-bit pages with the same tokens."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     device, block = query.device, 16

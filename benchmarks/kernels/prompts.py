@@ -111,7 +111,7 @@ def vllms(dtype: str, case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def block_of(text: str) -> tuning.Block | None:
-    """Parse a program size (tokens, warps) of the command line. Return None for an empty text: use engines' size."""
+    """Parse the size of a GPU program (tokens, warps). Return None for an empty text: the size that engines use."""
     return tuning.Block(*map(int, text.split(","))) if text else None
 
 

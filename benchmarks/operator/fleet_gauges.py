@@ -111,7 +111,7 @@ def _program(pid: int) -> str:
 
 
 class Watched:
-    """QuantizedLLMServices as the API server's watch reports them. A caller can wait until a status arrives."""
+    """A watch of all QuantizedLLMServices. A caller can wait until a status arrives."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -235,7 +235,7 @@ class Bench:
         return len(self.now.pods) == REPLICAS and len(self.engines()) == REPLICAS
 
     def stayed(self, engine: Engine) -> bool:
-        """Return True if this engine is ready and its process has not been replaced."""
+        """Return True if this engine is ready and still runs the same process."""
         return any((one.name, one.restarts) == (engine.name, engine.restarts) for one in self.engines())
 
     async def busy(self) -> Engine:
@@ -302,7 +302,7 @@ class Bench:
         self._known = facts
 
     def note(self, text: str) -> None:
-        """Add a line, with its time, to the row's `seen`."""
+        """Add a line of text, with the time since the fault, to the row's `seen`."""
         self.row.seen.append(f"{self.passed():.1f} s: {text}")
 
     async def delete(self, engine: Engine) -> None:

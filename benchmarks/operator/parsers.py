@@ -1,4 +1,4 @@
-"""Cost of every input's parser at sizes that double. A linear parser has a constant cost per byte.
+"""Time of each parser of untrusted input, at sizes that double. A linear parser takes constant time per byte.
 
     python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json
 
@@ -106,7 +106,7 @@ def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
     except (KvpilotError, ProbeError) as error:
         return type(error).__name__
     except ValueError as error:
-        # prometheus_client refuses a page by a ValueError, so this is an outcome, too.
+        # prometheus_client raises ValueError to refuse a page. Such a refusal is a result, too.
         return type(error).__name__
     return "read"
 
