@@ -146,7 +146,7 @@ class Watched:
         return {b.block_id for b in self.manager.req_to_blocks.get(request, ()) if not b.is_null}
 
     def poison(self, block: int) -> None:
-        """Overwrite a page of each layer: quantized pages with the largest codes and NaN scales, others with 10,000.
+        """Overwrite a KV page in all layers: quantized ones with the largest codes and NaN scales, others with 10,000.
 
         Elements are not NaN, because vLLM's own kernel multiplies values after a sequence's end by zero.
         """

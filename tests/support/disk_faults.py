@@ -32,24 +32,24 @@ def full(tier: Any) -> None:
 
 
 def read_only(tier: Any) -> None:
-    """Refuse writes; reads work."""
+    """Let every write fail with an error. Reads still work."""
     _replace(tier, f"/proc/self/fd/{_file(tier)}", os.O_RDONLY)
 
 
 def dead(tier: Any) -> None:
-    """Refuse both reads and writes."""
+    """Let every read and every write fail with an error."""
     _replace(tier, "/", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def removed(tier: Any) -> None:
-    """Remove the folder."""
+    """Remove the folder in which the file was created."""
     where = Path(f"/proc/self/fd/{_file(tier)}").readlink().parent
     assert list(where.iterdir()) == []
     shutil.rmtree(where)
 
 
 def silent(tier: Any) -> None:
-    """Accept requests and never answer them, like a network disk whose server is gone."""
+    """Accept reads and writes but never finish them, like a network disk whose server is gone."""
     never = threading.Event()
     file = tier._transfers._file
     file.read = file.write = lambda *_: never.wait()

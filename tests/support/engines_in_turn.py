@@ -102,7 +102,7 @@ def answer(turn: Turn) -> Answered:
 
 
 def used(spec: Any) -> tuple[int, int]:
-    """Return the bytes of a group's page without and with padding."""
+    """Return the bytes of one page of a KV-cache group, without and with padding."""
     from dataclasses import replace
 
     return replace(spec, page_size_padded=None).page_size_bytes, spec.page_size_bytes

@@ -95,7 +95,7 @@ class SecondNode:
         self._signal(signal.SIGCONT)
 
     def vanish(self) -> None:
-        """Kill the agent and all its containers at once. The API server gets no message."""
+        """Kill the node agent and all its containers at once, so that the API server gets no message."""
         self._signal(signal.SIGKILL)
         self.kill_engines()
 

@@ -135,7 +135,7 @@ class FaultyWorld:
             self._operator.wait()
 
     def check(self) -> None:
-        """Check that the operator's process still runs, because no fault may end it."""
+        """Fail the test if the operator's process has ended, because no fault may end it."""
         if self._operator is None or self._operator.poll() is not None:
             raise AssertionError(f"the operator has ended: {tail(self.folder / 'operator.log', 4000)}")
 
@@ -201,7 +201,7 @@ class FaultyWorld:
         await until(ready, f"{name} has {replicas} engines that answer")
 
     async def define(self, *definitions: Object) -> None:
-        """Install these CustomResourceDefinitions unless an earlier test has installed them."""
+        """Install these CRDs in the cluster, unless an earlier test has installed them."""
         groups = (await asyncio.to_thread(self.rest.get, "/apis"))["groups"]
         served = {group["name"] for group in groups}
         await asyncio.to_thread(define, self.rest, [one for one in definitions if one["spec"]["group"] not in served])
@@ -248,7 +248,7 @@ class FaultyWorld:
         return await self.cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={name}")
 
     async def make_ill(self, pod: Object, **faults: Any) -> None:
-        """Set these fields of the `Faults` of one engine from now on."""
+        """Make one engine faulty from now on: set these fields of its `Faults`."""
         async with httpx.AsyncClient(timeout=HANGS, trust_env=False) as http:
             url = f"http://{pod['status']['podIP']}:{ENGINE_PORT}/faults"
             (await http.post(url, json=faults)).raise_for_status()
@@ -270,7 +270,7 @@ class FaultyWorld:
             await load.stop()
 
     async def acted(self, name: str, replicas: int) -> float:
-        """Wait until the operator requests this number of replicas for a service, and return the seconds."""
+        """Wait until the operator requests this number of replicas for a service. Return the seconds waited."""
 
         async def done() -> bool:
             return await self.wanted(name) == replicas
@@ -278,7 +278,7 @@ class FaultyWorld:
         return await until(done, f"{replicas} replicas are written for {name}")
 
     async def dial(self) -> float:
-        """Change the replicas of the service `dial`, wait until the operator acts on it, and return the seconds."""
+        """Change the replicas of the service named `dial`. Return the seconds until the operator acted on it."""
         replicas = 1 - (await self.wanted("dial") or 0)
         await self.scale("dial", replicas)
         return await self.acted("dial", replicas)
@@ -309,7 +309,7 @@ async def until(
 
 
 async def insist(write: Callable[[], Awaitable[object]]) -> None:
-    """Retry a write until an intermittent API server accepts it. An earlier attempt may already have succeeded."""
+    """Retry a write until the API server, which fails at times, accepts it. A failed attempt may have taken effect."""
 
     async def taken() -> bool:
         with contextlib.suppress(Conflict):

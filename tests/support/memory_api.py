@@ -54,7 +54,7 @@ class MemoryApi:
         return True
 
     def writes(self) -> list[tuple[str, str, str]]:
-        """Return the requests that were not reads."""
+        """Return (method, kind, name) of each request that was a write."""
         return [one for one in self.asked if one[0] not in ("find", "list")]
 
     def put(self, obj: Object) -> Object:
@@ -96,7 +96,7 @@ class MemoryApi:
         return found
 
     def views(self) -> dict[What, ObjectView]:
-        """Return the objects that belong to the service, as observe shows them."""
+        """Return the views of the objects that belong to the service, as the operator's cache has them."""
         uid = self.objects[KIND, KEY.name]["metadata"]["uid"]
         found = {}
         for (kind, name), obj in self.objects.items():
@@ -188,7 +188,7 @@ class MemoryApi:
 
 
 def tell(cache: InformerCache, change: Object | What) -> None:
-    """Send a change to the cache if its watches would see it. Send all deletions: it ignores unknown objects."""
+    """Pass a change to the operator's cache if its watches would report it. Pass on all deletions."""
     if isinstance(change, tuple):
         cache.wrote(change[0], KEY.namespace, change[1], None)
     elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):

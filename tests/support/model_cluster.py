@@ -230,7 +230,7 @@ class ModelCluster:
         self.watch(self)
 
     def _mark(self, pod: Object) -> None:
-        """Set a condition or an annotation on an engine pod. Ignore it if the pod is gone."""
+        """Set a condition or an annotation on an engine pod. Do nothing if the pod is gone."""
         name = pod["metadata"]["name"]
         del self.api.objects["Pod", name]
         if "status" in pod:
@@ -255,7 +255,7 @@ class ModelCluster:
         return parse_status(self.status)
 
     def until(self, seen: Callable[[Status], bool], ticks: int = 400) -> Status:
-        """Tick until the status satisfies `seen`."""
+        """Advance the cluster, at most `ticks` ticks, until the status satisfies `seen`."""
         for _ in range(ticks):
             self.tick()
             status = parse_status(self.status)
@@ -264,7 +264,7 @@ class ModelCluster:
         raise AssertionError(f"not seen in {ticks} ticks: {self.status}")
 
     def edit(self, obj: dict[str, Any]) -> None:
-        """Edit the spec as the user."""
+        """Replace the service's spec, as its user would."""
         generation = self.obj["metadata"]["generation"] + 1
         self.obj = {**obj, "metadata": {**obj["metadata"], "generation": generation}}
         self.api.put({**self.obj, "status": self.status})
@@ -281,7 +281,7 @@ class ModelCluster:
             self.api.drop("Service", name)
 
     def edit_route(self, rules: list[dict[str, Any]] | None) -> None:
-        """Change the route as the user."""
+        """Replace the rules of the HTTPRoute, as its user would."""
         name = self._route_name()
         if rules is not None:
             known = self.api.objects.get(("HTTPRoute", name), {"kind": "HTTPRoute", "metadata": {"name": name}})

@@ -13,7 +13,7 @@ def engine(**more: Any) -> Json:
 
 
 def placed(**pod: Any) -> Json:
-    """Return a spec whose engine pods have these fields in their pod spec."""
+    """Return the spec of a service whose engine pods have these fields in their pod spec."""
     return engine(podTemplate={"spec": pod})
 
 
@@ -56,7 +56,7 @@ def told(rest: Rest, namespace: str, kind: str, reason: str, *, seconds: float =
 
 
 def exists(rest: Rest, path: str) -> bool:
-    """Return True if an object exists at this path."""
+    """Return True if the API server has an object at this path."""
     try:
         rest.get(path)
     except ApiError as error:

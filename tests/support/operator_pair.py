@@ -35,7 +35,7 @@ def identity(write: Write) -> str | None:
 
 
 class Cable:
-    """Connection from one operator to the API server. Unplugged, it still accepts connections but drops all data."""
+    """A proxy from one operator to the API server. Unplugged, it still accepts connections but drops all data."""
 
     def __init__(self, server: str) -> None:
         host, port = server.removeprefix("https://").split(":")
@@ -47,11 +47,11 @@ class Cable:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def unplug(self) -> None:
-        """Drop everything that is sent from now on."""
+        """Unplug the cable: from now on, drop all data in both directions."""
         self._plugged = False
 
     def plug(self) -> None:
-        """Restore the connection. Close all open connections, because dropped data stays lost."""
+        """Plug the cable in again. Close all open connections, because their dropped data stays lost."""
         for one in self._open:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -166,11 +166,11 @@ class Pair:
         return self.holder()
 
     def log(self) -> list[Write]:
-        """Return every write of every client."""
+        """Return every write in the API server's audit log."""
         return writes(self.plane.audit_log)
 
     def faults(self) -> list[str]:
-        """Return writes of an operator outside its terms as holder of the Lease."""
+        """Return the writes that an operator made while it did not hold the Lease."""
         return misplaced(self.log(), f"{SYSTEM}/kvpilot-operator", identity)
 
     def term(self, holder: str) -> Term:

@@ -32,7 +32,7 @@ QUIET = {
 
 @dataclass
 class _Server:
-    """Process that forks others on request, and its address."""
+    """A server process that forks other processes on request, and its address."""
 
     process: subprocess.Popen[bytes]
     address: str

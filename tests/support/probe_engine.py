@@ -80,7 +80,7 @@ def reading(context: int, answers: Handler | None = None) -> Handler:
 
 
 def made(prompts: Sequence[ProbePrompt], context: int, handler: Handler | None = None) -> list[Rendered]:
-    """Return the prompts that packs make for an engine with this context, with answers of 32 tokens."""
+    """Return the prompts that the probe packs generate for an engine with this context, with answers of 32 tokens."""
 
     async def story() -> list[Rendered]:
         async with engine(handler or reading(context)) as url, http_client() as http:
@@ -110,7 +110,7 @@ async def counting(path: str, body: Body, writer: Writer) -> None:
 
 
 async def noisy(path: str, body: Body, writer: Writer) -> None:
-    """Differ from a given answer at every seventh position. Answer soundly if no answer is given."""
+    """Answer like a slightly damaged engine: a wrong token at every seventh position of a teacher-forced answer."""
     if path == "/tokenize":
         respond(writer, tokens_of(body))
         return

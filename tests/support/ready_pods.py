@@ -50,7 +50,7 @@ class ReadyPods:
                 task.cancel()
 
     def backend(self) -> Object | None:
-        """Return the InferencePool or Service itself, or None while it is unknown."""
+        """Return the InferencePool or the Service whose pods are watched; None while it is unknown."""
         return self._backends.get(self._name)
 
     def endpoints(self) -> list[str] | None:

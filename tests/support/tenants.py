@@ -12,12 +12,12 @@ Json = dict[str, Any]
 
 
 def field(path: str) -> Json:
-    """Return an environment variable whose value comes from a field of its pod."""
+    """Return an entry of `env` whose value comes from a field of its own pod (fieldRef)."""
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def container(**more: Any) -> Json:
-    """Return the container whose state and log a tenant reads."""
+    """Return the container spec of a test pod, whose state and log the test reads."""
     return {"name": "main", "image": "python:3.11", **more}
 
 

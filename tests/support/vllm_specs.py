@@ -66,7 +66,7 @@ def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(text_alone(config)))
             return specs(folder, options)
-    except Exception as error:  # any error of vLLM is an answer
+    except Exception as error:  # report any error of vLLM as the result
         return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
 
 
