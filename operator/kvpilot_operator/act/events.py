@@ -33,7 +33,7 @@ class _Posted:
 
 
 class Events:
-    """The poster of one service's events."""
+    """The poster of one service's Kubernetes Events. It counts repeated messages instead of posting them again."""
 
     __slots__ = ("_cluster", "_posted")
 

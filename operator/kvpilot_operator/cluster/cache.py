@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 log = logging.getLogger(__name__)
 
-# resourceVersions are numbers of 64 bits.
+# A resourceVersion is a number of 64 bits. Treat a larger one as unknown.
 _MAX_VERSION = 2**64 - 1
 
 Name = tuple[str, str]
@@ -47,7 +47,7 @@ class Store(Generic[K, V]):
         return len(self._entries)
 
     def get(self, namespace: str, name: str) -> V | None:
-        """Return one object's view."""
+        """Return the view of the object with this name, or None."""
         entry = self._entries.get((namespace, name))
         return entry.view if entry is not None else None
 

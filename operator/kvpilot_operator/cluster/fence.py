@@ -41,7 +41,7 @@ class WriteFence:
         self._starts_before, self._ends_before = starts_before, ends_before
 
     def close(self) -> None:
-        """Let no further write start."""
+        """Close the fence: no further write starts until `open` is called."""
         self.open(-math.inf, -math.inf)
 
     @contextmanager

@@ -79,7 +79,7 @@ OnRequest = Callable[[str, str, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, and the kind of its object."""
+    """One request to the API server, and the kind of the object that it is about."""
 
     method: str
     kind: str
@@ -91,7 +91,7 @@ class Request:
 
 
 class Transport:
-    """A sender of requests, which calls `on_request` after each. Every failure is a ClusterError."""
+    """A sender of requests to the API server. It calls `on_request` after each. Every failure is a ClusterError."""
 
     def __init__(self, api: ApiClient, fence: WriteFence, on_request: OnRequest) -> None:
         self.api = api
@@ -187,7 +187,7 @@ class Transport:
 
 
 class Event(msgspec.Struct):
-    """An event of a watch."""
+    """One event of a watch: its type and its object."""
 
     type: str
     object: Object

@@ -61,7 +61,7 @@ def rejected(s: Snapshot) -> tuple[Rejection, ...]:
 
 
 def refused(s: Snapshot) -> tuple[str, ...]:
-    """Return the reason of each refusal, for metrics."""
+    """Return the reason of each object that the API server refused, for metrics."""
     return tuple(finding([one]).reason for one in rejected(s))
 
 

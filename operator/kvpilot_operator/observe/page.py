@@ -140,7 +140,7 @@ class PageReader(SeriesReader[PodMetrics]):
         )
 
     def add(self, name: str, labels: str, value: float) -> None:
-        """Add one series."""
+        """Add the value of one series to the sums of its metric."""
         if name in _COUNTERS:
             self._sums[name] = self._sums.get(name, 0.0) + _not_negative(name, value)
             if name in _OF_A_RANK:

@@ -95,7 +95,7 @@ def _name(key: _Key, keys: list[_Key]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PodMetrics:
-    """The numbers of one pod's metrics page."""
+    """The figures that one pod's metrics page reports."""
 
     usage: float
     """Share of the KV blocks in use, 0 to 1. If a page has several engines, the share of the fullest one."""
@@ -122,7 +122,7 @@ class PodMetrics:
 
     @property
     def engines(self) -> tuple[Rank, ...]:
-        """All engines of the page, at least one."""
+        """All engines on the page: data-parallel ranks, or the only engine."""
         return self.ranks or (Rank("", self.usage, self.running, self.waiting, done(self.totals)),)
 
 

@@ -139,5 +139,5 @@ class RouteView:
 
     @property
     def refusals(self) -> list[str]:
-        """The answers of Gateways that refuse the route."""
+        """Messages of the Gateways that refuse the route, one for each."""
         return [f"{one.name} says {one.message}" for one in self.parents if one.accepted is False]

@@ -86,14 +86,14 @@ def _removed(s: Snapshot, made: Manifest) -> Manifest | None:
 
 
 def replicas(c: Context) -> Context:
-    """Decide the replicas of each revision."""
+    """Decide how many replicas each revision's workload gets."""
     if c.stable is None:
         return c
     if c.canary is None:
         return replace(c, wanted={c.stable.revision: c.replicas})
     wanted, there = _replicas_on_trial(c, c.stable), c.snapshot.deployments.get(c.canary.revision)
     if c.canary.stage == Stage.STARTING and there is not None and not there.has_gate:
-        # This revision has served before, so its pods have no readiness gate. Delete it, and start it again with one.
+        # A revision that has served before has no readiness gate. Delete its workload, and start it again with a gate.
         wanted = {name: count for name, count in wanted.items() if name != c.canary.revision}
     return replace(c, wanted=wanted)
 

@@ -23,7 +23,7 @@ D = TypeVar("D", bound=Draft)
 
 
 def admit(c: Context) -> Context:
-    """Open or close the readiness gates of pods."""
+    """Decide which pods' readiness gates to open and which to close."""
     if c.stable is None:
         return c
     wanted = [(pod, _gate(c, pod)) for pod in c.snapshot.pods if pod.admitted is not None and not pod.terminating]
@@ -89,7 +89,7 @@ def keep_judged(c: Context) -> Context:
 
 
 def keep_as_now(draft: D) -> D:
-    """Keep the present marks against eviction."""
+    """Keep the annotations against eviction on the pods that have them now."""
     pods = draft.snapshot.pods
     return replace(draft, do_not_evict=frozenset(p.name for p in pods if p.do_not_evict and not p.terminating))
 

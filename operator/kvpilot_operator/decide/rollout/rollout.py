@@ -30,7 +30,7 @@ DOWN_SECONDS = 60
 
 
 def advance(c: Context) -> Context:
-    """Move the rollout by at most one stage."""
+    """Advance the rollout by at most one stage, such as from Starting to Probing."""
     lost = c.stable is None
     c = _mark_ready(_take_back(c))
     if lost and c.stable is not None:
