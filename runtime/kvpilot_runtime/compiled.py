@@ -114,7 +114,7 @@ def _installed(name: str) -> str:
 def unpack(archive: Path, folder: Path, say: Say) -> bool:
     """Unpack an archive into `folder` if that is empty, completely or not at all. Return True if that worked."""
     if next(folder.iterdir(), None) is not None:
-        return False  # not empty: the engine was restarted in the same pod
+        return False  # the folder has files if the engine was restarted in the same pod
     try:
         # Do not follow links, because they may lead out of the claim.
         with os.fdopen(os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:

@@ -22,7 +22,7 @@ from kvpilot_formats.arguments import rules
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, parse
 from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, OurBackend, refuse_beside
 
-if TYPE_CHECKING:  # only for types: a machine without Triton cannot import the GPU module
+if TYPE_CHECKING:  # import only for types: the GPU module needs Triton, which a machine may lack
     from kvpilot_kernels.gpu.mla.pages import GpuLatentPages
     from kvpilot_kernels.latent.cpu import LatentPages
 

@@ -86,12 +86,12 @@ class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return the implementation of one layer."""
+        """Return the class that computes one layer's attention."""
         return cls.impl
 
     @classmethod
     def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
-        """Return the builder of a batch's metadata."""
+        """Return the class that builds a batch's metadata."""
         return cls.builder
 
     @classmethod
@@ -236,7 +236,7 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Return the metadata of one batch."""
-        if common_attn_metadata.causal is not True:  # it may be False, or a tensor with a value per sequence
+        if common_attn_metadata.causal is not True:  # `causal` may be False, or a tensor with a value per sequence
             dtype = self.vllm_config.cache_config.cache_dtype
             raise UnsupportedModelError(
                 f"attention to later tokens (causal=False) is not supported with kv-cache dtype {dtype!r}; use "

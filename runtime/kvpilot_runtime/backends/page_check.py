@@ -40,7 +40,7 @@ def check(worker: Any) -> None:
             off = _off(worker.vllm_config, layer)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            # This version of vLLM is tested on such a device, so only warn.
+            # The installed vLLM is tested on this kind of device, so only warn.
             if compat.was_run_on(worker.device.type):
                 log.warning("No page was written and read back at start: %s", why)
                 return
@@ -116,7 +116,7 @@ def _off(config: Any, layer: Any) -> float:
     table = torch.nn.utils.rnn.pad_sequence([request.pages.int() for request in requests], batch_first=True)
     saved = cache[used]
     try:
-        for row, request in enumerate(requests):  # store the prompts one by one
+        for row, request in enumerate(requests):  # one step for each prompt, which stores it
             for begin in range(0, request.tokens - 1, scheduler.max_num_batched_tokens):
                 end = min(begin + scheduler.max_num_batched_tokens, request.tokens - 1)
                 _step(config, layer, [(request, begin, end)], table[row : row + 1])
@@ -192,7 +192,7 @@ def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table
     spec = replace(backend.customize_spec(layer.get_kv_cache_spec(config)), block_size=size)
     metadata = {layer.layer_name: backend.get_builder_cls()(spec, [layer.layer_name], config, device).build(0, common)}
     mapping = {layer.layer_name: slots}
-    if impl.ring is not None:  # pass no ring: the recent window has its own tests
+    if impl.ring is not None:  # without rings, because tests of their own cover the recent window
         blocks = impl.fmt.ring_blocks(impl.recent + impl.drafts, layer.head_size, size)
         nobodys = torch.full((count, blocks), -1, dtype=torch.int32, device=device)
         metadata[impl.ring.layer_name] = Rings(torch.full((count,), -1, device=device), nobodys)

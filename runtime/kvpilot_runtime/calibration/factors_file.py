@@ -72,7 +72,7 @@ class ModelFacts:
         Raises:
             ValueError: the config does not describe a decoder.
         """
-        found = models.read(config)  # fills a missing size with its class's default
+        found = models.read(config)  # takes a missing size from the defaults of the model's class
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else config
         rope = {
@@ -99,7 +99,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors of all layers, in order."""
+    """Calibration factors of all layers of a model, in the order of the layers."""
 
     layers: tuple[Factors, ...]
 
@@ -132,7 +132,7 @@ class Calibration:
 
 
 def save(path: Path, layers: list[Factors], facts: ModelFacts) -> None:
-    """Write a calibration file atomically."""
+    """Write the factors and facts of a model to a calibration file, atomically."""
     tensors = {
         f"layers.{i}.{name}": getattr(factors, name).float().cpu().contiguous().clone()
         for i, factors in enumerate(layers)

@@ -53,7 +53,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> Any:
-        """Return the ring backend. Its builder makes `Rings`."""
+        """Return the backend of ring layers, whose builder makes `Rings`."""
         return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:

@@ -32,7 +32,7 @@ class DiskIndex:
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self._held: OrderedDict[bytes, Held] = OrderedDict()  # least recently used first
+        self._held: OrderedDict[bytes, Held] = OrderedDict()  # in LRU order: the least recently used key comes first
         self._free = list(range(places - 1, -1, -1))
 
     def __len__(self) -> int:

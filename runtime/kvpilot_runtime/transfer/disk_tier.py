@@ -106,7 +106,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         self._asked_for.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Write chunks to the file, except those that it already has. Drop chunks if too many wait for the disk."""
+        """Start to write chunks to the file, except those that it has. Drop chunks if too many wait for the disk."""
         job = self._start(job_metadata, load=False)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             if key in self._index:
@@ -116,7 +116,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         self._end_if_over(job_metadata.job_id)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Read chunks from the file into host memory."""
+        """Start to read a job's chunks from the file into host memory."""
         job = self._start(job_metadata, load=True)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             self._move(job_metadata.job_id, self._index.to_load(key), at, load=True)

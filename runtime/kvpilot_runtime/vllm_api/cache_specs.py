@@ -86,7 +86,7 @@ def _ranks() -> None:
     if not torch.distributed.is_initialized():
         file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch needs it until the process ends
         parallel_state.init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
-    parallel_state.destroy_model_parallel()  # make groups anew, because models with experts need more of them
+    parallel_state.destroy_model_parallel()  # make the groups again: models with experts need more of them
     parallel_state.initialize_model_parallel(1, 1)
 
 
