@@ -190,7 +190,7 @@ def _vllm(name: str, key: Side, value: Side | None = None) -> Format:
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        _vllm("auto", Side(16)),  # the model's own 16-bit dtype
+        _vllm("auto", Side(16)),  # `auto` is the model's own 16-bit dtype
         _vllm("bfloat16", Side(16)),
         _vllm("float16", Side(16)),
         _vllm("fp8", Side(8)),  # e4m3, one scale per tensor

@@ -35,7 +35,7 @@ _HELD_UP = (
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """An entry of status.conditions."""
+    """One condition of a service: an entry of status.conditions."""
 
     type: str
     status: str

@@ -88,7 +88,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class DamageBucket:
-    """Damage at context positions [from_position, to_position)."""
+    """Mean damage at context positions [from_position, to_position)."""
 
     from_position: int
     to_position: int
@@ -171,7 +171,7 @@ def _cells(top: list[float]) -> list[float]:
 
 
 def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs, bucket: str = "general") -> Compared:
-    """Compare both answers at one position."""
+    """Compare the answers of baseline and candidate at one position."""
     agrees = baseline.token == candidate.token
     return Compared(prompt, position, kl_nats(baseline.top, candidate.top), agrees, bucket, not candidate.top)
 

@@ -19,17 +19,17 @@ _KEEP = timedelta(hours=1)
 
 
 class Policy(Protocol):
-    """Policy that controls one service."""
+    """Policy that chooses the dtype and the number of replicas of one simulated service."""
 
     def judge(self, service: Service, sample: Sample | None) -> None:
         """Change the service if needed. `sample` is the service's last scrape, or None if no replica answered."""
 
 
 class Fixed:
-    """Policy that never changes the service."""
+    """Policy that keeps the dtype and the number of replicas."""
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Do nothing."""
+        """Change nothing, whatever the sample shows."""
 
 
 @dataclass

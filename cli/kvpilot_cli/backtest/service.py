@@ -23,7 +23,7 @@ SLICE = 1.0
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One replica. Its revision is identified by `engine.dtype`."""
+    """One simulated replica. `engine.dtype` identifies its revision."""
 
     engine: Engine
     ready_at: float
@@ -86,11 +86,11 @@ class Service:
             replica.engine.on_gap = self.outcome.itl.add
 
     def of(self, dtype: str) -> list[Replica]:
-        """Return the revision's replicas that are not draining."""
+        """Return the replicas with this dtype that are not draining."""
         return [r for r in self.replicas if r.engine.dtype == dtype and not r.leaving]
 
     def ready(self, dtype: str) -> list[Replica]:
-        """Return the revision's replicas that are ready and not draining."""
+        """Return the replicas with this dtype that are ready and not draining."""
         return [r for r in self.of(dtype) if r.ready_at <= self.now]
 
     def scale(self, dtype: str, replicas: int) -> None:

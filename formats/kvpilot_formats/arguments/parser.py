@@ -27,7 +27,7 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Option(NamedTuple):
-    """Option of vLLM. `name` is its main name."""
+    """An option of vLLM's command line. `name` is its main name."""
 
     name: str
     takes: str
@@ -37,7 +37,7 @@ class Option(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Option that the arguments set. `name` is its main name."""
+    """An option that the parsed arguments set. `name` is its main name."""
 
     name: str
     values: tuple[str, ...]

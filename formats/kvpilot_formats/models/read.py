@@ -18,7 +18,7 @@ keys and values, and caches these."""
 
 _ALIBI = frozenset({"bloom", "mpt"})
 _IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
-_INDEX_SCALE_BYTES = 4  # vLLM keeps an index in fp8 with a float32 scale
+_INDEX_SCALE_BYTES = 4  # vLLM keeps an index (sparse attention) in fp8 with a float32 scale
 _INDEXED = "index_topk"
 _LARGEST_CAP = 1e6  # this cap is larger than any logit
 _MODELOPT = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
