@@ -53,7 +53,7 @@ ONCE = Talk(0, 1, 0.0)
 
 
 class LoadError(Exception):
-    """Error that prevents the load from starting."""
+    """Error for a load that cannot start: the engine does not answer, or prompts do not fit its context."""
 
 
 @dataclass(slots=True)

@@ -152,7 +152,7 @@ class Board:
         self._told = 0.0
 
     def draw(self) -> None:
-        """Show news and the current progress."""
+        """Print the news of all lanes, and redraw the line of progress."""
         for lane in self._work:
             while lane.news:
                 self._clear()

@@ -134,7 +134,7 @@ class Story:
         self.record = Record()
 
     async def run(self) -> Record:
-        """Run all steps in order."""
+        """Run all steps of the demo in order, and return what was observed."""
         watcher = asyncio.create_task(self._watch())
         try:
             await self._step("a model serves with a 16-bit KV cache", self._becomes_ready)

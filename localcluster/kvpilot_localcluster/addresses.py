@@ -59,7 +59,7 @@ class Addresses:
         return address
 
     def release(self, address: str) -> None:
-        """Give an address back to the pool."""
+        """Return an address to the pool, so that another pod may get it."""
         self._used.discard(address)
 
 

@@ -27,7 +27,7 @@ _UNPRIVILEGED_OFFSET = 20000
 
 
 def slice_key(thing: Mapping[str, Any]) -> str:
-    """Return namespace/name of an object."""
+    """Return the key NAMESPACE/NAME of a Service or an EndpointSlice."""
     return f"{thing['metadata']['namespace']}/{thing['metadata']['name']}"
 
 

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Faults:
-    """The faults that an engine has now."""
+    """The faults that an engine simulates now; none by default."""
 
     metrics: str = ""
     """Fault of /metrics: `garbage`, `huge` (10 MB), `endless`, `hang`, `drip` (a byte a second), `bomb` (compressed),
@@ -148,7 +148,7 @@ class Engine:
         elif fault == "error":
             _send(writer, b"out of order", "500 Internal Server Error")
         elif fault == "bomb":
-            import gzip  # imported here, because the engine starts faster without it
+            import gzip  # imported late, so that the engine starts faster
 
             _head(writer, "text/plain", "Content-Encoding: gzip")
             writer.write(gzip.compress(bytes(200 * 1024 * 1024), 1))

@@ -46,7 +46,7 @@ class Engine:
             return False
 
     def page(self) -> str:
-        """Return the text of /metrics."""
+        """Return the text of the engine's metrics page."""
         return self._client.get("/metrics").text
 
     def metric(self, name: str) -> float:
