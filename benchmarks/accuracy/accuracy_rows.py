@@ -124,7 +124,7 @@ def bits(name: str, head_dim: int) -> float:
     known = rivals()
     if name in known:
         codec = known[name]
-        kept = 2 * codec.tile if codec.exact_ends else 0  # the first tile, and room for the tile that is not full yet
+        kept = 2 * codec.tile if codec.exact_ends else 0  # in 16 bits: the first tile and the unfinished one
         return _mixed(codec.bits(head_dim), kept)
     fmt, _, recent, first = _parts(name)
     pages = fmt.bits_per_element(head_dim)

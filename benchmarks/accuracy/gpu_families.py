@@ -77,7 +77,7 @@ CASES: dict[str, Case] = {
     # FlashAttention's sinks need bfloat16. Its rounding could select other experts and so change answers, so every
     # token uses all experts.
     "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
-    # vLLM refuses float16 for these two models.
+    # vLLM refuses float16 for Gemma 2 and Gemma 3.
     "gemma3": Case("bfloat16"),
     "gemma2": Case("bfloat16"),
     "gemma3n": Case(),

@@ -53,7 +53,7 @@ def use(sample: Sample) -> float:
 
 
 def in_hand(sample: Sample) -> float:
-    """Return the running and waiting requests per replica."""
+    """Return the number of running and waiting requests per replica."""
     return (sample.running + sample.waiting) / sample.pods
 
 

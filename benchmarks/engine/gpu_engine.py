@@ -93,7 +93,7 @@ def drafted(count: int) -> dict[str, Any]:
 
 
 def command_line(words: list[str]) -> str:
-    """Return the command line, without the output folder."""
+    """Return the command line as text for the result, without the output folder."""
     kept = list(words)
     if "--out" in kept:
         at = kept.index("--out")

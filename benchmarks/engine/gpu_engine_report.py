@@ -177,7 +177,7 @@ def short(tokens: int) -> str:
 
 
 def failures(runs: Runs) -> list[str]:
-    """Return the measurements that failed, with the reasons."""
+    """Return one line for each measurement that failed, with the reason."""
     found = [f"`{dtype}`: {run['error']}" for dtype, run in runs.items() if run.get("error")]
     for dtype, run in runs.items():
         cases = {**run["cases"], "second half": run.get("chunked", {})}

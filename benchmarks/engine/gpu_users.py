@@ -184,7 +184,7 @@ def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
 
     The file is written after errors and interruptions, too, with the levels that are measured and the error.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the server on SIGTERM, too
     out = result(args, dtype)
     log = out.with_suffix(".log")
     facts = {
@@ -229,7 +229,7 @@ def run_all(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
 def main() -> int:
     """Run every dtype, and print the table. Return 1 if one failed."""
     args = arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the children end, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the children on SIGTERM, too
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch:
         shape = SHAPES[args.shape]

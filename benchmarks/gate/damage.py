@@ -44,7 +44,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Number of tokens after the step."""
+        """Number of tokens that the sequence has after this engine step."""
         return self.before + self.new
 
     @property
@@ -246,7 +246,7 @@ def mode() -> str:
 
 
 def register() -> None:
-    """Install the hooks in this process of vLLM."""
+    """Install the plugin's hooks in this process of vLLM. vLLM calls this at start."""
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder

@@ -15,7 +15,7 @@ FOUND = {"Failed": "yes", "Error": "yes", "Inconclusive": "not promoted", "Passe
 
 
 def summary(rows: dict[str, Any]) -> str:
-    """Return the sentence that counts the results."""
+    """Return the sentence that says how many failure modes the gate found."""
     ends = [rows[mode.name]["stages"][-1]["verdict"] for mode in MODES if mode.name in rows]
     count = {found: sum(FOUND[end] == found for end in ends) for found in FOUND.values()}
     found, held, missed = count.values()

@@ -140,7 +140,7 @@ class Matrix:
         return self._only.index(mode.name) if self._only else 0
 
     def add(self, name: str, stages: list[dict[str, Any]]) -> None:
-        """Store a row in the file, and print it."""
+        """Store the results of a row in the JSON file, and print them."""
         self.rows[name] = {"date": datetime.now(UTC).date().isoformat(), "stages": stages}
         about = {"model": "SmolLM2-135M", "vllm": version("vllm"), "context": engines.CONTEXT}
         text = json.dumps({**about, "pool": engines.POOL_TOKENS, "rows": self.rows}, indent=1)

@@ -20,12 +20,12 @@ ROWS, DIM = 20_000, 128
 
 
 def ours(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Quantize and dequantize in our group format."""
+    """Return `x` after quantization in kvpilot's group format and back."""
     return decode(*encode(x, bits, group), bits)
 
 
 def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Quantize and dequantize between each group's minimum and maximum.
+    """Return `x` after quantization between each group's minimum and maximum and back.
 
     Scale and zero point are exact, but count as two 16-bit numbers.
     """

@@ -73,7 +73,7 @@ class Resources:
 
 
 def kernels() -> dict[str, Any]:
-    """Return all kernels by name."""
+    """Return all of kvpilot's GPU kernels by name."""
     found = (decode_kernel, store_kernel, gather_kernel, plan_kernel, reduce_kernel, ring_slots_kernel, prefill_kernel,
              latent_decode_kernel, latent_gather_kernel, latent_reduce_kernel, latent_prepare_kernel,
              latent_store_kernel, weigh_kernel)  # fmt: skip

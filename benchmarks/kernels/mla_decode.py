@@ -228,7 +228,7 @@ def ours(
             if others is None:
                 row["store"] = microseconds(store)
                 row["layer"] = microseconds(lambda: store().decode(table, lens, plan, out))  # noqa: B023
-        except Exception as error:  # if a choice does not fit, its error is the result
+        except Exception as error:  # a launch choice may not fit the GPU: its error is the result
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield row
     latent_tuning.merging = own
@@ -252,7 +252,7 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
         try:
             base = Baseline(table, lens, case.heads, choice)
             took = microseconds(lambda: base.attend(query, caches[next(turn) % len(caches)], 192**-0.5))  # noqa: B023
-        except Exception as error:  # the choice needs more shared memory than the GPU has
+        except Exception as error:  # a launch choice may need more shared memory than the GPU has
             best.setdefault("failed", []).append([asdict(choice), type(error).__name__])
             continue
         if took < best.get("decode", float("inf")):

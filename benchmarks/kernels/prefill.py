@@ -69,7 +69,7 @@ def check(dtype: torch.dtype, causal: bool, softcap: float, device: torch.device
 
 
 def milliseconds(launch: Any) -> float:
-    """Return the median milliseconds of a launch."""
+    """Return the median time of a kernel launch in milliseconds."""
     return float(triton.testing.do_bench(launch, warmup=20, rep=100, return_mode="median"))
 
 

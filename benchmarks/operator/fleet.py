@@ -67,7 +67,8 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
-        # Use one generator for all measurements. An edit that repeats the value of a spec would change nothing.
+        # Draw the edits of all measurements from one random generator, because an edit that repeats a value changes
+        # nothing.
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:

@@ -142,7 +142,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the table of results, one line per size."""
+    """Return the Markdown table of results, one line per fleet size."""
     return _COLUMNS + "\n".join(row(one) for one in result["sizes"]) + "\n"
 
 

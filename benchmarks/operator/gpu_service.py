@@ -58,7 +58,7 @@ class FaultFailed(DemoError):
 
 @dataclass(frozen=True)
 class Users:
-    """Load during the faults. Lengths are in tokens."""
+    """Simulated users who send requests during the faults. Lengths are in tokens."""
 
     count: int = 32
     prompt: int = 1500
@@ -179,7 +179,7 @@ class Bench:
         await self._load.start()
 
     async def stop(self) -> None:
-        """End the users and the watch."""
+        """Stop the simulated users and the watch of the service."""
         if self._watcher is not None:
             await cancelled(self._watcher)
         if self._load is not None:
@@ -216,7 +216,7 @@ class Bench:
 
     @property
     def load(self) -> WatchedLoad:
-        """The users, once they have started."""
+        """The load of the simulated users, once it has started."""
         if self._load is None:
             raise FaultFailed("the users have not started: call start()")
         return self._load

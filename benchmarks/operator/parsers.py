@@ -48,7 +48,7 @@ def page(text: bytes) -> None:
 
 
 def prometheus_client(text: bytes) -> None:
-    """Parse the whole page with prometheus_client."""
+    """Parse the whole page with prometheus_client, for comparison."""
     for family in text_string_to_metric_families(text.decode()):
         for _ in family.samples:
             pass
@@ -112,7 +112,7 @@ def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the page, with a table for each parser."""
+    """Return the Markdown page, with a table for each parser."""
     words = [
         "# What each parser of tenants' input costs\n",
         "    python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json\n",
