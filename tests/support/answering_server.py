@@ -32,7 +32,7 @@ class Server:
     @classmethod
     @contextlib.asynccontextmanager
     async def up(cls) -> AsyncIterator[Self]:
-        """Serve until the end of the block."""
+        """Run the server until the block ends."""
         server = cls()
         await server._start()
         try:

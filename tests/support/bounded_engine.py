@@ -109,7 +109,7 @@ class Watched:
             told.freed += len(gone)
             if asked.poison:
                 for block in (self.pool.blocks[i] for i in gone):
-                    if block.ref_cnt == 0:  # no other request holds it
+                    if block.ref_cnt == 0:  # no other request holds the block
                         self.pool._maybe_evict_cached_block(block)
                         self.freed.append(block.block_id)
 
@@ -142,7 +142,7 @@ class Watched:
         core.model_executor.execute_model = executing
 
     def held(self, request: str) -> set[int]:
-        """Return the pages of a request."""
+        """Return the ids of the KV pages that a request holds."""
         return {b.block_id for b in self.manager.req_to_blocks.get(request, ()) if not b.is_null}
 
     def poison(self, block: int) -> None:
@@ -155,7 +155,7 @@ class Watched:
 
 
 def main() -> None:
-    """Serve the request on stdin."""
+    """Serve the requests that stdin describes, and print the observations."""
     asked = Asked(**json.load(sys.stdin))
     from prometheus_client import generate_latest
     from vllm import LLM

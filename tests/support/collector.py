@@ -20,7 +20,7 @@ class Collector:
         self.url = ""
 
     def spans(self) -> list[Span]:
-        """Return all spans of all services."""
+        """Return all spans that were received so far."""
         return [
             span
             for request in list(self.requests)

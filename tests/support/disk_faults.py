@@ -12,15 +12,15 @@ from typing import Any
 
 
 def truncated(tier: Any) -> None:
-    """Truncate the file to half its length."""
+    """Truncate the tier's file to half its length."""
     opened = _file(tier)
     os.ftruncate(opened, os.fstat(opened).st_size // 2)
 
 
 def garbled(tier: Any) -> None:
-    """Overwrite every fourth page of the disk."""
+    """Overwrite every fourth memory page of the tier's file."""
     opened = _file(tier)
-    other = os.open(f"/proc/self/fd/{opened}", os.O_WRONLY)  # its writes need no page alignment
+    other = os.open(f"/proc/self/fd/{opened}", os.O_WRONLY)  # without O_DIRECT, writes need no alignment
     for at in range(0, os.fstat(opened).st_size, 4 * 4096):
         os.pwrite(other, random.Random(at).randbytes(512), at)
     os.close(other)

@@ -83,7 +83,7 @@ class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
             await server.wait_closed()
 
     async def process(self, messages: AsyncIterator[ProcessingRequest]) -> AsyncIterator[ProcessingResponse]:
-        """Handle one HTTP request and its response."""
+        """Handle one stream of Envoy messages: one HTTP request and its response."""
         streamed = {"request_body": False, "response_body": False}
         async for message in messages:
             if config := message.protocol_config:

@@ -90,7 +90,7 @@ class FaultyApi:
         return f"http://127.0.0.1:{self.port}"
 
     async def away(self) -> None:
-        """Refuse new connections, and reset open ones."""
+        """Simulate an API server that is gone: refuse new connections, and reset open ones."""
         await self._site.stop()
         self._hang_up()
 
@@ -101,7 +101,7 @@ class FaultyApi:
         self.port = self._runner.addresses[-1][1]
 
     def drop_watches(self) -> int:
-        """Reset every open watch, and return their number."""
+        """Reset the connection of every open watch, and return the number of watches."""
         dropped = list(self._watches)
         for transport in dropped:
             transport.abort()

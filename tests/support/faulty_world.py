@@ -57,7 +57,7 @@ class FaultyWorld:
     @classmethod
     @contextlib.asynccontextmanager
     async def up(cls, folder: Path) -> "AsyncIterator[FaultyWorld]":
-        """Start everything, and stop it at the end."""
+        """Start cluster, proxy and operator, and stop them when the block ends."""
         table = folder / "images.yaml"
         images = [cheap_image(folder, IMAGE), cheap_image(folder / "hungry", HUNGRY_IMAGE, HUNGRY, PROGRAM)]
         table.write_text(yaml.safe_dump({"images": images}))
@@ -82,7 +82,7 @@ class FaultyWorld:
 
     @property
     def rest(self) -> Rest:
-        """Blocking client for requests that the operator never makes."""
+        """Blocking client of the API server, for requests that the operator never makes."""
         return self.local.rest
 
     @property
@@ -119,7 +119,7 @@ class FaultyWorld:
             )
 
     async def stop_operator(self) -> None:
-        """Send SIGTERM, and SIGKILL after 30 s."""
+        """Stop the operator: send SIGTERM, and SIGKILL after 30 s."""
         if self._operator is None or self._operator.poll() is not None:
             return
         self._operator.send_signal(signal.SIGTERM)
@@ -216,7 +216,7 @@ class FaultyWorld:
         await until(gone, f"the pods of {name} are gone")
 
     def operator_log(self) -> str:
-        """Return the logs of this world's operators so far."""
+        """Return the log of all operator processes that this world has started so far."""
         return (self.folder / "operator.log").read_text(errors="replace")
 
     async def scale(self, name: str, replicas: int) -> None:
@@ -234,7 +234,7 @@ class FaultyWorld:
         return status
 
     async def condition(self, name: str, kind: str) -> tuple[str, str]:
-        """Return status and reason of a condition."""
+        """Return status and reason of one of the service's conditions."""
         conditions = (await self.status(name)).get("conditions", [])
         return next(((c["status"], c["reason"]) for c in conditions if c["type"] == kind), ("", ""))
 
@@ -254,7 +254,7 @@ class FaultyWorld:
             (await http.post(url, json=faults)).raise_for_status()
 
     async def service_url(self, name: str) -> str:
-        """Return the address of the Service itself."""
+        """Return the URL of the service's Kubernetes Service."""
         found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, name))
         address: str = found["spec"]["clusterIP"]
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"

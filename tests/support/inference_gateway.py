@@ -41,7 +41,7 @@ Sent = Callable[[str], Awaitable[None]]
 
 
 class Way(Protocol):
-    """Way by which requests reach pods."""
+    """A way in which a gateway sends requests to pods."""
 
     async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
         """Send a request with this body, and read the whole answer. Return False after a 503, which reached no pod.

@@ -27,7 +27,7 @@ class Judge:
         self.wrong: list[tuple[int, slice]] = []
         self.judged = self.windowed = self.preempted = 0
         size, blocks = told.block_size, dict[tuple[int, int], int | None]()
-        runs: dict[int, tuple[int, list[int]]] = {}  # first computed position, and known tokens
+        runs: dict[int, tuple[int, list[int]]] = {}  # by request: first computed position, and known tokens
         rings: dict[int, list[int | None]] = {}
         host: dict[tuple[int, int], int | None] = {}
         for step in told.steps:

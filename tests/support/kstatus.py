@@ -11,7 +11,7 @@ from support.services import revision_of
 
 
 def compute(obj: Mapping[str, Any]) -> str:
-    """Return InProgress, Failed, Current or Terminating."""
+    """Return kstatus' result for an object: InProgress, Failed, Current or Terminating."""
     meta, status = obj["metadata"], obj.get("status") or {}
     if meta.get("deletionTimestamp"):
         return "Terminating"

@@ -15,7 +15,7 @@ from kvpilot_operator.mesh import CHAIN, KEY, ROOT
 
 
 class Mesh:
-    """Certificate authority that issues certificates."""
+    """Certificate authority of a mesh, which issues certificates to workloads."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()

@@ -142,6 +142,6 @@ def end() -> None:
     """Stop all servers. The processes that they forked end with them."""
     while _servers:
         _, server = _servers.popitem()
-        server.process.kill()  # the kernel kills its children, too
+        server.process.kill()  # the kernel then kills the server's children, too
         server.process.wait()
         rmtree(Path(server.address).parent, ignore_errors=True)

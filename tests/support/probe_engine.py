@@ -120,7 +120,7 @@ async def noisy(path: str, body: Body, writer: Writer) -> None:
 
 
 def serving(handler: Handler, *names: str) -> Handler:
-    """Return the same engine with this list of models."""
+    """Return the same engine, with these model names at /v1/models."""
 
     async def listing(path: str, body: Body, writer: Writer) -> None:
         if path == "/v1/models":

@@ -36,7 +36,7 @@ class ReadyPods:
 
     @contextlib.asynccontextmanager
     async def following(self) -> "AsyncIterator[ReadyPods]":
-        """Follow the backend until the block ends."""
+        """Follow the backend and its pods until the block ends."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(follow(self._cluster, *about, self._namespace, store))

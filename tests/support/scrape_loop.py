@@ -29,7 +29,7 @@ class ScrapeLoop:
         self.known: Mapping[str, Known] = {}
 
     def scrape(self, seconds: float, pages: Mapping[str, PodMetrics], **more: object) -> Judged:
-        """Run one scrape at this second."""
+        """Judge one scrape, taken at this second, with these pages."""
         judged = plausible_sample(at(seconds), self.known, pages, **more)  # type: ignore[arg-type]
         self.known = judged.known
         return judged

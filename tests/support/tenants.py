@@ -22,7 +22,7 @@ def container(**more: Any) -> Json:
 
 
 class Tenant:
-    """Namespace of the cluster."""
+    """One test's namespace in the local cluster."""
 
     def __init__(self, cluster: LocalCluster, namespace: str) -> None:
         self.cluster = cluster

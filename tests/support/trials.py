@@ -47,7 +47,7 @@ def on_trial(replicas: int = 3, *, cluster: dict[str, Any] | None = None, **spec
 def copied(cluster: ModelCluster) -> ModelCluster:
     """Return a copy of the cluster that continues independently."""
     samples = [one for many in cluster.samples.values() for one in many]
-    return deepcopy(cluster, {id(one): one for one in samples})  # samples are immutable
+    return deepcopy(cluster, {id(one): one for one in samples})  # do not copy samples, which are immutable
 
 
 def edit(cluster: ModelCluster, **spec: Any) -> None:

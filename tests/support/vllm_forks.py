@@ -113,7 +113,7 @@ def answer_all(listener: socket.socket) -> dict[str, Any]:
                 pid, ended = running[one]
                 if said:
                     os.kill(pid, said[0])
-                else:  # the caller has left
+                else:  # the caller has closed its connection
                     _kill(pid)
                     os.waitpid(pid, 0)
                     del running[one]
