@@ -193,7 +193,7 @@ FORMATS: dict[str, Format] = {
         _vllm("auto", Side(16)),  # `auto` is the model's own 16-bit dtype
         _vllm("bfloat16", Side(16)),
         _vllm("float16", Side(16)),
-        _vllm("fp8", Side(8)),  # e4m3, one scale per tensor
+        _vllm("fp8", Side(8)),  # fp8 is e4m3 with one scale per tensor
         _vllm("fp8_e4m3", Side(8)),
         _vllm("fp8_e5m2", Side(8)),
         _vllm("fp8_per_token_head", Side(8, 4)),
@@ -204,10 +204,10 @@ FORMATS: dict[str, Format] = {
         _vllm("turboquant_4bit_nc", Side(4, 2), Side(4, 4)),
         _vllm("turboquant_k3v4_nc", Side(3, 2), Side(4, 4)),
         _vllm("turboquant_3bit_nc", Side(3, 2), Side(3, 4)),
-        own("int8", 8, 8),  # for GPUs without fp8
+        own("int8", 8, 8),  # int8 is for GPUs without fp8
         own("k8v4", 8, 4, window=64),
         own("k4v4", 4, 4, window=64),
-        own("k4v2", 4, 2, window=128),  # for long contexts
+        own("k4v2", 4, 2, window=128),  # k4v2 suits long contexts
         own("k2v2", 2, 2, window=512, calibrated_only=True),
     )
 }

@@ -19,7 +19,7 @@ def pause(cluster: Cluster, name: str, *, paused: bool) -> str:
     if before.paused != paused:
         after = read(cluster.patch(name, {"spec": {"rollout": {"paused": paused}}}))
         if after.paused != paused:
-            # The server drops fields that its CRD does not know, so this CRD is too old.
+            # The server drops fields that its CRD does not know. It dropped this one, so its CRD is too old.
             raise ToolError(
                 "the server dropped spec.rollout.paused, because its CRD is older than this tool: update the CRD "
                 "(docs/install.md)"

@@ -31,7 +31,7 @@ from kvpilot_probes.results import Done, Task
 _MEANING = 2
 MAX_BYTES = 900 * 1024
 MAX_PROMPTS = 256
-# Tokens of all prompts, without shared prefixes.
+# Limit on the tokens of all prompts together. A shared prefix counts once.
 MAX_PROMPT_TOKENS = 262_144
 MAX_POSITIONS = 8192
 MAX_TOKEN_ID = 2**24 - 1

@@ -20,7 +20,7 @@ from kvpilot_probes.results import Task
 # Largest number of tokens of a context to fill. Prompts share one document of this length, which an engine with a
 # prefix cache computes once.
 MAX_CONTEXT = 131_072
-# Largest number of prompt tokens to send again for the resumed answers to one prompt.
+# Limit on the prompt tokens that are sent again if the answer to one prompt is resumed several times.
 RESUMED_TOKENS = 262_144
 # Long contexts have 1/8, 1/2 and all of the context's length, with up to five questions each. With fewer than five
 # prompts without damage, the sequential test cannot find a bucket sound.

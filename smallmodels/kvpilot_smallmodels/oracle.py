@@ -86,8 +86,8 @@ class Oracle:
                 a neighbouring code, as sums in another order do.
             misread: token at which to simulate a paging fault: in place of the 16 tokens from this one on, layers read
                 the 16 tokens before it.
-            rings: for each position, the first token in the ring when the position was computed. None, or a missing
-                position, means that a step of several tokens computed it.
+            rings: by position, the first token that the ring held when the engine computed the position. None, or a
+                missing position, means that the engine computed it without the ring, in a step of several tokens.
             picture: the prompt's image.
         """
         logits = self._logits(prompt, answer, jitter, misread, rings, picture)

@@ -48,7 +48,7 @@ class Blocks:
     def __init__(self, total: int) -> None:
         self.total = total
         self._empty = total
-        self._kept: OrderedDict[int, int] = OrderedDict()  # prefix's blocks by session, oldest first
+        self._kept: OrderedDict[int, int] = OrderedDict()  # cached prefix blocks by session, oldest first
         self._kept_sum = 0
 
     @property

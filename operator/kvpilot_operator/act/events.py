@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 REPORTER = "kvpilot-operator"
 # Within this time, a repeated message raises the count of its Event.
 SAME_SECONDS = 3600
-# Most Events whose counts are remembered. The oldest are forgotten first.
+# Largest number of Events whose counts are remembered. The oldest are forgotten first.
 MAX_REMEMBERED = 32
 
 

@@ -46,7 +46,7 @@ def give_up_early(api: ApiClient) -> None:
 def _socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, _, _ = address
     made = socket.socket(family=family, type=kind, proto=protocol)
-    # Only Linux has this option.
+    # Only Linux has the option TCP_USER_TIMEOUT.
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MILLISECONDS)
     return made
@@ -73,7 +73,7 @@ REMEDIES = {
 }
 """Remedies by HTTP status, for errors that do not pass by themselves."""
 
-# Called after every request: method (GET, LIST, WATCH, ...), kind, HTTP status (0: not reached), seconds.
+# Callback after every request. It gets method (GET, LIST, ...), kind, HTTP status (0: no answer) and seconds.
 OnRequest = Callable[[str, str, int, float], None]
 
 

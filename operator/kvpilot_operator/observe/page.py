@@ -57,11 +57,10 @@ _HISTOGRAMS = {
     "generation_lengths": "vllm:request_generation_tokens",
 }
 
-# Map the metrics that are also collected for each engine of a page to the names that `Ranks` has for them.
+# Metrics that are also collected for each engine of a page, with their names in `Ranks`.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# Some series of these counters are also added up separately, as a part. A part has the series whose labels pass its
-# test.
+# Counters of which some series (a part) are also summed separately: those whose labels pass the part's test.
 _PARTS: Mapping[str, Mapping[str, Callable[[Mapping[str, str]], bool]]] = {
     _WAITING_BY_REASON: {"waiting": lambda labels: labels.get("reason") == "capacity"},
     _COUNTED["finished"]: {
@@ -93,7 +92,7 @@ _LONGEST_BOUND = 32
 # status.kvCache.observedDtype has this maximum length.
 _LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
-# Replaces unknown names. Otherwise, new names at each scrape would cause status writes and new time series.
+# Text in place of unknown names. New names at each scrape would cause status writes and new time series.
 OTHER = "Other"
 POLICIES = ("All", "SinksAndWindow", "HeavyHitters")
 _DTYPES = (*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT)

@@ -158,8 +158,8 @@ def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> Non
 
     literal: Any = CacheDType
     literal.__args__ = known + missing
-    # Both configurations hold a validator that was compiled from the old `Literal`, so compile it again. Annotate the
-    # field only meanwhile, because vLLM's command line reads the field's type.
+    # Both configurations hold a validator that was compiled from the old `Literal`, so compile it again. Restore the
+    # field's annotation afterwards, because vLLM's command line reads it.
     field: Any = CacheConfig.__dataclass_fields__["cache_dtype"]
     declared = field.type
     field.type = Annotated[declared, AfterValidator(chosen)]
