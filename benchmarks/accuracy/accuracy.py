@@ -116,7 +116,7 @@ class Tally:
             self.text += [name] * logits.shape[0]
 
     def join(self, part: tuple[list[Any], ...]) -> None:
-        """Append the lists of another tally, which covers other tokens."""
+        """Append the lists of another `Tally`, which covers further tokens."""
         lists: tuple[list[Any], ...] = (self.kl, self.agree, self.loss, self.at, self.text)
         for mine, theirs in zip(lists, part, strict=True):
             mine += theirs

@@ -29,7 +29,7 @@ def row(figures: dict[str, Any], holds: dict[str, bool]) -> dict[str, Any]:
 
 
 def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]:
-    """Return the agreement of the answers of two runs: `runs[name]` and `against[reference]`."""
+    """Compare the answers of two runs, `runs[name]` and `against[reference]`, and return the figures of `agreement`."""
     return agreement(against[reference]["answers"], runs[name]["answers"])
 
 

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add_version(parser)
     for name in ("--keep", "--plain", "--cluster", "--yes", "--gpu"):
         parser.add_argument(name, action="store_true")
-    # For tests of --gpu without GPUs: CPU engines, and a node that claims to have so many GPUs.
+    # For tests of --gpu without GPUs: engines run on CPUs, and the node only claims to have this many GPUs.
     parser.add_argument("--imagined-gpus", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--image", default="")

@@ -315,7 +315,7 @@ class Story:
                 return found
             self._screen.waits_for(what, found.summary)
             answered = self._load.stats.ok + self._load.stats.failed if self._load else 0
-            # GPUs are expensive. There, each wait has a limit even if there is progress.
+            # GPUs are expensive, so on GPUs each wait has a limit even if there is progress.
             if patience.ended((found.sign, answered) if self._size.patient else what, time.monotonic()):
                 said = "; ".join(f"{c['type']}={c['status']} {c['reason']}" for c in found.status.get("conditions", ()))
                 still = "and nothing has moved for" if self._size.patient else "for more than"

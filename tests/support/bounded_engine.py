@@ -91,7 +91,7 @@ def name_of(request: str) -> str:
 
 
 class Watched:
-    """Hooks that run before the executor's `execute_model` and after the manager's `remove_skipped_blocks`."""
+    """Hooks into vLLM: before the executor's `execute_model`, and after the cache manager's `remove_skipped_blocks`."""
 
     def __init__(self, core: Any, asked: Asked, told: Told) -> None:
         self.told, self.asked = told, asked

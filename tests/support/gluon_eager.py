@@ -185,7 +185,7 @@ class Copies:
         target.data.view(np.uint8)[...] = POISON
         self.uncommitted.append((target.data, read))
 
-    async_load = async_copy_global_to_shared  # Triton 3.9 renamed it
+    async_load = async_copy_global_to_shared  # its name in Triton 3.9
 
     def commit_group(self) -> None:
         """Close the group of copies since the last commit."""

@@ -21,7 +21,7 @@ BYTES = 16
 
 
 def taken(tokens: int) -> bytearray:
-    """Return the memory of a prompt, or end the process if too little is left."""
+    """Allocate and return the memory that a prompt of `tokens` tokens takes. End the process if too little is left."""
     try:
         return bytearray(BYTES * tokens * tokens)
     except MemoryError:

@@ -43,7 +43,7 @@ _turn, _starting = threading.Lock(), threading.Lock()
 
 
 def ask(module: str, asked: "DataclassInstance | list[Any] | dict[str, Any]", **environment: str) -> Any:
-    """Return the answer of a module's `main`. `environment` adds to the variables that keep an engine small.
+    """Run a module's `main` in its own process with the question `asked`, and return its answer.
 
     Raises:
         RuntimeError: the process failed. The message has the end of its output.
