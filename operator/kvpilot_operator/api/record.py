@@ -47,7 +47,7 @@ class Rule(NamedTuple):
     number, because the server assumes no limit for the length of string(integer)."""
 
     def as_written(self) -> dict[str, str]:
-        """Return the rule as the CRD has it."""
+        """Return this rule as an entry of the CRD's x-kubernetes-validations."""
         written = {"rule": self.holds, **({"fieldPath": self.field} if self.field else {}), "message": self.message}
         parts = re.split(r"\{([^{}]*)\}", self.message)
         if len(parts) > 1:

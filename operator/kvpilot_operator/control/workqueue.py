@@ -78,7 +78,7 @@ class WorkQueue:
         if known is None:
             return
         if known.held is not None and (known.held or not changed):
-            return  # wait: a retry timer of this service is running
+            return  # the retry timer of this service adds it later
         if key in self._running:
             known.again = changed or known.again or False
         elif changed:
