@@ -146,7 +146,7 @@ def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
 
 
 def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> bool:
-    """Return True if a bounded cache still holds page number `page` when the token at `position` attends."""
+    """Return True if the token at `position` attends to page number `page` of its sequence."""
     if bound is None or isinstance(bound, HeavyHitters):
         return True
     return page < bound.sink_pages(size) or page >= bound.first_page(position, size)

@@ -72,7 +72,7 @@ class ModelFacts:
         Raises:
             ValueError: the config does not describe a decoder.
         """
-        found = models.read(config)  # takes a missing size from the defaults of the model's class
+        found = models.read(config)  # fills in missing sizes by the model class's defaults
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else config
         rope = {

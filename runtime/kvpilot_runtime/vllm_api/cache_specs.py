@@ -17,7 +17,7 @@ from kvpilot_runtime.vllm_api.wrap import wrap
 
 
 def main() -> None:
-    """Print the specs of the model that the arguments name."""
+    """Print the KV-cache specs that vLLM makes for the model of the command line."""
     with contextlib.redirect_stdout(sys.stderr):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
