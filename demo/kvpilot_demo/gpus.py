@@ -117,7 +117,7 @@ def _programs() -> list[str]:
 
 
 def manifest(*, imagined: bool) -> Object:
-    """Return the manifest of the demo's service. With `imagined`, engines run on CPUs, and GPUs are only counted."""
+    """Return the manifest of the demo's service. With `imagined`, engines run on CPUs and no GPU is real."""
     made: Object = yaml.safe_load((ROOT / "examples" / "smollm2-gpu.yaml").read_text())
     if imagined:
         cpu = yaml.safe_load(EXAMPLE.read_text())["spec"]

@@ -130,7 +130,7 @@ class PackedPages:
         ring_table: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from one query token per sequence to all of its stored tokens, including itself.
+        """Attend from one query token of each sequence to all stored tokens of the sequence, including itself.
 
         The ring refines the last `recent` tokens to 8 bits, if it still holds their residuals.
 

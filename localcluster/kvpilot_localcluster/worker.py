@@ -207,7 +207,7 @@ class ContainerWorker:
         self._set(waiting=None, run=ended, ready=False, started=False)
 
     async def end_process(self, process: Process, grace: Callable[[], float]) -> Run:
-        """End one run of the container, and leave `view` unchanged."""
+        """End one run of the container. This does not change the container's status (`view`)."""
         begun = time.monotonic()
         first = grace()
         hook = (self._spec.get("lifecycle") or {}).get("preStop")

@@ -83,7 +83,7 @@ BESIDE_LATENT = (
 """Features that our latent dtypes do not support."""
 
 BESIDE_HEAVY_HITTERS = (_TENSOR, _PIPELINE)
-"""Features of vLLM that are not tested with heavy hitters (spec.kvCache.retention)."""
+"""Features that are not tested with heavy hitters."""
 
 BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
 """Features that are not tested with a draft model."""
