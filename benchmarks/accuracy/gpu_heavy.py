@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def sound(result: dict[str, Any], most: float, ahead: bool) -> bool:
-    """Return True if the results show no fault. `most` is the value of `--masses-off`, `ahead` that of `--ahead`."""
+    """Return True if the results show no fault. `most` is `--masses-off`, and `ahead` is `--ahead`."""
     equal, best = result["answers_equal"], result["tokens_that_are_the_best"]
     unread = equal["left again"] == equal["freed pages overwritten"] == result["requests"]
     if ahead:

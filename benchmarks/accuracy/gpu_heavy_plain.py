@@ -65,7 +65,7 @@ class Plain:
 
 
 def last_life(steps: list[list[Any]]) -> list[list[Any]]:
-    """Return a request's engine steps since its last preemption; all its steps if it was never preempted."""
+    """Return the steps of a request since its last restart after a preemption, or all steps without one."""
     begins = [i for i, step in enumerate(steps) if i == 0 or step[0] < sum(steps[i - 1][:2])]
     return steps[begins[-1] :]
 

@@ -89,7 +89,7 @@ class Watched:
             gone = before - set(self.held(request).values())
             self.turn.freed += len(gone)
             for block in (self.pool.blocks[i] for i in gone):
-                if block.ref_cnt == 0:  # skip shared pages: later requests would hit them only in some turns
+                if block.ref_cnt == 0:  # leave shared pages, because a later request would hit them only in some turns
                     self.pool._maybe_evict_cached_block(block)
                     self.freed.append(block.block_id)
 
@@ -110,7 +110,7 @@ class Watched:
         executor.execute_model, scheduler.update_from_output = executing, updating
 
     def held(self, request: str) -> dict[int, int]:
-        """Return the KV blocks that a request holds, by their index in its block table."""
+        """Return a request's blocks by their index in its block table."""
         blocks = enumerate(self.manager.req_to_blocks.get(request, ()))
         return {place: block.block_id for place, block in blocks if not block.is_null}
 

@@ -85,7 +85,7 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge a run on several GPUs: its difference from the run on one GPU must be small beside the codec's damage."""
+    """Judge a run on several GPUs: it must differ from the run on one GPU by much less than the codec's damage."""
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}
     figures = {f"{name} from one GPU": pair(two, name, one, name) for name in two}

@@ -123,7 +123,7 @@ class Elastic(Engine):
         self.forget()
 
     def forget(self) -> None:
-        """Set the sums of tokens read (`read`, `fine`) to 0."""
+        """Set all sums over steps to 0, such as the tokens read."""
         self.read = self.fine = 0.0
         self.counted = self.floors = 0.0
 

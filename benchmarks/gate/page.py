@@ -57,7 +57,7 @@ def healthy(rows: dict[str, Any]) -> str:
 
 
 def damages() -> str:
-    """Return the table of what each mode does to the engine, beside what its report says."""
+    """Return a table of failure modes: what the public report says, and the damage in this benchmark."""
     lines = ["| mode | what the report says | damage in this benchmark |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| `{mode.name}` | {mode.reported} | {mode.damage} |" for mode in MODES)])
 

@@ -261,7 +261,7 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
 
 
 def decodes(choice: LatentChoice) -> Iterator[tuple[LatentChoice, None]]:
-    """Yield launch choices near `choice`. With more programs, a thread gets fewer registers and may spill."""
+    """Yield variants of `choice` to measure: other tiles, stages, warps, programs and limits of registers."""
     ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
     for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
         yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers), None

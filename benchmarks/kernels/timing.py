@@ -49,5 +49,5 @@ def copy_rate(device: torch.device) -> float:
 
 
 def always(value: Value, *_: Any) -> Value:
-    """Return a function that ignores its arguments and returns `value`. It replaces a function of `tuning`."""
+    """Return `value`, and ignore the other arguments. A benchmark puts this in place of a function of `tuning`."""
     return value

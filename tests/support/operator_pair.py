@@ -197,7 +197,7 @@ class Pair:
             one.process.wait()
 
     def stop(self) -> None:
-        """Kill all operators and cables that still run."""
+        """Kill all operators that still run."""
         for one in self.operators.values():
             if one.process.poll() is None:
                 one.process.send_signal(signal.SIGKILL)

@@ -163,7 +163,7 @@ def ending(after: int, finish: str | None) -> Handler:
 
 
 def baseline(positions: int = 8, prompts: int = 2) -> Baseline:
-    """Return the answers of `counting` to prompts of three tokens."""
+    """Return a baseline: the answers of the engine `counting` to prompts of three tokens."""
     answer = tuple(Logprobs(3 + i, {3 + i: -0.1, 9999: -3.0}) for i in range(positions))
     return Baseline(
         "i", "m", "auto", tuple(BaselinePrompt(f"p{i}", "tail", "text", (1, 2, 3), answer) for i in range(prompts))

@@ -48,7 +48,7 @@ CLASSES = {"internlm2": "llama", "mimo": "qwen2", "minicpm": "llama", "orion": "
 
 
 def text_alone(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the text part of a model as a model of its own, of a known class, with 16-bit weights."""
+    """Return the config of a model's text part alone, with a model class that vLLM loads and with 16-bit weights."""
     text = config.get("text_config", config)
     if text.get("model_type") in TEXT:
         kind, architecture = TEXT[text["model_type"]]
@@ -61,7 +61,7 @@ def text_alone(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the specs of one model, or the reason why vLLM builds none here."""
+    """Return the KV-cache specs that vLLM makes for a model's config, or vLLM's error."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(text_alone(config)))
