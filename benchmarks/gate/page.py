@@ -39,7 +39,7 @@ def _mode(mode: Mode, row: dict[str, Any] | None) -> str:
 
 
 def healthy(rows: dict[str, Any]) -> str:
-    """Return the table of canaries without damage. For such a canary, `stages` has one entry for each run."""
+    """Return a table of the canaries without damage. The entry `stages` of such a canary has one item for each run."""
     lines = ["| canary | runs | failed | mean KL, millinats | prompts | seconds |", "|---|---|---|---|---|---|"]
     for name in HEALTHY:
         if (row := rows.get(name)) is not None:

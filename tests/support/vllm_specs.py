@@ -71,7 +71,7 @@ def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def specs(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the layers grouped by their specs, as preflight needs them."""
+    """Return a model's layers grouped by their KV-cache specs, as preflight reads them."""
     from vllm.engine.arg_utils import EngineArgs
 
     return cache_specs.specs(EngineArgs(model=folder, **options))
