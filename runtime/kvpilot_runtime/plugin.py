@@ -144,7 +144,7 @@ def settle(worker: Any) -> None:
 
 
 def serve(worker: Any) -> None:
-    """Prepare a worker that has its KV cache: check pages, pass `Terms` to the KV connector, and set up heavy hitters.
+    """Prepare a worker that has its KV cache: check pages, give terms to its connector, and set up heavy hitters.
 
     Raises:
         UnsupportedModelError: in the same cases as `refuse_other_groups` and `heavy.attach`.

@@ -32,7 +32,7 @@ _MODEL = "kvpilot_model_info"
 _FACTORS = "kvpilot_calibration_info"
 _RECENT = "kvpilot_recent_window_info"
 _RETENTION = "kvpilot_retention_info"
-# Fields that count cached prompt tokens, by the cache tier that held the tokens.
+# Cached prompt tokens by the tier that they were found in.
 _SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 _START = "process_start_time_seconds"
 
