@@ -35,15 +35,17 @@ kvpilot plan --list                                # its models and GPUs by name
 
 ## How do you read the tables?
 
-* **layers**: *full* attend to everything; *window* and *chunked* hold at most that many tokens. *State* layers keep a
-  state of fixed size (Mamba, linear attention, convolutions) and may also attend. *Shared* layers read another layer's
-  cache.
-* **heads**: query heads / KV heads x head_dim.
-* **a dtype**: bytes of a token in the full layers, of all KV heads. A latent (MLA) cache is the same on every GPU.
-  Windows add 16 bits a value, and chunks the dtype's bytes. These do not grow with a sequence, nor do states.
-* **our dtypes**: *yes* means that `kvpilot-serve` starts the engine on a GPU. Otherwise the reason stands here; `auto`
-  and vLLM's own dtypes are served all the same. Models with latents have `mla8` and `mla4`, with the bytes of a token.
-* **vLLM**: *same* means that vLLM's own KV-cache specs agree. Otherwise the cell says why they were not built.
+* **layers**: *full* layers attend to all tokens. *Window* and *chunked* layers hold at most the given number of tokens.
+  *State* layers keep a state of fixed size (Mamba, linear attention, convolutions) and may also attend. *Shared* layers
+  read another layer's cache.
+* **heads** has the query heads, the KV heads and head_dim, as "query heads / KV heads x head_dim".
+* **Columns named by a dtype** have the bytes that a token takes in all full layers and KV heads. With MLA, every GPU
+  holds the whole latent. Window layers (in 16 bits), chunked layers and states take memory that does not grow with a
+  sequence, so these columns leave it out.
+* **our dtypes**: *yes* means that `kvpilot-serve` starts the engine on a GPU with kvpilot's dtypes. Otherwise the cell
+  has the reason, and the model can only use `auto` and vLLM's own dtypes. For models with MLA, the cell names `mla8`
+  and `mla4`, with the bytes of a token.
+* **vLLM**: *same* means that vLLM's own KV-cache specs agree with the row. Otherwise the cell says why vLLM built none.
 
 ## What was run?
 
@@ -54,13 +56,13 @@ kvpilot plan --list                                # its models and GPUs by name
 ## Where do the figures come from?
 
 [published.json](../cli/kvpilot_cli/plan/published.json) has the fields of {count} published configurations, each with
-its source. `kvpilot plan` knows every one by its name.
-`kvpilot-serve` and `kvpilot plan` read these figures of them
+its source. `kvpilot plan` knows each of these models by its name. It computes the figures of the tables from these
+fields, as `kvpilot-serve` does
 ([decision 21](decisions/0021-read-configs-over-a-table-of-class-defaults.md)). `make generate` writes these pages.
 
 * Tests compare layers, heads and head_dim with transformers' own config classes.
-* They compare {built} models with the KV-cache specs that vLLM {vllm} builds without weights. For models with images or
-  sound, vLLM builds the text part.
+* Tests compare {built} models with the KV-cache specs that vLLM {vllm} builds without weights. For models with images
+  or sound, vLLM builds the text part.
 * If only the model's repository has the config class, a class of transformers with the same fields replaces it.
 """
 TABLE = """# {title} models

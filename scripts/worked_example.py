@@ -54,8 +54,9 @@ STEPS = (
     ),
     Step(
         "See that memory binds",
-        f"Now {USERS} users ask prompts of {PROMPT_TOKENS} tokens for answers of {OUTPUT_TOKENS}, each again as soon "
-        "as it is answered. The KV cache of\n64 MB holds fewer of them than ask.",
+        f"Now {USERS} users send prompts of {PROMPT_TOKENS} tokens and get answers of {OUTPUT_TOKENS} tokens. Each "
+        "sends the next prompt as soon as it has an\nanswer. The KV cache of 64 MB is too small for all of these "
+        "requests at once.",
         (
             "kubectl wait qllm/smollm2 --for=condition=MemoryPressured --timeout=30m",
             "kubectl get qllm smollm2 "
@@ -65,7 +66,7 @@ STEPS = (
     ),
     Step(
         "Follow the canary",
-        "The operator starts one engine with the smaller dtype. It is not Ready, so it gets no request of a user.",
+        "The operator starts one engine with the smaller dtype. Its pod is not Ready, so it gets no user's request.",
         (
             "kubectl wait qllm/smollm2 --for=jsonpath='{.status.canary.dtype}'=k4v4 --timeout=30m",
             "kubectl get pods -L kvpilot.io/dtype -o wide",
@@ -100,16 +101,16 @@ You see each command and each answer on the way from memory pressure to a promot
 
 Every output is from one real run on {day}: Kubernetes' API server and kvpilot's operator on the
 [local cluster](localcluster.md), vLLM {vllm} on two CPU cores, the real weights of SmolLM2-135M.
-`scripts/worked_example.py` runs the commands and writes this page. Its service has short times, so that the story takes
-minutes: production wants the defaults.
+`scripts/worked_example.py` runs the commands and writes this page. The service's waiting times are short, so that the
+run takes minutes. In production, keep the defaults.
 """
 TAIL = """
 ## What next?
 
-* Undo it: [return to 16 bits](undo.md#return-to-another-dtype).
-* [The pilot](pilot.md) says how it decided, [canaries](canary.md) which stages a trial has, and
-  [accuracy](accuracy.md) what the figures mean.
-* `make demo` shows the same live, and a bad dtype that is caught.
+* To undo the change, [return to 16 bits](undo.md#return-to-another-dtype).
+* Read how [the pilot](pilot.md) decides, which stages [a canary](canary.md) goes through, and what
+  [the accuracy figures](accuracy.md) mean.
+* `make demo` shows the same steps live, and then a bad dtype that kvpilot catches.
 """
 
 

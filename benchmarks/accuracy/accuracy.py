@@ -45,7 +45,7 @@ BUCKETS = (128, 512, 1024, 2048, 4608)
 
 
 CHUNK = 8192
-"""Number of tokens on which an engine calibrates itself: vLLM's default chunk on a GPU."""
+"""Number of tokens on which an engine calibrates itself: vLLM's default prefill chunk on a GPU."""
 
 
 class Base:
@@ -74,7 +74,7 @@ class Base:
 
 
 class Tally:
-    """Comparison of one row with the baseline, collected token by token.
+    """Comparison of one row (one codec) with the bf16 baseline, one list entry per token.
 
     Attributes:
         kl: KL divergence of the row from the baseline, in nats x 1000.
@@ -116,7 +116,7 @@ class Tally:
             self.text += [name] * logits.shape[0]
 
     def join(self, part: tuple[list[Any], ...]) -> None:
-        """Append the five lists of another tally."""
+        """Append the lists of another `Tally`, which covers further tokens."""
         lists: tuple[list[Any], ...] = (self.kl, self.agree, self.loss, self.at, self.text)
         for mine, theirs in zip(lists, part, strict=True):
             mine += theirs

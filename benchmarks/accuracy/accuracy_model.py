@@ -25,7 +25,7 @@ _PIECE = 512
 
 
 class Probe:
-    """Model whose attention follows a `Reading`."""
+    """Transformers model whose attention reads keys and values as a `Reading` says."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         hook = f"kvpilot_probe_{id(self)}"

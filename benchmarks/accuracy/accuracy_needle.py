@@ -25,7 +25,7 @@ TEXT = [("opticks", len(SEEDS) * max(LENGTHS), 1)]
 def needles(
     probe: Probe, reading: Reading | None, text: torch.Tensor, lengths: Sequence[int] = LENGTHS
 ) -> dict[str, Any]:
-    """Run the task. Return the numbers of found needles and of all needles, and mean log-probabilities.
+    """Ask for every hidden fact (needle). Return how many were found, of how many, and mean log-probabilities.
 
     Needles are counted by context length and depth. The log-probability of a whole number is a mean by context length.
 

@@ -141,7 +141,7 @@ found if each of its five digits is the model's first choice. The log-probabilit
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """Return the page as Markdown."""
+    """Return the page about one model's accuracy as Markdown."""
     texts: dict[str, Any] = data["texts"]
     name = data.get("model", {}).get("name", SMOLLM2)
     model = MODELS[name]

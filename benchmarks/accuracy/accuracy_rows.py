@@ -79,13 +79,13 @@ def rivals() -> dict[str, Codec]:
 
 
 def every_name(labels: Sequence[str]) -> list[str]:
-    """Return the names of all rows, with the kinds of factors in `labels`."""
+    """Return the names of all rows. `labels` names the kinds of calibration factors to include."""
     mine = [name + suffix for name in formats.own_names() for suffix in ("", *(f"+{label}" for label in labels))]
     return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
 
 
 def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
-    """Return the rules of the row `name`. `factors` are by label and layer.
+    """Return how the row `name` reads its cache. `factors` has calibration factors by label and layer.
 
     Raises:
         ValueError: there is no such row, or its factors are missing.
@@ -124,7 +124,7 @@ def bits(name: str, head_dim: int) -> float:
     known = rivals()
     if name in known:
         codec = known[name]
-        kept = 2 * codec.tile if codec.exact_ends else 0  # the first tile, and room for the tile that is not full yet
+        kept = 2 * codec.tile if codec.exact_ends else 0  # in 16 bits: the first tile and the unfinished one
         return _mixed(codec.bits(head_dim), kept)
     fmt, _, recent, first = _parts(name)
     pages = fmt.bits_per_element(head_dim)

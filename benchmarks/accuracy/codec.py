@@ -40,7 +40,7 @@ class Codec:
     exact_ends: bool = False
 
     def bits(self, head_dim: int) -> float:
-        """Return the mean bits per element of keys and values."""
+        """Return the mean of the bits per element of keys and of values, with all metadata."""
         return (self.key_bits(head_dim) + self.value_bits(head_dim)) / 2
 
 

@@ -125,7 +125,7 @@ def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dic
 
 
 def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: list[Sequence], hit: int) -> Any:
-    """Compare an engine (`found`) with the engine that has a 16-bit cache (`base`), after `hit` tokens of each text."""
+    """Compare an engine's results (`found`) with the 16-bit engine's (`base`), after `hit` tokens of each text."""
     tally = Tally()
     for (text, tokens), answer, reference in zip(texts, found["answers"], base["answers"], strict=True):
         of_base = Base(probe, tokens[hit:], reference["states"].float())
@@ -157,7 +157,7 @@ def main() -> None:
     """Run the engines and the table's model, print the rows and write them."""
     args = arguments()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_default_device(args.device)  # this setting applies to this thread only
+    torch.set_default_device(args.device)  # torch applies this setting to the current thread only
     args.dtype = args.dtype or ("float16" if args.device == "cuda" else "float32")
     args.model = args.model or smollm2_135m()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def main() -> None:
     args.context = min(CONTEXT, probe.model.config.max_position_embeddings)
     texts = cut(args, probe)
     rows = args.rows.split(",")
-    chosen = {name: engine(name) for name in rows}  # refuse a row without an engine before any engine starts
+    chosen = {name: engine(name) for name in rows}  # find rows that no engine can serve before any starts
     with ThreadPoolExecutor(args.at_once) as pool:
         names = ["base", *([] if args.hit else ["control"]), *chosen]
         found = dict(zip(names, pool.map(lambda name: answers(args, name, texts), names), strict=True))

@@ -42,7 +42,7 @@ SAID = "The engines logged:\n\n"
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """Return the page as Markdown."""
+    """Return the page about KL divergences in real engines as Markdown."""
     return HEAD + "\n".join(_section(name, section) for name, section in sorted(data.items()))
 
 

@@ -58,7 +58,7 @@ class States:
         """Divide the last step's output among its requests."""
         ((ids, positions, states),) = self.steps
         self.steps.clear()
-        # vLLM's first model runner keeps its batch. The second one passes it to sampling.
+        # vLLM's first model runner keeps the batch of the last step, and its second one passes it to sampling.
         runner = self.runner
         batch = runner.input_batch if hasattr(runner, "input_batch") else runner.execute_model_state.input_batch
         start = 0
@@ -75,7 +75,7 @@ class States:
         """
         import torch
 
-        # If vLLM runs in one process, it appends a suffix to a request's id.
+        # vLLM in a single process appends a suffix to a request's id.
         ((_, parts),) = [item for item in self.found.items() if item[0].split("-")[0] == request]
         ids, positions, states = (torch.cat(x).cpu() for x in zip(*parts, strict=True))
         steps = [len(part[0]) for part in parts][: len(text) - hit]

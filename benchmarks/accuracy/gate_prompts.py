@@ -1,4 +1,4 @@
-"""Damage of each KV-cache dtype, prompt by prompt: `python -m benchmarks.accuracy.gate_prompts`.
+"""KL divergence of each KV-cache dtype, prompt by prompt: `python -m benchmarks.accuracy.gate_prompts`.
 
 One vLLM after the other serves SmolLM2-135M on the CPU. The first one has a 16-bit cache and records the baseline.
 Besides the default packs, 28 prompts ask for a summary of a piece of our documentation. The program writes
@@ -37,7 +37,7 @@ def prompts() -> list[ProbePrompt]:
 
 
 def main() -> None:
-    """Capture the baseline, and measure each dtype."""
+    """Record the 16-bit baseline, measure the KL divergence of each dtype, and write the results."""
     found: dict[str, list[float]] = {}
     reference = None
     for dtype in ("auto", *(sys.argv[1:] or ("k4v4", "fp8"))):

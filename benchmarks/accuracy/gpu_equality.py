@@ -35,7 +35,7 @@ DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
 
 
 def methods(text: str) -> list[str]:
-    """Parse the value of `--drafters`."""
+    """Parse the value of `--drafters`, a list of methods of speculation."""
     found = text.split(",")
     if found != [MTP] and not set(found) <= set(DRAFTERS):
         raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(DRAFTERS)}, or {MTP} alone")
@@ -147,7 +147,7 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
 
 
 def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """Return for each variant whether it sends all prompts at once, and its engine arguments."""
+    """Return the variants by name. Each has True if it sends all prompts at once, and its engine arguments."""
     alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
              "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
     # vLLM keeps one block for itself, so add one.
@@ -184,7 +184,7 @@ def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, 
 
 
 def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for each compared pair of runs.
+    """Return one row of figures for each compared pair of runs.
 
     A dtype's run *alone* is compared with that of `auto`. A run on several GPUs is compared with the crowded run of its
     dtype, and every other run with the run alone.

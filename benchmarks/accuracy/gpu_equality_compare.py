@@ -55,7 +55,7 @@ def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
 
 
 def equal_prefix(mine: list[int], theirs: list[int]) -> int:
-    """Return the number of tokens before the first difference."""
+    """Return how many tokens two answers have in common before their first difference."""
     pairs = zip(mine, theirs, strict=True)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(mine))
 

@@ -41,7 +41,7 @@ def wrapped(text: str) -> str:
 
 
 def row(facts: dict[str, Any]) -> str:
-    """Return one row of the table as Markdown."""
+    """Return the comparison of two runs as one row of the Markdown table."""
     names = f"| `{facts['run']}` | `{facts['against']}` "
     if facts.get("errors"):
         return names + "| " + "; ".join(f"{at}: {error}" for at, error in facts["errors"].items()) + " |" * 8
@@ -58,7 +58,7 @@ def row(facts: dict[str, Any]) -> str:
 
 
 def table(run: dict[str, Any]) -> str:
-    """Return the section about one run of gpu_equality.py."""
+    """Return the page's section about one run of gpu_equality.py, with a table of its comparisons."""
     versions = versions_of(run["versions"]) if run["versions"] else "no run ended well"
     options = run["options"]
     heads = ["run", "against", "preemptions / cached tokens", "answers equal", "tokens equal", "top-1",
@@ -83,7 +83,7 @@ def table(run: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the page and one file with all runs."""
+    """Write the page, and one JSON file with all runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("raw", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs" / "benchmarks")

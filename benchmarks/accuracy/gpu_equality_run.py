@@ -34,7 +34,7 @@ class Job:
 
 
 def sampling(job: Job) -> Any:
-    """Return parameters for greedy sampling with a job's settings."""
+    """Return vLLM's sampling parameters for the job: greedy, with the job's number of tokens, and top-20 logprobs."""
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=job.tokens, ignore_eos=True, detokenize=False, logprobs=TOP)

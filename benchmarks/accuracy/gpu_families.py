@@ -77,7 +77,7 @@ CASES: dict[str, Case] = {
     # FlashAttention's sinks need bfloat16. Its rounding could select other experts and so change answers, so every
     # token uses all experts.
     "gpt-oss": Case("bfloat16", {"num_experts_per_tok": 4}),
-    # vLLM refuses float16 for these two models.
+    # vLLM refuses float16 for Gemma 2 and Gemma 3.
     "gemma3": Case("bfloat16"),
     "gemma2": Case("bfloat16"),
     "gemma3n": Case(),
@@ -126,7 +126,7 @@ def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
 
 
 def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path) -> Asked:
-    """Return the job of one engine for a family.
+    """Return the job (engine arguments and requests) of one engine for a model family.
 
     Args:
         name: the family, a key of `CASES`.
@@ -151,7 +151,7 @@ def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str
     for name in names:
         try:
             found[name] = make(name, folder / name, fields=CASES[name].fields)
-        except Exception as error:  # if a version of transformers has renamed a class, only its family fails
+        except Exception as error:  # a version of transformers may have renamed a class; then only that family fails
             failed[name] = f"{type(error).__name__}: {error}"
     return found, failed
 

@@ -55,7 +55,7 @@ def start(asked: Asked) -> tuple[Any, dict[str, Any]]:
 
 
 def answers(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers."""
+    """Send the requests of the job, and return the engine's greedy answers."""
     llm, facts = start(asked)
     return {**answered(llm, asked), **facts}
 

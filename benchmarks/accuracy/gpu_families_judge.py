@@ -124,7 +124,7 @@ def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
 
 
 def far(figures: Figures, name: str) -> float:
-    """Return the divergence with this name; NaN if it is missing."""
+    """Return the figure called `name`, a KL divergence in nats; NaN if it is missing."""
     found = figures.get(name, math.nan)
     return float(found["mean_kl"] if isinstance(found, dict) else found)
 

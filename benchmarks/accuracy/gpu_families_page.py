@@ -59,14 +59,14 @@ TITLES = {"families": "Families", "options": "What people switch on", "options-2
 
 
 def number(value: float) -> str:
-    """Return a divergence in nats as text, times 1000."""
+    """Return a KL divergence, given in nats, as text in nats x 1000."""
     if math.isnan(value):
         return "-"
     return f"{1e3 * value:,.1f}" if value < 1 else f"{1e3 * value:,.0f}"
 
 
 def pressure(row: dict[str, Any], run: str) -> str:
-    """Return a run's preemptions and cached tokens as text."""
+    """Return the numbers of preemptions and of cached tokens in a run as text."""
     counters = row.get("engines", {}).get(run, {}).get("counters") or {}
     if not counters:
         return "-"
@@ -74,7 +74,7 @@ def pressure(row: dict[str, Any], run: str) -> str:
 
 
 def family(name: str, row: Figures) -> str:
-    """Return a family's row of the table as Markdown."""
+    """Return the figures of a model family as one row of the Markdown table."""
 
     def numbers(*names: str) -> str:
         return " / ".join(number(far(row, one)) for one in names)
@@ -102,7 +102,7 @@ def table(rows: Rows) -> list[str]:
 
 
 def other(name: str, row: dict[str, Any]) -> str:
-    """Return the row of a result that is neither a family nor a model on several GPUs."""
+    """Return the Markdown row of a result about an option of vLLM, such as LoRA or sleep mode."""
     figures = [
         f"{key}: {number(far(row, key))}" if isinstance(value, dict) and "mean_kl" in value else f"{key}: {value}"
         if not isinstance(value, float) else f"{key}: {number(value)}"
@@ -126,7 +126,7 @@ def section(facts: dict[str, Any]) -> list[str]:
 
 
 def judged(facts: dict[str, Any]) -> Rows:
-    """Return the judged results of one run of a program.
+    """Judge the answers in one result file, and return the rows of figures.
 
     Raises:
         ValueError: a model that is created here differs from the one that answered.

@@ -19,7 +19,7 @@ from benchmarks.engine.gpu_engine_process import attention_lines, end_with_paren
 
 
 def serve(asked: Asked) -> NoReturn:
-    """Run one engine: start it, write its answers, and exit. The log is beside the answers."""
+    """Run one engine: start it, write its answers and its log into one folder, and exit."""
     os.environ.update(asked.env)
     out = Path(asked.out)
     log = out.with_suffix(".log")

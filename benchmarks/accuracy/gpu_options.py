@@ -90,7 +90,7 @@ class Engines:
 
 
 def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """Add the jobs of one feature on one GPU."""
+    """Add the engines that test the feature `what` on one GPU."""
     plain, alone = models[MODEL], ("auto/alone", "k4v4/alone")
     if what == "fp8":
         for run in (*alone, "auto/crowded", "k4v4/crowded"):
@@ -110,7 +110,7 @@ def on_one(engines: Engines, models: dict[str, Path], what: str) -> None:
 
 
 def on_two(engines: Engines, models: dict[str, Path], what: str) -> None:
-    """Add the jobs of one feature on two GPUs, and for comparison the same model on one GPU."""
+    """Add the engines that test the feature `what` on two GPUs, and for comparison the same model on one GPU."""
     name, how, engine = SPREAD[what]
     for run in ON_TWO:
         if f"one {name} {run}" not in engines.asked:

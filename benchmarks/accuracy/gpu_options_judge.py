@@ -23,13 +23,13 @@ def failed(*of: Runs) -> str:
 
 
 def row(figures: dict[str, Any], holds: dict[str, bool]) -> dict[str, Any]:
-    """Return a row with these figures. The verdict names the faults: the keys of `holds` that are False."""
+    """Return a row with these figures and a verdict. The verdict names each key of `holds` whose value is False."""
     missing = [what for what, held in holds.items() if not held]
     return {"verdict": "served, not shown right: " + "; ".join(missing) if missing else RIGHT, **figures}
 
 
 def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]:
-    """Return the agreement of the answers of two runs: `runs[name]` and `against[reference]`."""
+    """Compare the answers of two runs, `runs[name]` and `against[reference]`, and return the figures of `agreement`."""
     return agreement(against[reference]["answers"], runs[name]["answers"])
 
 
@@ -66,7 +66,7 @@ def sleep_row(runs: Runs) -> dict[str, Any]:
 
 
 def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
-    """Judge a batch of requests with and without an adapter. Each answer must fit its own weights and its codec."""
+    """Judge a batch in which some requests use a LoRA adapter. Each answer must fit the weights of its request."""
     if error := failed(runs):
         return {"verdict": f"not served: {error}"}
     (run,) = runs.values()
@@ -85,7 +85,7 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge a run on several GPUs: its difference from the run on one GPU must be small beside the codec's damage."""
+    """Judge a run on several GPUs: it must differ from the run on one GPU by much less than the codec's damage."""
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}
     figures = {f"{name} from one GPU": pair(two, name, one, name) for name in two}
@@ -101,7 +101,7 @@ def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
 
 
 def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
-    """Judge prompt logprobs and samples by the oracle with the codec, and structured output by its schema."""
+    """Compare prompt logprobs and samples with transformers (same codec), and check structured output by its schema."""
     names = ("prompt logprobs", "parallel samples", "structured output")
     if error := failed(runs):
         return {name: {"verdict": f"not served: {error}"} for name in names}

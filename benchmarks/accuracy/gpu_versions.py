@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
-    """Return the prompts, the same in every run."""
+    """Return the token ids of the prompts, which are the same in every run."""
     rng = random.Random(20261127)  # noqa: S311
     return [[rng.randrange(3, vocabulary) for _ in range(length)] for length in LENGTHS]
 

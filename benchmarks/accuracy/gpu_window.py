@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def compare(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare every run with 16 bits. `same` is True if the two runs with overwritten rings are equal."""
+    """Compare every run with the 16-bit run. `same` is True if both runs with overwritten rings answered equally."""
     pairs = [(name, "auto/0") for name in found if name != "auto/0"]
     for dtype in args.dtypes.split(","):
         pairs.append((f"{dtype}/{args.recent}/others", f"{dtype}/{args.recent}/zeros"))

@@ -58,7 +58,7 @@ class Rings:
         worker.execute_model = before
 
     def write(self, scheduled: Any) -> None:
-        """Overwrite every page that is new to its request."""
+        """Overwrite each ring page that a request gets in this step."""
         for request in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
             self.owned.pop(request, None)
         cached = scheduled.scheduled_cached_reqs

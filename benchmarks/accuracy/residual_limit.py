@@ -31,12 +31,12 @@ class Limit:
 
     @property
     def share(self) -> float:
-        """Return the largest share of the tokens that the next step may read at 8 bits."""
+        """Return the largest share of the cached tokens, 0 to 1, that the next engine step may read at 8 bits."""
         busy = max(self.fast, self.slow) / self.objective
         return min(1.0, max(0.0, (NONE - busy) / (NONE - FULL)))
 
     def after(self, seconds: float, steps: int = 1) -> "Limit":
-        """Return the limit after more steps, which took `seconds` each."""
+        """Return the limit after `steps` more engine steps, which took `seconds` each."""
         return replace(self, fast=_mean(self.fast, seconds, steps / FAST), slow=_mean(self.slow, seconds, steps / SLOW))
 
 

@@ -44,7 +44,7 @@ WARM_UP, END, HOUR = 600.0, 2400.0, 13 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulation: a row under a load."""
+    """One simulation: an engine (a row of the table) under a load."""
 
     load: str
     """Kind of load, such as `agents`."""
@@ -79,7 +79,7 @@ class Pool(Blocks):
 
     @property
     def floor(self) -> float:
-        """Share of the running requests' floor that has pages."""
+        """Share of the floor (the newest blocks of running requests) whose residuals have pages."""
         return min(1.0, self._empty / max(FLOOR * len(self._engine.running), 1))
 
     def take(self, count: int) -> None:
@@ -95,7 +95,7 @@ class Pool(Blocks):
         self.share = min(self._wanted(count), self._empty) / max(self.total - self._empty, 1)
 
     def _wanted(self, count: int) -> float:
-        """Return the number of wanted residuals: those that exist, and one for each of `count` new blocks."""
+        """Return how many residual pages are wanted: the present ones, and one for each of `count` new blocks."""
         return self.share * (self.total - self._empty - count) + count
 
     def reuse(self, session: int, count: int) -> None:
@@ -123,7 +123,7 @@ class Elastic(Engine):
         self.forget()
 
     def forget(self) -> None:
-        """Set the sums over steps to 0."""
+        """Set all sums over steps to 0, such as the tokens read."""
         self.read = self.fine = 0.0
         self.counted = self.floors = 0.0
 
@@ -136,7 +136,7 @@ class Elastic(Engine):
         return min(self.blocks.share, max(self._limit.share, floor))
 
     def alike(self, until: float) -> int:
-        """Return the number of equal steps that come next, and count the tokens that they read."""
+        """Return how many equal steps come next until the time `until`, and count the tokens that they read."""
         share, (low, high) = self.share, self._range
         self.costs = replace(self.costs, per_kv_token=low + share * (high - low))
         steps = super().alike(until)

@@ -58,11 +58,11 @@ class Elastic(Probe):
     exact = (plain.bf16(), plain.bf16())
 
     def calibrate(self, tokens: int) -> None:
-        """Compute the factors of each full layer, as an engine does at start."""
+        """Compute the calibration factors of each full-attention layer, as an engine does at start."""
         ids = torch.tensor(text_ids(self.tokenizer, tokens))
         factors = self.self_calibrated(ids, self.model.config.max_position_embeddings)
         self.codecs = {layer: [own(FORMAT, one, recent) for recent in (False, True)] for layer, one in factors.items()}
-        # Only layers with a sliding window look at this, and with any reading they use 16 bits.
+        # Only sliding-window layers use this argument, and they read their cache in 16 bits anyway.
         self.reading = Reading(lambda _layer: own(FORMAT))
 
     @torch.inference_mode()
@@ -229,7 +229,7 @@ def main() -> None:
         batches = prepare(probe, texts)
         row(TODAY, probe, batches)
         for floor, order, share in product(asked.floors, asked.orders, asked.shares):
-            order = "oldest" if share in (0, 1) else order  # all orders are equal then
+            order = "oldest" if share in (0, 1) else order  # all orders are equal at 0 and 1
             row(f"{order} {share:g} floor {floor}", probe, batches, (order, share, floor))
 
 

@@ -95,7 +95,7 @@ def perplexities(
 
 
 def main() -> None:
-    """Print one table, as the command line requests."""
+    """Print the table that the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tokens", type=int, default=2048)

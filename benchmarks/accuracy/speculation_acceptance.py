@@ -72,7 +72,7 @@ def machine() -> str:
 
 
 def alike(answers: list[list[int]], others: list[list[int]]) -> float:
-    """Return the share of all tokens that come before the first difference in their answer."""
+    """Compare two lists of answers. Return the share of tokens before the first difference in their answer, 0 to 1."""
     same = 0
     for one, other in zip(answers, others, strict=True):
         same += next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))

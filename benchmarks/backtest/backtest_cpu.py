@@ -47,7 +47,7 @@ def trace(seed: int = 4) -> list[Request]:
 
 
 def tokens(chance: random.Random, length: int) -> list[int]:
-    """Return a prompt of random tokens, so that the prefix cache has no part of it."""
+    """Return a prompt of `length` random tokens, of which the prefix cache has no part."""
     return [chance.randint(1000, 40000) for _ in range(length)]
 
 

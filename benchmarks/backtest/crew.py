@@ -44,7 +44,7 @@ class Crew:
         self.pilots[i].replicas_changed = self._now()
 
     def judge(self, asked: Array, ready: Array, busy: NDArray[np.bool_]) -> Iterator[tuple[int, PolicyDecision]]:
-        """Run every pilot. Yield each decision other than Stay, with the index of its service.
+        """Let every pilot decide. Yield the index of each service whose decision is not Stay, and the decision.
 
         Args:
             asked: replicas of each service, with starting ones.

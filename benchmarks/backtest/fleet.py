@@ -236,7 +236,7 @@ def main() -> None:
 
 
 def figures_of(row: FleetRow) -> dict[str, Any]:
-    """Return a row as JSON values."""
+    """Return the figures of a row as JSON values."""
     return {
         "load": row.load, "policy": row.policy, "services": row.services, "gpu_hours": round(row.gpu_hours),
         "good_percent": round(100 * row.good / max(row.finished + row.lost, 1e-9), 2), "lost": round(row.lost),

@@ -43,7 +43,7 @@ def _ceil(x: Floats) -> Ints:
 
 
 class Hpa:
-    """Autoscaler with its state. Call `judge` every `sync_seconds`."""
+    """Simulated HorizontalPodAutoscaler of many services. Call `judge` every `sync_seconds`."""
 
     def __init__(
         self, replicas: Ints, *, target: float, minimum: int, maximum: int, sync_seconds: float = 15.0

@@ -162,7 +162,7 @@ class Fleet:
         return usage, wait, (work, chunk, plain, share)
 
     def _youth(self) -> Array:
-        """Return the mean length of running contexts, relative to a load without lost requests.
+        """Return the mean context length of running requests, relative to a load in which no request is lost.
 
         A lost request ends its session early, so fewer requests have a long context.
         """

@@ -41,7 +41,7 @@ class Scaled:
     wanted: Wanted
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Scale to the number of replicas that `wanted` returns."""
+        """Scale the service to the number of replicas that `wanted` returns."""
         if (wanted := self.wanted(service, sample)) != len(service.of(self.dtype)):
             service.scale(self.dtype, wanted)
             service.outcome.scalings += 1
@@ -53,7 +53,7 @@ def use(sample: Sample) -> float:
 
 
 def in_hand(sample: Sample) -> float:
-    """Return the running and waiting requests per replica."""
+    """Return the number of running and waiting requests per replica."""
     return (sample.running + sample.waiting) / sample.pods
 
 
@@ -67,7 +67,7 @@ def by_hpa(
     spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str, figure: Callable[[Sample], float],
     target: float,
 ) -> Start:  # fmt: skip
-    """Return a policy that scales by a HorizontalPodAutoscaler, its first dtype and its first number of replicas.
+    """Return a policy that scales by a HorizontalPodAutoscaler, and the dtype and number of replicas at its start.
 
     Args:
         spec: limits of the number of replicas.
@@ -88,7 +88,7 @@ def by_hpa(
 
 
 def by_wva(spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str) -> Start:
-    """Return a policy that scales as llm-d's WVA, its first dtype and its first number of replicas."""
+    """Return a policy that scales as llm-d's WVA, and the dtype and number of replicas at its start."""
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     wva = Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
 

@@ -51,7 +51,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return the verdict over all loads; empty without a pilot to compare."""
+    """Return a sentence that compares the pilot with each other policy over all loads; empty without a pilot."""
     pilots = [r for r in rows if r.policy == "pilot"]
     pairs = [judge(pilot, r) for pilot in pilots for r in rows if r.load == pilot.load and r is not pilot]
     if not pairs:
@@ -62,7 +62,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def told(rows: Sequence[Row]) -> list[str]:
-    """Return the verdict on each load, and the one over all loads; empty without a pilot to compare."""
+    """Return the sentences of `verdict` for each load, and then that of `summary`; empty without a pilot."""
     loads = dict.fromkeys(r.load for r in rows)
     found = [verdict([r for r in rows if r.load == load]) for load in loads]
     return [one for one in (*found, summary(rows)) if one]

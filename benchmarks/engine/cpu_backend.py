@@ -50,7 +50,7 @@ async def speed(running: Engine, users: int) -> float:
 
 
 async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[Baseline, dict[str, Any]]:
-    """Return the baseline, and the engine's figures: the probe's, and tokens per second by number of users.
+    """Return the baseline and the engine's figures: the probe's results, and tokens per second by number of users.
 
     Without a baseline, record one, and compare the engine with itself (control).
     """
@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """Return the page as Markdown."""
+    """Return the page about speed and accuracy on a CPU as Markdown."""
     base = facts["rows"][0]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     about = (

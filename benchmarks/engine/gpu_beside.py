@@ -45,12 +45,12 @@ class Beside:
             quiet = quiet + 1 if len(self._engine.step()) == SEQUENCES else 0
 
     def close(self) -> None:
-        """End the sequences."""
+        """Abort the sequences that decode."""
         self._engine.abort_request(self._names)
         time.sleep(0.2)
 
     def gaps(self, steps: int = STEPS) -> list[float]:
-        """Run this many steps, and return the seconds between the results of consecutive steps."""
+        """Run this many engine steps, and return the seconds between the results of consecutive steps."""
         marks = [time.perf_counter()]
         for _ in range(steps):
             self._engine.step()
@@ -58,7 +58,7 @@ class Beside:
         return [later - earlier for earlier, later in itertools.pairwise(marks)]
 
     def store(self) -> list[int]:
-        """Prefill a new context into the prefix cache, in steps that are not measured. Return the context's tokens."""
+        """Compute a new context, so that the prefix cache holds it, without measurement. Return its tokens."""
         tokens = self._fresh(CONTEXT)
         (name,) = self._driver.submit([tokens], 1)
         while not any(output.request_id == name and output.finished for output in self._engine.step()):
@@ -67,7 +67,7 @@ class Beside:
         return tokens
 
     def arrive(self, tokens: list[int], new: int) -> None:
-        """Submit a request with these cached tokens and `new` tokens after them."""
+        """Submit a request whose prompt is these cached tokens, followed by `new` other tokens."""
         self._driver.submit([tokens + self._fresh(new)], 1)
 
     def _fresh(self, count: int) -> list[int]:
@@ -125,7 +125,7 @@ def kernels_ms(run: Callable[[], Any]) -> float:
 
 
 def host_functions(beside: Beside, new: int) -> list[dict[str, Any]]:
-    """Return the host functions with the most time of their own (without callees), as means over several arrivals."""
+    """Return the host functions that take the most time (without callees), as means over several requests."""
     profile = cProfile.Profile()
     for _ in range(REPEATS):
         tokens = beside.store()

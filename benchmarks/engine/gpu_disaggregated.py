@@ -157,7 +157,7 @@ def run(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> dict
 
 
 def line(row: dict[str, Any], length: int) -> str:
-    """Return a row of the table."""
+    """Return one row of the table: the figures of a dtype for prompts of one length."""
     of = [one for one in row["prompts"] if one["tokens"] == length]
 
     def middle(key: str) -> float:
@@ -173,7 +173,7 @@ def line(row: dict[str, Any], length: int) -> str:
 
 
 def spread(of: list[dict[str, Any]]) -> str:
-    """Return the smallest, median and largest milliseconds of the transfers."""
+    """Return the smallest, the median and the largest time of the transfers as text, in milliseconds."""
     times = sorted(1e3 * one["transfer_s"] for one in of)
     return f"{times[0]:.1f}, {statistics.median(times):.1f}, {times[-1]:.1f}"
 

@@ -59,7 +59,7 @@ class Engine:
         self.job, self.requests = job, 0
 
     def start(self) -> dict[str, Any]:
-        """Create the engine, and return facts about it."""
+        """Create the engine, and return its capacity, cache layout and versions."""
         from vllm import LLM
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -133,12 +133,12 @@ class Engine:
         }  # fmt: skip
 
     def hear(self) -> None:
-        """Run an engine step, in which vLLM learns which blocks the other engine has read, and frees them."""
+        """Run one engine step. In it vLLM learns which blocks the other engine has read, and frees these blocks."""
         self.core.step()
 
 
 def main() -> NoReturn:
-    """Answer questions until the parent closes the connection."""
+    """Create the engine's process and answer the parent's questions until the parent closes the connection."""
     end_with_parent()
     engine = Engine(Job(**json.loads(Path(sys.argv[1]).read_text())))
     with socket.socket(socket.AF_UNIX) as asker:

@@ -83,7 +83,7 @@ def model_of(args: argparse.Namespace, scratch: Path) -> tuple[str, int, dict[st
 
 
 def alone(args: argparse.Namespace) -> dict[str, str]:
-    """Return environment variables that keep vLLM in one process, as `--drafts` and `--beside` need it."""
+    """Return environment variables that keep vLLM in one process, which `--drafts` and `--beside` require."""
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.drafts or args.beside else {}
 
 
@@ -93,7 +93,7 @@ def drafted(count: int) -> dict[str, Any]:
 
 
 def command_line(words: list[str]) -> str:
-    """Return the command line, without the output folder."""
+    """Return the command line as text for the result, without the output folder."""
     kept = list(words)
     if "--out" in kept:
         at = kept.index("--out")

@@ -134,7 +134,7 @@ def mixed_case(driver: Driver, job: Job, step: int) -> dict[str, Any]:
 
 
 def warm_up(driver: Driver, job: Job) -> None:
-    """Run each kind of step once, so that no measurement includes the compilation of a kernel."""
+    """Run each kind of engine step once, so that no measurement includes the compilation of a kernel."""
     longest = min(16384, max(context for _, context in job.cases), driver.max_model_len // 4)
     tokens = prompt("warm", 2 * longest, job.vocab)
     driver.prefill([tokens[:longest]])

@@ -43,7 +43,7 @@ def prefill(run: Run | None, context: int) -> float | None:
 
 
 def attention(run: Run | None, batch: int, context: int) -> float | None:
-    """Return the milliseconds of attention to the context in a decode step.
+    """Return how many milliseconds of a decode step attention to the context takes; None if not measured.
 
     This is the step's time minus the time of a step with 16 tokens of context per sequence.
     """
@@ -78,7 +78,7 @@ class Bar:
     unit: str = "x"
 
     def row(self, runs: Runs) -> str:
-        """Return this target's row of the table."""
+        """Return this target as a row of the Markdown table: target, measured figure and verdict."""
         value = self.measure(runs)
         sign = "at most" if self.at_most else "at least"
         bound = f"{self.bound:,g}" if self.bound < 1e6 else f"{self.bound:,.0f}"
@@ -177,7 +177,7 @@ def short(tokens: int) -> str:
 
 
 def failures(runs: Runs) -> list[str]:
-    """Return the measurements that failed, with the reasons."""
+    """Return one line for each measurement that failed, with the reason."""
     found = [f"`{dtype}`: {run['error']}" for dtype, run in runs.items() if run.get("error")]
     for dtype, run in runs.items():
         cases = {**run["cases"], "second half": run.get("chunked", {})}

@@ -27,7 +27,7 @@ class Shape:
     """Fields of config.json to add or to replace."""
 
     def config(self, layers: int, max_model_len: int) -> dict[str, Any]:
-        """Return the content of config.json with `layers` layers."""
+        """Return the content of config.json for a model of this shape with `layers` layers."""
         return {
             "architectures": [self.architecture],
             "model_type": "qwen3" if self.architecture.startswith("Qwen3") else "llama",

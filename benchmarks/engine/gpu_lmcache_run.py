@@ -76,7 +76,7 @@ class Moves:
             self.found["read_bytes"] += sum(chunk.nbytes for chunk in chunks or ())
             return chunks
 
-        def written(key: Any, instance: int, chunks: Any) -> bool:  # on a GPU, a thread of LMCache calls this
+        def written(key: Any, instance: int, chunks: Any) -> bool:  # on a GPU, LMCache calls this from its own thread
             began = time.perf_counter()
             done = bool(commit(key, instance, chunks))
             self.found["write_s"] += time.perf_counter() - began

@@ -145,7 +145,7 @@ def main() -> NoReturn:
 
 
 def turn(history: list[int], job: Job, rng: random.Random) -> list[int]:
-    """Return the prompt of a request: the history, and new tokens that no later request contains."""
+    """Return a request's prompt: the conversation's history, and new tokens that no later request repeats."""
     return history + [rng.randrange(3, job.vocab) for _ in range(job.turn)]
 
 

@@ -174,7 +174,7 @@ async def kv_tokens(session: aiohttp.ClientSession, url: str) -> int:
 
 
 def row(level: dict[str, Any]) -> str:
-    """Return the figures of one level as a line, with times in ms."""
+    """Return the figures of one level (number of users) as a line of text, with times in milliseconds."""
     ttft, itl = ([round(1e3 * value, 1) for value in level[name]] for name in ("ttft", "itl"))
     held = "holds" if level["held"] else "misses"
     return f"TTFT p50/p95/p99 {ttft} ms, ITL {itl} ms, {level['turns_per_second']:.1f} turns/s: {held}"
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
 
     The file is written after errors and interruptions, too, with the levels that are measured and the error.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the server on SIGTERM, too
     out = result(args, dtype)
     log = out.with_suffix(".log")
     facts = {
@@ -236,7 +236,7 @@ def run_all(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
 def main() -> int:
     """Run every dtype, and print the table. Return 1 if one failed."""
     args = arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the children end, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the children on SIGTERM, too
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch:
         shape = SHAPES[args.shape]

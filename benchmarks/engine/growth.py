@@ -86,7 +86,7 @@ def plot(runs: dict[str, dict[str, Any]], copy_rate: float, path: Path) -> None:
 
 
 def main() -> int:
-    """Print the table, and draw the plot."""
+    """Print the table of steps and limits, and draw the plot if the command line asks for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("raw", type=Path)
     parser.add_argument("--copy-rate", type=float, required=True, help="TB/s, read and written together")

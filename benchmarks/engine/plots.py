@@ -17,7 +17,7 @@ import matplotlib as mpl
 from benchmarks.engine import gpu_engine_report as report
 
 mpl.use("svg")
-import matplotlib.pyplot as plt  # import it only after the plot backend is chosen
+import matplotlib.pyplot as plt  # import pyplot only after the plot backend is chosen
 
 COLOURS = {
     "auto": "#333333",

@@ -67,7 +67,7 @@ class Users:
                 task.result()
 
     async def close(self) -> None:
-        """Stop all users."""
+        """Stop all users, and cancel their running requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -44,7 +44,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Number of tokens after the step."""
+        """Number of tokens that the sequence has after this engine step."""
         return self.before + self.new
 
     @property
@@ -70,7 +70,7 @@ def _foreign(table: torch.Tensor, row: int, page: int) -> None:
 
 
 def _long(table: torch.Tensor, row: int, one: Row) -> None:
-    """In place of pages beyond 1,280 tokens, read the pages that are twenty pages earlier in the sequence."""
+    """Damage: in place of pages beyond 1,280 tokens, read the pages twenty places earlier in the sequence."""
     last = (one.length - 1) // BLOCK
     if one.length > 1280 + BLOCK:
         table[row, 20:last] = table[row, : last - 20].clone()
@@ -212,7 +212,7 @@ class Loops:
         self._read: dict[str, list[int]] = {}
 
     def logits(self, logits: torch.Tensor, read: list[list[int]]) -> None:
-        """Force the next token of each request with at least 64 generated tokens.
+        """Force the next token of each request that has generated at least 64 tokens.
 
         Args:
             logits: [sequences, vocabulary], changed in place.
@@ -246,7 +246,7 @@ def mode() -> str:
 
 
 def register() -> None:
-    """Install the hooks in this process of vLLM."""
+    """Install the plugin's hooks in this process of vLLM. vLLM calls this at start."""
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder

@@ -42,7 +42,7 @@ def canary(dtype: str, folder: Path, *arguments: str, model: Path | None = None)
 
 
 def switch(running: Engine, folder: Path, mode: str) -> None:
-    """Damage the engine by `mode` from now on (by nothing if it is empty). Empty the engine's prefix cache."""
+    """Let the engine fail by `mode` from now on; an empty `mode` makes it healthy. Empty the engine's prefix cache."""
     (folder / "mode").write_text(mode)
     httpx.post(f"{running.url}/reset_prefix_cache", timeout=60).raise_for_status()
 

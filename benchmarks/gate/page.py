@@ -15,7 +15,7 @@ FOUND = {"Failed": "yes", "Error": "yes", "Inconclusive": "not promoted", "Passe
 
 
 def summary(rows: dict[str, Any]) -> str:
-    """Return the sentence that counts the results."""
+    """Return the sentence that says how many failure modes the gate found."""
     ends = [rows[mode.name]["stages"][-1]["verdict"] for mode in MODES if mode.name in rows]
     count = {found: sum(FOUND[end] == found for end in ends) for found in FOUND.values()}
     found, held, missed = count.values()
@@ -39,7 +39,7 @@ def _mode(mode: Mode, row: dict[str, Any] | None) -> str:
 
 
 def healthy(rows: dict[str, Any]) -> str:
-    """Return the table of canaries without damage. For such a canary, `stages` has one entry for each run."""
+    """Return a table of the canaries without damage. The entry `stages` of such a canary has one item for each run."""
     lines = ["| canary | runs | failed | mean KL, millinats | prompts | seconds |", "|---|---|---|---|---|---|"]
     for name in HEALTHY:
         if (row := rows.get(name)) is not None:
@@ -57,7 +57,7 @@ def healthy(rows: dict[str, Any]) -> str:
 
 
 def damages() -> str:
-    """Return the table of what each mode does to the engine, beside what its report says."""
+    """Return a table of failure modes: what the public report says, and the damage in this benchmark."""
     lines = ["| mode | what the report says | damage in this benchmark |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| `{mode.name}` | {mode.reported} | {mode.damage} |" for mode in MODES)])
 

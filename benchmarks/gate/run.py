@@ -51,7 +51,7 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 
 
 def captured(url: str, name: str, dtype: str = "auto") -> Baseline:
-    """Return the answers of the engine at `url` to the packs of stage `name`, with the control (`run.control`)."""
+    """Return the baseline of a stage: the answers of the engine at `url` to its prompts, and a control run."""
 
     async def both() -> Baseline:
         kept = await run.capture(url, "m", packs.load(SETS[name]), identity=name, dtype=dtype, settings=SETTINGS)
@@ -130,7 +130,7 @@ class Matrix:
         self.rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
 
     def wants(self, name: str) -> bool:
-        """Return True if this run must measure the row: it is named, or without names it is missing."""
+        """Return True if this run must measure the row: a row that the command line names, or else a missing one."""
         return name in self._only if self._only else name not in self.rows
 
     def turn(self, mode: Mode) -> int:
@@ -138,7 +138,7 @@ class Matrix:
         return self._only.index(mode.name) if self._only else 0
 
     def add(self, name: str, stages: list[dict[str, Any]]) -> None:
-        """Store a row in the file, and print it."""
+        """Store the results of a row in the JSON file, and print them."""
         self.rows[name] = {"date": datetime.now(UTC).date().isoformat(), "stages": stages}
         about = {"model": "SmolLM2-135M", "vllm": version("vllm"), "context": engines.CONTEXT}
         text = json.dumps({**about, "pool": engines.POOL_TOKENS, "rows": self.rows}, indent=1)

@@ -20,12 +20,12 @@ ROWS, DIM = 20_000, 128
 
 
 def ours(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Quantize and dequantize in our group format."""
+    """Return `x` after quantization in kvpilot's group format and back."""
     return decode(*encode(x, bits, group), bits)
 
 
 def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Quantize and dequantize between each group's minimum and maximum.
+    """Return `x` after quantization between each group's minimum and maximum and back.
 
     Scale and zero point are exact, but count as two 16-bit numbers.
     """
@@ -44,7 +44,7 @@ def symmetric(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def groups() -> None:
-    """Print a table of the group formats, with bits per element and mean squared error."""
+    """Print the group formats as a table: bits per element, and mean squared error on rows of variance 1."""
     x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
     print("| codes | group | metadata | bits an element | mean squared error |\n|---|---|---|---|---|")
     for bits in (4, 2):

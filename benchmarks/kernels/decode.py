@@ -64,7 +64,7 @@ CASES = [
 
 
 def random_pages(fmt: formats.Format, case: Case, block: int, device: torch.device) -> torch.Tensor:
-    """Return pages of random quantized values. Scales are between 0.01 and 0.03, and zero points near the middle."""
+    """Return KV pages of random quantized values. Scales are between 0.01 and 0.03, zero points near the middle."""
     blocks = case.batch * -(-case.context // block) + 1
     cache = torch.randint(
         0, 256, (blocks, case.kv_heads, block, fmt.row_bytes(case.dim)), dtype=torch.uint8, device=device
@@ -191,7 +191,7 @@ def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], 
         for name, run in {**decode_rivals.installed(case.dim), **own}.items():
             try:
                 row = run(case, device)
-            except Exception as error:  # if a rival does not support a shape, its error is the result
+            except Exception as error:  # another project's kernel may not support a shape: its error is the result
                 row = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             facts["rows"].append({"case": case.__dict__, "name": name, **row})
             print(f"{case.shape} {case.batch}x{case.context} {name}: {row}", flush=True)

@@ -19,7 +19,7 @@ LONG = ((1, 32768), (1, 65536), (1, 131072), (2, 32768), (4, 16384), (8, 32768),
 
 
 def main() -> None:
-    """Measure, and write the results."""
+    """Measure all batch sizes, print the table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     out: Path = parser.parse_args().out

@@ -63,7 +63,7 @@ class Resources:
     stack: int
 
     def misfit(self, capability: int) -> str:
-        """Return the reason why this GPU cannot launch the program, or an empty string."""
+        """Return why a GPU of this compute capability cannot launch the program, or an empty string."""
         if self.stack:
             return f"spills {self.stack} bytes of registers"
         if self.shared > SHARED_KIB[capability] * 1024:
@@ -72,7 +72,7 @@ class Resources:
 
 
 def kernels() -> dict[str, Any]:
-    """Return all kernels by name."""
+    """Return all of kvpilot's GPU kernels by name."""
     found = (decode_kernel, store_kernel, gather_kernel, plan_kernel, reduce_kernel, ring_slots_kernel, prefill_kernel,
              latent_decode_kernel, latent_gather_kernel, latent_reduce_kernel, latent_prepare_kernel,
              latent_store_kernel)  # fmt: skip

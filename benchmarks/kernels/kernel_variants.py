@@ -42,7 +42,7 @@ class Variant:
 
 
 def stored_dim(dim: int) -> int:
-    """Return the elements of a stored row, for a dimension that the formats store."""
+    """Return the number of elements of a stored row for heads of `dim` elements, a size that the formats support."""
     return formats.stored_dim(dim) or 0
 
 

@@ -144,7 +144,7 @@ def check(name: str, heads: int) -> dict[str, Any]:
 
 
 def check_baseline(name: str, heads: int) -> dict[str, Any]:
-    """Return the errors of the baseline against attention in float32, to show that it computes the right result."""
+    """Return the errors of the baseline kernel against attention in float32. Small errors show that it is correct."""
     torch.manual_seed(heads)
     device = torch.device("cuda")
     lens = torch.tensor([1, 64, 1000], dtype=torch.int32, device=device)
@@ -228,14 +228,14 @@ def ours(
             if others is None:
                 row["store"] = microseconds(store)
                 row["layer"] = microseconds(lambda: store().decode(table, lens, plan, out))  # noqa: B023
-        except Exception as error:  # if a choice does not fit, its error is the result
+        except Exception as error:  # a launch choice may not fit the GPU: its error is the result
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield row
     latent_tuning.merging = own
 
 
 def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, Any]:
-    """Return the baseline's time at the best of its launch choices."""
+    """Return the time of the baseline kernel at the fastest of its launch choices."""
     size = case.batch * case.context * ENTRY * torch.finfo(dtype).bits // 8
     shape = (case.batch * -(-case.context // BLOCK) + 1, BLOCK, ENTRY)
     caches = []
@@ -252,7 +252,7 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
         try:
             base = Baseline(table, lens, case.heads, choice)
             took = microseconds(lambda: base.attend(query, caches[next(turn) % len(caches)], 192**-0.5))  # noqa: B023
-        except Exception as error:  # the choice needs more shared memory than the GPU has
+        except Exception as error:  # a launch choice may need more shared memory than the GPU has
             best.setdefault("failed", []).append([asdict(choice), type(error).__name__])
             continue
         if took < best.get("decode", float("inf")):
@@ -261,7 +261,7 @@ def beside(dtype: torch.dtype, case: Case, device: torch.device) -> dict[str, An
 
 
 def decodes(choice: LatentChoice) -> Iterator[tuple[LatentChoice, None]]:
-    """Yield launch choices near `choice`. With more programs, a thread gets fewer registers and may spill."""
+    """Yield variants of `choice` to measure: other tiles, stages, warps, programs and limits of registers."""
     ways = [(4, 1, None), (4, 2, None), (4, 3, 168), (4, 4, 128), (8, 1, None), (8, 2, 128)]
     for tile, stages, (warps, programs, registers) in product((64, 32), (2, 3), ways):
         yield replace(choice, tile=tile, stages=stages, warps=warps, programs=programs, registers=registers), None

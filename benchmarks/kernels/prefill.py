@@ -69,12 +69,12 @@ def check(dtype: torch.dtype, causal: bool, softcap: float, device: torch.device
 
 
 def milliseconds(launch: Any) -> float:
-    """Return the median milliseconds of a launch."""
+    """Return the median time of a kernel launch in milliseconds."""
     return float(triton.testing.do_bench(launch, warmup=20, rep=100, return_mode="median"))
 
 
 def rival(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: int, old: int) -> Any:
-    """Return a function that launches vLLM's Triton kernel over pages with as many tokens."""
+    """Return a function that launches vLLM's Triton kernel over 16-bit pages with the same tokens."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     device, block = query.device, 16

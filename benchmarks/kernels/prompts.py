@@ -53,7 +53,7 @@ def tokens_of(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def slots_of(table: torch.Tensor) -> torch.Tensor:
-    """Return the slot of each token, int64 [tokens]."""
+    """Return each token's slot in the cache, int64 [tokens]."""
     return (table.long()[0][:, None] * BLOCK + torch.arange(BLOCK, device=table.device)).flatten()
 
 
@@ -93,7 +93,7 @@ def ours(name: str, case: Case, device: torch.device, recent: int) -> dict[str, 
 
 
 def vllms(dtype: str, case: Case, device: torch.device) -> dict[str, Any]:
-    """Measure vLLM's store of a prompt."""
+    """Measure how long vLLM takes to store a prompt's keys and values."""
     from vllm import _custom_ops as ops
 
     _, key, value, table = tokens_of(case, device)
@@ -111,7 +111,7 @@ def vllms(dtype: str, case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def block_of(text: str) -> tuning.Block | None:
-    """Parse a program size (tokens, warps) of the command line. Return None for an empty text: use engines' size."""
+    """Parse the size of a GPU program (tokens, warps). Return None for an empty text: the size that engines use."""
     return tuning.Block(*map(int, text.split(","))) if text else None
 
 
@@ -136,7 +136,7 @@ def runs_of(options: argparse.Namespace, case: Case, device: torch.device) -> It
 
 
 def main() -> None:
-    """Measure all cases, print and write."""
+    """Measure all cases, print the times and write them to OUT/prompts.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])

@@ -12,7 +12,7 @@ LAUNCHES = 32
 
 
 def microseconds(launch: Callable[[], object]) -> float:
-    """Return the mean time of a launch in a CUDA graph of `LAUNCHES` launches; of ten replays, the median."""
+    """Return the microseconds of a launch: the mean over a CUDA graph of `LAUNCHES` launches, median of ten replays."""
     for _ in range(3):
         launch()
     torch.cuda.synchronize()
@@ -49,5 +49,5 @@ def copy_rate(device: torch.device) -> float:
 
 
 def always(value: Value, *_: Any) -> Value:
-    """Return `value`, whatever the other arguments are. A benchmark puts this in place of a function of `tuning`."""
+    """Return `value`, and ignore the other arguments. A benchmark puts this in place of a function of `tuning`."""
     return value

@@ -27,7 +27,7 @@ def taking(cores: float) -> Iterator[None]:
 
 
 def take(share: float) -> None:
-    """Use this share of one core forever, or as much as other processes leave."""
+    """Use this share of one core (0 to 1) forever, or as much as other processes leave."""
     began = time.monotonic()
     while True:
         if time.process_time() < share * (time.monotonic() - began):

@@ -67,7 +67,7 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
-        # Use one generator for all measurements. An edit that repeats the value of a spec would change nothing.
+        # Use one random generator for all measurements: an edit that repeats a value would change nothing.
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:

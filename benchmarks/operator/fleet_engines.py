@@ -102,11 +102,11 @@ class Connection(asyncio.Protocol):
         self._engines = engines
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Store the transport, for answers."""
+        """Store the connection's transport, to send answers later."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer the request."""
+        """Answer the HTTP request that has arrived."""
         path = data.split(b" ", 2)[1]
         if path == b"/metrics":
             self._transport.write(self._engines.metrics(self._transport.get_extra_info("sockname")[0]))

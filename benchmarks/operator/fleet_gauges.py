@@ -26,7 +26,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Process:
-    """Child process whose memory is measured, with its log."""
+    """Child process of the benchmark, whose memory is measured, and its log file."""
 
     def __init__(
         self, command: list[str], folder: Path, kubeconfig: Path, start: Callable[[], None] | None = None
@@ -38,7 +38,7 @@ class Process:
             self._child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, preexec_fn=start)
 
     def rss(self) -> float:
-        """Return the resident memory in MiB."""
+        """Return the process's resident memory in MiB."""
         pages = Path(f"/proc/{self._child.pid}/statm").read_text().split()[1]
         return int(pages) * _PAGE_BYTES / 2**20
 
@@ -111,7 +111,7 @@ def _program(pid: int) -> str:
 
 
 class Watched:
-    """QuantizedLLMServices as the API server's watch reports them. A caller can wait until a status arrives."""
+    """A watch of all QuantizedLLMServices. A caller can wait until a status arrives."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -120,7 +120,7 @@ class Watched:
         self._waiting: dict[tuple[str, str], list[tuple[Any, asyncio.Future[float]]]] = defaultdict(list)
 
     async def run(self) -> None:
-        """Follow the watch forever."""
+        """Follow the API server's watch forever, and store each status."""
         version = ""
         while True:
             try:
@@ -170,7 +170,7 @@ def total(metrics: dict[str, float], name: str, part: str = "") -> float:
 
 
 def rate(before: dict[str, float], after: dict[str, float], name: str, seconds: float) -> float:
-    """Return a counter's growth per second."""
+    """Return how much a counter grew per second between two metrics pages."""
     return round((total(after, name) - total(before, name)) / seconds, 1)
 
 

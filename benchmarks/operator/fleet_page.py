@@ -51,7 +51,7 @@ _COLUMNS = """| services | pods | up s | edit p50/p95/p99 ms | pod p50/p95/p99 m
 
 
 def row(one: dict[str, Any]) -> str:
-    """Return one line of the table."""
+    """Return the table line of one fleet size."""
 
     def ms(shares: dict[str, float]) -> str:
         return " / ".join(f"{1000 * shares[q]:.0f}" for q in ("p50", "p95", "p99"))
@@ -98,7 +98,7 @@ def bars(result: dict[str, Any]) -> str:
 
 
 def soak(one: dict[str, Any]) -> str:
-    """Return the text about the long run."""
+    """Return the text about the soak: the long run at the largest size."""
     memory, edit = one["rss_mib"], one["edit_to_status"]
     half = memory[len(memory) // 2 :]
     told = (
@@ -142,7 +142,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the table of results, one line per size."""
+    """Return the Markdown table of results, one line per fleet size."""
     return _COLUMNS + "\n".join(row(one) for one in result["sizes"]) + "\n"
 
 

@@ -35,7 +35,7 @@ class Engine:
         return [pid for pid in self.processes()[1:] if "EngineCore" in _command(pid) or _uses_cuda(pid)]
 
     def gpu(self) -> str:
-        """Return the index of the engine's GPU."""
+        """Return the index of the engine's GPU, as text."""
         given: dict[str, list[str]] = json.loads((self.folder / "gpus.json").read_text())
         return given[ENGINE_CONTAINER][0]
 

@@ -53,7 +53,7 @@ async def stop(bench: Bench) -> None:
 
 
 async def _replaced(bench: Bench, strike: Callable[[Engine], Awaitable[None]], leave_seconds: float) -> None:
-    """Let `strike` hit an engine that streams answers.
+    """Apply the fault `strike` to an engine that streams answers.
 
     Wait until the engine leaves the Kubernetes Service, and then until two engines are ready again.
     """
@@ -124,7 +124,7 @@ def _hog(gpu: str) -> subprocess.Popen[str]:
 
 
 def _said(process: subprocess.Popen[str], line: str = "") -> str:
-    """Send a line to a process, and return the next one that it prints; empty if it has ended."""
+    """Send a line to a process, and return the next line that it prints; empty if the process has ended."""
     if process.stdin is None or process.stdout is None:
         raise AssertionError("the process has pipes")
     if line:

@@ -58,7 +58,7 @@ class FaultFailed(DemoError):
 
 @dataclass(frozen=True)
 class Users:
-    """Load during the faults. Lengths are in tokens."""
+    """Simulated users who send requests during the faults. Lengths are in tokens."""
 
     count: int = 32
     prompt: int = 1500
@@ -179,7 +179,7 @@ class Bench:
         await self._load.start()
 
     async def stop(self) -> None:
-        """End the users and the watch."""
+        """Stop the simulated users and the watch of the service."""
         if self._watcher is not None:
             await cancelled(self._watcher)
         if self._load is not None:
@@ -216,7 +216,7 @@ class Bench:
 
     @property
     def load(self) -> WatchedLoad:
-        """The users, once they have started."""
+        """The load of the simulated users, once it has started."""
         if self._load is None:
             raise FaultFailed("the users have not started: call start()")
         return self._load
@@ -235,7 +235,7 @@ class Bench:
         return len(self.now.pods) == REPLICAS and len(self.engines()) == REPLICAS
 
     def stayed(self, engine: Engine) -> bool:
-        """Return True if this engine is ready and its process has not been replaced."""
+        """Return True if this engine is ready and still runs the same process."""
         return any((one.name, one.restarts) == (engine.name, engine.restarts) for one in self.engines())
 
     async def busy(self) -> Engine:
@@ -302,7 +302,7 @@ class Bench:
         self._known = facts
 
     def note(self, text: str) -> None:
-        """Add a line, with its time, to the row's `seen`."""
+        """Add a line of text, with the time since the fault, to the row's `seen`."""
         self.row.seen.append(f"{self.passed():.1f} s: {text}")
 
     async def delete(self, engine: Engine) -> None:

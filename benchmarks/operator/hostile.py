@@ -188,7 +188,7 @@ class HostileFleet:
         return [pod["status"]["podIP"] for pod in found]
 
     async def asked(self, address: str = "127.100.0.1") -> Counter[str]:
-        """Return how often each engine was scraped. `address` is one of the process that answers for the engines."""
+        """Return how often each engine was scraped, from the process that answers for all engines at `address`."""
         async with aiohttp.ClientSession() as http, http.get(f"http://{address}:8000/stats") as answer:
             return Counter(json.loads(await answer.text()))
 

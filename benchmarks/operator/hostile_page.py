@@ -103,7 +103,7 @@ def _cores(program: str, one: dict[str, Any]) -> str:
 
 
 def page(result: dict[str, Any], name: str) -> str:
-    """Return the page as Markdown."""
+    """Return the page about hostile services as Markdown."""
     phases = {phase: result[phase] for phase in _PHASES if phase in result}
     programs = sorted({program for one in phases.values() for program in one["cores"]} - {"others"})
     cores = tuple((program, partial(_cores, program)) for program in (*programs, "others"))

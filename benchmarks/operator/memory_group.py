@@ -25,7 +25,7 @@ class MemoryGroup:
         return self._folder is not None and (self._folder / "memory.limit_in_bytes").exists()
 
     def joins(self) -> None:
-        """Put the calling process under the limit."""
+        """Put the calling process and its later children under the memory limit."""
         if self._folder is not None:
             (self._folder / "cgroup.procs").write_text(str(os.getpid()))
         else:

@@ -1,4 +1,4 @@
-"""Cost of every input's parser at sizes that double. A linear parser has a constant cost per byte.
+"""Time of each parser of untrusted input, at sizes that double. A linear parser takes constant time per byte.
 
     python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json
 
@@ -48,7 +48,7 @@ def page(text: bytes) -> None:
 
 
 def prometheus_client(text: bytes) -> None:
-    """Parse the whole page with prometheus_client."""
+    """Parse the whole page with prometheus_client, for comparison."""
     for family in text_string_to_metric_families(text.decode()):
         for _ in family.samples:
             pass
@@ -106,13 +106,13 @@ def _outcome(read: Callable[[bytes], object], text: bytes) -> str:
     except (KvpilotError, ProbeError) as error:
         return type(error).__name__
     except ValueError as error:
-        # prometheus_client refuses a page by a ValueError, so this is an outcome, too.
+        # prometheus_client raises ValueError to refuse a page. Such a refusal is a result, too.
         return type(error).__name__
     return "read"
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the page, with a table for each parser."""
+    """Return the Markdown page, with a table for each parser."""
     words = [
         "# What each parser of tenants' input costs\n",
         "    python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json\n",

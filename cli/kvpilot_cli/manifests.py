@@ -57,7 +57,7 @@ def read(file: str) -> Iterator[Found]:
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"{file} cannot be read ({error}): give a text file in UTF-8, or - for stdin") from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        # Never quote the file: it may hold secrets.
+        # Never quote the file's content, because it may hold secrets.
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark is not None else type(error).__name__
         raise ManifestError(f"{file} is neither YAML nor JSON ({where}): correct it") from None

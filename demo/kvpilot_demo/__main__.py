@@ -61,7 +61,7 @@ def main() -> int:
     except (DemoError, KvpilotError, LocalClusterError, ModelError, LoadError, TimeoutError) as error:
         _explain(START, str(error), str(folder))
         return 1
-    # After a success nobody needs the logs.
+    # Remove the logs after a success, because nobody needs them.
     shutil.rmtree(folder)
     return 0
 
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add_version(parser)
     for name in ("--keep", "--plain", "--cluster", "--yes", "--gpu"):
         parser.add_argument(name, action="store_true")
-    # For tests of --gpu without GPUs: CPU engines, and a node that claims to have so many GPUs.
+    # For tests of --gpu without GPUs: engines run on CPUs, and the node only claims to have this many GPUs.
     parser.add_argument("--imagined-gpus", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--image", default="")

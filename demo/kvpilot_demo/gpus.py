@@ -88,7 +88,7 @@ def _faults_of(gpu: Gpu) -> list[str]:
 
 
 def found_faults() -> list[str]:
-    """Look at this machine, and return its faults."""
+    """Check this machine, and return a message for each problem, as `faults` does."""
     try:
         gpus = find()
         return [*faults(gpus, cuda_version() if gpus else "", _torch() if gpus else ""), *_programs()]
@@ -117,7 +117,7 @@ def _programs() -> list[str]:
 
 
 def manifest(*, imagined: bool) -> Object:
-    """Return the manifest of the demo's service. With `imagined`, engines run on CPUs, and GPUs are only counted."""
+    """Return the manifest of the demo's service. With `imagined`, engines run on CPUs and no GPU is real."""
     made: Object = yaml.safe_load((ROOT / "examples" / "smollm2-gpu.yaml").read_text())
     if imagined:
         cpu = yaml.safe_load(EXAMPLE.read_text())["spec"]

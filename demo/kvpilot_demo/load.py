@@ -53,7 +53,7 @@ ONCE = Talk(0, 1, 0.0)
 
 
 class LoadError(Exception):
-    """Error that prevents the load from starting."""
+    """Error for a load that cannot start: the engine does not answer, or prompts do not fit its context."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Stats:
 
 
 class _Failed(Exception):
-    """Error for a failed request."""
+    """Error for one request that failed: it is counted, and its user continues."""
 
 
 class Load:
@@ -154,7 +154,7 @@ class Load:
                 self._tasks[index] = asyncio.create_task(self._user(index))
 
     def phase(self) -> Stats:
-        """Begin a phase, and return its counts. They include each request that ends before the next phase begins."""
+        """Begin a phase of the load, and return its counts. They grow until the next phase begins."""
         self._phase = Stats()
         return self._phase
 
@@ -221,7 +221,7 @@ class Load:
             stats.failures.append(f"after {time.monotonic() - self._began:.1f} s: {text[:300]}")
 
     def _part(self, count: int, before: list[int]) -> list[int]:
-        """Return `before` plus the next `count` tokens of the text, which wraps around.
+        """Return `before` plus the next `count` tokens of the text. At the text's end, continue at its beginning.
 
         Start at another token each time, until every token has been a start.
         """

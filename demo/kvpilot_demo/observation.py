@@ -64,7 +64,7 @@ class Observation:
 
     @property
     def sign(self) -> object:
-        """Return a value that changes only with progress."""
+        """Return a value that differs from that of an earlier observation only if there was progress."""
         canary = self.at("canary") or {}
         return (
             self.work,
@@ -86,7 +86,7 @@ class Patience:
         self._since = 0.0
 
     def ended(self, sign: object, now: float) -> bool:
-        """Compare `sign` with the last one. Return True if it has not changed for too long."""
+        """Compare `sign` with that of the last call. Return True if it has not changed for too long."""
         if sign != self._sign:
             self._sign, self._since = sign, now
         return now - self._since >= self._seconds

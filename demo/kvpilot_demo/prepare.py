@@ -27,7 +27,7 @@ from kvpilot_localcluster.causes import PROXIES, cause
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv/bin/python"
 SAYS = "> "
-"""Prefix of those output lines of a stage that the screen shows."""
+"""Prefix of a stage's output lines that the screen shows."""
 _NEWS = re.compile(r"\s*(\d+)% (.*)")
 _WORTH_TELLING = 5.0
 _PLAIN_EVERY = 15.0
@@ -125,7 +125,7 @@ class Lane:
 
 
 def lanes(*, local: bool) -> list[Lane]:
-    """Return the lanes of a first run. A stage whose result exists already does nothing and ends."""
+    """Return the lanes (sequences of stages) of a first run. A stage whose result exists already ends at once."""
     install = [Stage("install packages", ["scripts/install.sh"], 60)]
     if not local:
         return [Lane("packages", install)]
@@ -152,7 +152,7 @@ class Board:
         self._told = 0.0
 
     def draw(self) -> None:
-        """Show news and the current progress."""
+        """Print the news of all lanes, and redraw the line of progress."""
         for lane in self._work:
             while lane.news:
                 self._clear()
@@ -179,7 +179,7 @@ class Board:
 
 
 def run(work: list[Lane], *, plain: bool) -> Lane | None:
-    """Run all lanes and end all their processes. Return a lane that failed, or None."""
+    """Run all lanes in parallel, and end all their processes. Return a lane that failed, or None."""
     board = Board(work, plain=plain)
     try:
         for lane in work:

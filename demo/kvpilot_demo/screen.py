@@ -19,7 +19,7 @@ from kvpilot_demo.load import Stats
 
 _KEPT_NOTES = 14
 _EVENT_WIDTH = 150
-# These columns change all the time. In plain mode, print a line only if another column has changed.
+# Columns that change all the time. In plain mode, a line is printed only if another column has changed.
 _RESTLESS = ("CACHE USED", "ANSWERED")
 Row = list[tuple[str, str]]
 
@@ -72,7 +72,7 @@ class Screen:
                 self._line(f"   {'failed' if step.failed else 'done'} in {step.ended - step.began:.1f} s: {title}")
 
     def note(self, text: str) -> None:
-        """Print a note."""
+        """Print a line of text below the steps."""
         self._notes.append(f"[dim]{self._elapsed():>7}[/dim]  {escape(text)}")
         if self.plain:
             self._line(f"   {text}")
@@ -90,7 +90,7 @@ class Screen:
         self._waiting = waiting
 
     def show(self, service: dict[str, Any] | None, load: Stats | None) -> None:
-        """Update the table of the service."""
+        """Update the table with the state of the service and the figures of the load."""
         row = service_row(service, load)
         if self.plain and row and _calm(row) != _calm(self._row):
             self._line("   " + " | ".join(f"{name} {value}" for name, value in row))
@@ -163,7 +163,7 @@ class Screen:
 
 
 def service_row(service: dict[str, Any] | None, load: Stats | None) -> Row:
-    """Return the cells of the table: the service's state, its canary and the load."""
+    """Return the cells of the table's only row: the service's state, its canary and the figures of the load."""
     if service is None:
         return []
     status = service.get("status") or {}

@@ -58,7 +58,7 @@ class DemoService(ABC):
         return Observation((service or {}).get("status") or {}, await self.pods(), self.work())
 
     def work(self) -> int:
-        """Return a number that grows while engines start or answer; 0 if there is no such number."""
+        """Return a number that grows while engines start or answer requests; 0 if it cannot be measured."""
         return 0
 
     async def events(self) -> list[Object]:

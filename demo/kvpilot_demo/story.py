@@ -134,7 +134,7 @@ class Story:
         self.record = Record()
 
     async def run(self) -> Record:
-        """Run all steps in order."""
+        """Run all steps of the demo in order, and return what was observed."""
         watcher = asyncio.create_task(self._watch())
         try:
             await self._step("a model serves with a 16-bit KV cache", self._becomes_ready)
@@ -251,7 +251,7 @@ class Story:
 
     async def _shrinks(self) -> None:
         await self._end_load()
-        # Without a load, kvpilot may already try the 16-bit dtype again. Its canary is not counted here.
+        # Without a load, kvpilot may already try the 16-bit dtype again. Do not count that canary here.
         await self._until(lambda o: o.engines(GOOD) == 1, "a calm time, and the end of the second engine")
 
     async def _catches(self) -> None:
@@ -315,7 +315,7 @@ class Story:
                 return found
             self._screen.waits_for(what, found.summary)
             answered = self._load.stats.ok + self._load.stats.failed if self._load else 0
-            # GPUs are expensive. There, each wait has a limit even if there is progress.
+            # GPUs are expensive, so on GPUs each wait has a limit even if there is progress.
             if patience.ended((found.sign, answered) if self._size.patient else what, time.monotonic()):
                 said = "; ".join(f"{c['type']}={c['status']} {c['reason']}" for c in found.status.get("conditions", ()))
                 still = "and nothing has moved for" if self._size.patient else "for more than"

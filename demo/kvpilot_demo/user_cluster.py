@@ -96,7 +96,7 @@ def current_context(folder: Path) -> Iterator[None]:
 
 
 def plan(image: str, model: str) -> str:
-    """Describe what the demo will do, for the question whether to run it.
+    """Return a text that says what the demo will do, shown before the user agrees to run it.
 
     Raises:
         DemoError: there is no usable cluster, or kvpilot is not installed there.

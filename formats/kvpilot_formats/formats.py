@@ -21,7 +21,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 """Head dimensions with a layout in kvpilot's own formats. Other heads are padded to the next larger one."""
 
 SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
-"""Head dimensions that have a `stored_dim`, as text for messages."""
+"""Head dimensions that `stored_dim` accepts, as text for messages."""
 
 RECENT_CHOICES = (0, 64, 128, 256, 512)
 """Numbers of tokens that a recent window may have; 0 means no window."""
@@ -58,7 +58,7 @@ def stored_dim(head_dim: int) -> int | None:
 
 @dataclass(frozen=True)
 class Side:
-    """Storage of one vector (a key or a value of one token and KV head)."""
+    """Storage of one vector: a key or a value of one token and KV head."""
 
     bits: int
     """Width of an element's code."""
@@ -126,7 +126,7 @@ class Format:
         return self.key.row_bytes(head_dim) + self.value.row_bytes(head_dim)
 
     def bits_per_element(self, head_dim: int = 128) -> float:
-        """Return the average number of stored bits per element of a key or value: code, scale, zero point, padding."""
+        """Return the mean number of stored bits per element of keys and values, with scale, zero point and padding."""
         return self.row_bytes(head_dim) * 8 / (2 * head_dim)
 
     def page_layout(self, head_dim: int, block_size: int) -> PageLayout:
@@ -190,10 +190,10 @@ def _vllm(name: str, key: Side, value: Side | None = None) -> Format:
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        _vllm("auto", Side(16)),  # the model's own 16-bit dtype
+        _vllm("auto", Side(16)),  # `auto` is the model's own 16-bit dtype
         _vllm("bfloat16", Side(16)),
         _vllm("float16", Side(16)),
-        _vllm("fp8", Side(8)),  # e4m3, one scale per tensor
+        _vllm("fp8", Side(8)),  # fp8 is e4m3 with one scale per tensor
         _vllm("fp8_e4m3", Side(8)),
         _vllm("fp8_e5m2", Side(8)),
         _vllm("fp8_per_token_head", Side(8, 4)),
@@ -204,10 +204,10 @@ FORMATS: dict[str, Format] = {
         _vllm("turboquant_4bit_nc", Side(4, 2), Side(4, 4)),
         _vllm("turboquant_k3v4_nc", Side(3, 2), Side(4, 4)),
         _vllm("turboquant_3bit_nc", Side(3, 2), Side(3, 4)),
-        own("int8", 8, 8),  # for GPUs without fp8
+        own("int8", 8, 8),  # int8 is for GPUs without fp8
         own("k8v4", 8, 4, window=64),
         own("k4v4", 4, 4, window=64),
-        own("k4v2", 4, 2, window=128),  # for long contexts
+        own("k4v2", 4, 2, window=128),  # k4v2 suits long contexts
         own("k2v2", 2, 2, window=512, calibrated_only=True),
     )
 }

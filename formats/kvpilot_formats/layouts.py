@@ -90,7 +90,7 @@ RING_REACH = 0.6
 
 @dataclass(frozen=True)
 class Region:
-    """Row-major array [rows, row_bytes] in a page, `offset` bytes from the page's start."""
+    """One row-major array [rows, row_bytes] in a page. It begins `offset` bytes after the page's start."""
 
     offset: int
     rows: int
@@ -118,7 +118,7 @@ class RingLayout:
     value_digits: Region
     meta: Region
     size: int
-    """Used bytes, at most the size of a page."""
+    """Used bytes of the page, at most its size."""
 
 
 def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int) -> PageLayout:

@@ -9,9 +9,8 @@ import re
 from collections.abc import AsyncIterator
 
 _HIDDEN = "***@"
-# Credentials in an address with a scheme: everything up to the last @ before the path. Passwords with a slash occur in
-# S3. They are recognised by NAME: before them, if no port follows the colon. Their length is limited, so that the
-# search takes linear time.
+# Credentials in an address with a scheme: everything up to the last @ before the path. An S3 password may have a slash:
+# it is recognised by NAME: before it, unless a port follows the colon. A length limit keeps the search linear.
 _IN_ADDRESS = r'(?<=://)(?:[^\s/?#"<>]*@|[^\s/?#@:"<>]+:(?!\d{1,5}[/?#])[^\s"<>@]{0,256}@)'
 # Credentials in an address without a scheme, such as a proxy's: NAME:PASSWORD@HOST. IMAGE:TAG@sha256:DIGEST has none.
 _BARE = r"(?<![\w./@-])[\w.+%~-]+:[^\s/@\"'<>:]+@(?!sha\d+:)(?=[\w\[])"

@@ -130,7 +130,7 @@ class PackedPages:
         ring_table: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from one query token per sequence to all of its stored tokens, including itself.
+        """Attend from one query token of each sequence to all stored tokens of the sequence, including itself.
 
         The ring refines the last `recent` tokens to 8 bits, if it still holds their residuals.
 
@@ -174,7 +174,7 @@ class PackedPages:
         if self.ring is not None and ring_table is not None:
             at, fine = self._recent(self.ring, table, seq_lens, ring_table)
             for rows, added in zip((keys, values), fine, strict=True):
-                if added is not None:  # zeros for tokens that the ring does not have
+                if added is not None:  # `added` is 0 for tokens that the ring does not have
                     rows.scatter_add_(2, at[:, None, :, None].expand_as(added), added)
         scores = q @ keys.mT  # [S, H, queries, L]
         if apart is not None:

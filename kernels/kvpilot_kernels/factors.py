@@ -35,7 +35,7 @@ class Factors:
 
     @classmethod
     def identity(cls, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> "Factors":
-        """Return factors that change nothing, for a model without calibration."""
+        """Return identity factors (mean 0, scale 1), for a model without calibration."""
         zero = torch.zeros(kv_heads, head_dim, device=device)
         return cls(zero, zero + 1, zero.clone(), zero + 1)
 

@@ -52,7 +52,7 @@ def stored_slots(
 def joined_slots(
     block_table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, tokens: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots of all tokens of each sequence: its context in pages, then its new tokens in rows of the step.
+    """Return where each sequence's tokens are: first its context in pages, then its new tokens in rows of the step.
 
     Args:
         block_table: int32 [sequences, blocks].

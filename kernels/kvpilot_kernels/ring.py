@@ -85,7 +85,7 @@ class RingPages:
         self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Write residuals and tags of some tokens' keys (side 0) or values (side 1) into the ring.
+        """Write the residuals and tags of tokens' keys (side 0) or values (side 1) into their slots of the ring.
 
         `x`, [tokens, kv_heads, D], is rotated but not quantized. The other tensors are its quantized form.
         """

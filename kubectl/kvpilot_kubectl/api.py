@@ -50,7 +50,7 @@ class Cluster:
         )
         settings.retries = False
         self.server = str(settings.host)
-        # This call reads certificates and a proxy address from the configuration. Wrong ones must raise a ToolError.
+        # The client reads certificates and a proxy address from the configuration. Wrong ones must raise a ToolError.
         api = _configured(lambda: ApiClient(settings))
         api.user_agent = _MANAGER
         self._custom, self._core, self._apps = CustomObjectsApi(api), CoreV1Api(api), AppsV1Api(api)

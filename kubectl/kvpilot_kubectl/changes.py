@@ -14,12 +14,12 @@ from kvpilot_operator.api.words import Reason, Stage, Verdict
 
 
 def pause(cluster: Cluster, name: str, *, paused: bool) -> str:
-    """Set spec.rollout.paused, and say what that means. Write nothing if it has that value already."""
+    """Set spec.rollout.paused, and return a text that explains the effect. Write nothing if the value is the same."""
     before = read(cluster.service(name))
     if before.paused != paused:
         after = read(cluster.patch(name, {"spec": {"rollout": {"paused": paused}}}))
         if after.paused != paused:
-            # The server drops fields that its CRD does not know, so this CRD is too old.
+            # The server drops fields that its CRD does not know. It dropped this one, so its CRD is too old.
             raise ToolError(
                 "the server dropped spec.rollout.paused, because its CRD is older than this tool: update the CRD "
                 "(docs/install.md)"

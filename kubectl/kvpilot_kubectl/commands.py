@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def cluster(options: argparse.Namespace) -> Any:
-    """Return the cluster that the options name."""
+    """Return a client of the cluster that the options name."""
     from kvpilot_kubectl.api import Cluster
 
     return Cluster(

@@ -60,7 +60,7 @@ class _Finder(CompletionFinder):
 
 
 def _stay(_: int = 0) -> None:
-    """Do nothing. argcomplete calls this instead of exiting the process."""
+    """Do nothing. argcomplete calls this function where it would otherwise exit the process."""
 
 
 def _wants_file(words: list[str]) -> bool:

@@ -14,7 +14,7 @@ _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A warning about a pod: the newest Event with this text, or the reason why its first waiting container waits."""
+    """A warning about a pod: its newest Event with this text, or the reason of its first waiting container."""
 
     pod: str
     node: str

@@ -35,7 +35,7 @@ _HELD_UP = (
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """An entry of status.conditions."""
+    """One condition of a service: an entry of status.conditions."""
 
     type: str
     status: str
@@ -125,7 +125,7 @@ class Service:
 
     @property
     def behind(self) -> bool:
-        """True if the conditions describe an older spec than the newest one."""
+        """True if the conditions do not describe the newest spec yet."""
         seen = [one.generation for one in self.conditions if one.generation is not None]
         return self.generation is not None and bool(seen) and max(seen) < self.generation
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvpilot_localcluster.errors import LocalClusterError, StartFailed
 
 _MOST_HELD = 64
-# Locks of the ports that were returned last. Their new owners may not listen yet, so nobody else may get them.
+# Locks of the ports that were returned last. Their new owners may not listen yet, so keep the ports reserved.
 _held: deque[socket.socket] = deque()
 
 
@@ -46,7 +46,7 @@ class Addresses:
         kept.write_text(str(self._block))
 
     def take(self, address: str | None = None) -> str:
-        """Take this address, or any free one. An address that was just released is not reused at once."""
+        """Take this address from the pool, or any free one. An address that was just released is not reused at once."""
         if address is None:
             for _ in range(254):
                 self._last = self._last % 254 + 1
@@ -59,7 +59,7 @@ class Addresses:
         return address
 
     def release(self, address: str) -> None:
-        """Give an address back to the pool."""
+        """Return an address to the pool, so that another pod may get it."""
         self._used.discard(address)
 
 

@@ -121,7 +121,7 @@ def terms(log: Sequence[Write], lease: str) -> list[Term]:
 
 
 def misplaced(log: Sequence[Write], lease: str, identity: Callable[[Write], str | None]) -> list[str]:
-    """Describe each write by a replica that did not lead. `identity` returns a write's replica, or None for a user."""
+    """Describe each write by a replica that did not hold the Lease. `identity` returns a write's replica, or None."""
     held = terms(log, lease)
     faults = []
     for write in log:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Backoff:
-    """Shortest and longest wait before a restart, in seconds. A run of twice `cap` resets the count of crashes."""
+    """Shortest wait `initial` and longest wait `cap` before a restart, in seconds. A run of 2 * `cap` resets them."""
 
     initial: float = 10.0
     cap: float = 300.0
 
     def delay(self, runs: Sequence[float]) -> float:
-        """Return the seconds between the last end and the next start.
+        """Return how many seconds to wait between the end of the last run and the next start.
 
         The first restart is immediate. The next one waits for `initial` seconds. Each further wait is twice as long, up
         to `cap`.

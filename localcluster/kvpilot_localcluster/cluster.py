@@ -67,7 +67,7 @@ class LocalCluster:
 
     @property
     def agent(self) -> subprocess.Popen[bytes]:
-        """Process of the node agent."""
+        """The running process of the node agent."""
         if self._agent is None:
             raise StartFailed("the node agent is not started: call start()")
         return self._agent

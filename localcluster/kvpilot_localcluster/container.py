@@ -163,7 +163,7 @@ class Process:
             found.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process and all its descendants immediately."""
+        """Kill the process and all its descendants immediately."""
         if (found := self.shim) is not None:
             found.signal(signal.SIGUSR1)
 

@@ -259,7 +259,7 @@ class ControlPlane:
             f"--kubeconfig={admin}",
             f"--authentication-kubeconfig={admin}",
             f"--authorization-kubeconfig={admin}",
-            # These features use APIs of the core that 1.20 does not have.
+            # Turn off features of the newer server that need APIs which the core (Kubernetes 1.20) lacks.
             "--enable-priority-and-fairness=false",
             "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
         )

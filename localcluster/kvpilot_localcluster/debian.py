@@ -106,7 +106,7 @@ class Archive:
         return sorted(set(re.findall(r"(?m)^'[^']+' (\S+) ", listed)))
 
     def closure(self, packages: Sequence[str], pattern: str) -> list[str]:
-        """Return the packages that apt would install on an empty system, if their names match `pattern`."""
+        """Return those packages that apt would install on an empty system and whose names match `pattern`."""
         plan = self._apt("install", "--simulate", "--no-install-recommends", *packages)
         return sorted({name for name in re.findall(r"(?m)^Inst (\S+)", plan) if re.fullmatch(pattern, name)})
 

@@ -63,7 +63,7 @@ class Aggregation:
         self._stopped = threading.Event()
 
     def start(self, ports: Mapping[str, int]) -> None:
-        """Create the Service that routes refer to, with the ports of all servers."""
+        """Create the Kubernetes Service to which the aggregator's routes refer, with the ports of all servers."""
         spec = {
             "type": "ExternalName",
             "externalName": "localhost",
@@ -72,7 +72,7 @@ class Aggregation:
         self._core.create("/api/v1/namespaces/kube-system/services", {"metadata": {"name": _BACKEND}, "spec": spec})
 
     def stop(self) -> None:
-        """End the thread that follows new definitions, once its current watch returns."""
+        """Stop following new definitions: end the thread as soon as its current watch returns."""
         self._stopped.set()
 
     def route(self, group: str, version: str, port: int, *, priority: int = 1000, version_priority: int = 1) -> None:
@@ -110,7 +110,7 @@ class Aggregation:
             self._core.call("PUT", f"{_ROUTES}/{name}", body)
 
     def take_definitions(self, newer: Rest, port: int) -> None:
-        """Route all CRDs and their objects to the server `newer` at `port` from now on."""
+        """Let the core forward requests for CRDs and their objects to the server `newer`, at `port`, from now on."""
         self.route("apiextensions.k8s.io", "v1", port, priority=16700, version_priority=20)
         # The aggregator reports Available before it uses the route. So create a definition that only `newer` has, and
         # wait until the aggregator returns it.

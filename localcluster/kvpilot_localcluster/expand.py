@@ -148,7 +148,7 @@ def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> 
 
 
 def divided(quantity: str, divisor: str) -> str:
-    """Return a quantity ("500m", "2Gi") in units of a divisor, rounded up, as for a resourceFieldRef.
+    """Return a quantity ("500m", "2Gi") divided by `divisor` and rounded up, as a resourceFieldRef does.
 
     Raises:
         ValueError: `quantity` or `divisor` is not a quantity.

@@ -109,7 +109,7 @@ def labels(gpus: Sequence[Gpu], cuda: str) -> dict[str, str]:
 
 
 def assign(devices: Sequence[str], owners: Mapping[Owner, Sequence[str]], owner: Owner, count: int) -> tuple[str, ...]:
-    """Return `count` devices for a container: those that it already has, else the first free ones.
+    """Return `count` GPUs for a container: those that it already has, else the first free ones.
 
     Args:
         devices: ids of all devices of the node.

@@ -8,7 +8,7 @@ from pathlib import Path
 from aiohttp import web
 
 LogFolder = Callable[[str, str], Path | None]
-"""Function that returns a pod's log folder by namespace and name, or None for an unknown pod. The log folder has one
+"""Function that returns a pod's log folder, given namespace and name; None for an unknown pod. The log folder has one
 folder for each container.
 """
 

@@ -227,7 +227,7 @@ class Agent:
                 if not synced:
                     await self._clean(listed)
                     synced = True
-                # Handle pods that have an address first. Otherwise a new pod could get an address that is in use.
+                # Handle pods that already have an address first. Otherwise a new pod could get the same address.
                 for one in sorted(listed.values(), key=lambda pod: not pod.get("status", {}).get("podIP")):
                     self._observe(one)
                 listed = {}
@@ -251,7 +251,7 @@ class Agent:
             and self._recorded(uid) is None
             and "deletionTimestamp" not in pod["metadata"]
         ):
-            return  # an agent with another folder has ended this pod, and a pod must not run twice
+            return  # another agent has already ended this pod, and a pod must not run twice
         address = self._addresses.take(pod.get("status", {}).get("podIP") or self._recorded(uid))
 
         def forget() -> None:

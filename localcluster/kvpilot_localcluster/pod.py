@@ -1,4 +1,4 @@
-"""Runner of one pod on this node: its volumes, its containers in order, its status and its end."""
+"""Run one pod on this node: prepare its volumes, run its containers in order, and report its status."""
 
 import asyncio
 import contextlib
@@ -104,11 +104,11 @@ class PodWorker:
         return worker
 
     def observe(self, pod: Json) -> None:
-        """Store the pod's newest version. If the pod is being deleted, begin to end it."""
+        """Store the pod's newest version, as the API server sent it. If the pod is being deleted, begin to end it."""
         if int(pod["metadata"]["resourceVersion"]) >= int(self._pod["metadata"]["resourceVersion"]):
             self._pod = pod
             if pod["spec"].get("readinessGates"):
-                self._dirty.set()  # a readiness gate opens or closes in the pod's status, and Ready depends on it
+                self._dirty.set()  # the new version may open or close a readiness gate, on which Ready depends
         if "deletionTimestamp" not in pod["metadata"]:
             return
         deadline = time.monotonic() + float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)

@@ -1,4 +1,4 @@
-"""A pod's status as a kubelet would report it, computed from its containers. This module does no I/O."""
+"""Compute a pod's status, as a kubelet would report it, from the states of its containers. This module does no I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -108,7 +108,7 @@ async def _exec(command: list[str], target: Target) -> str:
 async def probe(
     spec: Mapping[str, Any], target: Target, verdict: Callable[[bool, str], Awaitable[None]], *, initially: bool | None
 ) -> None:
-    """Probe forever. Report each change of the result. From the failure threshold on, also report every failure.
+    """Probe a container forever. Report each change of the result and, from the failure threshold on, every failure.
 
     Args:
         spec: a Probe object.

@@ -71,7 +71,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_record(path: Path) -> ProcessId | None:
-    """Return the process of a record if it still runs, else None."""
+    """Return the process that a record file names if it still runs, else None."""
     try:
         record = json.loads(path.read_text())
         found = ProcessId(int(record["pid"]), int(record["start"]))
@@ -81,7 +81,7 @@ def read_record(path: Path) -> ProcessId | None:
 
 
 def kill_all_of(*places: Path) -> set[int]:
-    """Kill our processes that belong to one of these folders or log files. Wait for their end and return their pids.
+    """Kill our processes that belong to one of these folders or log files. Wait for their end, and return their pids.
 
     This finds processes by the variable `MARK`, even without a record or a living parent. A process that sets its title
     overwrites its environment, so this also finds processes by the files to which they write.
@@ -107,7 +107,7 @@ def _all_of(places: Sequence[bytes]) -> list[int]:
 
 
 def _told(entry: Path) -> Iterator[bytes]:
-    """Yield the paths that show to which container or record a process belongs."""
+    """Yield the paths in a process's environment and open files that show to which container or record it belongs."""
     mark = MARK.encode() + b"="
     # Other users' processes cannot be read, and any process may end meanwhile.
     with contextlib.suppress(OSError):

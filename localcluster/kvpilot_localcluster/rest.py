@@ -86,7 +86,7 @@ class Rest:
             return text
 
     def get(self, path: str) -> Any:
-        """Return an object or a list."""
+        """Read the object or the list at `path`."""
         return self.call("GET", path)
 
     def create(self, path: str, body: Any) -> Any:
@@ -94,7 +94,7 @@ class Rest:
         return self.call("POST", path, body)
 
     def merge(self, path: str, body: Any) -> Any:
-        """Apply a JSON merge patch to an object."""
+        """Apply a JSON merge patch (`body`) to the object at `path`."""
         return self.call("PATCH", path, body, content="application/merge-patch+json")
 
     def delete(self, path: str, *, grace: int | None = None) -> None:

@@ -27,7 +27,7 @@ _UNPRIVILEGED_OFFSET = 20000
 
 
 def slice_key(thing: Mapping[str, Any]) -> str:
-    """Return namespace/name of an object."""
+    """Return the key NAMESPACE/NAME of a Service or an EndpointSlice."""
     return f"{thing['metadata']['namespace']}/{thing['metadata']['name']}"
 
 
@@ -104,7 +104,7 @@ class Forwarder:
                 store[slice_key(thing)] = thing
                 if kind == "LISTED":
                     listed.add(slice_key(thing))
-                    continue  # wait for the whole list, and apply it as one change
+                    continue  # an object of a list: wait for the whole list, and apply it as one change
             self._changed.set()
 
     async def _apply(self) -> None:
@@ -144,7 +144,7 @@ class Forwarder:
             try:
                 self._servers[address] = await asyncio.start_server(accept, host, number, backlog=1024)
             except PermissionError:
-                continue  # only root may use ports below 1024; the log below names the port used instead
+                continue  # only root may use ports below 1024; the log names the port that is used instead
             except OSError as error:
                 log.warning("service port %s:%d: %s", host, port, error)
                 return
@@ -167,7 +167,7 @@ class Forwarder:
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy one direction of a connection. At its end, close the other side for writing."""
+    """Copy bytes from `reader` to `writer` until the input ends, then close `writer` for writing."""
     try:
         while data := await reader.read(65536):
             writer.write(data)

@@ -114,5 +114,5 @@ def mounts(container: Mapping[str, Any], volumes: Mapping[str, Path]) -> dict[st
 
 
 def remove(folder: Path) -> None:
-    """Remove a pod's volumes. The targets of hostPath volumes and claims remain."""
+    """Remove a pod's volumes, but not the folders behind hostPath volumes and PersistentVolumeClaims."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Runner of one container of a pod: start it, run its probes, and restart it by its policy."""
+"""Run one container of a pod: start it, run its probes, and restart it by its restart policy."""
 
 import asyncio
 import time
@@ -80,7 +80,7 @@ class ContainerWorker:
         return Process(self._folder / str(number), self._logs / f"{number}.log", policy)
 
     def _adopt(self, before: Mapping[str, Any]) -> None:
-        """Adopt the runs of an earlier agent. A container that still runs keeps its readiness from `before`."""
+        """Adopt the runs of an earlier agent. Keep the readiness in `before` of a container that still runs."""
         self._show()
         if self.view.running:
             self.view = replace(self.view, ready=before.get("ready", False), started=before.get("started", False))
@@ -207,7 +207,7 @@ class ContainerWorker:
         self._set(waiting=None, run=ended, ready=False, started=False)
 
     async def end_process(self, process: Process, grace: Callable[[], float]) -> Run:
-        """End one run without changing the status."""
+        """End one run of the container. This does not change the container's status (`view`)."""
         begun = time.monotonic()
         first = grace()
         hook = (self._spec.get("lifecycle") or {}).get("preStop")

@@ -13,7 +13,7 @@ class Backoff:
     last: float
 
     def pause(self, failures: int) -> float:
-        """Return the pause after a failure that follows `failures` other failures in a row."""
+        """Return the seconds to wait after a failure that follows `failures` other failures in a row."""
         return min(self.first * 2.0 ** min(failures, 64), self.last)
 
     def __iter__(self) -> Iterator[float]:

@@ -93,7 +93,7 @@ class Operator:
         return leader
 
     async def start(self) -> None:
-        """Connect to the API server, and serve HTTP."""
+        """Connect to the API server, and start the HTTP server for health checks and metrics."""
         options = self._options
         if self._spans is not None:
             self._closing.push_async_callback(self._spans.close)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # An unreachable collector delays the end of the process by at most this long.
 CLOSE_SECONDS = 5.0
-# These are not faults: a conflict is retried, and a cancelled task is no longer needed.
+# Exceptions that are not faults: a conflict is retried, and nobody needs a cancelled task any more.
 _NO_FAULT = (Conflict, asyncio.CancelledError)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 

@@ -31,7 +31,7 @@ _LEAD = (
 
 
 def chat(chapter: Sequence[Message] | None, question: str) -> Sequence[Message]:
-    """Return a chat with the rounds of `chapter` (None: without rounds) that ends with the request `question`."""
+    """Return a chat: the rounds of `chapter` (None: no rounds), and at the end the request `question`."""
     hello = (Message("user", _LEAD), Message("assistant", "I am ready."))
     return [*hello, *(chapter or ()), Message("user", question)]
 

@@ -23,7 +23,7 @@ BYTES_A_TOKEN = 10
 # Size limit of an answer of /tokenize.
 READ_BYTES = 640 * 1024
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - vLLM's spelling of a token id, nothing secret
-# NaN or Infinity outside of strings. A string matches as a whole, even an unterminated one, so that the time is linear.
+# Pattern of NaN or Infinity outside of strings. It matches whole strings, even unterminated ones, in linear time.
 _NOT_FINITE = re.compile(rb'("(?:[^"\\]++|\\.?)*+"?)|-?(?:NaN|Infinity)', re.DOTALL)
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class _Tokenized(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """A served model name."""
+    """The name of a model that an engine serves."""
 
     id: Annotated[str, Meta(min_length=1, max_length=512)]
 

@@ -48,7 +48,7 @@ _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON
 
 
 def untold() -> None:
-    """Do nothing: the default `progress` callback."""
+    """Do nothing. This is the default of the `progress` callback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class EngineClient:
     async def _tokens(self, body: Mapping[str, object]) -> answers.Tokenized:
         url = f"{self.base_url}/tokenize"
         asked = msgspec.json.encode(body)
-        # Bound the answer: a text has at most one token per byte, and the template may add `_TEMPLATE_BYTES`.
+        # Limit the answer's size: a text has at most one token per byte, and the template may add `_TEMPLATE_BYTES`.
         limit = min(answers.BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, answers.READ_BYTES)
 
         async def ask() -> answers.Tokenized:

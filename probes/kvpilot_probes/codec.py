@@ -31,7 +31,7 @@ from kvpilot_probes.results import Done, Task
 _MEANING = 2
 MAX_BYTES = 900 * 1024
 MAX_PROMPTS = 256
-# Tokens of all prompts, without shared prefixes.
+# Limit on the tokens of all prompts together. A shared prefix counts once.
 MAX_PROMPT_TOKENS = 262_144
 MAX_POSITIONS = 8192
 MAX_TOKEN_ID = 2**24 - 1
@@ -66,7 +66,7 @@ class BaselinePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Noise of the 16-bit replica: the damage of a second run against its own baseline.
+    """Noise of the 16-bit replica: the divergence of a second run from its own baseline.
 
     `captured` is the time (UTC) at which both runs were done.
     """
@@ -106,9 +106,9 @@ class _Prompt(msgspec.Struct, frozen=True):
     tail: str
     text: str
     document: Annotated[int, Meta(ge=-1)]
-    """The index of the prompt with the longest shared prefix, or -1."""
+    """Index of the earlier prompt that shares the longest prefix, or -1."""
     prefix: Annotated[int, Meta(ge=0)]
-    """The number of tokens of the shared prefix."""
+    """Number of tokens of that shared prefix."""
     tokens: bytes
     tops: list[Annotated[int, Meta(ge=1, le=MAX_TOP)]]
     """The number of tokens with a logprob at each position."""
@@ -129,7 +129,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 def with_control(baseline: Baseline, noise: stats.Measurement, captured: datetime) -> Baseline:
-    """Return the baseline with its control: the damage (`noise`) of a second run of the same engine."""
+    """Return the baseline with its control run: the divergence (`noise`) of a second run of the same engine."""
     return replace(baseline, control=msgspec.convert({**asdict(noise), "captured": captured}, Control))
 
 
@@ -186,7 +186,7 @@ def decode(data: bytes) -> Baseline:
 
 
 def check_limits(prompts: Sequence[Sequence[int]], positions: int) -> None:
-    """Raise `BaselineTooLarge` if a baseline of this size would not fit. Call it before a capture, to save time."""
+    """Raise `BaselineTooLarge` if a baseline of this size would not fit in a ConfigMap. Call it before a capture."""
     _check(sum(map(len, prompts)) - sum(prefix.size for prefix in prefixes(prompts)), positions)
 
 

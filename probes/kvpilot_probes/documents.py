@@ -56,7 +56,7 @@ class Document(Generic[Chapter]):
         if not self.tokens:
             self._head = shared(self._bare, with_chapter)
             self.tokens.extend(self._bare[: self._head])
-        # The common tail may not overlap the common head, even if the chapter repeats text of the head.
+        # The common head and tail of both renderings may not overlap, even if the chapter repeats text of the head.
         longest = min(len(self._bare), len(with_chapter)) - self._head
         tail = shared(self._bare[::-1], with_chapter[::-1][: max(longest, 0)])
         self.tokens.extend(with_chapter[self._head : len(with_chapter) - tail])
@@ -94,5 +94,5 @@ class Document(Generic[Chapter]):
         return self.tokens[: self._head] + self.tokens[self._head + skipped : size + skipped] + array("I", tail)
 
     def end_at(self, size: int) -> None:
-        """Drop all tokens after the first `size`, but keep the head of the chat."""
+        """Drop all tokens after the first `size`, but never those that begin the chat."""
         del self.tokens[max(size, self._head) :]

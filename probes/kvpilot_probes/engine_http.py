@@ -44,7 +44,7 @@ class _Answer(ResponseHandler):
                 self._refuse(f"{self._came - self._body} bytes around a body of {self._body}")
 
     def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
-        """Count interim answers, and hand any answer to the request that waits for it."""
+        """Count interim (1xx) answers, and pass each answer on to the request that waits for it."""
         if 100 <= data[0].code < 200:
             self._interim += 1
             if self._interim > INTERIM_ANSWERS:
@@ -53,7 +53,7 @@ class _Answer(ResponseHandler):
             super().feed_data(data, size)
 
     def set_exception(self, exc: BaseException, *cause: Any) -> None:
-        """Keep only the first error, because a connection that we abort is then also reported as lost."""
+        """Keep only the first error: after an abort, aiohttp also reports the connection as lost."""
         if self._refused in (None, exc):
             super().set_exception(exc, *cause)
 

@@ -49,7 +49,7 @@ class ProbeTimeout(ProbeError):
 
 
 class BaselineUnfit(ProbeError):
-    """The engine that shall give the baseline answers nonsense."""
+    """The 16-bit engine answers nonsense, so its answers cannot be the baseline."""
 
 
 class BaselineTooLarge(ProbeError):

@@ -20,7 +20,7 @@ from kvpilot_probes.results import Task
 # Largest number of tokens of a context to fill. Prompts share one document of this length, which an engine with a
 # prefix cache computes once.
 MAX_CONTEXT = 131_072
-# Largest number of prompt tokens to send again for the resumed answers to one prompt.
+# Limit on the prompt tokens that are sent again if the answer to one prompt is resumed several times.
 RESUMED_TOKENS = 262_144
 # Long contexts have 1/8, 1/2 and all of the context's length, with up to five questions each. With fewer than five
 # prompts without damage, the sequential test cannot find a bucket sound.
@@ -64,7 +64,7 @@ class Room(NamedTuple):
 
 
 def most_resumes(tokens: Sequence[int], usual: int) -> int:
-    """Return how often an answer may be resumed: at most `usual` times, and less often for long prompts.
+    """Return how often an answer may be resumed after a divergence: at most `usual` times, less for long prompts.
 
     An engine without a prefix cache computes the prompt anew each time.
     """
@@ -196,7 +196,7 @@ def _question(chapter: Chapter, *, backwards: bool) -> str:
 
 
 def _spread(chapters: Sequence[Chapter]) -> list[tuple[Chapter, bool]]:
-    """Return up to QUESTIONS chapters, spread evenly, each with True if its question asks from the code to the locker.
+    """Return up to QUESTIONS chapters, spread evenly. True: the question gives the code and asks for the locker.
 
     If there are fewer chapters than QUESTIONS, some chapters get a question in each direction.
     """
@@ -206,7 +206,7 @@ def _spread(chapters: Sequence[Chapter]) -> list[tuple[Chapter, bool]]:
 
 
 async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return prompts of every length modulo RESIDUES, prompts around the sizes of chunks, and prompts to send twice."""
+    """Return prompts of every length modulo RESIDUES, prompts a bit longer than chunks, and prompts to send twice."""
     document = Document(engine, _diary, prose.chapters(_SEED + 1, 256))
     question = "Tell in one sentence what happened."
     await document.grow(1)

@@ -1,4 +1,4 @@
-"""Keep only one copy in memory of a long prefix that several prompts share."""
+"""Store prompts so that a long prefix that several of them share is in memory only once."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ def shared(first: "array[int]", second: "array[int]") -> int:
 
 
 class Prefix(NamedTuple):
-    """The first `size` tokens of the prompt with the index `document`, which is -1 without a shared prefix."""
+    """A shared prefix: the first `size` tokens of prompt number `document`; -1 if there is none."""
 
     document: int
     size: int

@@ -37,7 +37,7 @@ def tasks(seed: int, long_tokens: int) -> list[Made]:
 
 
 def _shown(name: str, rows: Sequence[tuple[str, str]], fact: str = "") -> Made:
-    """Return a chat that solves all `rows` but the last as examples, and then asks the last one.
+    """Return a chat that shows all `rows` but the last as solved examples, and asks for the solution of the last.
 
     A row is a question and its solution. With a `fact`, an answer that has it counts as solved.
     """

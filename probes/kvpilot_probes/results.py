@@ -54,7 +54,7 @@ class Tasks:
 
 
 def compared_tasks(results: Iterable[tuple[str, Done | None, Done | None]]) -> tuple[Tasks, ...]:
-    """Add up the results in each bucket. `results` has a bucket, the baseline's result and the candidate's result.
+    """Add up results by bucket. `results` has (bucket, the baseline's result, the candidate's result) of each task.
 
     Loops are counted in a bucket of their own, `NAME-loops`.
     """
@@ -78,12 +78,12 @@ def copied(results: Iterable[tuple[Task | None, Done | None]]) -> tuple[int, int
 
 
 def candidate_worse(found: Tasks) -> bool:
-    """Return True if chance does not explain that the candidate has solved fewer tasks."""
+    """Return True if the candidate has solved fewer tasks than the baseline, beyond chance."""
     return _chance(found.asked, found.baseline_solved, found.candidate_solved) < FALSE_ALARM
 
 
 def baseline_worse(found: Tasks) -> bool:
-    """Return True if chance does not explain that the baseline has solved fewer tasks: then the baseline is damaged."""
+    """Return True if the baseline has solved fewer tasks than the candidate, beyond chance: the baseline is damaged."""
     return _chance(found.asked, found.candidate_solved, found.baseline_solved) < FALSE_ALARM
 
 

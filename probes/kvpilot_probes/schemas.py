@@ -1,4 +1,4 @@
-"""Check tools' arguments by the part of JSON Schema that tool calls commonly use."""
+"""Check the arguments of tool calls. The module supports the part of JSON Schema that tools commonly use."""
 
 from collections.abc import Mapping
 

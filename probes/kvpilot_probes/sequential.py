@@ -54,7 +54,7 @@ class Allowed:
 
 
 class Answer(Enum):
-    """Answer of the sequential test after the prompts so far."""
+    """Decision of the sequential test after the prompts so far: passed, failed, or go on."""
 
     GO_ON = "GoOn"
     PASSED = "Passed"
@@ -97,7 +97,7 @@ class _Bet:
 
 
 def decide(seen: Sequence[Seen], buckets: Collection[str], allowed: Allowed, *, ended: bool = False) -> Outcome:
-    """Return the test's answer to the damage `seen` so far. `ended` is True if no prompt is left.
+    """Return the test's decision for the damage `seen` so far. `ended` is True if no prompt is left.
 
     All prompts together are tested like a bucket. So is their disagreement, which is healthy up to the limit itself. A
     bucket that is neither sound nor failed at the end stays open. It prevents a pass only if its mean is beyond the

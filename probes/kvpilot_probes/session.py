@@ -30,7 +30,7 @@ class GiveWay:
 
 
 class Throttle:
-    """The waits of one run for users' requests, and the tokens that the run has `spent`."""
+    """Throttle of one probe run: it waits for users' requests, and counts the tokens that the run has `spent`."""
 
     def __init__(self, give_way: GiveWay | None) -> None:
         self._give_way = give_way

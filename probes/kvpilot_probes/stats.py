@@ -88,7 +88,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class DamageBucket:
-    """Damage at context positions [from_position, to_position)."""
+    """Mean damage at context positions [from_position, to_position)."""
 
     from_position: int
     to_position: int
@@ -164,20 +164,20 @@ def _probability(logprob: float) -> float:
 
 
 def _cells(top: list[float]) -> list[float]:
-    """Append the probability of all other tokens, and scale the sum to 1."""
+    """Return the tokens' probabilities and that of all other tokens together, scaled to a sum of 1."""
     cells = [*top, max(1.0 - math.fsum(top), MIN_REST)]
     total = math.fsum(cells)
     return [c / total for c in cells]
 
 
 def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs, bucket: str = "general") -> Compared:
-    """Compare both answers at one position."""
+    """Compare the answers of baseline and candidate at one position."""
     agrees = baseline.token == candidate.token
     return Compared(prompt, position, kl_nats(baseline.top, candidate.top), agrees, bucket, not candidate.top)
 
 
 def by_bucket(compared: Iterable[Compared]) -> tuple[Seen, ...]:
-    """Return the damage to each prompt in each of its buckets, in the order of the prompts' first positions."""
+    """Return the mean damage of each prompt in each bucket of its positions, in the order of first positions."""
     groups: dict[tuple[int, str], list[Compared]] = {}
     for c in compared:
         groups.setdefault((c.prompt, c.bucket), []).append(c)

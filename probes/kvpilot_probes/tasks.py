@@ -26,12 +26,12 @@ _LOOP_TOKENS = 192
 
 
 def cost(tasks: Iterable[Task | None]) -> int:
-    """Return the largest number of tokens that all answers to these tasks can have."""
+    """Return the largest number of tokens that all answers to these tasks can have together."""
     return len(SAMPLINGS) * sum(task.tokens for task in tasks if task is not None)
 
 
 async def done(engine: EngineClient, throttle: Throttle, prompt: Sequence[int], task: Task | None) -> Done | None:
-    """Return the engine's results of a task, or None without a task. `prompt` has token ids."""
+    """Let the engine solve a task, and return its results; None without a task. `prompt` has token ids."""
     if task is None:
         return None
     asked = solved = long = sound = 0

@@ -114,7 +114,7 @@ def _installed(name: str) -> str:
 def unpack(archive: Path, folder: Path, say: Say) -> bool:
     """Unpack an archive into `folder` if that is empty, completely or not at all. Return True if that worked."""
     if next(folder.iterdir(), None) is not None:
-        return False  # not empty: the engine was restarted in the same pod
+        return False  # the folder has files if the engine was restarted in the same pod
     try:
         # Do not follow links, because they may lead out of the claim.
         with os.fdopen(os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -221,7 +221,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> bool:
 
 
 def tidy(store: Path, now: float) -> None:
-    """Remove archives that no engine has used for 30 days, and abandoned temporary files."""
+    """Remove archives that no engine has used for 30 days, and temporary files that nobody writes any more."""
     for pattern, seconds in (("compiled-*.tar", _UNUSED_SECONDS), (".compiled-*.tar.*", _ABANDONED_SECONDS)):
         for path in store.glob(pattern):
             # Another pod may have removed the file first, or another user may own it. Then there is nothing to do.

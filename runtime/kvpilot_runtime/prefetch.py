@@ -200,7 +200,7 @@ def _written(path: Path) -> int:
     """Return how many bytes of a file are on disk. Count blocks, because a sparse file has its final size at once."""
     try:
         about = path.stat()
-    except FileNotFoundError:  # another thread has renamed it since it was listed
+    except FileNotFoundError:  # another thread has renamed the file since it was listed
         return 0
     return min(about.st_size, about.st_blocks * 512)
 

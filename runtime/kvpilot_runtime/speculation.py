@@ -56,7 +56,7 @@ def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[s
 
 
 def spares(vllm_config: Any, layer: Any) -> int:
-    """Return the number of unused ring layers to add, so that all layers of a draft model are in one KV-cache group.
+    """Return how many unused ring layers to add, so that one KV-cache group holds all layers of a draft model.
 
     vLLM makes KV-cache groups of equal size. Attention layers of the served and of the draft model have equal pages,
     but only the served model has ring layers. So vLLM would split the attention layers by the number of ring layers,

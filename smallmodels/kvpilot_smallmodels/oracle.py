@@ -82,12 +82,12 @@ class Oracle:
         """Return how far each answer token's logit is below the best logit of its step; 0 if it is the best.
 
         Args:
-            jitter: relative random change of values before they are quantized. Like another order of sums, it makes
-                some values round to the next code.
+            jitter: relative size of random changes of values before they are quantized. They make some values round to
+                a neighbouring code, as sums in another order do.
             misread: token at which to simulate a paging fault: in place of the 16 tokens from this one on, layers read
                 the 16 tokens before it.
-            rings: for each position, the first token in the ring when the position was computed. None, or a missing
-                position, means that a step of several tokens computed it.
+            rings: by position, the first token that the ring held when the engine computed the position. None, or a
+                missing position, means that the engine computed it without the ring, in a step of several tokens.
             picture: the prompt's image.
         """
         logits = self._logits(prompt, answer, jitter, misread, rings, picture)
@@ -121,7 +121,7 @@ class Oracle:
         self, prompt: list[int], answer: list[int], jitter: float = 0.0, misread: int | None = None,
         rings: Sequence[int | None] = (), picture: Picture | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the logits at each answer token, float64 [tokens, vocabulary]. The last token itself is not read."""
+        """Return the logits that predict each answer token, float64 [tokens, vocabulary]."""
         self._jitter, self._misread, self._spans = jitter, misread, picture.spans if picture else ()
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attention)
         tokens = torch.tensor([prompt + answer[:-1]])
@@ -136,7 +136,7 @@ class Oracle:
         self, prompt: list[int], answer: list[int], *, misread: int | None = None, rounds: int = 100,
         rings: Sequence[int | None] = (), judged: slice = slice(None), picture: Picture | None = None,
     ) -> bool:  # fmt: skip
-        """Return True if the logits of the tokens `judged` of an answer are at most `SLACK` below the best ones.
+        """Return True if each judged answer token has a logit at most `SLACK` below the best one of its step.
 
         A value between two codes may round to either one, depending on the order of a sum, which differs between
         machines. So if the exact pass disagrees, repeat it with random jitter, `rounds` times for each of three

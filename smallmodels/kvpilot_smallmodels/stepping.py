@@ -1,4 +1,4 @@
-"""Runner of requests through vLLM's engine, for tests and benchmarks that inspect each step."""
+"""Run requests through vLLM's engine step by step, for tests and benchmarks that inspect each step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -75,7 +75,7 @@ def serve(asked: Asked) -> Told:
 
 
 class Watched:
-    """Hooks that run before the executor's `execute_model` and after the manager's `remove_skipped_blocks`."""
+    """Hooks into vLLM: before the executor's `execute_model`, and after the cache manager's `remove_skipped_blocks`."""
 
     def __init__(self, core: Any, asked: Asked, told: Told) -> None:
         self.told, self.asked = told, asked
@@ -93,7 +93,7 @@ class Watched:
             told.freed += len(gone)
             if asked.poison:
                 for block in (self.pool.blocks[i] for i in gone):
-                    if block.ref_cnt == 0:  # no other request holds it
+                    if block.ref_cnt == 0:  # no other request holds the block
                         self.pool._maybe_evict_cached_block(block)
                         self.freed.append(block.block_id)
 
@@ -115,11 +115,11 @@ class Watched:
         core.model_executor.execute_model = executing
 
     def held(self, request: str) -> set[int]:
-        """Return the pages of a request."""
+        """Return the ids of the KV pages that a request holds."""
         return {b.block_id for b in self.manager.req_to_blocks.get(request, ()) if not b.is_null}
 
     def poison(self, block: int) -> None:
-        """Overwrite a page of each layer: quantized pages with the largest codes and NaN scales, others with 10,000.
+        """Overwrite a KV page in all layers: quantized ones with the largest codes and NaN scales, others with 10,000.
 
         Elements are not NaN, because vLLM's own kernel multiplies values after a sequence's end by zero.
         """
@@ -128,7 +128,7 @@ class Watched:
 
 
 def main() -> None:
-    """Serve the request on stdin."""
+    """Serve the requests that stdin describes, and print the observations."""
     asked = Asked(**json.load(sys.stdin))
     from prometheus_client import generate_latest
     from vllm import LLM

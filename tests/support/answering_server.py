@@ -13,7 +13,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Server that passes every request to `answer`.
+    """HTTP server for one test. The test's function `answer` answers every request.
 
     Attributes:
         url: the server's address.
@@ -32,7 +32,7 @@ class Server:
     @classmethod
     @contextlib.asynccontextmanager
     async def up(cls) -> AsyncIterator[Self]:
-        """Serve until the end of the block."""
+        """Run the server until the block ends."""
         server = cls()
         await server._start()
         try:
@@ -65,7 +65,7 @@ async def _nothing(_: web.Request) -> web.StreamResponse:
 
 
 def status(code: int, message: str = "said so", **headers: str) -> Answer:
-    """Return a function that answers every request with this HTTP status, message and headers, as an API server."""
+    """Return a function that answers every request like an API server: with this status, message and headers."""
 
     async def answer(_: web.Request) -> web.StreamResponse:
         return web.json_response({"kind": "Status", "message": message}, status=code, headers=headers)

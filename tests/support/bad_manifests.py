@@ -24,7 +24,7 @@ Judge = Literal["schema", "rule", "operator", "kubernetes", "administrator"]
 
 @dataclass(frozen=True)
 class Bad:
-    """Case: `judge` rejects GOOD with `changes`, and reports the error at `field`.
+    """Test case: the manifest GOOD with `changes` is invalid, and `judge` must report the error at `field`.
 
     `changes` maps a dotted path to a value; None removes the field. Messages of the judges "rule", "operator" and
     "administrator" contain `word`. bad_manifests.yaml describes each judge.

@@ -78,7 +78,7 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def bundle_faults(bundle: Bundle) -> list[str]:
-    """Return a catalog's objections to a bundle, or an empty list if it accepts the bundle."""
+    """Return the faults for which a catalog would reject this bundle; empty if it accepts the bundle."""
     rules: tuple[Callable[[Bundle], Iterator[str]], ...] = (_parts, _about, _examples, _install, _owned, _metadata)
     return [fault for rule in rules for fault in rule(bundle)]
 

@@ -10,7 +10,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector:
-    """Collected `requests`, and the `headers` of each by lower-case name. Answers wait for `hold`, if it is given."""
+    """The OTLP `requests` so far, and the `headers` of each by lower-case name. Answers wait for the event `hold`."""
 
     def __init__(self, hold: threading.Event | None) -> None:
         self.hold = hold
@@ -20,7 +20,7 @@ class Collector:
         self.url = ""
 
     def spans(self) -> list[Span]:
-        """Return all spans of all services."""
+        """Return all spans that were received so far."""
         return [
             span
             for request in list(self.requests)

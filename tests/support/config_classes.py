@@ -39,7 +39,7 @@ def defaults() -> dict[str, Any]:
 
 
 def facts_of_all(configs: dict[str, Any]) -> dict[str, Any]:
-    """Return `facts` of each config that its class accepts."""
+    """Return the `facts` of each config by name. Skip configs that their own class refuses."""
     from huggingface_hub.errors import StrictDataclassFieldValidationError
     from transformers import CONFIG_MAPPING
 

@@ -25,13 +25,13 @@ def load_crd() -> dict[str, Json]:
 
 
 def root_schema() -> Mapping[str, Json]:
-    """Return the structural schema of the only served version."""
+    """Return the OpenAPI schema of the CRD's only served version."""
     schema: Mapping[str, Json] = load_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return schema
 
 
 def status_faults(status: Json) -> tuple[str, ...]:
-    """Return the schema's first objection to a status."""
+    """Return the first fault of a status by the CRD's schema; () if it is valid."""
     try:
         msgspec.convert(status, Status)
     except msgspec.ValidationError as error:

@@ -29,7 +29,7 @@ _WRONG_TEXTS = ("A b!", "..", "a")
 
 @dataclass(frozen=True)
 class Wrong:
-    """Case: `value` at `path` of the spec violates `keyword` of the schema. For `required`, the field is missing.
+    """Test case: `value` at `path` of the spec violates `keyword` of the schema. For `required`, the field is missing.
 
     The error must name `field`, and its message must contain `remedy`.
     """
@@ -53,7 +53,7 @@ def derived() -> tuple[Wrong, ...]:
 
 
 def service_with(cases: Sequence[Wrong]) -> dict[str, Any]:
-    """Return a service that is invalid only in these ways. No path may be a prefix of another path."""
+    """Return a service with the faults of these cases and no others. No case's path may be a prefix of another's."""
     obj: dict[str, Any] = copy.deepcopy(GOOD)
     for case in cases:
         here, schema = obj["spec"], root_schema()["properties"]["spec"]

@@ -12,15 +12,15 @@ from typing import Any
 
 
 def truncated(tier: Any) -> None:
-    """Truncate the file to half its length."""
+    """Truncate the tier's file to half its length."""
     opened = _file(tier)
     os.ftruncate(opened, os.fstat(opened).st_size // 2)
 
 
 def garbled(tier: Any) -> None:
-    """Overwrite every fourth page of the disk."""
+    """Overwrite every fourth memory page of the tier's file."""
     opened = _file(tier)
-    other = os.open(f"/proc/self/fd/{opened}", os.O_WRONLY)  # its writes need no page alignment
+    other = os.open(f"/proc/self/fd/{opened}", os.O_WRONLY)  # without O_DIRECT, writes need no alignment
     for at in range(0, os.fstat(opened).st_size, 4 * 4096):
         os.pwrite(other, random.Random(at).randbytes(512), at)
     os.close(other)
@@ -32,24 +32,24 @@ def full(tier: Any) -> None:
 
 
 def read_only(tier: Any) -> None:
-    """Refuse writes; reads work."""
+    """Let every write fail with an error. Reads still work."""
     _replace(tier, f"/proc/self/fd/{_file(tier)}", os.O_RDONLY)
 
 
 def dead(tier: Any) -> None:
-    """Refuse both reads and writes."""
+    """Let every read and every write fail with an error."""
     _replace(tier, "/", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def removed(tier: Any) -> None:
-    """Remove the folder."""
+    """Remove the folder in which the file was created."""
     where = Path(f"/proc/self/fd/{_file(tier)}").readlink().parent
     assert list(where.iterdir()) == []
     shutil.rmtree(where)
 
 
 def silent(tier: Any) -> None:
-    """Accept requests and never answer them, like a network disk whose server is gone."""
+    """Accept reads and writes but never finish them, like a network disk whose server is gone."""
     never = threading.Event()
     file = tier._transfers._file
     file.read = file.write = lambda *_: never.wait()

@@ -83,7 +83,7 @@ class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
             await server.wait_closed()
 
     async def process(self, messages: AsyncIterator[ProcessingRequest]) -> AsyncIterator[ProcessingResponse]:
-        """Handle one HTTP request and its response."""
+        """Handle one stream of Envoy messages: one HTTP request and its response."""
         streamed = {"request_body": False, "response_body": False}
         async for message in messages:
             if config := message.protocol_config:
@@ -117,7 +117,7 @@ class EndpointPicker(ExternalProcessorBase):  # type: ignore[misc]
 
 
 def told(context: Metadata | None, namespace: str) -> dict[str, Any]:
-    """Return the content of one namespace in a message's metadata."""
+    """Return the fields of one metadata namespace of Envoy's message."""
     found = context.filter_metadata.get(namespace) if context is not None else None
     return found.to_dict() if found is not None else {}
 

@@ -67,7 +67,7 @@ def refused(model: Path, env: Mapping[str, str] | None = None, dtype: str = "k4v
 
 
 def answer(turn: Turn) -> Answered:
-    """Run one engine from start to shutdown."""
+    """Start one engine, send its requests, shut it down, and return its answers."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import destroy_model_parallel
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -102,14 +102,14 @@ def answer(turn: Turn) -> Answered:
 
 
 def used(spec: Any) -> tuple[int, int]:
-    """Return the bytes of a group's page without and with padding."""
+    """Return the bytes of one page of a KV-cache group, without and with padding."""
     from dataclasses import replace
 
     return replace(spec, page_size_padded=None).page_size_bytes, spec.page_size_bytes
 
 
 def main() -> None:
-    """Serve the request on stdin."""
+    """Run the engines that stdin describes, and print their answers."""
     turns = [Turn(**asked) for asked in json.load(sys.stdin)]
     print(json.dumps([asdict(answer(turn)) for turn in turns]), flush=True)
 

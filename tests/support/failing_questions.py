@@ -1,4 +1,4 @@
-"""Inject an unexpected error into a question of a reconcile.
+"""Inject an unexpected error into a question (one step) of a reconcile.
 
 The error is raised after the question's rule has computed an answer, which is lost.
 """

@@ -22,7 +22,7 @@ _REASONS = {409: "Conflict", 410: "Expired", 429: "TooManyRequests", 500: "Inter
 
 
 class Seen(NamedTuple):
-    """Request of the operator: its monotonic time, its content, and the status of the answer (0: none)."""
+    """One request that the operator sent: its monotonic time, its content, and the answer's HTTP status (0: none)."""
 
     time: float
     method: str
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
 
 def is_write(seen: Seen) -> bool:
-    """Return True for requests that change something."""
+    """Return True if a request changes objects (POST, PUT, PATCH or DELETE)."""
     return seen.method != "GET"
 
 
@@ -90,18 +90,18 @@ class FaultyApi:
         return f"http://127.0.0.1:{self.port}"
 
     async def away(self) -> None:
-        """Refuse new connections, and reset open ones."""
+        """Simulate an API server that is gone: refuse new connections, and reset open ones."""
         await self._site.stop()
         self._hang_up()
 
     async def back(self) -> None:
-        """Listen again, at the same port."""
+        """Accept connections again, at the same port."""
         self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await self._site.start()
         self.port = self._runner.addresses[-1][1]
 
     def drop_watches(self) -> int:
-        """Reset every open watch, and return their number."""
+        """Reset the connection of every open watch, and return the number of watches."""
         dropped = list(self._watches)
         for transport in dropped:
             transport.abort()
@@ -113,7 +113,7 @@ class FaultyApi:
         return len(self._watches)
 
     def count(self, since: float, of: Callable[[Seen], bool] = lambda _: True) -> int:
-        """Return the number of requests since the monotonic time `since` for which `of` is true."""
+        """Return how many requests since the monotonic time `since` satisfy the predicate `of`."""
         return sum(one.time >= since and of(one) for one in self.seen)
 
     def _hang_up(self) -> None:

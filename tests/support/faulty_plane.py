@@ -33,11 +33,11 @@ class Component:
         procs.spawn(self._record, [*self._command, *more], log=self._folder / f"{self._name}.log", cwd=self._folder)
 
     def pause(self) -> None:
-        """Pause the process. Its connections stay open."""
+        """Pause the process (SIGSTOP). Its connections stay open."""
         self._process().signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume the paused process."""
+        """Let the paused process continue."""
         self._process().signal(signal.SIGCONT)
 
     def flag(self, name: str) -> str:
@@ -87,15 +87,15 @@ class SecondNode:
         until(lambda: self._takes_pods(rest), f"node {self.name} is ready")
 
     def pause(self) -> None:
-        """Pause the agent. Its containers continue."""
+        """Pause the node agent (SIGSTOP). Its containers continue."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Resume the agent."""
+        """Let the paused node agent continue."""
         self._signal(signal.SIGCONT)
 
     def vanish(self) -> None:
-        """Kill the agent and all its containers at once. The API server gets no message."""
+        """Kill the node agent and all its containers at once, so that the API server gets no message."""
         self._signal(signal.SIGKILL)
         self.kill_engines()
 
@@ -108,7 +108,7 @@ class SecondNode:
                     found.signal(signal.SIGKILL, group=True)
 
     def stop(self) -> None:
-        """Stop its remaining processes."""
+        """Stop all processes of this node that still run."""
         self._signal(signal.SIGCONT)
         procs.end(self._record, grace=10)
         self.kill_engines()

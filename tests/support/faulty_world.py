@@ -57,7 +57,7 @@ class FaultyWorld:
     @classmethod
     @contextlib.asynccontextmanager
     async def up(cls, folder: Path) -> "AsyncIterator[FaultyWorld]":
-        """Start everything, and stop it at the end."""
+        """Start cluster, proxy and operator, and stop them when the block ends."""
         table = folder / "images.yaml"
         images = [cheap_image(folder, IMAGE), cheap_image(folder / "hungry", HUNGRY_IMAGE, HUNGRY, PROGRAM)]
         table.write_text(yaml.safe_dump({"images": images}))
@@ -82,7 +82,7 @@ class FaultyWorld:
 
     @property
     def rest(self) -> Rest:
-        """Blocking client for requests that the operator never makes."""
+        """Blocking client of the API server, for requests that the operator never makes."""
         return self.local.rest
 
     @property
@@ -119,7 +119,7 @@ class FaultyWorld:
             )
 
     async def stop_operator(self) -> None:
-        """Send SIGTERM, and SIGKILL after 30 s."""
+        """Stop the operator: send SIGTERM, and SIGKILL after 30 s."""
         if self._operator is None or self._operator.poll() is not None:
             return
         self._operator.send_signal(signal.SIGTERM)
@@ -135,7 +135,7 @@ class FaultyWorld:
             self._operator.wait()
 
     def check(self) -> None:
-        """Check that the operator's process still runs, because no fault may end it."""
+        """Fail the test if the operator's process has ended, because no fault may end it."""
         if self._operator is None or self._operator.poll() is not None:
             raise AssertionError(f"the operator has ended: {tail(self.folder / 'operator.log', 4000)}")
 
@@ -201,7 +201,7 @@ class FaultyWorld:
         await until(ready, f"{name} has {replicas} engines that answer")
 
     async def define(self, *definitions: Object) -> None:
-        """Install these CustomResourceDefinitions unless an earlier test has installed them."""
+        """Install these CRDs in the cluster, unless an earlier test has installed them."""
         groups = (await asyncio.to_thread(self.rest.get, "/apis"))["groups"]
         served = {group["name"] for group in groups}
         await asyncio.to_thread(define, self.rest, [one for one in definitions if one["spec"]["group"] not in served])
@@ -216,7 +216,7 @@ class FaultyWorld:
         await until(gone, f"the pods of {name} are gone")
 
     def operator_log(self) -> str:
-        """Return the logs of this world's operators so far."""
+        """Return the log of all operator processes that this world has started so far."""
         return (self.folder / "operator.log").read_text(errors="replace")
 
     async def scale(self, name: str, replicas: int) -> None:
@@ -234,7 +234,7 @@ class FaultyWorld:
         return status
 
     async def condition(self, name: str, kind: str) -> tuple[str, str]:
-        """Return status and reason of a condition."""
+        """Return status and reason of one of the service's conditions."""
         conditions = (await self.status(name)).get("conditions", [])
         return next(((c["status"], c["reason"]) for c in conditions if c["type"] == kind), ("", ""))
 
@@ -248,13 +248,13 @@ class FaultyWorld:
         return await self.cluster.list("v1", "Pod", NAMESPACE, f"{SERVICE_LABEL}={name}")
 
     async def make_ill(self, pod: Object, **faults: Any) -> None:
-        """Set these fields of the `Faults` of one engine from now on."""
+        """Make one engine faulty from now on: set these fields of its `Faults`."""
         async with httpx.AsyncClient(timeout=HANGS, trust_env=False) as http:
             url = f"http://{pod['status']['podIP']}:{ENGINE_PORT}/faults"
             (await http.post(url, json=faults)).raise_for_status()
 
     async def service_url(self, name: str) -> str:
-        """Return the address of the Service itself."""
+        """Return the URL of the service's Kubernetes Service."""
         found = await self.cluster.get(Ref("v1", "Service", NAMESPACE, name))
         address: str = found["spec"]["clusterIP"]
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
@@ -270,7 +270,7 @@ class FaultyWorld:
             await load.stop()
 
     async def acted(self, name: str, replicas: int) -> float:
-        """Wait until the operator requests this number of replicas for a service, and return the seconds."""
+        """Wait until the operator requests this number of replicas for a service. Return the seconds waited."""
 
         async def done() -> bool:
             return await self.wanted(name) == replicas
@@ -278,7 +278,7 @@ class FaultyWorld:
         return await until(done, f"{replicas} replicas are written for {name}")
 
     async def dial(self) -> float:
-        """Change the replicas of the service `dial`, wait until the operator acts on it, and return the seconds."""
+        """Change the replicas of the service named `dial`. Return the seconds until the operator acted on it."""
         replicas = 1 - (await self.wanted("dial") or 0)
         await self.scale("dial", replicas)
         return await self.acted("dial", replicas)
@@ -309,7 +309,7 @@ async def until(
 
 
 async def insist(write: Callable[[], Awaitable[object]]) -> None:
-    """Retry a write until an intermittent API server accepts it. An earlier attempt may already have succeeded."""
+    """Retry a write until the API server, which fails at times, accepts it. A failed attempt may have taken effect."""
 
     async def taken() -> bool:
         with contextlib.suppress(Conflict):

@@ -30,7 +30,7 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 def engine(
     model: Path, dtype: str, folder: Path, *arguments: str, env: Mapping[str, str] | None = None
 ) -> Iterator[real.Engine]:
-    """Start a forked engine with the interface of `kvpilot_localcluster.engines.real.engine`."""
+    """Run an engine as `kvpilot_localcluster.engines.real.engine` does, but forked."""
     with real.engine(model, dtype, folder, *arguments, env=env, serve=str(_program(folder))) as running:
         yield running
 

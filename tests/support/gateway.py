@@ -99,7 +99,7 @@ class Gateway:
 
     @asynccontextmanager
     async def serving(self) -> "AsyncIterator[Gateway]":
-        """Serve on a free loopback port."""
+        """Run the gateway on a free loopback port until the block ends."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._forward)
         runner = web.AppRunner(app, access_log=None)

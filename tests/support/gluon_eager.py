@@ -98,7 +98,7 @@ class Pointer:
 
 
 def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Block:
-    """Stand in for `gl.load`."""
+    """Stand in for `gl.load`: read the addresses whose `mask` is true, and use `other` elsewhere."""
     mask, at = pointer.bytes_at(mask)
     result = np.full(mask.shape, other, pointer.dtype)
     result[mask] = pointer.memory[at].view(pointer.dtype)[:, 0]
@@ -106,7 +106,7 @@ def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Block:
 
 
 def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
-    """Stand in for `gl.store`."""
+    """Stand in for `gl.store`: write the value to the addresses whose `mask` is true."""
     shape = np.broadcast_shapes(pointer.offsets.shape, np.shape(value))
     mask, at = (pointer + np.zeros(shape, np.int64)).bytes_at(mask)
     wanted = np.broadcast_to(value, mask.shape)[mask].astype(pointer.dtype)
@@ -114,7 +114,7 @@ def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
 
 
 class Shared:
-    """Shared memory, or a view of it."""
+    """A program's shared memory, or a view of a part of it."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -145,15 +145,15 @@ class Shared:
     def reshape(self, shape: list[int]) -> "Shared":
         """Return the same elements in another shape."""
         seen = self.data.view()
-        seen.shape = tuple(shape)  # raises if numpy would have to copy
+        seen.shape = tuple(shape)  # numpy raises an error if it would have to copy
         return Shared(seen)
 
     def load(self, layout: Any) -> Block:
-        """Return the current content."""
+        """Return the current content of the shared memory."""
         return block(self.data.copy(order="C"))
 
     def store(self, value: Any) -> None:
-        """Write a value of the same shape and type."""
+        """Write a value of the same shape and type into the shared memory."""
         if (value.shape, value.dtype) != (self.data.shape, self.data.dtype):
             raise ValueError(f"{value.dtype} {value.shape} into {self.data.dtype} {self.data.shape}")
         self.data[...] = value
@@ -166,7 +166,7 @@ class Copies:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the copies of the previous program."""
+        """Forget the asynchronous copies of the previous program."""
         self.uncommitted: list[tuple[Any, Block]] = []
         self.groups: list[list[tuple[Any, Block]]] = []
 
@@ -185,7 +185,7 @@ class Copies:
         target.data.view(np.uint8)[...] = POISON
         self.uncommitted.append((target.data, read))
 
-    async_load = async_copy_global_to_shared  # Triton 3.9 renamed it
+    async_load = async_copy_global_to_shared  # its name in Triton 3.9
 
     def commit_group(self) -> None:
         """Close the group of copies since the last commit."""
@@ -280,7 +280,7 @@ def where(condition: Any, x: Any, y: Any) -> Block:
 
 
 def checked_multiple(x: Any, of: int) -> Any:
-    """Check the promise of `gl.multiple_of`, which the compiler trusts."""
+    """Raise an error if `x` is no multiple of `of`. The compiler trusts this hint (`gl.multiple_of`) unchecked."""
     if np.any(np.asarray(x) % of):
         raise ValueError(f"{x} is not a multiple of {of}")
     return x

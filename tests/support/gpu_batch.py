@@ -22,7 +22,7 @@ PAST_THE_END = -(2**30)
 
 
 def generator(seed: int) -> torch.Generator:
-    """Return a generator with a fixed seed."""
+    """Return a generator of random numbers with this seed."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -186,7 +186,7 @@ class Batch:
         return plan
 
     def queries(self) -> torch.Tensor:
-        """Return float32 [sequences, heads, dim]."""
+        """Return random queries, float32 [sequences, heads, dim]."""
         return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
 
     def read_back(self, sequence: int) -> list[torch.Tensor]:
@@ -203,7 +203,7 @@ class Batch:
         self.pages.store(query, nothing, nothing, padding, plan, len(self.lengths), self.scale)
 
     def decode(self, query: torch.Tensor) -> torch.Tensor:
-        """Return float32 [sequences, heads, dim] through store, plan, decode and reduce."""
+        """Run store, plan, decode and reduce, and return the attention, float32 [sequences, heads, dim]."""
         plan, out = self.plan(), torch.full_like(query, torch.nan)
         self.rotate(query, plan)
         self.pages.decode(self.table, self.lens, plan, out)

@@ -21,7 +21,7 @@ BYTES = 16
 
 
 def taken(tokens: int) -> bytearray:
-    """Return the memory of a prompt, or end the process if too little is left."""
+    """Allocate and return the memory that a prompt of `tokens` tokens takes. End the process if too little is left."""
     try:
         return bytearray(BYTES * tokens * tokens)
     except MemoryError:
@@ -30,7 +30,7 @@ def taken(tokens: int) -> bytearray:
 
 
 def main(program: str) -> None:
-    """Serve like `program`, but within the memory limit."""
+    """Serve like the cheap engine in the file `program`, but within the memory limit."""
     about = importlib.util.spec_from_file_location("faulty", program)
     assert about is not None
     assert about.loader is not None

@@ -41,7 +41,7 @@ Sent = Callable[[str], Awaitable[None]]
 
 
 class Way(Protocol):
-    """Way by which requests reach pods."""
+    """A way in which a gateway sends requests to pods."""
 
     async def ask(self, http: httpx.AsyncClient, body: bytes, sent: Sent) -> bool:
         """Send a request with this body, and read the whole answer. Return False after a 503, which reached no pod.
@@ -142,7 +142,7 @@ def _body(response: BodyResponse) -> bytes:
 
 @contextlib.asynccontextmanager
 async def picked(pods: ReadyPods) -> AsyncIterator[PickedWay]:
-    """Start a picker for one pool, and yield the way through it until the block ends."""
+    """Start an endpoint picker for one InferencePool, and yield the way for requests to the endpoints that it picks."""
     async with EndpointPicker(pods.endpoints).listening() as port:
         channel = Channel("127.0.0.1", port)
         try:

@@ -83,7 +83,7 @@ def make_tensor(self: Any, handle: Any, kind: Any) -> None:
 
 @functools.cache
 def constants_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return a tensor's shape and number of elements."""
+    """Return the shape and the number of elements as Triton constants, cached by shape."""
     return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
 
 

@@ -5,7 +5,7 @@ from support.stepped_engine import Asked, Told
 
 
 class Judge:
-    """Check of every answer against the oracle, by following an engine's blocks through its steps.
+    """Check of every answer against plain transformers. It follows an engine's blocks through its steps.
 
     For each slot of a block it records the position at which the ring begins for the token there, or None if a prefill
     computed the token. Another request may find that token in the block, even after the block was in host memory.
@@ -27,7 +27,7 @@ class Judge:
         self.wrong: list[tuple[int, slice]] = []
         self.judged = self.windowed = self.preempted = 0
         size, blocks = told.block_size, dict[tuple[int, int], int | None]()
-        runs: dict[int, tuple[int, list[int]]] = {}  # first computed position, and known tokens
+        runs: dict[int, tuple[int, list[int]]] = {}  # by request: first computed position, and known tokens
         rings: dict[int, list[int | None]] = {}
         host: dict[tuple[int, int], int | None] = {}
         for step in told.steps:

@@ -11,7 +11,7 @@ from support.services import revision_of
 
 
 def compute(obj: Mapping[str, Any]) -> str:
-    """Return InProgress, Failed, Current or Terminating."""
+    """Return kstatus' result for an object: InProgress, Failed, Current or Terminating."""
     meta, status = obj["metadata"], obj.get("status") or {}
     if meta.get("deletionTimestamp"):
         return "Terminating"
@@ -30,12 +30,12 @@ def compute(obj: Mapping[str, Any]) -> str:
 
 
 def seen(cluster: ModelCluster) -> dict[str, Any]:
-    """Return the object as a client reads it."""
+    """Return the QuantizedLLMService as a client of the API server reads it."""
     return {**cluster.obj, "status": cluster.status}
 
 
 def tools_are_told_the_truth(cluster: ModelCluster) -> None:
-    """Check after every write that Reconciling, Stalled, Ready and kstatus' word fit one another and the revisions."""
+    """Check after every write that Reconciling, Stalled, Ready and kstatus' result agree with each other."""
     status = cluster.parsed()
     told: dict[str, str] = {one.type: one.status for one in status.conditions}
     assert not told or {told["Reconciling"], told["Stalled"]} <= {"True", "False"}

@@ -82,7 +82,7 @@ def serve(
 
 
 def main() -> None:
-    """Run the engine."""
+    """Run the engine that stdin describes, and print its answers."""
     from vllm import LLM, SamplingParams
 
     job = Asked(**json.load(sys.stdin))

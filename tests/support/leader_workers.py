@@ -65,7 +65,7 @@ class LeaderWorkerSets:
 
     @contextlib.asynccontextmanager
     async def kept(self) -> "AsyncIterator[LeaderWorkerSets]":
-        """Reconcile again and again until the block ends."""
+        """Run the controller's reconcile loop until the block ends."""
         task = asyncio.create_task(self._run())
         try:
             yield self

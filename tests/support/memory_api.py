@@ -54,11 +54,11 @@ class MemoryApi:
         return True
 
     def writes(self) -> list[tuple[str, str, str]]:
-        """Return the requests that were not reads."""
+        """Return (method, kind, name) of each request that was a write."""
         return [one for one in self.asked if one[0] not in ("find", "list")]
 
     def put(self, obj: Object) -> Object:
-        """Create or replace an object as another client."""
+        """Create or replace an object, as a client other than the operator."""
         what = (obj["kind"], obj["metadata"]["name"])
         number = str(next(self._numbers))
         about = {"namespace": KEY.namespace, "uid": f"uid-{number}", **obj["metadata"], "resourceVersion": number}
@@ -70,12 +70,12 @@ class MemoryApi:
         return copy.deepcopy(written)
 
     def drop(self, *what: str) -> None:
-        """Delete an object as another client."""
+        """Delete an object, as a client other than the operator."""
         del self.objects[what[0], what[1]]
         self.on_change((what[0], what[1]))
 
     def run_engines(self) -> None:
-        """Create the requested pods of every Deployment, all ready."""
+        """Act as a cluster: create the pods that every Deployment requests, all of them ready."""
         for (kind, name), obj in list(self.objects.items()):
             for n in range(obj["spec"]["replicas"] if kind == "Deployment" else 0):
                 self.put(_pod(name, obj["spec"]["selector"]["matchLabels"], n))
@@ -96,7 +96,7 @@ class MemoryApi:
         return found
 
     def views(self) -> dict[What, ObjectView]:
-        """Return the objects that belong to the service, as observe shows them."""
+        """Return the views of the objects that belong to the service, as the operator's cache has them."""
         uid = self.objects[KIND, KEY.name]["metadata"]["uid"]
         found = {}
         for (kind, name), obj in self.objects.items():
@@ -188,7 +188,7 @@ class MemoryApi:
 
 
 def tell(cache: InformerCache, change: Object | What) -> None:
-    """Send a change to the cache if its watches would see it. Send all deletions: it ignores unknown objects."""
+    """Pass a change to the operator's cache if its watches would report it. Pass on all deletions."""
     if isinstance(change, tuple):
         cache.wrote(change[0], KEY.namespace, change[1], None)
     elif change["kind"] == KIND or SERVICE_LABEL in change["metadata"].get("labels", {}):
@@ -225,7 +225,7 @@ class Operator:
         await self._scraper.close()
 
     async def reconcile(self, seconds: float = 5) -> Decision:
-        """Run one reconcile, some seconds after the last one."""
+        """Run one reconcile, `seconds` after the last one, and return its decision."""
         self.now += timedelta(seconds=seconds)
         observed = await self._observer.snapshot(self._known, None)
         assert observed is not None
@@ -235,7 +235,7 @@ class Operator:
         return decision
 
     def edit(self, obj: Object) -> None:
-        """Edit the spec as the user."""
+        """Replace the service's spec, as its user would."""
         known = self.api.objects[KIND, KEY.name]
         self.api.put({**known, "spec": obj["spec"]})
 

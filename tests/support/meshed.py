@@ -15,7 +15,7 @@ from kvpilot_operator.mesh import CHAIN, KEY, ROOT
 
 
 class Mesh:
-    """Certificate authority that issues certificates."""
+    """Certificate authority of a mesh, which issues certificates to workloads."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -36,7 +36,7 @@ class Mesh:
 
 @dataclass
 class Sidecar:
-    """Sidecar's address, the admitted clients' SPIFFE URIs, and the ALPN protocol of each connection."""
+    """A running sidecar: its address, the SPIFFE URIs of admitted clients, and the ALPN protocol of each connection."""
 
     url: str = ""
     let_through: list[str] = field(default_factory=list)

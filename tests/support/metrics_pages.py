@@ -5,7 +5,7 @@ from kvpilot_operator.observe.pod_metrics import PodMetrics
 
 
 def parse_page(text: str) -> PodMetrics:
-    """Return the parsed page. Raise ScrapeError like `PageReader`."""
+    """Parse a whole metrics page. Raise ScrapeError as `PageReader` does."""
     reader = PageReader()
     for _ in reader.steps(text.encode("utf-8", errors="replace")):
         pass

@@ -45,7 +45,7 @@ CAPACITY = {"auto": 3000, "k8v4": 7680, "k4v4": 11290, "fp8": 6000, "int4_per_to
 
 @dataclass
 class ModelCluster:
-    """Cluster with one service. A tick lasts STEP."""
+    """Simulated cluster with one service. Time advances in ticks of STEP."""
 
     obj: dict[str, Any]
     bad: frozenset[str] = frozenset()
@@ -207,7 +207,7 @@ class ModelCluster:
         return decision
 
     def parsed(self) -> Status:
-        """Return the current status."""
+        """Return the service's current status, parsed."""
         return parse_status(self.status)
 
     def _refusal(self, manifest: Object) -> ClusterError | None:
@@ -248,7 +248,7 @@ class ModelCluster:
         return parse_status(self.status)
 
     def until(self, seen: Callable[[Status], bool], ticks: int = 400) -> Status:
-        """Tick until the status satisfies `seen`."""
+        """Advance the cluster, at most `ticks` ticks, until the status satisfies `seen`."""
         for _ in range(ticks):
             self.tick()
             status = parse_status(self.status)
@@ -257,24 +257,24 @@ class ModelCluster:
         raise AssertionError(f"not seen in {ticks} ticks: {self.status}")
 
     def edit(self, obj: dict[str, Any]) -> None:
-        """Edit the spec as the user."""
+        """Replace the service's spec, as its user would."""
         generation = self.obj["metadata"]["generation"] + 1
         self.obj = {**obj, "metadata": {**obj["metadata"], "generation": generation}}
         self.api.put({**self.obj, "status": self.status})
 
     def scale(self, revision: str, replicas: int) -> None:
-        """Scale the workload of a revision as another client."""
+        """Scale the workload of a revision, as a client other than the operator."""
         what = f"{KEY.name}-{revision}"
         found = next(obj for (kind, name), obj in self.api.objects.items() if kind in KINDS and name == what)
         self.api.put({**found, "spec": {**found["spec"], "replicas": replicas}})
 
     def drop_services(self) -> None:
-        """Delete all Services as another client."""
+        """Delete all Services, as a client other than the operator."""
         for name in self.services:
             self.api.drop("Service", name)
 
     def edit_route(self, rules: list[dict[str, Any]] | None) -> None:
-        """Change the route as the user."""
+        """Replace the rules of the HTTPRoute, as its user would."""
         name = self._route_name()
         if rules is not None:
             known = self.api.objects.get(("HTTPRoute", name), {"kind": "HTTPRoute", "metadata": {"name": name}})

@@ -19,7 +19,7 @@ ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 LENGTHS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0)
 TOKENS = 100.0
 ALONE: Mapping[str, int] = MappingProxyType({})
-"""Argument `nodes` for replicas of one pod each."""
+"""Value of the argument `nodes` if each replica is a single pod."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ModelEngines:
         self.pods = tuple(replace(p, starts_in=max(0, p.starts_in - 1)) if p.placed else p for p in self.pods)
 
     def reconcile(self, wanted: dict[str, int], gated: Mapping[str, bool]) -> None:
-        """Act as the controllers: create missing pods, and delete surplus ones. Pods that do not answer go first.
+        """Act as the Deployment controller: create missing pods, and delete surplus ones (not answering ones first).
 
         A new pod has a readiness gate if its revision is `gated`.
         """

@@ -1,4 +1,4 @@
-"""Observer over a cache and engines that tests fill by hand."""
+"""The operator's Observer, over a cache and engines that tests fill by hand."""
 
 import json
 from collections.abc import Callable

@@ -83,7 +83,7 @@ class Transfers:
         tier._move, tier.submit_load, tier.get_finished_jobs = moved, submit_load, get_finished_jobs
 
     def taken(self) -> list[dict[str, Any]]:
-        """Return the records since the last call."""
+        """Return the records of copies since the last call."""
         moves, self.moves = self.moves, []
         return moves
 

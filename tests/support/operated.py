@@ -8,17 +8,17 @@ Json = dict[str, Any]
 
 
 def engine(**more: Any) -> Json:
-    """Return spec.engine with an image that no node has."""
+    """Return spec.engine with an image that no node has, so that no engine starts."""
     return {"engine": {"image": "kvpilot/runtime:1", **more}}
 
 
 def placed(**pod: Any) -> Json:
-    """Return a spec whose engine pods have these fields in their pod spec."""
+    """Return the spec of a service whose engine pods have these fields in their pod spec."""
     return engine(podTemplate={"spec": pod})
 
 
 def services(namespace: str) -> str:
-    """Return the path of the services of a namespace."""
+    """Return the REST path of the QuantizedLLMServices in a namespace."""
     return f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices"
 
 
@@ -41,7 +41,7 @@ def condition(rest: Rest, namespace: str, kind: str) -> Json:
 
 
 def told(rest: Rest, namespace: str, kind: str, reason: str, *, seconds: float = HANGS) -> Json:
-    """Wait until a condition of `chat` has this reason."""
+    """Wait until a condition of the service `chat` has this reason, and return the condition."""
     found: list[Json] = []
 
     def seen() -> bool:
@@ -56,7 +56,7 @@ def told(rest: Rest, namespace: str, kind: str, reason: str, *, seconds: float =
 
 
 def exists(rest: Rest, path: str) -> bool:
-    """Return True if an object exists at this path."""
+    """Return True if the API server has an object at this path."""
     try:
         rest.get(path)
     except ApiError as error:

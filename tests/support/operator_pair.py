@@ -35,7 +35,7 @@ def identity(write: Write) -> str | None:
 
 
 class Cable:
-    """Connection from one operator to the API server. Unplugged, it still accepts connections but drops all data."""
+    """A proxy from one operator to the API server. Unplugged, it still accepts connections but drops all data."""
 
     def __init__(self, server: str) -> None:
         host, port = server.removeprefix("https://").split(":")
@@ -47,11 +47,11 @@ class Cable:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def unplug(self) -> None:
-        """Drop everything that is sent from now on."""
+        """Unplug the cable: from now on, drop all data in both directions."""
         self._plugged = False
 
     def plug(self) -> None:
-        """Restore the connection. Close all open connections, because dropped data stays lost."""
+        """Plug the cable in again. Close all open connections, because their dropped data stays lost."""
         for one in self._open:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -80,7 +80,7 @@ class Cable:
 
 
 class Operator:
-    """Operator process. `place` names its Pod (operator-a, -b or -c) and its cable, which outlive the process."""
+    """Operator process. `place` (a, b or c) names its Pod and its `Cable`, which outlive the process."""
 
     def __init__(self, place: str, folder: Path, kubeconfig: Path, *flags: str) -> None:
         self.place = place
@@ -102,7 +102,7 @@ class Operator:
 
     @property
     def ready(self) -> bool:
-        """True if the kubelet's readiness probe would pass."""
+        """True if /readyz answers 200, so that a kubelet's readiness probe would pass."""
         return self.ask("/readyz")[0] == 200
 
     @property
@@ -122,7 +122,7 @@ class Pair:
         self._users = {place: self._user(place) for place in "abc"}
 
     def start(self, place: str, *flags: str) -> Operator:
-        """Start an operator in an empty place."""
+        """Start an operator process in a place that has none."""
         self.operators[place] = Operator(place, self.plane.folder, self._users[place], *flags)
         return self.operators[place]
 
@@ -141,7 +141,7 @@ class Pair:
             self.rest.merge(_LEASE, {"spec": {"holderIdentity": ""}})
 
     def settle(self) -> tuple[Operator, Operator]:
-        """Wait until both places run an operator and one of them leads. Return (leader, standby)."""
+        """Wait until two operators run and one of them leads. Return (leader, standby)."""
 
         def ready() -> bool:
             for place in "ab":
@@ -166,11 +166,11 @@ class Pair:
         return self.holder()
 
     def log(self) -> list[Write]:
-        """Return every write of every client."""
+        """Return every write in the API server's audit log."""
         return writes(self.plane.audit_log)
 
     def faults(self) -> list[str]:
-        """Return writes of an operator outside its terms as holder of the Lease."""
+        """Return the writes that an operator made while it did not hold the Lease."""
         return misplaced(self.log(), f"{SYSTEM}/kvpilot-operator", identity)
 
     def term(self, holder: str) -> Term:
@@ -197,7 +197,7 @@ class Pair:
             one.process.wait()
 
     def stop(self) -> None:
-        """Kill the remaining processes."""
+        """Kill all operators that still run."""
         for one in self.operators.values():
             if one.process.poll() is None:
                 one.process.send_signal(signal.SIGKILL)

@@ -32,7 +32,7 @@ QUIET = {
 
 @dataclass
 class _Server:
-    """Process that forks others on request, and its address."""
+    """A server process that forks other processes on request, and its address."""
 
     process: subprocess.Popen[bytes]
     address: str
@@ -43,7 +43,7 @@ _turn, _starting = threading.Lock(), threading.Lock()
 
 
 def ask(module: str, asked: "DataclassInstance | list[Any] | dict[str, Any]", **environment: str) -> Any:
-    """Return the answer of a module's `main`. `environment` adds to the variables that keep an engine small.
+    """Run a module's `main` in its own process with the question `asked`, and return its answer.
 
     Raises:
         RuntimeError: the process failed. The message has the end of its output.
@@ -142,6 +142,6 @@ def end() -> None:
     """Stop all servers. The processes that they forked end with them."""
     while _servers:
         _, server = _servers.popitem()
-        server.process.kill()  # the kernel kills its children, too
+        server.process.kill()  # the kernel then kills the server's children, too
         server.process.wait()
         rmtree(Path(server.address).parent, ignore_errors=True)

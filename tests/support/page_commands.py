@@ -21,19 +21,19 @@ _DEEPER = {("repo", "add"), ("create", "namespace"), ("auth", "can-i"), ("rollou
 
 
 class Command(NamedTuple):
-    """Command of a page, with its standard input."""
+    """A command in a page's shell block, with its standard input."""
 
     words: tuple[str, ...]
     given: str
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options without their values."""
+        """The command's options, without their values."""
         return tuple(word.partition("=")[0] for word in self.words if re.match(r"-{1,2}[a-zA-Z]", word))
 
     @property
     def name(self) -> str:
-        """Words before the first option."""
+        """The words of the command before its first option."""
         first = next((i for i, word in enumerate(self.words) if word.startswith("-")), len(self.words))
         return " ".join(self.words[:first])
 

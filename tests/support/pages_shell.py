@@ -51,7 +51,7 @@ class Shell:
         self._env = {"PATH": path, "KUBECONFIG": str(kubeconfig), "HOME": str(folder), "NO_COLOR": "1", **variables}
 
     def __call__(self, script: str, **variables: str) -> str:
-        """Run a block, which must succeed, and return its stdout."""
+        """Run a code block in bash, and return its stdout. Raise an error if it fails."""
         done = subprocess.run(
             ["bash", "-euc", script.replace("charts/kvpilot", str(self._chart))],
             cwd=self.folder, env={**self._env, **variables}, capture_output=True, text=True, check=False, timeout=900,

@@ -9,7 +9,7 @@ from kvpilot_cli.plan.command import main
 
 
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    """Return the plan's JSON document."""
+    """Run `kvpilot plan --json` with these arguments, and return the JSON document."""
     assert main([*argv, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -59,7 +59,7 @@ def policy_input(w: Workload | None = None, **changes: Any) -> PolicyInput:
 
 
 def denied(dtype: str, reason: str = "AccuracyRegressed", **changes: Any) -> Denied:
-    """Return a denial for the service on H200 that lasts another hour."""
+    """Return a denial of this dtype for the service on H200, which lasts another hour."""
     fields: dict[str, Any] = {
         "dtype": dtype,
         "model": "hf://Qwen/Qwen3-8B",
@@ -70,5 +70,5 @@ def denied(dtype: str, reason: str = "AccuracyRegressed", **changes: Any) -> Den
 
 
 def step(decision: PolicyDecision) -> tuple[Action, str, int]:
-    """Return action, dtype and replicas that the policy chose."""
+    """Return the action, the dtype and the number of replicas that the policy chose."""
     return decision.chosen.action, decision.chosen.dtype, decision.chosen.replicas

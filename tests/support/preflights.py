@@ -10,7 +10,7 @@ from kvpilot_smallmodels.models import tiny_llama
 
 
 def asked(*arguments: str, dtype: str = "k4v4", model: str | None = None) -> Request:
-    """Parse arguments as kvpilot-serve does."""
+    """Return the request that kvpilot-serve makes of these arguments."""
     return serve.parse([f"--model={model or tiny_llama()}", f"--kv-cache-dtype={dtype}", *arguments])[0]
 
 

@@ -80,7 +80,7 @@ def reading(context: int, answers: Handler | None = None) -> Handler:
 
 
 def made(prompts: Sequence[ProbePrompt], context: int, handler: Handler | None = None) -> list[Rendered]:
-    """Return the prompts that packs make for an engine with this context, with answers of 32 tokens."""
+    """Return the prompts that the probe packs generate for an engine with this context, with answers of 32 tokens."""
 
     async def story() -> list[Rendered]:
         async with engine(handler or reading(context)) as url, http_client() as http:
@@ -110,7 +110,7 @@ async def counting(path: str, body: Body, writer: Writer) -> None:
 
 
 async def noisy(path: str, body: Body, writer: Writer) -> None:
-    """Differ from a given answer at every seventh position. Answer soundly if no answer is given."""
+    """Answer like a slightly damaged engine: a wrong token at every seventh position of a teacher-forced answer."""
     if path == "/tokenize":
         respond(writer, tokens_of(body))
         return
@@ -120,7 +120,7 @@ async def noisy(path: str, body: Body, writer: Writer) -> None:
 
 
 def serving(handler: Handler, *names: str) -> Handler:
-    """Return the same engine with this list of models."""
+    """Return the same engine, with these model names at /v1/models."""
 
     async def listing(path: str, body: Body, writer: Writer) -> None:
         if path == "/v1/models":
@@ -163,7 +163,7 @@ def ending(after: int, finish: str | None) -> Handler:
 
 
 def baseline(positions: int = 8, prompts: int = 2) -> Baseline:
-    """Return the answers of `counting` to prompts of three tokens."""
+    """Return a baseline: the answers of the engine `counting` to prompts of three tokens."""
     answer = tuple(Logprobs(3 + i, {3 + i: -0.1, 9999: -3.0}) for i in range(positions))
     return Baseline(
         "i", "m", "auto", tuple(BaselinePrompt(f"p{i}", "tail", "text", (1, 2, 3), answer) for i in range(prompts))

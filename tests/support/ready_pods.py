@@ -36,7 +36,7 @@ class ReadyPods:
 
     @contextlib.asynccontextmanager
     async def following(self) -> "AsyncIterator[ReadyPods]":
-        """Follow the backend until the block ends."""
+        """Follow the backend and its pods until the block ends."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(follow(self._cluster, *about, self._namespace, store))
@@ -50,7 +50,7 @@ class ReadyPods:
                 task.cancel()
 
     def backend(self) -> Object | None:
-        """Return the InferencePool or Service itself, or None while it is unknown."""
+        """Return the InferencePool or the Service whose pods are watched; None while it is unknown."""
         return self._backends.get(self._name)
 
     def endpoints(self) -> list[str] | None:

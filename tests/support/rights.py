@@ -8,7 +8,7 @@ REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
 
 
 def until_may(rest: Rest, user: str, **what: Any) -> None:
-    """Wait until a user has a right.
+    """Wait until the API server grants a user this right.
 
     Args:
         rest: a client with the administrator's rights.

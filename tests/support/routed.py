@@ -17,7 +17,7 @@ Fields = Callable[[FaultyWorld, str, Backend], Awaitable[dict[str, Any]]]
 
 
 async def a_users_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, Any]:
-    """Create a user's HTTPRoute to our Service or InferencePool. Return the spec fields that refer to the route."""
+    """Create an HTTPRoute to kvpilot's Service or InferencePool, like a user. Return the spec fields that name it."""
     group = INFERENCE_POOL_API.partition("/")[0]
     of_kind = {"group": group} if kind == "InferencePool" else {"port": SERVICE_PORT}
     backend = {"kind": kind, "name": name, "weight": 1, **of_kind}

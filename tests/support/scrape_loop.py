@@ -29,7 +29,7 @@ class ScrapeLoop:
         self.known: Mapping[str, Known] = {}
 
     def scrape(self, seconds: float, pages: Mapping[str, PodMetrics], **more: object) -> Judged:
-        """Run one scrape at this second."""
+        """Judge one scrape, taken at this second, with these pages."""
         judged = plausible_sample(at(seconds), self.known, pages, **more)  # type: ignore[arg-type]
         self.known = judged.known
         return judged
@@ -45,7 +45,7 @@ def busy(i: int) -> PodMetrics:
 
 
 def counted(page: PodMetrics, **totals: float | Histogram) -> PodMetrics:
-    """Return the page with these counter values."""
+    """Return the metrics page with these counter values."""
     return replace(page, totals=replace(page.totals, **totals))  # type: ignore[arg-type]
 
 
@@ -60,4 +60,4 @@ async def scraping(identity: Identity | None = None) -> AsyncIterator[Scraper]:
 
 
 def ignore(work: int) -> None:
-    """Ignore the work of a scrape."""
+    """Do nothing: a callback for the work of a scrape, in tests that do not limit it."""

@@ -49,7 +49,7 @@ def manifest(**spec: Any) -> dict[str, Any]:
 
 
 def spec_of(obj: Mapping[str, Any]) -> Spec:
-    """Return the parsed spec of a manifest."""
+    """Return the spec of a manifest as the operator parses it."""
     return parse(obj)
 
 
@@ -76,7 +76,7 @@ def snapshot(obj: Mapping[str, Any], *, status: Status | None = None, **changes:
 
 
 def pod(revision: str, **changes: Any) -> PodView:
-    """Return a ready pod."""
+    """Return the view of a ready engine pod of this revision."""
     base = PodView(f"pod-{revision}", revision, "10.0.0.1", "node-1", True, False, 0, None, None, None)
     return replace(base, **changes)
 
@@ -129,7 +129,7 @@ def reporting(*engines: tuple[str, str]) -> dict[str, tuple[Sample, ...]]:
 
 
 def baseline(**changes: Any) -> Baseline:
-    """Return a stored baseline whose control has little noise."""
+    """Return a stored baseline whose control run has little noise."""
     fields: dict[str, Any] = {
         "identity": PROBES,
         "positions": 256,

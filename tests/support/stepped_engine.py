@@ -231,7 +231,7 @@ def expected(asked: Asked) -> list[list[int]]:
 
 
 def main() -> None:
-    """Serve the request on stdin."""
+    """Serve the requests that stdin describes, and print the observations."""
     asked = Asked(**json.load(sys.stdin))
     from prometheus_client import generate_latest
     from vllm import LLM
@@ -273,7 +273,7 @@ def main() -> None:
         number += len(prompts)
         told.answers.append(answers)
         told.cached.append(cached)
-    engine.engine_core.shutdown()  # before the last line, because several workers log their exit to stdout
+    engine.engine_core.shutdown()  # shut down before the last line of output, because workers log their exit to stdout
     print(json.dumps(asdict(told)), flush=True)
 
 

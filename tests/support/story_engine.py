@@ -46,7 +46,7 @@ class Engine(faulty.Engine):
         self._seen["inter_token_latency"] += [(time.monotonic() - started) / wanted] * (wanted - 1)
 
     def page(self) -> bytes:
-        """Return the base's metrics with a queue and histograms."""
+        """Return the metrics page of the base class, with a queue and latency histograms added."""
         label = f'engine="0",model_name="{self._model}"'
         waiting = f"vllm:num_requests_waiting{{{label}}}"
         text = super().page().decode().replace(f"{waiting} 0", f"{waiting} {self._waiting}")

@@ -12,17 +12,17 @@ Json = dict[str, Any]
 
 
 def field(path: str) -> Json:
-    """Return an environment variable whose value comes from a field of its pod."""
+    """Return an entry of `env` whose value comes from a field of its own pod (fieldRef)."""
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def container(**more: Any) -> Json:
-    """Return the container whose state and log a tenant reads."""
+    """Return the container spec of a test pod, whose state and log the test reads."""
     return {"name": "main", "image": "python:3.11", **more}
 
 
 class Tenant:
-    """Namespace of the cluster."""
+    """One test's namespace in the local cluster."""
 
     def __init__(self, cluster: LocalCluster, namespace: str) -> None:
         self.cluster = cluster

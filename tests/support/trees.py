@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def write(folder: Path, files: dict[str, bytes]) -> None:
-    """Write the files and their folders."""
+    """Write files, given by relative path, below a folder. Create the folders in between."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

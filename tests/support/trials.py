@@ -45,9 +45,9 @@ def on_trial(replicas: int = 3, *, cluster: dict[str, Any] | None = None, **spec
 
 
 def copied(cluster: ModelCluster) -> ModelCluster:
-    """Return a copy that continues independently."""
+    """Return a copy of the cluster that continues independently."""
     samples = [one for many in cluster.samples.values() for one in many]
-    return deepcopy(cluster, {id(one): one for one in samples})  # samples are immutable
+    return deepcopy(cluster, {id(one): one for one in samples})  # do not copy samples, which are immutable
 
 
 def edit(cluster: ModelCluster, **spec: Any) -> None:
@@ -91,7 +91,7 @@ def stage(name: str, step: int | None = None) -> Callable[[Status], bool]:
 
 
 def end_of(s: Status) -> str:
-    """Return the last stage of the newest trial."""
+    """Return the last stage that the newest trial reached."""
     assert s.last_trial is not None
     return "Promoted" if s.last_trial.verdict == "Passed" else "RolledBack"
 

@@ -53,7 +53,7 @@ class Witness:
 
 
 class InTurns:
-    """Several ways, used in turn."""
+    """Several ways to send requests, used in turn."""
 
     def __init__(self, *ways: Way) -> None:
         self._ways = itertools.cycle(ways)
@@ -63,7 +63,7 @@ class InTurns:
 
 
 class Requests:
-    """Results of the requests."""
+    """Results of the requests that `requests` sends."""
 
     def __init__(self) -> None:
         self.answered: Counter[str] = Counter()

@@ -71,7 +71,7 @@ def leave(do: Callable[[], None]) -> NoReturn:
 
 
 def answer_all(listener: socket.socket) -> dict[str, Any]:
-    """Fork for each caller. Only a forked child returns, with its question."""
+    """Fork a process for each caller. Only a forked process returns, with the caller's question."""
     # Process of each connection, and a file that becomes readable when the process ends.
     running: dict[socket.socket, tuple[int, int]] = {}
     while True:
@@ -87,7 +87,7 @@ def answer_all(listener: socket.socket) -> dict[str, Any]:
                 if not (files := socket.recv_fds(asker, 1, 4)[1]):
                     asker.close()
                 elif pid := os.fork():
-                    with suppress(OSError):  # it may have ended by itself
+                    with suppress(OSError):  # the process may have ended by itself
                         os.setpgid(pid, pid)
                     running[asker] = (pid, os.pidfd_open(pid))
                     _close(files)
@@ -100,7 +100,7 @@ def answer_all(listener: socket.socket) -> dict[str, Any]:
             elif one in ends and ends[one] in running:
                 asker = ends[one]
                 pid = running.pop(asker)[0]
-                _kill(pid)  # its remaining children
+                _kill(pid)  # kill its remaining children
                 with suppress(OSError):
                     asker.sendall(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
                 asker.close()
@@ -113,7 +113,7 @@ def answer_all(listener: socket.socket) -> dict[str, Any]:
                 pid, ended = running[one]
                 if said:
                     os.kill(pid, said[0])
-                else:  # the caller has left
+                else:  # the caller has closed its connection
                     _kill(pid)
                     os.waitpid(pid, 0)
                     del running[one]

@@ -48,30 +48,30 @@ CLASSES = {"internlm2": "llama", "mimo": "qwen2", "minicpm": "llama", "orion": "
 
 
 def text_alone(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the text part of a model as a model of its own, of a known class, with 16-bit weights."""
+    """Return the config of a model's text part alone, with a model class that vLLM loads and with 16-bit weights."""
     text = config.get("text_config", config)
     if text.get("model_type") in TEXT:
         kind, architecture = TEXT[text["model_type"]]
         config = {"dtype": "bfloat16", **text, "model_type": kind, "architectures": [architecture]}
     if config.get("model_type") in CLASSES:
         config = {**config, "model_type": CLASSES[config["model_type"]]}
-    if (config.get("quantization_config") or {}).get("config_groups") == {}:  # only the cache is quantized
+    if (config.get("quantization_config") or {}).get("config_groups") == {}:  # quantizes only the cache
         return config
     return {field: value for field, value in config.items() if field != "quantization_config"}
 
 
 def attempt(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the specs of one model, or the reason why vLLM builds none here."""
+    """Return the KV-cache specs that vLLM makes for a model's config, or vLLM's error."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(text_alone(config)))
             return specs(folder, options)
-    except Exception as error:  # any error of vLLM is an answer
+    except Exception as error:  # report any error of vLLM as the result
         return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
 
 
 def specs(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the layers grouped by their specs, as preflight needs them."""
+    """Return a model's layers grouped by their KV-cache specs, as preflight reads them."""
     from vllm.engine.arg_utils import EngineArgs
 
     return cache_specs.specs(EngineArgs(model=folder, **options))

@@ -51,7 +51,7 @@ def _tiles(x: torch.Tensor, bits: int, *, over_tokens: bool) -> torch.Tensor:
 
 
 def _tile(tile: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
-    """Quantize tiles [..., tokens, D] with one step and minimum per line along `axis`. Return the decoded values."""
+    """Quantize tiles [..., tokens, D], with one step and minimum per line along `axis`, and return decoded values."""
     rows, columns = normalise(tile)
     own, other = (columns, rows) if axis == -2 else (rows, columns)
     codes, step, low = min_max(tile / rows / columns, bits, axis)

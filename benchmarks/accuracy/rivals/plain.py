@@ -21,22 +21,22 @@ from kvpilot_kernels.reference.hadamard import hadamard
 
 
 def bf16() -> Codec:
-    """Return a 16-bit cache, the baseline of all codecs."""
+    """Return the codec of a 16-bit cache, the baseline of all others."""
     return Codec("bf16", _bf16, _bf16, lambda _dim: 16.0, lambda _dim: 16.0)
 
 
 def fp8_e4m3() -> Codec:
-    """Return vLLM's fp8 cache."""
+    """Return the codec of vLLM's fp8 cache."""
     return Codec("fp8_e4m3", _fp8, _fp8, lambda _dim: 8.0, lambda _dim: 8.0)
 
 
 def int4_raw() -> Codec:
-    """Return 4-bit integers without a rotation."""
+    """Return a codec of 4-bit integers without a rotation."""
     return Codec("int4_raw", _raw, _raw, lambda dim: 4 + 32 / dim, lambda dim: 4 + 32 / dim)
 
 
 def int4_per_token_head() -> Codec:
-    """Return vLLM's 4-bit cache with a rotation."""
+    """Return the codec of vLLM's 4-bit cache with a rotation."""
     return Codec("int4_per_token_head", _rotated, _rotated, lambda dim: 4 + 32 / dim, lambda dim: 4 + 32 / dim)
 
 

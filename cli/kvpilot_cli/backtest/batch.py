@@ -25,7 +25,7 @@ class Request:
     dropped: bool = False
     preempted: int = 0
     epoch: int = 0
-    """Number of times that the request left the batch. An end forecast under an earlier epoch is void."""
+    """Number of times that the request left the batch. Ignore an end that was forecast under an earlier epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Blocks:
     def __init__(self, total: int) -> None:
         self.total = total
         self._empty = total
-        self._kept: OrderedDict[int, int] = OrderedDict()  # blocks of the cached prefix by session, oldest first
+        self._kept: OrderedDict[int, int] = OrderedDict()  # cached prefix blocks by session, oldest first
         self._kept_sum = 0
 
     @property
@@ -75,7 +75,7 @@ class Blocks:
         self._empty -= count
 
     def give(self, count: int, session: int, keep: int) -> None:
-        """Free `count` blocks. Of these, `keep` remain as the session's cached prefix and replace an older one."""
+        """Free `count` blocks. Of these, `keep` stay as the session's cached prefix, in place of an earlier one."""
         self._empty += count - keep
         if keep:
             older = self._kept.pop(session, 0)

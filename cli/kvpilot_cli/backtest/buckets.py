@@ -20,7 +20,7 @@ FINE = tuple(0.001 * 10 ** (i / 20) for i in range(125))
 
 
 class Tally:
-    """Histogram that collects values until `take`."""
+    """Histogram that collects values until the next call of `take`."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -30,7 +30,7 @@ class Tally:
         self.total = 0.0
 
     def add(self, value: float, times: float = 1.0) -> None:
-        """Count a value `times` times."""
+        """Add a value to the histogram `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 

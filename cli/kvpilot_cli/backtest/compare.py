@@ -62,7 +62,7 @@ class Row:
 
 
 Start = tuple[Policy, str, int]
-"""Policy of a run, with its initial dtype and its initial replicas."""
+"""(policy, initial dtype, initial number of replicas) of a simulated run."""
 Starter = Callable[[Spec, Profile, Objective], Start]
 
 
@@ -86,7 +86,7 @@ POLICIES: Mapping[str, Starter] = {"pilot": by_pilot, "objectives": by_objective
 
 
 def with_objectives(spec: Spec, objective: Objective) -> Spec:
-    """Return the spec with the limits of a good request as its latency objectives: TTFT at p99 and ITL at p95."""
+    """Return the spec with the limits of `objective` as its latency objectives: TTFT at p99 and ITL at p95."""
     asked = (
         LatencyObjective("TTFT", 99, round(objective.ttft * 1000)),
         LatencyObjective("ITL", 95, round(objective.itl * 1000)),

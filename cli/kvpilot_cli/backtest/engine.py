@@ -23,7 +23,7 @@ from kvpilot_cli.backtest.costs import Costs
 from kvpilot_operator.state.samples import Flows, Sample
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
-"""Time that second 0 of a simulation stands for."""
+"""Date and time of second 0 of a simulation."""
 
 
 class Engine:
@@ -136,7 +136,7 @@ class Engine:
         self.on_gap(seconds, times)
 
     def alike(self, until: float) -> int:
-        """Return how many of the next steps decode the same requests, without an arrival, end or eviction."""
+        """Return how many of the next steps decode the same requests: none of them arrives, ends or is evicted."""
         n = len(self.decoding)
         if self.waiting or self.prefilling or not n:
             return 1
@@ -148,7 +148,7 @@ class Engine:
         return min(most, int(horizon / longest))
 
     def _steps(self, count: int) -> None:
-        """Run `count` steps that only decode, in one go. Record the mean gap for each gap between tokens."""
+        """Simulate `count` decode-only steps in one go. Every gap between tokens counts with their mean duration."""
         n = len(self.decoding)
         self.blocks.take(self.decoding.needed_for(count))
         mean = self.costs.decode_step(n, self.decoding.tokens + n * (count + 1) / 2)

@@ -57,7 +57,7 @@ def read(path: Path, seed: int = 0) -> Load:
 
 
 def parse(text: bytes, name: str, seed: int = 0) -> Load:
-    """Turn answers of query_range into a load on a grid of minutes."""
+    """Turn answers of query_range into a load with one rate and one mean length for each minute."""
     try:
         # Prometheus writes values as text, so accept text for numbers (strict=False).
         answers = msgspec.json.decode(text, type=_Answer | list[_Answer], strict=False)

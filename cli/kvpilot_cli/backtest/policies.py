@@ -19,17 +19,17 @@ _KEEP = timedelta(hours=1)
 
 
 class Policy(Protocol):
-    """Policy that controls one service."""
+    """Policy that chooses the dtype and the number of replicas of one simulated service."""
 
     def judge(self, service: Service, sample: Sample | None) -> None:
         """Change the service if needed. `sample` is the service's last scrape, or None if no replica answered."""
 
 
 class Fixed:
-    """Policy that never changes the service."""
+    """Policy that keeps the dtype and the number of replicas."""
 
     def judge(self, service: Service, sample: Sample | None) -> None:
-        """Do nothing."""
+        """Change nothing, whatever the sample shows."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Piloted:
             self._roll(service)
         ready = len(service.ready(self.pilot.dtype))
         busy = "a canary is in flight" if self.canary is not None else None
-        # A surge may end a canary until it serves. Here it serves as soon as its probes have passed.
+        # A surge may abort a canary that does not serve yet. Here a canary serves as soon as its probes have passed.
         yields = self.canary is not None and self.canary not in service.serving
         decision, _ = self.pilot.rule(tuple(self.samples), now, self.replicas, ready, busy, yields)
         chosen = decision.chosen
@@ -77,7 +77,7 @@ class Piloted:
             service.outcome.scalings += 1
 
     def _roll(self, service: Service) -> None:
-        """Wait until the canary is ready and probed, then replace the other replicas one by one."""
+        """Continue a rollout: wait until the canary is ready and probed, then replace the other replicas one by one."""
         new, old = self.canary, self.pilot.dtype
         assert new is not None  # noqa: S101 - called only while a canary exists
         if not service.ready(new):

@@ -68,7 +68,7 @@ class Recorded:
         return replace(self, arrival=arrival[order], prompt=self.prompt[of][order], output=self.output[of][order])
 
     def told(self) -> str:
-        """Describe the load in one line."""
+        """Return one line that describes the recorded load for the report."""
         return (
             f"{self.name}: {len(self.arrival)} requests in {self.seconds / 3600:.2f} h, mean prompt "
             f"{self.prompt.mean():.0f} and answer {self.output.mean():.0f} tokens; "
@@ -77,7 +77,7 @@ class Recorded:
 
 
 def read(path: Path) -> Recorded:
-    """Read a file of recorded requests."""
+    """Return the requests in a CSV file."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return parse(file, path.name)
@@ -86,7 +86,7 @@ def read(path: Path) -> Recorded:
 
 
 def parse(lines: Iterable[str], name: str) -> Recorded:
-    """Parse lines of CSV with a header."""
+    """Return the requests in lines of CSV, the first of which is the header."""
     rows = csv.DictReader(lines, strict=True)
     try:
         given = [_request(row, f"{name} line {rows.line_num}") for row in rows]

@@ -20,7 +20,7 @@ _HIDDEN = ("TTFT p99 s", "ITL p99 ms", "whole p95 s", "preemptions")
 
 
 def explained(objective: Objective) -> str:
-    """Return the meaning of the columns."""
+    """Return a text that explains the columns of the table."""
     return (
         f"A good request has its first token within {objective.ttft:g} s and on average at most "
         f"{objective.itl * 1000:g} ms between two tokens. Lost requests timed out, or would have followed one that "

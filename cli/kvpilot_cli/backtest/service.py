@@ -23,7 +23,7 @@ SLICE = 1.0
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One replica. Its revision is identified by `engine.dtype`."""
+    """One simulated replica. `engine.dtype` identifies its revision."""
 
     engine: Engine
     ready_at: float
@@ -80,17 +80,17 @@ class Service:
             self._start(dtype, ready_at=0.0)
 
     def forget(self) -> None:
-        """Reset the results at the end of the warm-up."""
+        """Reset the results to zero, as at the end of the warm-up."""
         self.outcome = Outcome()
         for replica in self.replicas:
             replica.engine.on_gap = self.outcome.itl.add
 
     def of(self, dtype: str) -> list[Replica]:
-        """Return the revision's replicas that are not draining."""
+        """Return the replicas with this dtype that are not draining."""
         return [r for r in self.replicas if r.engine.dtype == dtype and not r.leaving]
 
     def ready(self, dtype: str) -> list[Replica]:
-        """Return the revision's replicas that are ready and not draining."""
+        """Return the replicas with this dtype that are ready and not draining."""
         return [r for r in self.of(dtype) if r.ready_at <= self.now]
 
     def scale(self, dtype: str, replicas: int) -> None:
@@ -102,11 +102,11 @@ class Service:
             replica.leaving = True
 
     def serve(self, dtype: str) -> None:
-        """Send traffic to this revision, too."""
+        """Send traffic to the revision with this dtype, too."""
         self.serving.add(dtype)
 
     def switch(self, dtype: str) -> None:
-        """Send all traffic to a revision, and drain the others."""
+        """Send all traffic to the revision with this dtype, and drain all other replicas."""
         self.serving = {dtype}
         for replica in self.replicas:
             if replica.engine.dtype != dtype:

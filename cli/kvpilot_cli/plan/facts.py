@@ -78,7 +78,7 @@ class Model:
         return self.layers - self.sliding_layers
 
     def served(self, dtype: str) -> str:
-        """Return the dtype of the cache if `dtype` is requested. A checkpoint may define `auto`."""
+        """Return the KV-cache dtype that serves if `dtype` is requested: the same, or the checkpoint's for `auto`."""
         return self.auto if dtype == "auto" else dtype
 
     @property

@@ -51,7 +51,7 @@ class Request:
 
     @property
     def stage(self) -> Model:
-        """Return the model with only those layers that one node of a pipeline has at most."""
+        """Return the model with the layers of one pipeline stage: the largest number that a node may get."""
         sliding = -(-self.model.sliding_layers // self.nodes)
         layers = -(-self.model.full_layers // self.nodes) + sliding
         return self.model if self.nodes == 1 else replace(self.model, layers=layers, sliding_layers=sliding)
@@ -135,7 +135,7 @@ def make(request: Request) -> Plan:
 
 
 def _usual(model: Model) -> tuple[str, ...]:
-    """Return the usual dtypes. If the checkpoint defines `auto` as another dtype, add `bfloat16`."""
+    """Return the dtypes to plan by default. If the checkpoint defines `auto` as another dtype, add `bfloat16`."""
     auto, *others = usual_dtypes(bool(model.latent_dim))
     return (auto, *(() if model.auto == "auto" else ("bfloat16",)), *others)
 

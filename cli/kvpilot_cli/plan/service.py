@@ -82,7 +82,7 @@ def _selected(pod: Json) -> Iterator[str]:
 
 
 def _spec(obj: Json) -> Spec:
-    # The chart may give the image of all services, so the spec may lack one. A plan needs none: fill in any.
+    # The spec may lack an image, because the chart may set it for all services. Fill in any, as a plan does not use it.
     filled: Mapping[str, Json] = {**obj, "metadata": {"name": "plan"}}
     with contextlib.suppress(LookupError, TypeError):  # `judge` reports a service without an engine.
         filled = EngineDefaults(image="any").fill(filled)

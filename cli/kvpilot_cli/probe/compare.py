@@ -1,4 +1,4 @@
-"""Compare two engines by the operator's own code: capture the baseline, measure noise and damage, and judge."""
+"""Compare two engines by the operator's own code: capture the baseline, measure noise and KL divergence, and judge."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result: the baseline's noise (`control`), the candidate's damage (`measured`), and the verdict."""
+    """Result: the baseline's noise (`control`), the candidate's KL divergence (`measured`), and the verdict."""
 
     models: tuple[str, str]
     prompts: int

@@ -37,7 +37,7 @@ def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict
 
 
 def text(found: Comparison, urls: tuple[str, str]) -> str:
-    """Return the figures of both engines, the damage by position, and the verdict in the last line."""
+    """Return the figures of both engines, the KL divergence by position, and the verdict in the last line."""
     control, measured = found.control, found.measured
     rows = [
         ("", "baseline", "candidate"),
@@ -65,7 +65,7 @@ def text(found: Comparison, urls: tuple[str, str]) -> str:
 
 
 def _by_position(measured: Measurement) -> str:
-    """Return the damage by context position, because a mean would hide damage in long contexts."""
+    """Return the KL divergence by context position as text, because a mean would hide damage in long contexts."""
     most = max((b.mean_kl_micronats for b in measured.buckets), default=0)
     rows = [("tokens before", "positions", "mean KL", "same choice", "")]
     for b in measured.buckets:

@@ -27,7 +27,7 @@ NOT_JUDGED = (
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong. `judge` is schema, rule (CEL) or operator."""
+    """One fault of a service. `judge` names the check that found it: schema, rule (CEL) or operator."""
 
     field: str
     message: str
@@ -85,7 +85,7 @@ def _all(obj: Mapping[str, Any], allowed: Collection[str]) -> Iterator[Fault]:
 
 
 def text(judged: Sequence[tuple[Found, tuple[Fault, ...]]], others: Sequence[Found]) -> str:
-    """Return the verdicts for people."""
+    """Return the verdicts on all services as text for people."""
     shown = []
     for one, wrong in judged:
         shown.append(lines(f"{'refused' if wrong else 'accepted'}  {one.name} ({one.file})"))

@@ -60,7 +60,7 @@ def _path(error: Json) -> str:
 
 
 def _said(error: Json) -> str:
-    """Return the fault without its value, which may be a secret."""
+    """Return the error's message without the value at fault, which may be a secret."""
     kind, limit = error.validator, error.validator_value
     if kind == "required":
         return f"is missing: set {error.message.split(chr(39))[1]}"

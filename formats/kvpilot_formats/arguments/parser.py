@@ -26,7 +26,7 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Option(NamedTuple):
-    """Option of vLLM. `name` is its main name."""
+    """An option of vLLM's command line. `name` is its main name."""
 
     name: str
     takes: str
@@ -36,7 +36,7 @@ class Option(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Option that the arguments set. `name` is its main name."""
+    """An option that the parsed arguments set. `name` is its main name."""
 
     name: str
     values: tuple[str, ...]
@@ -260,7 +260,7 @@ def _stray(text: str) -> str:
 
 
 def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None] | None:
-    """Return a word's option, and the value after `=` or None.
+    """Return the option that a word names, and the value after `=` or None.
 
     Return (None, None) for an unknown option, and None if the word is a value.
     """
@@ -288,7 +288,7 @@ def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None
 
 
 def _beginning(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield each option name that the word abbreviates, and the value in the word, or None."""
+    """Yield each option name that the word abbreviates, and the value after `=` in the word, or None."""
     name, equals, value = text.partition("=")
     given = value if equals else None
     for spelled in _options():

@@ -27,7 +27,7 @@ class Switch(NamedTuple):
     """Feature that options of vLLM turn on."""
 
     what: str
-    """Name in messages."""
+    """Name of the feature in messages."""
     options: tuple[str, ...]
     """Main names of the options that turn the feature on."""
     off: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
 """Features that are not tested with a draft model."""
 
 BESIDE_CONNECTORS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
-"""Features that are not tested with a connector of `CONNECTORS`."""
+"""Features of vLLM that are not tested with a KV connector of `CONNECTORS`."""
 
 SEVERAL_ENGINES = (
     DATA_PARALLEL, "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port",

@@ -137,7 +137,7 @@ class Fields:
 
     @staticmethod
     def checked(field: str, value: Any, most: int = LARGEST_SIZE) -> int:
-        """Return a size of at most `most`, or the largest of a list of sizes. Raise ConfigError for other values."""
+        """Return a size, or the largest of a list of sizes. Raise ConfigError for other values or above `most`."""
         values = value if isinstance(value, list) and value else [value]
         for one in values:
             if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one <= most:
@@ -164,5 +164,5 @@ def _type_of(raw: Mapping[str, Any]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return a text; empty for any other value."""
+    """Return the value if it is a text, else the empty string."""
     return value if isinstance(value, str) else ""

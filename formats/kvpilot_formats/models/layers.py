@@ -19,11 +19,11 @@ WORDS: dict[str, Kind] = {
 HYBRID = "hybrid"
 """Name of the kind of layer that attends and also has a state."""
 REPEATED = frozenset({"longcat_flash", "iquestloopcoder"})
-_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters of Nemotron-H's hybrid_override_pattern
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # Nemotron-H's hybrid_override_pattern
 
 
 def kinds(fields: Fields) -> list[str]:
-    """Return one word per layer: a key of `WORDS`, `hybrid`, or an unknown word."""
+    """Return the kind of each layer as one word: a key of `WORDS`, `hybrid`, or an unknown word."""
     if fields.built_as in REPEATED:
         return _repeated(fields)
     if fields.listed("compress_ratios") is not None:  # DeepSeek V4 has caches of windows and of merged tokens
@@ -48,7 +48,7 @@ def kinds(fields: Fields) -> list[str]:
 
 def _repeated(fields: Fields) -> list[str]:
     """Return the layers of models in which a layer attends several times, each time with its own cache."""
-    if fields.built_as == "longcat_flash":  # its num_hidden_layers counts attentions, two per layer
+    if fields.built_as == "longcat_flash":  # LongCat's num_hidden_layers counts attentions, two per layer
         twice = 2 * fields.size("num_layers", most=MOST_LAYERS)
         return ["attention"] * (twice or fields.needed("num_hidden_layers", MOST_LAYERS))
     layers = fields.needed("num_hidden_layers", MOST_LAYERS)

@@ -18,9 +18,9 @@ keys and values, and caches these."""
 
 _ALIBI = frozenset({"bloom", "mpt"})
 _IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
-_INDEX_SCALE_BYTES = 4  # vLLM keeps an index in fp8 with a float32 scale
+_INDEX_SCALE_BYTES = 4  # vLLM keeps an index (sparse attention) in fp8 with a float32 scale
 _INDEXED = "index_topk"
-_LARGEST_CAP = 1e6  # larger than any logit
+_LARGEST_CAP = 1e6  # a cap as large as this has no effect on logits
 _MODELOPT = {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 _LEGACY_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
@@ -101,7 +101,7 @@ def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
     if fields.built_as == "iquestloopcoder":
         window = fields.size("loop_window_size") or 64
     elif fields.model_type in ("cohere2", "cohere2_moe"):
-        window += bool(window)  # the config's number leaves out the query's own token
+        window += bool(window)  # this config's window leaves out the query's own token
     if fields.get("use_sliding_window") is False:
         return 0, False
     idle = bool(window) and limit is not None and window >= limit
@@ -163,10 +163,10 @@ def _kv_heads(fields: Fields, heads: int, index: int) -> int:
     # Falcon: in older models this field holds the number of query heads, but they have one KV head.
     if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
         return 1
-    if fields.get("multi_query_attention") is True:  # ChatGLM
+    if fields.get("multi_query_attention") is True:  # a field of ChatGLM
         return fields.size("multi_query_group_num") or heads
     nested = fields.get("attn_config")
-    if isinstance(nested, Mapping) and nested.get("kv_n_heads"):  # DBRX
+    if isinstance(nested, Mapping) and nested.get("kv_n_heads"):  # a nested field of DBRX
         return Fields.checked("attn_config.kv_n_heads", nested["kv_n_heads"])
     listed = fields.get("num_key_value_heads")
     if isinstance(listed, list) and index < len(listed):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpilot_formats.models.config import ConfigError
 
-_MAX_HEADER = 100 * 2**20  # the safetensors format's own limit on a header
+_MAX_HEADER = 100 * 2**20  # bytes: the safetensors format's own limit on a header
 _INDEX = "model.safetensors.index.json"
 _MISTRAL, _MISTRAL_INDEX = "consolidated*.safetensors", "consolidated.safetensors.index.json"
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")

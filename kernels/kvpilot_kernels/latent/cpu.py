@@ -75,7 +75,7 @@ class LatentPages:
         seq_lens: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Attend from one query token per sequence to all of its stored tokens, including itself.
+        """Attend from one query token of each sequence to all stored tokens of the sequence, including itself.
 
         Args:
             query: [sequences, heads, 512], absorbed into latent space.

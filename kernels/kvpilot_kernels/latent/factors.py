@@ -30,7 +30,7 @@ class LatentFactors:
 
     @classmethod
     def identity(cls, device: torch.device | str = "cpu") -> "LatentFactors":
-        """Return factors that change nothing."""
+        """Return identity factors: mean 0, scale 1."""
         return cls(torch.zeros(ENTRY, device=device), torch.ones(ENTRY, device=device))
 
     def to(self, device: torch.device | str) -> "LatentFactors":

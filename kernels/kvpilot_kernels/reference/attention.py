@@ -110,7 +110,7 @@ def attend(
     scores = torch.einsum("ihd,thd->hit", query.double(), key) * scale
     if softcap:
         scores = (scores / softcap).tanh() * softcap
-    last = torch.arange(tokens)  # the last token that each query sees
+    last = torch.arange(tokens)  # index of the last token that each query attends to
     for begin, end in spans:
         last[begin:end] = end - 1
     future = torch.arange(key.shape[0]) - (key.shape[0] - tokens) > last[:, None]

@@ -73,7 +73,7 @@ def _error(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torc
 
 
 def split(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a view of [..., n] as [..., parts, n / parts]."""
+    """View the last dimension in `parts` equal parts: [..., n] as [..., parts, n / parts]."""
     return x.view(*x.shape[:-1], parts, x.shape[-1] // parts)
 
 

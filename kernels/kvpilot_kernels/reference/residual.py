@@ -49,13 +49,13 @@ def encode_residual(
 
 
 def decode_residual(r: torch.Tensor, exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the numbers that residuals r, uint8 [..., D], add to the row decoded from the codes: float32 [..., D]."""
+    """Return what residuals r, uint8 [..., D], add to the row that was decoded from its codes: float32 [..., D]."""
     fine = fine_scales(exponents, meta, bits)
     return ((split(r.float(), meta.shape[-1]) - half(bits)) * fine.unsqueeze(-1)).flatten(-2)
 
 
 def fine_scales(exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return scales of residuals, float32 in the shape of `meta`."""
+    """Return the scale of each group's residuals, float32 in the shape of `meta`."""
     scale, _ = scale_and_zero(meta, bits)
     return scale * exponents.float().exp2() / (1 << 8 - bits)
 
@@ -91,7 +91,7 @@ def tags(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
 
 
 def ring_meta(tags: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return a row's metadata in the ring, int16 [..., groups], of tags and exponents [..., groups]."""
+    """Combine tags and exponents, [..., groups] each, into a ring row's metadata, int16 [..., groups]."""
     return (tags << 2 | exponents.long()).to(torch.int16)
 
 

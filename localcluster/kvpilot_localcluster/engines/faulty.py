@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Faults:
-    """The faults that an engine has now."""
+    """The faults that an engine simulates now; none by default."""
 
     metrics: str = ""
     """Fault of /metrics: `garbage`, `huge` (10 MB), `endless`, `hang`, `drip` (a byte a second), `bomb` (compressed),
@@ -83,7 +83,7 @@ class Engine:
         return len(self._held)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one request of a connection."""
+        """Read one HTTP request from a connection, answer it, and close the connection."""
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(END)).decode("latin-1")
             length = next((int(h.split(":")[1]) for h in head.split("\r\n") if h.lower().startswith("content-le")), 0)
@@ -148,7 +148,7 @@ class Engine:
         elif fault == "error":
             _send(writer, b"out of order", "500 Internal Server Error")
         elif fault == "bomb":
-            import gzip  # imported here, because the engine starts faster without it
+            import gzip  # imported late, so that the engine starts faster
 
             _head(writer, "text/plain", "Content-Encoding: gzip")
             writer.write(gzip.compress(bytes(200 * 1024 * 1024), 1))

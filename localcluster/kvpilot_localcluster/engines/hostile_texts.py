@@ -12,7 +12,7 @@ Make = Callable[[int], bytes]
 
 REAL = PAGE_LATER.read_bytes()
 USAGE = b"vllm:kv_cache_usage_perc"
-# A different number for each spec. Otherwise the operator would take its verdict about an equal spec from a cache.
+# Give each spec a different number. Otherwise the operator would find its verdict on an equal spec in its cache.
 _SERIAL = itertools.count()
 
 

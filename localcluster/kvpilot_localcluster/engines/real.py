@@ -32,7 +32,7 @@ class Engine:
         self._client = httpx.Client(base_url=url, timeout=HANGS)
 
     def tokens(self, prompt: list[int], tokens: int) -> list[int]:
-        """Return the greedy continuation of a prompt with exactly this many tokens."""
+        """Return the engine's greedy answer to a prompt, with exactly `tokens` tokens."""
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         answer = self._client.post("/v1/completions", json={**body, "return_token_ids": True}).raise_for_status()
         ids: list[int] = answer.json()["choices"][0]["token_ids"]
@@ -46,7 +46,7 @@ class Engine:
             return False
 
     def page(self) -> str:
-        """Return the text of /metrics."""
+        """Return the text of the engine's metrics page."""
         return self._client.get("/metrics").text
 
     def metric(self, name: str) -> float:

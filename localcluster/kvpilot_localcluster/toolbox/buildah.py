@@ -16,7 +16,7 @@ def buildah() -> Path:
 
 
 def runc() -> Path:
-    """Return runc on PATH, else Debian's 1.1."""
+    """Return the path of runc: from PATH, else Debian's 1.1 from the cache."""
     return tool("runc", "1.1", partial(_unpack, "runc", ["libseccomp2"]))
 
 

@@ -12,5 +12,5 @@ _VERSION = "3.3.30"
 
 
 def checkov() -> Path:
-    """Return checkov on PATH, else the pinned version."""
+    """Return the path of checkov: from PATH, else the pinned version from the cache."""
     return tool("checkov", _VERSION, partial(environment, [f"checkov=={_VERSION}"]))

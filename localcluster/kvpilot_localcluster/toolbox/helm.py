@@ -14,7 +14,7 @@ from kvpilot_localcluster.toolbox.kubelayer import unpack
 
 
 class HelmRefused(Exception):
-    """Error with Helm's own message."""
+    """Error for a command that helm refused. It has Helm's own message."""
 
 
 def helm() -> Path:

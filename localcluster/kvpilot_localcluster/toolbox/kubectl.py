@@ -8,5 +8,5 @@ from kvpilot_localcluster.toolbox.kubelayer import unpack
 
 
 def kubectl() -> Path:
-    """Return kubectl on PATH, else 1.32."""
+    """Return the path of kubectl: from PATH, else version 1.32 from the cache."""
     return tool("kubectl", "1.32", partial(unpack, "kubectl"))

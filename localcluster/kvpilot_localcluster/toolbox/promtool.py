@@ -9,12 +9,12 @@ _VERSION = "2.42"
 
 
 def promtool() -> Path:
-    """Return promtool on PATH, else Debian's 2.42."""
+    """Return the path of promtool: from PATH, else Debian's 2.42 from the cache."""
     return _program("promtool")
 
 
 def prometheus() -> Path:
-    """Return prometheus on PATH, else Debian's 2.42."""
+    """Return the path of prometheus: from PATH, else Debian's 2.42 from the cache."""
     return _program("prometheus")
 
 

@@ -38,7 +38,7 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
 
 
 def claim(manifest: Manifest) -> dict[str, Any] | None:
-    """Return an object to create first, which takes the manifest's name but has no effect. Return None if not needed.
+    """Return a placeholder to create first, which reserves the manifest's name and has no effect; None if not needed.
 
     A Deployment needs no claim: its selector is immutable, so the server refuses to merge ours into another one. The
     object leaves out fields that a later apply may drop, because an apply cannot remove what a create has set.

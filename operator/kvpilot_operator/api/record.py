@@ -21,7 +21,7 @@ _WORDS = {"kl": "KL", "ttft": "TTFT", "itl": "ITL", "mib": "MiB", "gib": "GiB"}
 
 @cache
 def camel(name: str) -> str:
-    """Return the CRD's name of a field."""
+    """Return the name in the CRD (camelCase) of a Python field."""
     head, *rest = name.split("_")
     return head + "".join(_WORDS.get(part, part.capitalize()) for part in rest)
 
@@ -47,7 +47,7 @@ class Rule(NamedTuple):
     number, because the server assumes no limit for the length of string(integer)."""
 
     def as_written(self) -> dict[str, str]:
-        """Return the rule as the CRD has it."""
+        """Return this rule as an entry of the CRD's x-kubernetes-validations."""
         written = {"rule": self.holds, **({"fieldPath": self.field} if self.field else {}), "message": self.message}
         parts = re.split(r"\{([^{}]*)\}", self.message)
         if len(parts) > 1:

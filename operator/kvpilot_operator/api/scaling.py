@@ -64,7 +64,7 @@ class Disruption(Record, frozen=True):
     drains. Canaries obey this limit, too. They replace the only remaining replica only with "100%"."""
 
     def unavailable(self, replicas: int) -> int:
-        """Return how many of `replicas` may be missing."""
+        """Return how many of `replicas` may be missing at one time (`max_unavailable`)."""
         asked = self.max_unavailable
         return asked if isinstance(asked, int) else -(-int(asked.removesuffix("%")) * replicas // 100)
 

@@ -177,7 +177,7 @@ class Spec(Record, frozen=True):
     route: Route | None = None
 
     def route_of(self, service: str) -> str | None:
-        """Return the name of the HTTPRoute that gives a canary its share, or None.
+        """Return the name of the HTTPRoute that gives a canary its share of the requests, or None.
 
         An HTTPRoute that kvpilot makes has the service's name.
         """

@@ -34,7 +34,7 @@ class TrafficMode(StrEnum):
 
 
 class Action(StrEnum):
-    """Decisions. The policy compares the last six, which are steps."""
+    """Actions of decisions in the journal. The last six are steps, which the policy compares."""
 
     SERVE = "Serve"
     START_CANARY = "StartCanary"
@@ -54,7 +54,7 @@ class Action(StrEnum):
 
 
 class Outcome(StrEnum):
-    """Results of the policy's check of one step."""
+    """Results of the policy's check of one step: chosen, possible, or the reason against it."""
 
     CHOSEN = "Chosen"
     POSSIBLE = "Possible"
@@ -161,7 +161,7 @@ class CachePhase(StrEnum):
 
 
 class WorkloadKind(StrEnum):
-    """Conclusions from a window of metrics. They are reasons of the condition MemoryPressured."""
+    """Kinds of load, as judged from a window of metrics. They are reasons of the condition MemoryPressured."""
 
     NO_METRICS = "NoMetrics"
     ENGINES_STALLED = "EnginesStalled"

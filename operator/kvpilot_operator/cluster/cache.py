@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 log = logging.getLogger(__name__)
 
-# resourceVersions are numbers of 64 bits.
+# A resourceVersion is a number of 64 bits. Treat a larger one as unknown.
 _MAX_VERSION = 2**64 - 1
 
 Name = tuple[str, str]
@@ -47,7 +47,7 @@ class Store(Generic[K, V]):
         return len(self._entries)
 
     def get(self, namespace: str, name: str) -> V | None:
-        """Return one object's view."""
+        """Return the view of the object with this name, or None."""
         entry = self._entries.get((namespace, name))
         return entry.view if entry is not None else None
 
@@ -90,7 +90,7 @@ class Store(Generic[K, V]):
                 self._remove(_name(obj))
 
     def forget(self, namespace: str, name: str) -> None:
-        """Drop an object that we deleted ourselves, or that the API server does not have."""
+        """Drop an object that the operator deleted, or that the API server does not have."""
         self._remove((namespace, name))
 
     def keep_only(self, namespace: str, names: Collection[Name], version: str) -> None:

@@ -15,12 +15,12 @@ from kvpilot_operator.cluster.transport import OnRequest, Request, Transport, gi
 from kvpilot_operator.errors import NotFound
 
 _PAGE = 500
-# Small pages, because the metadata of one object may have more than 1 MiB.
+# Read lists in small pages, because the metadata of one object may have more than 1 MiB.
 _METADATA_PAGE = 4
 _METADATA_ALONE = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIELD_MANAGER = {"fieldManager": "kvpilot"}
 
-# Called after every write with kind, namespace, name, and the new object, or None if it was deleted.
+# Callback after every write. It gets kind, namespace, name, and the new object (None if it was deleted).
 OnWrite = Callable[[str, str, str, Object | None], None]
 
 
@@ -123,7 +123,7 @@ class Cluster:
     async def metadata(
         self, api_version: str, kind: str, namespace: str, selector: str, *, most: int
     ) -> AsyncIterator[Object]:
-        """Yield the metadata of `most` matching objects, rounded up to a whole page. The server sends no content."""
+        """Yield the metadata of matching objects: at most `most`, rounded up to a whole page of the list."""
         seen = 0
         pages = self.pages(api_version, kind, namespace, selector, accept=_METADATA_ALONE, limit=_METADATA_PAGE)
         async for items, _ in pages:

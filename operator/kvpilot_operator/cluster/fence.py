@@ -18,7 +18,7 @@ def steady_time() -> float:
 
 
 class WriteFence:
-    """A fence that starts closed. It tracks the writes in progress, and those whose outcome is unknown."""
+    """A gate for API writes, closed at first. It tracks writes that are in progress or whose outcome is unknown."""
 
     def __init__(self, clock: Callable[[], float] = steady_time) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class WriteFence:
         self._starts_before, self._ends_before = starts_before, ends_before
 
     def close(self) -> None:
-        """Let no further write start."""
+        """Close the fence: no further write starts until `open` is called."""
         self.open(-math.inf, -math.inf)
 
     @contextmanager

@@ -46,7 +46,7 @@ def give_up_early(api: ApiClient) -> None:
 def _socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, _, _ = address
     made = socket.socket(family=family, type=kind, proto=protocol)
-    # Only Linux has this option.
+    # Only Linux has the option TCP_USER_TIMEOUT.
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MILLISECONDS)
     return made
@@ -73,13 +73,13 @@ REMEDIES = {
 }
 """Remedies by HTTP status, for errors that do not pass by themselves."""
 
-# Called after every request: method (GET, LIST, WATCH, ...), kind, HTTP status (0: not reached), seconds.
+# Callback after every request. It gets method (GET, LIST, ...), kind, HTTP status (0: no answer) and seconds.
 OnRequest = Callable[[str, str, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, and the kind of its object."""
+    """One request to the API server, and the kind of the object that it is about."""
 
     method: str
     kind: str
@@ -91,7 +91,7 @@ class Request:
 
 
 class Transport:
-    """A sender of requests, which calls `on_request` after each. Every failure is a ClusterError."""
+    """A sender of requests to the API server. It calls `on_request` after each. Every failure is a ClusterError."""
 
     def __init__(self, api: ApiClient, fence: WriteFence, on_request: OnRequest) -> None:
         self.api = api
@@ -187,7 +187,7 @@ class Transport:
 
 
 class Event(msgspec.Struct):
-    """An event of a watch."""
+    """One event of a watch: its type and its object."""
 
     type: str
     object: Object

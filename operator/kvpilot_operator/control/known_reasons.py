@@ -40,5 +40,5 @@ KNOWN = frozenset({
 
 
 def known(reason: str) -> str:
-    """Return a reason that kvpilot knows, or `OTHER`."""
+    """Return the reason if kvpilot knows it, else `OTHER`, so that metrics have few label values."""
     return reason if reason in KNOWN else OTHER

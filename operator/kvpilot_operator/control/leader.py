@@ -95,7 +95,7 @@ class Election:
     clock: Callable[[], float] = steady_time
 
     async def stand_by(self) -> None:
-        """Wait until this replica holds the Lease."""
+        """Wait as a standby until this replica holds the Lease."""
         told: str | None = None
         while not await self._attempt(self.candidate.timing.request):
             if self.observed.is_set() and self.candidate.holder != told:

@@ -19,7 +19,7 @@ class JsonLines(logging.Formatter):
     """A formatter of JSON lines without control characters or credentials. `service` is NAMESPACE/NAME."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Render the record."""
+        """Render a log record as one line of JSON."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

@@ -120,7 +120,7 @@ class Pilot:
             snapshot = replace(snapshot, rejections=record.actor.rejections, engine_defaults=defaults, rolling=rolling)
             with part("decide"):
                 decision = decide(snapshot)
-            # Nothing is awaited between reading `rolling` and this line, so two services never start to roll together.
+            # Add no `await` between the read of `rolling` and here: two services could then replace pods at once.
             record.rolling = _rolls(decision.status.canary)
             told = [f"{entry.action}/{entry.reason}" for entry in news(snapshot, decision)]
             reconcile.set_attributes({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": told})

@@ -30,7 +30,7 @@ class Family:
 
     @property
     def series(self) -> str:
-        """The name of the metric's series."""
+        """The name of the metric's series: for a counter, `name` with `_total`."""
         return f"{self.name}_total" if self.counts else self.name
 
 
@@ -119,7 +119,7 @@ class ServiceSeries:
             self._counts["kvpilot_unanswered_questions", (str(question),)] += 1
 
     def collect(self) -> Iterator[Row]:
-        """Yield the gauges and the counters."""
+        """Yield one row for each series of the service: its gauges and its counters."""
         yield from self._rows
         for (family, labels), count in list(self._counts.items()):
             yield family, labels, count

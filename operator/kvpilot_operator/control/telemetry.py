@@ -102,7 +102,7 @@ class Telemetry:
             self._reconcile_seconds.observe(time.perf_counter() - began)
 
     def scraped(self, seconds: float) -> None:
-        """Record one scrape cycle over the fleet."""
+        """Record that one scrape of the whole fleet has ended, and how many seconds it took."""
         self._cycle_seconds.set(seconds)
         self._cycle_time.set_to_current_time()
 

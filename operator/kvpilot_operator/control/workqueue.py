@@ -38,7 +38,7 @@ class Attempts:
     timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
-        """Stop the timer."""
+        """Stop the timer of this service's next retry."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -78,7 +78,7 @@ class WorkQueue:
         if known is None:
             return
         if known.held is not None and (known.held or not changed):
-            return  # a retry timer of this service is running
+            return  # the retry timer of this service adds it later
         if key in self._running:
             known.again = changed or known.again or False
         elif changed:
@@ -89,7 +89,7 @@ class WorkQueue:
         self._any.set()
 
     async def work(self) -> None:
-        """Run reconciles until cancelled."""
+        """Take services from the queue and reconcile them, one after another, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(WORKERS):
                 group.create_task(self._worker())

@@ -100,14 +100,14 @@ class Draft(Decision):
         return self.record(action, reason, message, from_dtype=canary.from_dtype, to_dtype=canary.dtype, **entry)
 
     def hold(self, reason: str, message: str, options: tuple[Option, ...] = ()) -> Self:
-        """Record why the next dtype or revision must wait, unless one of the newest holds in the journal says so."""
+        """Record why the next dtype or revision must wait, unless the journal's newest entries give this reason."""
         steps = (one for one in self.status.decisions if one.action not in _BESIDE)
         if any(one.reason == reason for one in takewhile(lambda one: one.action == Action.HOLD, steps)):
             return self
         return self.record(Action.HOLD, reason, message, warning=True, options=options)
 
     def event(self, reason: str, message: str, *, warning: bool = False) -> Self:
-        """Post an event without a journal entry."""
+        """Post a Kubernetes Event without a journal entry."""
         return replace(self, events=(*self.events, Event("Warning" if warning else "Normal", reason, clip(message))))
 
 
@@ -142,7 +142,7 @@ class Target:
 
 
 class Placed(NamedTuple):
-    """Manifests to apply, and objects to delete."""
+    """Decision about some objects of the service: manifests to apply, and objects to delete."""
 
     apply: tuple[Manifest, ...] = ()
     absent: tuple[Ref, ...] = ()
@@ -227,7 +227,7 @@ class Context(Draft):
 
     @property
     def reference(self) -> str:
-        """Return the name of the revision `sixteen_bits`."""
+        """Return the name of the 16-bit revision that gives the baseline (`sixteen_bits`)."""
         return self.sixteen_bits.name
 
     @property

@@ -19,7 +19,7 @@ D = TypeVar("D", bound=Draft)
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[D]):
-    """One part of a decision: a pure function `answer`. If `answer` raises, `otherwise` decides and must not raise."""
+    """One part of a decision: the pure function `answer`. If it raises, `otherwise` decides, which must not raise."""
 
     question: Question
     answer: Callable[[D], D]

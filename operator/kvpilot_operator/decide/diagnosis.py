@@ -14,8 +14,8 @@ from kvpilot_operator.state.status import clip
 MAX_RESTARTS = 3
 # A container may write any text as its reason, so accept only the form that a condition's reason must have.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# Scheduler messages about a PersistentVolumeClaim without a volume. The last two texts match only without
-# "Insufficient", because otherwise the pod waits for resources, too.
+# Scheduler messages about a PersistentVolumeClaim without a volume. The last two texts count only if the message lacks
+# "Insufficient". Otherwise the pod also waits for resources.
 _UNBOUND = re.compile(
     r'unbound immediate PersistentVolumeClaims|persistentvolumeclaim "[^"]*" not found|VolumeBinding'
     r"|^(?!.*Insufficient).*(?:didn't find available persistent volumes to bind|did not have enough free storage)"

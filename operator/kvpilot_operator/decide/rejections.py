@@ -11,7 +11,7 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
-# Refused values that are whole structures. Messages leave them out: they are long and may contain secret variables.
+# Pattern of refused values that are whole structures. Messages omit such values: they are long and may hold secrets.
 _STRUCTURE = re.compile(r"Invalid value: [\w.*&\[\]]*\{.*\}(?=: )", re.DOTALL)
 _FORBIDDEN = re.compile(r'User "[^"]*" cannot \S+ resource')
 
@@ -61,7 +61,7 @@ def rejected(s: Snapshot) -> tuple[Rejection, ...]:
 
 
 def refused(s: Snapshot) -> tuple[str, ...]:
-    """Return the reason of each refusal, for metrics."""
+    """Return the reason of each object that the API server refused, for metrics."""
     return tuple(finding([one]).reason for one in rejected(s))
 
 

@@ -13,7 +13,7 @@ _ROUNDING_PERCENT = 1
 
 @dataclass(frozen=True, slots=True)
 class TrafficStep:
-    """A step of spec.canary.steps that this many replicas can carry out. `index` is its position in the spec."""
+    """A step of spec.canary.steps that the service has enough replicas for. `index` is its position in the spec."""
 
     index: int
     weight_percent: int
@@ -44,7 +44,7 @@ class Counts:
 
 
 def counts(s: Snapshot, revision: str) -> Counts:
-    """Count the replicas of one revision."""
+    """Return how many replicas of one revision are requested and how many are ready."""
     view = s.deployments.get(revision)
     return Counts(view.replicas if view is not None else 0, len(s.ready_pods(revision)))
 

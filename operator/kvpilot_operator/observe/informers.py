@@ -54,7 +54,7 @@ _WORKERS = f"{GROUP_LABEL},!{SERVICE_LABEL}"
 
 @dataclass(frozen=True, slots=True)
 class ServiceView:
-    """One QuantizedLLMService, checked and parsed."""
+    """One QuantizedLLMService in the cache: its parsed spec, or the spec's faults."""
 
     uid: str
     generation: int

@@ -56,11 +56,10 @@ _HISTOGRAMS = {
     "generation_lengths": "vllm:request_generation_tokens",
 }
 
-# Map the metrics that are also collected for each engine of a page to the names that `Ranks` has for them.
+# Metrics that are also collected for each engine of a page, with their names in `Ranks`.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# Some series of these counters are also added up separately, as a part. A part has the series whose labels pass its
-# test.
+# Counters of which some series (a part) are also summed separately: those whose labels pass the part's test.
 _PARTS: Mapping[str, Mapping[str, Callable[[Mapping[str, str]], bool]]] = {
     _WAITING_BY_REASON: {"waiting": lambda labels: labels.get("reason") == "capacity"},
     _COUNTED["finished"]: {
@@ -92,13 +91,13 @@ _LONGEST_BOUND = 32
 # status.kvCache.observedDtype has this maximum length.
 _LONGEST_DTYPE = 63
 _HASH = re.compile(r"[0-9a-f]{4,64}")
-# Replaces unknown names. Otherwise, new names at each scrape would cause status writes and new time series.
+# Text in place of unknown names. New names at each scrape would cause status writes and new time series.
 OTHER = "Other"
 _DTYPES = (*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT)
 
 
 class PageReader(SeriesReader[PodMetrics]):
-    """A parser of one page. It raises ScrapeError if the page lacks the cache use or has an impossible value."""
+    """A parser of one /metrics page. It raises ScrapeError if the KV cache use is missing or a value is impossible."""
 
     def __init__(self) -> None:
         super().__init__(WANTED)
@@ -115,7 +114,7 @@ class PageReader(SeriesReader[PodMetrics]):
         self._recent: int | None = None
 
     def result(self) -> PodMetrics:
-        """Return the numbers of the page."""
+        """Return the numbers that the page reports."""
         if self._usage is None:
             raise ScrapeError(f"{_USAGE} is not on the page: is this a vLLM server?")
         waiting = self._parts.get("waiting", self._sums.get(_WAITING, 0.0))
@@ -136,7 +135,7 @@ class PageReader(SeriesReader[PodMetrics]):
         )
 
     def add(self, name: str, labels: str, value: float) -> None:
-        """Add one series."""
+        """Add the value of one series to the sums of its metric."""
         if name in _COUNTERS:
             self._sums[name] = self._sums.get(name, 0.0) + _not_negative(name, value)
             if name in _OF_A_RANK:

@@ -42,7 +42,7 @@ MOST_NAMED = 4
 _GAUGES = frozenset({"held", "crowded"})
 """Contradictions within one page. A page with one of them is left out at once."""
 
-# Shares of the KV cache in use: an idle engine uses no more than _HELD, and one that preempts at least _FAR_FROM_FULL.
+# Bounds for KV cache use: an idle engine uses at most _HELD, and an engine that preempts at least _FAR_FROM_FULL.
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
@@ -51,19 +51,19 @@ _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions":
 
 @dataclass(frozen=True, slots=True)
 class Streak:
-    """Consecutive pages with the same contradiction."""
+    """A run of consecutive metrics pages of a pod that show the same contradiction."""
 
     since: datetime
     pages: int = 1
 
     def lasts(self, now: datetime, seconds: float = LASTING_SECONDS) -> bool:
-        """Return True once the contradiction has lasted long enough to count."""
+        """Return True once the contradiction has lasted for `seconds` and enough pages to count."""
         return self.pages >= LASTING_PAGES and (now - self.since).total_seconds() >= seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Memory of a pod between scrapes: its last page, and how long its contradictions have lasted."""
+    """State of a pod between scrapes: its last metrics page, and how long its contradictions have lasted."""
 
     time: datetime
     page: PodMetrics

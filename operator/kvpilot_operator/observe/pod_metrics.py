@@ -33,7 +33,7 @@ _Key = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Totals(Flows):
-    """Counts of an engine since its process started. `seconds` and `failed` are not used."""
+    """Counters of an engine since its process started. Here the fields `seconds` and `failed` stay unset."""
 
     errors: float = 0
     """Finished requests that ended in an error of the engine (finished_reason "error")."""
@@ -72,7 +72,7 @@ class Ranks:
         rank[figure] = max(before, value) if figure == USAGE else before + value
 
     def close(self, done: float) -> tuple[Rank, ...]:
-        """Return the engines that report their use, or () for a single one. `done` is the work of the whole page."""
+        """Return the engines that report their KV use; () for a single one. `done` is the work of the whole page."""
         keys = sorted((key for key, rank in self._found.items() if USAGE in rank), key=str)
         if len(keys) < 2:
             return ()
@@ -95,7 +95,7 @@ def _name(key: _Key, keys: list[_Key]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PodMetrics:
-    """The numbers of one pod's metrics page."""
+    """The figures that one pod's metrics page reports."""
 
     usage: float
     """Share of the KV blocks in use, 0 to 1. If a page has several engines, the share of the fullest one."""
@@ -120,7 +120,7 @@ class PodMetrics:
 
     @property
     def engines(self) -> tuple[Rank, ...]:
-        """All engines of the page, at least one."""
+        """All engines on the page: data-parallel ranks, or the only engine."""
         return self.ranks or (Rank("", self.usage, self.running, self.waiting, done(self.totals)),)
 
 
@@ -130,7 +130,7 @@ def done(counts: Flows) -> float:
 
 
 def restarted(before: PodMetrics, after: PodMetrics) -> bool:
-    """Return True if the process started again between two pages that both report its start."""
+    """Return True if the process restarted between two metrics pages. Both must report its start time."""
     if before.process_start is None or after.process_start is None:
         return False
     return abs(after.process_start - before.process_start) > _START_JITTER_SECONDS

@@ -28,7 +28,7 @@ _OTHER_KEYS = 8
 
 
 class _ConfigMap(msgspec.Struct):
-    # Values stay undecoded until one is needed.
+    # Keep the values as undecoded JSON until one is needed.
     data: dict[str, msgspec.Raw] | None = None
 
 

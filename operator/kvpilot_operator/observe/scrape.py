@@ -96,7 +96,7 @@ class Scraper:
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
     async def _feed(self, page: SeriesReader[T], chunk: bytes, limit: asyncio.Timeout) -> None:
-        """Feed a chunk in steps, and let other ready tasks run between them.
+        """Pass a chunk of bytes to the parser in steps, and let other ready tasks run between them.
 
         The engine's time limit stands still meanwhile, because the engine did not cause this wait.
         """
@@ -112,7 +112,7 @@ class Scraper:
 
 
 def _refuse(answer: aiohttp.ClientResponse) -> None:
-    """Raise ScrapeError for an answer that is no page, or too large a page."""
+    """Raise ScrapeError for an answer that is not a metrics page, or is too large."""
     if answer.status != 200:
         raise ScrapeError(f"HTTP {answer.status}")
     encoding = answer.headers.get("Content-Encoding", "identity")
@@ -165,7 +165,7 @@ class ScrapeThrottle:
         return due
 
     def spend(self, work: int, now: float) -> None:
-        """Charge the work of a page, even of a bad one, to the whole service.
+        """Charge the work of parsing a metrics page, even an invalid one, to the whole service.
 
         The service's next scrape waits until its pods' common budget covers the work. If only the pod with a large page
         waited, that pod would look as if it did not answer.
@@ -173,7 +173,7 @@ class ScrapeThrottle:
         self._paid_at = max(self._paid_at, now) + work / (budget.METRICS_WORK_PER_SECOND * max(1, self._asked))
 
     def answered(self, pod: str) -> None:
-        """Forget a pod's failures: its page was good."""
+        """Forget a pod's failures, because its metrics page was readable."""
         self._failed.pop(pod, None)
 
     def failed(self, pod: str, now: float, why: str) -> None:

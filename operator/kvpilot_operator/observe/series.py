@@ -68,11 +68,11 @@ class SeriesReader(ABC, Generic[T]):
 
     @abstractmethod
     def add(self, name: str, labels: str, value: float) -> None:
-        """Add a series. `labels` is the text between its braces."""
+        """Take one series in, with its value. `labels` is the text between its braces."""
 
     @abstractmethod
     def result(self) -> T:
-        """Return the result of all series."""
+        """Return the result that a subclass computes from all series."""
 
     def _read(self, line: bytes) -> None:
         name = _NAME.match(line)

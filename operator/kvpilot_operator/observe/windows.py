@@ -177,7 +177,7 @@ class Windows:
             series.add(judged.sample, self.retention)
 
     def samples(self) -> dict[str, tuple[Sample, ...]]:
-        """Return all samples, by revision."""
+        """Return all kept samples by revision, oldest first."""
         return {name: tuple(bucket.sample for bucket in (*one.far, *one.near)) for name, one in self._series.items()}
 
     def model(self) -> ModelFacts | None:
@@ -187,7 +187,7 @@ class Windows:
         return said.most_common(1)[0][0] if said else None
 
     def keep_only(self, revisions: Collection[str]) -> None:
-        """Forget all other revisions."""
+        """Drop the samples of all revisions that are not in `revisions`."""
         for name in [name for name in self._series if name not in revisions]:
             del self._series[name]
 

@@ -109,7 +109,7 @@ def _resources(spec: Spec) -> dict[str, dict[str, str]]:
         for amounts in (requests, limits):
             if "memory" in amounts:
                 amounts["memory"] = _grown(amounts["memory"], more)
-        if "memory" not in limits:  # a limit without a request also serves as the request
+        if "memory" not in limits:  # Kubernetes takes a limit as the request if there is none
             requests.setdefault("memory", f"{more}Gi")
     return {"requests": requests, "limits": limits}
 
@@ -135,7 +135,7 @@ def _security_context(assigned_user: bool) -> dict[str, Any]:
     return {
         "runAsNonRoot": True,
         **({} if assigned_user else own),
-        # Else the kubelet would change the group of every file on a claim at each start.
+        # Without OnRootMismatch, the kubelet would change the group of every file on a claim at each start.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
@@ -146,7 +146,7 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
     # Engines never call the API server. But if the user names a ServiceAccount, its cloud identity needs the token.
     pod["automountServiceAccountToken"] = "serviceAccountName" in pod
     if pod.get("hostNetwork"):
-        # Without this, a pod on the node's network uses the node's DNS, which does not resolve Services.
+        # By default, a pod on the node's network uses the node's DNS, which does not resolve Services.
         pod["dnsPolicy"] = "ClusterFirstWithHostNet"
     for spread in pod.get("topologySpreadConstraints", ()):
         spread.setdefault("labelSelector", {"matchLabels": {names.SERVICE_LABEL: service}})
@@ -156,7 +156,7 @@ def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
         affinity = pod.setdefault("affinity", {}).setdefault("podAffinity", {})
         affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", []).append(beside)
     if spec.kv_cache.offload is not None:
-        # vLLM keeps offloaded blocks in /dev/shm, so enlarge it by their size.
+        # vLLM keeps offloaded blocks in /dev/shm, so enlarge that volume by their size.
         shm = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
         shm["sizeLimit"] = _grown(str(shm["sizeLimit"]), spec.kv_cache.offload.cpu_memory_gib)
 

@@ -100,14 +100,14 @@ def disruption_budget(
 
 
 def claim(key: ServiceKey, uid: str, asked: Claim) -> dict[str, Any]:
-    """Return the PersistentVolumeClaim for weights."""
+    """Return the manifest of the PersistentVolumeClaim for weights."""
     storage_class = {"storageClassName": asked.storage_class_name} if asked.storage_class_name is not None else {}
     spec = {"accessModes": [asked.access_mode], "resources": {"requests": {"storage": asked.size}}, **storage_class}
     return owned(key, uid, ("v1", "PersistentVolumeClaim", names.weights_claim(key.name)), spec=spec)
 
 
 def named_by_pods(service: str, spec: Spec) -> tuple[tuple[str, str, str], ...]:
-    """Return apiVersion, kind and name of our objects that a spec's pods refer to."""
+    """Return (apiVersion, kind, name) of each kvpilot object that the pods of a spec refer to."""
     return (("v1", "PersistentVolumeClaim", names.weights_claim(service)),) if spec.cache.weights is not None else ()
 
 
@@ -132,7 +132,7 @@ def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) 
 
 
 def http_route(key: ServiceKey, uid: str, asked: Route, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return an HTTPRoute of ours with these rules."""
+    """Return the manifest of kvpilot's own HTTPRoute with these rules."""
     parents = [{"group": _GATEWAYS, "kind": "Gateway", **parent.as_written()} for parent in asked.parent_refs]
     hostnames = {"hostnames": list(asked.hostnames)} if asked.hostnames else {}
     spec = {"parentRefs": parents, **hostnames, "rules": [dict(rule) for rule in rules]}

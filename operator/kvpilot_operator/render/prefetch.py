@@ -38,7 +38,7 @@ def identity(service: str, spec: Spec) -> str:
 
 
 def job(key: ServiceKey, uid: str, spec: Spec, *, assigned_user: bool) -> dict[str, Any]:
-    """Return the Job, whose pod has the engines' placement, user, variables, volumes and secrets, but no GPU."""
+    """Return the prefetch Job. Its pod has the engines' placement, user, variables, volumes and secrets, but no GPU."""
     template = pod_template(key.name, spec, spec.kv_cache.baseline, assigned_user=assigned_user)
     engine = next(one for one in template["spec"]["containers"] if one["name"] == names.ENGINE_CONTAINER)
     metadata = template["metadata"]

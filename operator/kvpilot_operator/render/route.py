@@ -158,7 +158,7 @@ def _with(rule: Rule, ours: Backend, share: int) -> Rule:
 def _mirroring(rule: Rule, ours: Backend, percent: int) -> Rule:
     if not _sends(rule, ours):
         return rule
-    # Write the API server's defaults, so that the stored rule equals this one.
+    # Write fields that the API server would default, so that the stored rule equals the rendered one.
     ref = {"group": "", "kind": "Service", "name": ours.canary.name, "port": SERVICE_PORT}
     some = {"percent": percent} if percent < 100 else {}
     mirror = {"type": "RequestMirror", "requestMirror": {"backendRef": ref, **some}}

@@ -94,7 +94,7 @@ def group_arguments(nodes: int) -> list[str]:
 
 
 def worker_template(leader: dict[str, Any]) -> dict[str, Any]:
-    """Return the template of a leader's workers."""
+    """Return the pod template of the workers of a multi-node group, made from their leader's."""
     template = copy.deepcopy(leader)
     labels, pod = template["metadata"]["labels"], template["spec"]
     del labels[names.SERVICE_LABEL]

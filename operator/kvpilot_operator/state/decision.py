@@ -64,7 +64,7 @@ Request = Find | Capture | Measure
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured baseline with its control. `adopted` is True if it was found in the ConfigMap."""
+    """Result of a capture: the baseline with its control run. `adopted` is True if it came from the ConfigMap."""
 
     baseline: Baseline
     adopted: bool = False
@@ -72,12 +72,12 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class NothingKept:
-    """A search that found no usable baseline."""
+    """Result of a search (`Find`) that found no usable baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeFailed:
-    """A probe that ended without a measurement."""
+    """Result of a probe that ended without a measurement, with the reason."""
 
     reason: str
     message: str
@@ -87,7 +87,7 @@ Found = Captured | NothingKept | Measurement | ProbeFailed
 
 
 class ProbeResult(NamedTuple):
-    """A request and its result."""
+    """A probe request and its result so far."""
 
     request: Request
     outcome: Found | None

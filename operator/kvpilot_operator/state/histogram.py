@@ -23,7 +23,7 @@ class Histogram:
 
     @property
     def count(self) -> float:
-        """The number of observations."""
+        """The number of observations in all buckets."""
         return sum(self.counts)
 
     def quantile(self, q: float) -> float:

@@ -80,7 +80,7 @@ class DeploymentView:
     arguments: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     has_gate: bool = True
-    """True if new pods of the workload wait for admission."""
+    """True if new pods of the workload have kvpilot's readiness gate."""
     paused: bool = False
     """True if the workload is paused, so that a change of its template replaces no pods."""
     in_step: bool = True
@@ -138,5 +138,5 @@ class RouteView:
 
     @property
     def refusals(self) -> list[str]:
-        """The answers of Gateways that refuse the route."""
+        """Messages of the Gateways that refuse the route, one for each."""
         return [f"{one.name} says {one.message}" for one in self.parents if one.accepted is False]

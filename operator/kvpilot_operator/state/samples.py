@@ -66,7 +66,7 @@ class Flows:
 
     @property
     def computed(self) -> float:
-        """Prompt tokens that the engines had to compute."""
+        """Prompt tokens that the engines had to compute, because no cache held them."""
         return max(0.0, self.prefix_queries - self.hits) if self.prefix_queries else self.prompt_tokens
 
 

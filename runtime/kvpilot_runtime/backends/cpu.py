@@ -66,7 +66,7 @@ class CpuBuilder(PackedBuilder):
     """Builder of a batch's `Metadata`, once for all layers."""
 
     def describe(self, common: Any) -> Metadata:
-        """Return the metadata of one batch."""
+        """Return the metadata of one batch, from vLLM's `CommonAttentionMetadata`."""
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
         owner, ordinals = owners(starts, common.seq_lens[:sequences], int(starts[-1]))

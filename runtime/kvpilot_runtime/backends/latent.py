@@ -22,7 +22,7 @@ from kvpilot_formats.arguments import rules
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, parse
 from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, OurBackend, refuse_beside
 
-if TYPE_CHECKING:  # only for types: a machine without Triton cannot import the GPU module
+if TYPE_CHECKING:  # import only for types: the GPU module needs Triton, which a machine may lack
     from kvpilot_kernels.gpu.mla.pages import GpuLatentPages
     from kvpilot_kernels.latent.cpu import LatentPages
 
@@ -93,7 +93,7 @@ class LatentImpl:
     ) -> None:  # fmt: skip
         """Prefill as vLLM does: queries attend to the new tokens in 16 bits, and to their contexts from pages.
 
-        With `PREFILL_FROM_PAGES`, first read the new tokens back from their pages, so that they are quantized too.
+        With `PREFILL_FROM_PAGES` on, read the new tokens back from their pages first, so that they are quantized, too.
         """
         if self.read_back:
             prefill = attn_metadata.prefill

@@ -40,19 +40,19 @@ def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.devic
 
 @cache
 def no_factors(device: torch.device) -> LatentFactors:
-    """Return factors that change nothing. Repeated calls return the same tensors, because captured graphs read them."""
+    """Return identity factors. Repeated calls return the same tensors, because captured CUDA graphs read them."""
     return LatentFactors.identity(device)
 
 
 @dataclass
 class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """vLLM's metadata of decoding sequences, extended by our plan of their work."""
+    """vLLM's metadata of decoding sequences, extended by the plan of the split-KV decode kernel."""
 
     plan: LatentPlan
 
 
 class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """Builder of vLLM's metadata and of our plan. It overwrites one plan in place, because captured graphs read it."""
+    """Builder of vLLM's metadata and of the decode plan. Overwrite one plan in place: captured CUDA graphs read it."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -71,7 +71,7 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         return Decode(block_table_tensor, seq_lens_device, None, self.plan)
 
     def warm_up(self) -> None:
-        """Launch every variant of our kernels that serving needs, so that Triton compiles them now."""
+        """Launch every kernel variant that serving needs, so that Triton compiles all of them now."""
         shape, sequences, dims = self.shape, self.plan.sequences, self.mla_dims
         make: dict[str, Any] = {"device": shape.device}
         floats = make | {"dtype": self.model_config.dtype}

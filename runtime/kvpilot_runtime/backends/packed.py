@@ -86,12 +86,12 @@ class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return the implementation of one layer."""
+        """Return the class that computes one layer's attention."""
         return cls.impl
 
     @classmethod
     def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
-        """Return the builder of a batch's metadata."""
+        """Return the class that builds a batch's metadata."""
         return cls.builder
 
     @classmethod
@@ -236,7 +236,7 @@ class PackedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Return the metadata of one batch."""
-        if common_attn_metadata.causal is not True:  # it may be False, or a tensor with a value per sequence
+        if common_attn_metadata.causal is not True:  # `causal` may be False, or a tensor with a value per sequence
             dtype = self.vllm_config.cache_config.cache_dtype
             raise UnsupportedModelError(
                 f"attention to later tokens (causal=False) is not supported with kv-cache dtype {dtype!r}; use "
@@ -314,7 +314,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         self.ring: RecentLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Attach rings to all our layers at the first call. After that, report that the factors are outdated.
+        """At the first call, attach rings to all our layers. At later calls, report that the calibration is outdated.
 
         vLLM calls this again after it has reloaded weights (`reload_weights`, or a trainer). The factors were fitted to
         the old weights.
@@ -329,7 +329,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         return found[self.ring.layer_name] if found and self.ring is not None else None
 
     def factors(self, layer: Any, device: torch.device | str = "cpu") -> Factors:
-        """Return this layer's factors for this rank's KV heads, from the calibration file.
+        """Return this layer's calibration factors for this rank's KV heads, from the calibration file.
 
         Without a file, return factors that change nothing until `set_factors` overwrites them. A layer that reads
         another layer's cache has that layer's factors. The first call creates the tensors on `device`. Later changes
@@ -344,7 +344,7 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
         return self._factors
 
     def set_factors(self, layer: Any, found: Factors) -> None:
-        """Overwrite the layer's factors in place."""
+        """Overwrite the layer's calibration factors in place."""
         # A trial capture of graphs may have created the factors in inference mode. torch then allows changes in place
         # only in inference mode.
         with torch.inference_mode():

@@ -27,7 +27,7 @@ WORST = 0.05
 """Largest allowed error, relative to the float64 result. Rounding causes about 0.01, and a misread page about 1."""
 
 LONGEST = 4096
-"""Length limit of a test request, in tokens. If a bounded cache keeps more, the check never exceeds its bound."""
+"""Length limit of a test request, in tokens. So the check never exceeds the bound of a larger bounded cache."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
@@ -40,7 +40,7 @@ def check(worker: Any) -> None:
             off = _off(worker.vllm_config, layer)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            # This version of vLLM is tested on such a device, so only warn.
+            # The installed vLLM is tested on this kind of device, so only warn.
             if compat.was_run_on(worker.device.type):
                 log.warning("No page was written and read back at start: %s", why)
                 return
@@ -115,7 +115,7 @@ def _off(config: Any, layer: Any) -> float:
     table = torch.nn.utils.rnn.pad_sequence([request.pages.int() for request in requests], batch_first=True)
     saved = cache[used]
     try:
-        for row, request in enumerate(requests):  # store the prompts one by one
+        for row, request in enumerate(requests):  # one step for each prompt, which stores it
             for begin in range(0, request.tokens - 1, scheduler.max_num_batched_tokens):
                 end = min(begin + scheduler.max_num_batched_tokens, request.tokens - 1)
                 _step(config, layer, [(request, begin, end)], table[row : row + 1])
@@ -152,7 +152,7 @@ def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> 
 
 
 def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found: torch.Tensor) -> float:
-    """Return the error of `found`, the output for a request's last token, relative to the float64 result."""
+    """Return the error of `found`, the layer's output for a request's last token, relative to the float64 result."""
     cpu, impl, size = torch.device("cpu"), layer.impl, layer.kv_cache.shape[2]
     query, key, value = (x.to(cpu) for x in request.new)
     kept = [at for at in range(request.tokens) if _kept(bound, at // size, request.tokens - 1, size)]
@@ -191,7 +191,7 @@ def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table
     spec = replace(backend.customize_spec(layer.get_kv_cache_spec(config)), block_size=size)
     metadata = {layer.layer_name: backend.get_builder_cls()(spec, [layer.layer_name], config, device).build(0, common)}
     mapping = {layer.layer_name: slots}
-    if impl.ring is not None:  # pass no ring: the recent window has its own tests
+    if impl.ring is not None:  # without rings, because tests of their own cover the recent window
         blocks = impl.fmt.ring_blocks(impl.recent + impl.drafts, layer.head_size, size)
         nobodys = torch.full((count, blocks), -1, dtype=torch.int32, device=device)
         metadata[impl.ring.layer_name] = Rings(torch.full((count,), -1, device=device), nobodys)

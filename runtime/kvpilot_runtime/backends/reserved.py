@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 BLOCK = 64
-"""Assumed tokens of a page. Any value will do, because the size of the reserved buffers does not depend on it."""
+"""Assumed number of tokens in a page. The size of the reserved buffers does not depend on it."""
 
 
 class Reserving:
@@ -19,7 +19,7 @@ class Reserving:
     _reserves = True
 
     def reserve(self, vllm_config: Any, make: Callable[[Any], Any]) -> None:
-        """Keep the buffers that `make(device)` returns, in the engine's first layer of this kind only."""
+        """Call `make(device)` and keep the buffers, but only in the engine's first layer of this kind."""
         if self._reserves and next(iter(_holders(vllm_config)), None) is self:
             self.reserved, self._reserves = make(vllm_config.device_config.device), False
 

@@ -91,7 +91,7 @@ _REMEDY = f"give a file of `kvpilot calibrate` in {factors_file.VARIABLE}, or se
 
 
 def obstacle(config: Any, layers: dict[str, Any]) -> str:
-    """Return the reason, one word for metrics, why this engine cannot calibrate itself; empty if it can."""
+    """Return why this engine cannot calibrate itself, as one word for metrics; empty if it can."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

@@ -72,7 +72,7 @@ class ModelFacts:
         Raises:
             ValueError: the config does not describe a decoder.
         """
-        found = models.read(config)  # fills a missing size with its class's default
+        found = models.read(config)  # fills in missing sizes by the model class's defaults
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else config
         rope = {
@@ -99,7 +99,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors of all layers, in order."""
+    """Calibration factors of all layers of a model, in the order of the layers."""
 
     layers: tuple[Factors, ...]
 
@@ -132,7 +132,7 @@ class Calibration:
 
 
 def save(path: Path, layers: list[Factors], facts: ModelFacts) -> None:
-    """Write a calibration file atomically."""
+    """Write the factors and facts of a model to a calibration file, atomically."""
     tensors = {
         f"layers.{i}.{name}": getattr(factors, name).float().cpu().contiguous().clone()
         for i, factors in enumerate(layers)
@@ -160,7 +160,7 @@ def from_environment(facts: ModelFacts) -> Calibration | None:
 
 
 def digest(layers: Sequence[Factors]) -> str:
-    """Return a hash of factors, 16 hexadecimal digits."""
+    """Return a hash of all layers' calibration factors, 16 hexadecimal digits."""
     found = hashlib.sha256()
     for factors in layers:
         for name in _NAMES:
@@ -169,7 +169,7 @@ def digest(layers: Sequence[Factors]) -> str:
 
 
 def join_digests(digests: Sequence[str]) -> str:
-    """Return one hash for several ranks' hashes, in rank order."""
+    """Return one hash of the factor hashes of several ranks, given in rank order."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 

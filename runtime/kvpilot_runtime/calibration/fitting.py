@@ -126,7 +126,7 @@ def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
 
 
 class _Recorder:
-    """Recorder that keeps a forward pass's keys and values until their gradients are known, and sums up moments."""
+    """Recorder of a forward pass's keys and values. Once their gradients are known, it adds both to the moments."""
 
     def __init__(self, facts: ModelFacts, recent: int) -> None:
         self._facts, self._recent = facts, recent

@@ -35,7 +35,7 @@ WEIGHTS_CHANGED = "WeightsChanged"
 
 
 def settle(impls: Iterable[Any], outcome: Outcome) -> None:
-    """Store an engine's result in its layers, and report it to log and metrics."""
+    """Store the result of a calibration in the engine's layers, and report it to log and metrics."""
     for impl in impls:
         impl.calibrated = outcome
     report(outcome)
@@ -56,6 +56,6 @@ def outdate(impls: list[Any]) -> None:
 
 
 def report(outcome: Outcome) -> None:
-    """Report a worker's result to log and metrics."""
+    """Report the result of a worker's calibration to log and metrics."""
     log.info("Calibration: source %s, hash %s %s", outcome.source, outcome.hash, outcome.reason)
     INFO.report(asdict(outcome))

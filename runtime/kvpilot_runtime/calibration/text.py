@@ -20,7 +20,7 @@ _LOG_FROM = 1024
 """Position beyond which sequences start at logarithmic distances. Before it they start at even distances."""
 
 _SHORT = 4
-"""Number of short sequences, which share the second half of the tokens."""
+"""Number of short sequences, into which the second half of the tokens is divided."""
 
 _LONE, _LONE_SHARE = 64, 16
 """Two limits on the number of tokens that run alone at position 0: `_LONE`, and one of `_LONE_SHARE` tokens."""
@@ -58,7 +58,7 @@ def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
 
 
 def lone(tokens: int) -> int:
-    """Return how many of `tokens` tokens, at their end, run alone at position 0. They give the mean `key_first`."""
+    """Return how many of the last tokens run alone, each at position 0. Their mean key becomes `key_first`."""
     return min(_LONE, tokens // _LONE_SHARE)
 
 

@@ -96,7 +96,7 @@ def unsupported(transfer: Mapping[str, Any], device: str) -> str | None:
 
 
 def beside(config: Any) -> str | None:
-    """Name a version or an option of the engine that does not work with its connector, or return None.
+    """Name a version or an option of the engine that its KV connector does not support, or return None.
 
     `config` is vLLM's `VllmConfig`.
     """

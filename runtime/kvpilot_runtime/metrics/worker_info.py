@@ -81,7 +81,7 @@ class Reported:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauge once a worker has reported."""
+        """Yield the gauge with the labels that a worker reported; nothing before that."""
         from prometheus_client.core import GaugeMetricFamily
 
         try:

@@ -59,7 +59,7 @@ def check(request: Request) -> Findings:
         own_dtypes.check_layers(fmt, request, findings)
         own_dtypes.check_own(fmt, findings.config, request, findings)
     elif fmt.ours and request.skip_layers is None:
-        findings.skip_layers = (options.SLIDING,)  # harmless for models without sliding-window layers
+        findings.skip_layers = (options.SLIDING,)  # this option is harmless for models without sliding-window layers
     if folder is not None and findings.config is not None and left.gpus is None:
         weights = weight_bytes(folder) + _draft_bytes(request, folder) if left.weights is None else 0
         # With fit_length, vLLM chooses the longest context that fits, so check only that one token fits.

@@ -108,7 +108,7 @@ def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def as_cached(config: Architecture) -> Architecture:
-    """Return the architecture as vLLM caches it. With `VLLM_MLA_DISABLE` vLLM caches keys and values, not latents."""
+    """Return the architecture with the cache that vLLM uses: with `VLLM_MLA_DISABLE` keys and values, not latents."""
     unfolded = os.environ.get(UNFOLDED, "0").strip() not in ("", "0")
     return replace(config, latent=0, index_bytes=0) if unfolded else config
 

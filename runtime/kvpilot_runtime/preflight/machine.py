@@ -21,7 +21,7 @@ class Gpu:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Names, as in nvidia-smi, of the values that the driver does not report."""
+        """Names, as in nvidia-smi, of the values that are None because the driver does not report them."""
         figures = {"memory.total": self.total, "memory.used": self.used, "compute_cap": self.capability}
         return tuple(name for name, value in figures.items() if value is None)
 

@@ -28,7 +28,7 @@ RESULTS = 3
 
 
 def stages(request: Request) -> int:
-    """Return the number of pipeline-parallel stages."""
+    """Return the number of pipeline-parallel stages of an engine."""
     return request.arguments.count("--pipeline-parallel-size")
 
 
@@ -63,8 +63,8 @@ def check(
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = config.token_bytes(fmt, in_16_bits)
     ring = _ring_tokens(fmt, config, request, length, platform) * per_token
-    # Divide by the ranks that share the cache. Every tensor-parallel rank holds all latents. With more ranks than KV
-    # heads, each rank holds one whole head.
+    # Divide a request's cache by the ranks that share it. But every tensor-parallel rank holds all latents, and with
+    # more ranks than KV heads each rank holds one whole head.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
     held = length or 0
     if request.retention is not None:
@@ -102,7 +102,7 @@ def check(
 
 
 def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, total: int) -> int:
-    """Estimate how many bytes of a GPU our backends use besides weights and pages.
+    """Estimate how many bytes of one GPU our backends use in addition to weights and KV pages.
 
     These are the buffers of decode, and the workspace for contexts. With vLLM's own dtypes, return 0.
 

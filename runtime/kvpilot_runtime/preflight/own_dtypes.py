@@ -70,11 +70,11 @@ def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
          f"{fmt.name!r} goes by its config.json, and layers with a sliding window stay in 16 bits")
     )  # fmt: skip
     if request.skip_layers is None:
-        findings.skip_layers = (options.SLIDING,)  # harmless for models without sliding-window layers
+        findings.skip_layers = (options.SLIDING,)  # this option is harmless for models without sliding-window layers
 
 
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
-    """Refuse models that our backend cannot serve, and set the layers that stay in 16 bits."""
+    """Refuse models that our backends cannot serve, and write into `findings` the layers that stay in 16 bits."""
 
     def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
@@ -129,6 +129,6 @@ def _pooled(config: models.Architecture, request: Request) -> str | None:
     if request.arguments.value("--runner") == "generate":
         return None
     folder, name = model_folder(request.model), next(iter(config.architectures), config.model_type)
-    if folder is not None and (folder / "modules.json").exists():  # a file of sentence-transformers
+    if folder is not None and (folder / "modules.json").exists():  # models of sentence-transformers have this file
         return name
     return name if name in installed.pooling_architectures() or name.endswith(_POOLING) else None

@@ -48,7 +48,7 @@ class Request:
 
     @property
     def arguments(self) -> Arguments:
-        """Parsed `others`."""
+        """The arguments in `others`, parsed as vLLM does."""
         return read(self.others)
 
 

@@ -53,7 +53,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> Any:
-        """Return the ring backend. Its builder makes `Rings`."""
+        """Return the backend of ring layers, whose builder makes `Rings`."""
         return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
@@ -150,7 +150,7 @@ def report(config: Any, layers: dict[str, Any]) -> None:
 
 
 def _cannot(config: Any, layers: dict[str, Any]) -> str:
-    """Return the reason, one word for metrics, why this engine cannot have rings; empty if it can."""
+    """Return why this engine cannot have rings, as one word for metrics; empty if it can."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 

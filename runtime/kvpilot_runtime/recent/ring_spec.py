@@ -37,7 +37,7 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @property
     def ring_blocks(self) -> int:
-        """Largest number of ring pages of a request."""
+        """Number of ring pages that a long request takes."""
         return _ring(self.fmt, self.kept, self.head_size, self.block_size)[1]
 
     @property

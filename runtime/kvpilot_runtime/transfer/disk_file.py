@@ -44,7 +44,7 @@ class DiskFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    _set_direct(self.fd, on=False)  # this file system accepts the flag, but no direct writes
+                    _set_direct(self.fd, on=False)  # some file systems accept O_DIRECT, but no direct writes
                     _write(self.fd, page, 0)
         except OSError:
             self.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Held:
-    """Content of one place of the file.
+    """One place (a fixed-size slot) of the file, and its content.
 
     Attributes:
         key: key of the content.
@@ -28,18 +28,18 @@ class Held:
 
 
 class DiskIndex:
-    """LRU index of a file with `places` places. After `to_store` call `stored`, and after `to_load` call `loaded`."""
+    """LRU index of a file with `places` equal slots. Call `stored` after `to_store`, and `loaded` after `to_load`."""
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self._held: OrderedDict[bytes, Held] = OrderedDict()  # least recently used first
+        self._held: OrderedDict[bytes, Held] = OrderedDict()  # in LRU order: the least recently used key comes first
         self._free = list(range(places - 1, -1, -1))
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __contains__(self, key: bytes) -> bool:
-        """Return True if a key has a place, even if its bytes are not written yet."""
+        """Return True if a key has a place in the file, even if its bytes are not written yet."""
         return key in self._held
 
     def ready(self, key: bytes) -> bool:
@@ -85,7 +85,7 @@ class DiskIndex:
         self._release(held)
 
     def drop(self, held: Held) -> None:
-        """Forget the content of a place."""
+        """Remove the content of one place from the index."""
         if held.gone:
             return
         held.gone = True
@@ -94,7 +94,7 @@ class DiskIndex:
             self._free.append(held.place)
 
     def clear(self) -> None:
-        """Forget the content of all places."""
+        """Remove the content of all places from the index."""
         for held in list(self._held.values()):
             self.drop(held)
 

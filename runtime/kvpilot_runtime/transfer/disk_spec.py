@@ -14,7 +14,7 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.transfer.host_copies import HostCopies
 from kvpilot_runtime.vllm_api import compat
 
-with contextlib.suppress(ValueError):  # ValueError: the tier is registered already
+with contextlib.suppress(ValueError):  # raised if the tier is registered already
     SecondaryTierFactory.register_tier(offload.DISK_TIER, "kvpilot_runtime.transfer.disk_tier", "DiskTier")
 
 

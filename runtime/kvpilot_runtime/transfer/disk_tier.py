@@ -27,7 +27,7 @@ PATIENCE = 30.0
 """Time in seconds within which the disk must finish at least one transfer."""
 
 PINNED = 4
-"""Divisor of the chunks of host memory that gives how many may wait for the disk. Further stores are dropped.
+"""At most one of this many chunks of host memory may wait for the disk. Further stores are dropped.
 
 Host memory cannot reuse a chunk while it waits for the disk.
 """
@@ -35,7 +35,7 @@ Host memory cannot reuse a chunk while it waits for the disk.
 
 @dataclass
 class _Job:
-    """Request of vLLM to store or load chunks: `left` unfinished transfers, and the keys that succeeded (`good`)."""
+    """A vLLM job that stores or loads chunks. `left` transfers are unfinished; `good` has the keys that succeeded."""
 
     keys: list[Any]
     left: int
@@ -102,11 +102,11 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
             self._index.ready(key)
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget for which chunks the request got a hit."""
+        """Forget the chunks that `lookup` has reported to this request."""
         self._asked_for.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Write chunks to the file, except those that it already has. Drop chunks if too many wait for the disk."""
+        """Start to write chunks to the file, except those that it has. Drop chunks if too many wait for the disk."""
         job = self._start(job_metadata, load=False)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             if key in self._index:
@@ -116,7 +116,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
         self._end_if_over(job_metadata.job_id)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Read chunks from the file into host memory."""
+        """Start to read a job's chunks from the file into host memory."""
         job = self._start(job_metadata, load=True)
         for key, at in zip(job.keys, job_metadata.chunk_ids, strict=True):
             self._move(job_metadata.job_id, self._index.to_load(key), at, load=True)
@@ -172,7 +172,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # mypy sees vLLM's 
             logger.warning("The disk of offloaded pages answers again")
 
     def _take(self, move: Move) -> None:
-        """Record the end of one transfer of a job."""
+        """Record in its job that one transfer has ended."""
         job = self._jobs[move.job]
         job.left -= 1
         self._storing -= not move.load

@@ -42,7 +42,7 @@ class Move:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, file: DiskFile, spare: npt.NDArray[np.uint8]) -> None:
-        """Read or write the chunk. `spare` is this thread's buffer for one chunk, uint8 [bytes]."""
+        """Read or write the chunk, by way of `spare`: this thread's buffer for one chunk, uint8 [bytes]."""
         try:
             if self.load:
                 file.read(self.held.place, spare.data)
@@ -91,7 +91,7 @@ class DiskTransfers:
         return bool(self._waited)
 
     def submit(self, move: Move) -> None:
-        """Queue a transfer."""
+        """Queue a transfer; a thread runs it later."""
         if not self._waited:
             self._progress = time.monotonic()
         self._waited.add(move)
@@ -135,7 +135,7 @@ class DiskTransfers:
             self._file.close()
 
     def _work(self) -> None:
-        spare = np.frombuffer(mmap.mmap(-1, self._chunk), np.uint8)  # aligned to memory pages, for O_DIRECT
+        spare = np.frombuffer(mmap.mmap(-1, self._chunk), np.uint8)  # O_DIRECT needs page alignment
         while (move := self._asked.get()[2]) is not None:
             if not move.given_up:
                 move.run(self._file, spare)

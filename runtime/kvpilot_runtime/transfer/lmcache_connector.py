@@ -48,7 +48,7 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         self._pages = {name: cache for name, cache in kv_caches.items() if name not in rings}
 
     def agree(self, terms: Terms, worker: Any) -> None:
-        """Register the pages with LMCache, under a name for these terms and the worker's weights.
+        """Register the pages with LMCache, under a name that contains hashes of `terms` and of the worker's weights.
 
         Every rank must call this.
         """
@@ -70,7 +70,7 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         log.info("LMCache stores pages under %s (%s, weights %s)", adapter.model_name, terms, weights)
 
     def get_handshake_metadata(self) -> Named:
-        """Return the name of the engine's pages, for the scheduler."""
+        """Return the name under which LMCache stores the engine's pages, for the scheduler."""
         return Named(self.worker_adapter.model_name)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:

@@ -67,7 +67,7 @@ class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
     xfer_handshake_metadata: Any
 
     def agree(self, terms: Terms) -> None:
-        """Refuse engines with other terms. Call this after the pages are registered, before the first handshake."""
+        """Refuse engines whose `Terms` differ. Call this after the pages are registered, before the first handshake."""
         self.compat_hash = f"{self.compat_hash} ({terms})"
         self.xfer_handshake_metadata = replace(self.xfer_handshake_metadata, compatibility_hash=self.compat_hash)
 
@@ -114,7 +114,7 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.connector_worker = Reading(vllm_config, self.engine_id, kv_cache_config)
 
     def agree(self, terms: Terms, worker: Any) -> None:
-        """Give the worker's side the engine's terms."""
+        """Pass the engine's `Terms` to the worker's side of the connector."""
         self.connector_worker.agree(terms)
 
     def request_finished_all_groups(

@@ -24,7 +24,7 @@ _SAMPLES = 64
 
 @dataclass(frozen=True)
 class Terms:
-    """Properties that engines must share to exchange pages.
+    """Properties that two engines must have in common to exchange KV pages.
 
     Attributes:
         dtype: KV-cache dtype.
@@ -54,7 +54,7 @@ class Terms:
 
 
 def agree(worker: Any, layers: dict[str, Any]) -> None:
-    """Give the engine's terms to a worker's connector, if the connector is one of ours. Every rank must call this.
+    """Pass the engine's `Terms` to a worker's KV connector if that is one of ours. Every rank must call this.
 
     Args:
         worker: vLLM's worker, which has its KV cache.
@@ -106,7 +106,7 @@ def layout(config: Any) -> str | None:
 
 
 def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str | None:
-    """Say what is wrong with the blocks that another engine announces for a prompt, or return None.
+    """Describe what is wrong with the blocks that another engine announces for a prompt, or return None.
 
     Without this check, vLLM would use the last of the announced blocks, even if their number is wrong.
 

@@ -17,7 +17,7 @@ from kvpilot_runtime.vllm_api.wrap import wrap
 
 
 def main() -> None:
-    """Print the specs of the model that the arguments name."""
+    """Print the KV-cache specs that vLLM makes for the model of the command line."""
     with contextlib.redirect_stdout(sys.stderr):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -86,7 +86,7 @@ def _ranks() -> None:
     if not torch.distributed.is_initialized():
         file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch needs it until the process ends
         parallel_state.init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
-    parallel_state.destroy_model_parallel()  # make groups anew, because models with experts need more of them
+    parallel_state.destroy_model_parallel()  # make the groups again: models with experts need more of them
     parallel_state.initialize_model_parallel(1, 1)
 
 

@@ -63,7 +63,7 @@ def unsupported_on(platform: str) -> str:
 
 
 def lacks(newest: tuple[int, int] | None = None) -> str:
-    """Return a text that names the needed versions if the installed vLLM is not one of them; else an empty string.
+    """Return the versions of vLLM that are needed, as text, if the installed one is not among them; else "".
 
     Needed are versions from `OLDEST` to `newest`; without `newest`, all from `OLDEST` on. If vLLM is absent, return an
     empty string, too.
@@ -158,8 +158,8 @@ def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> Non
 
     literal: Any = CacheDType
     literal.__args__ = known + missing
-    # Both configurations hold a validator that was compiled from the old `Literal`, so compile it again. Annotate the
-    # field only meanwhile, because vLLM's command line reads the field's type.
+    # Both configurations hold a validator that was compiled from the old `Literal`, so compile it again. Restore the
+    # field's annotation afterwards, because vLLM's command line reads it.
     field: Any = CacheConfig.__dataclass_fields__["cache_dtype"]
     declared = field.type
     field.type = Annotated[declared, AfterValidator(chosen)]

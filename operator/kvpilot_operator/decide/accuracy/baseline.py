@@ -118,7 +118,7 @@ def adopt(c: Context, found: Captured) -> Context:
 
 
 def described(kept: codec.Baseline) -> Baseline:
-    """Summarise a baseline and its control for the status."""
+    """Summarise a baseline and its control run for the status."""
     control = kept.control
     assert control is not None  # noqa: S101 - whoever has none has nothing to compare with
     return Baseline(

@@ -1,4 +1,4 @@
-"""Judge a probe's result. The control (the 16-bit engine compared with itself) must meet limits, too."""
+"""Judge a probe's result. The control run (the 16-bit engine compared with itself) must meet limits, too."""
 
 from dataclasses import dataclass
 
@@ -14,17 +14,17 @@ from kvpilot_probes.stats import MICRO, Measurement
 
 # Characters shown of a prompt and of each answer, so that all three fit into an Event.
 MAX_SHOWN = 300
-# Probability that a control exactly at the agreement limit is refused by chance.
+# Probability that a control run exactly at the agreement limit is refused by chance.
 ALPHA = 0.01
-# The limits of the control are never stricter than these, even if the spec's are. A sound engine differs from its own
-# earlier answers by 0.8 millinats, and agrees with them on 98.9% of the tokens (docs/accuracy-watch.md).
+# The limits of the control run are never stricter than these, even if the spec's are. A sound engine differs from its
+# own earlier answers by 0.8 millinats, and agrees with them on 98.9% of the tokens (docs/accuracy-watch.md).
 SOUND_MICRONATS = 2_000
 SOUND_AGREEMENT_PERCENT = 98
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Verdict on a probe. `message` has the figures. `covered` names sound and open buckets, and the probe's cost."""
+    """Verdict on a probe. `message` has the figures. `covered` names buckets with and without a verdict."""
 
     verdict: Verdict
     reason: str
@@ -34,7 +34,7 @@ class Judgement:
 
 
 def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
-    """Judge a candidate's damage by the sequential test. If the control is unusable, the verdict is Inconclusive."""
+    """Judge a candidate's divergence by the sequential test. An unusable control run makes it Inconclusive."""
     excess = max(0, found.mean_kl_micronats - control.control_mean_kl_micronats)
     fault = control_fault(control, limits)
     if fault is not None:
@@ -76,7 +76,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
 
 
 def _figures(found: Measurement, bucket: str, control: Baseline, limits: Accuracy) -> str:
-    """Return the figures of a bucket that failed, to precede those of all prompts."""
+    """Return the figures of a failed bucket of prompts as text, to precede those of all prompts."""
     seen = [one for one in found.seen if one.bucket == bucket]
     if not seen:
         return f"{bucket}: "
@@ -89,7 +89,7 @@ def _figures(found: Measurement, bucket: str, control: Baseline, limits: Accurac
 
 
 def allowed(control: Baseline, limits: Accuracy) -> Allowed:
-    """Return the limits of the sequential test: the spec's limits, and the control's noise, which is allowed on top."""
+    """Return the limits of the sequential test: the spec's limits plus the noise of the control run."""
     return Allowed(
         kl=limits.max_excess_kl_millinats / 1000,
         disagreement=1 - limits.min_top1_agreement_percent / 100,
@@ -99,7 +99,7 @@ def allowed(control: Baseline, limits: Accuracy) -> Allowed:
 
 
 def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
-    """Return the cause that makes a baseline with this control unusable, or None."""
+    """Return the cause if this control run shows that the baseline is unusable, else None."""
     if not control.positions:
         text = "the 16-bit engine could not be compared with itself: 0 positions. Name more or longer probe sets"
         return Cause(Reason.BASELINE_UNFIT, text)
@@ -118,7 +118,7 @@ def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
 
 
 def both_answers(m: Measurement, dtype: str) -> str | None:
-    """Return the prompt with the largest damage and both answers, for an Event. Return None if no prompt was sent."""
+    """Return the most affected prompt and both engines' answers, as text for an Event; None if no prompt was sent."""
     if m.sample is None:
         return None
     shown = (m.sample.prompt[-MAX_SHOWN:], m.sample.stable, m.sample.canary)

@@ -21,7 +21,7 @@ Word = Literal["True", "False", "Unknown"]
 
 
 class Line(NamedTuple):
-    """A condition without its type and times."""
+    """A condition (status, reason, message) without its type and times."""
 
     status: Word
     reason: str

@@ -27,7 +27,7 @@ class ObjectiveResult:
 
     @property
     def limit(self) -> float:
-        """Return the limit in seconds."""
+        """Return the longest allowed latency in seconds."""
         return self.objective.milliseconds / 1000
 
     def __str__(self) -> str:

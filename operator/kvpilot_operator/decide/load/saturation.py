@@ -27,7 +27,7 @@ HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """Return `known` with the best recent request rate of one replica under the load `w`, recorded for this dtype.
+    """Return the records `known`, with the best recent request rate of one replica (load `w`) recorded for this dtype.
 
     A surge is found before requests queue, so its rate never lowers a known rate. The uncached prompt tokens of a
     request are recorded only if the service has latency objectives. Larger scale-ins need them (`able`).

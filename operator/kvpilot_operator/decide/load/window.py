@@ -49,7 +49,7 @@ class Sums:
 
     @property
     def preemptions(self) -> float:
-        """Return the preemptions per minute and replica."""
+        """Return how many requests a replica preempted per minute."""
         return self.flows.preemptions * 60 / self.flows.seconds if self.flows.seconds else 0.0
 
     @property

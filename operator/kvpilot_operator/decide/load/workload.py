@@ -86,7 +86,7 @@ class Workload:
 
     @property
     def bound(self) -> bool:
-        """Return True if requests wait for a resource."""
+        """Return True if a resource (memory, prompts or the batch) limits the service, so that requests wait."""
         return self.kind in _BOUND
 
     @property
@@ -183,7 +183,7 @@ def classify(
 
 def step_tokens(spec: Spec, node: NodeFacts) -> int:
     """Return max_num_batched_tokens: the value in spec.engine.extraArgs, else the default of vLLM 0.32's server."""
-    with suppress(ValueError):  # vLLM itself refuses such a value.
+    with suppress(ValueError):  # Ignore a value that is no number: vLLM refuses it.
         asked = whole_number(spec.engine.arguments.value("--max-num-batched-tokens") or "")
         if 0 < asked <= _MAX_TOKENS:
             return asked

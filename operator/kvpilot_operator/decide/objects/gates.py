@@ -19,7 +19,7 @@ D = TypeVar("D", bound=Draft)
 
 
 def admit(c: Context) -> Context:
-    """Open or close the readiness gates of pods."""
+    """Decide which pods' readiness gates to open and which to close."""
     if c.stable is None:
         return c
     wanted = [(pod, _gate(c, pod)) for pod in c.snapshot.pods if pod.admitted is not None and not pod.terminating]
@@ -49,19 +49,19 @@ def _ungating(draft: Draft) -> Ungating | None:
 
 
 def _gate(c: Context, pod: PodView) -> bool | None:
-    """Return True to open the pod's gate, False to close it, None to leave it unchanged."""
+    """Return True to open the pod's readiness gate, False to close it, None to leave it unchanged."""
     if c.stable is not None and pod.revision == c.stable.revision:
         return True
     canary = c.canary
     if canary is None or pod.revision != canary.revision:
         return None
     if canary.stage == Stage.ROLLING_BACK and traffic.selected(c) == traffic.EVERY_REVISION:
-        # The canary's pods serve until stable pods have taken over, so leave their gates unchanged and admit no more.
+        # The canary's pods serve until stable pods have replaced them. So leave open gates open, and open no others.
         return None
     return _opens(c, canary)
 
 
 def _opens(draft: Draft, canary: Canary) -> bool:
-    """Return True if the canary's gates open. Those of multi-node groups stay closed: groups restart without one."""
+    """Return True to open the canary's readiness gates. Multi-node groups restart without a gate instead."""
     view = draft.snapshot.deployments.get(canary.revision)
     return traffic.has_passed(draft, canary.revision) and (view is None or view.kind == DEPLOYMENT.name)

@@ -86,14 +86,14 @@ def _removed(s: Snapshot, made: Manifest) -> Manifest | None:
 
 
 def replicas(c: Context) -> Context:
-    """Decide the replicas of each revision."""
+    """Decide how many replicas each revision's workload gets."""
     if c.stable is None:
         return c
     if c.canary is None:
         return replace(c, wanted={c.stable.revision: c.replicas})
     wanted, there = _replicas_on_trial(c, c.stable), c.snapshot.deployments.get(c.canary.revision)
     if c.canary.stage == Stage.STARTING and there is not None and not there.has_gate:
-        # This revision has served before, so its pods have no readiness gate. Delete it, and start it again with one.
+        # A revision that has served before has no readiness gate. Delete its workload, and start it again with a gate.
         wanted = {name: count for name, count in wanted.items() if name != c.canary.revision}
     return replace(c, wanted=wanted)
 
@@ -133,7 +133,7 @@ def deployments(c: Context) -> Context:
 
 
 def own_service(c: Context) -> Context:
-    """Render the Service, the pool that selects the same pods, and the disruption budget."""
+    """Render the Service, the InferencePool that selects the same pods, and the PodDisruptionBudget."""
     if c.stable is None:
         return c
     s, selected = c.snapshot, traffic.selected(c)
@@ -177,7 +177,7 @@ def share_traffic(c: Context) -> Context:
 
 
 def _canary_pool(c: Context, selected: str) -> Manifest | None:
-    """Render the canary's pool (docs/decisions/0031). It exists before any trial: gateways need time to notice it."""
+    """Render the canary's InferencePool (decision 31). It exists before any trial: gateways need time to notice it."""
     s, asked, name = c.snapshot, c.spec.inference_pool, canary_service(c.snapshot.key.name)
     routed, there = c.spec.route_of(s.key.name) is not None, s.objects.get(("InferencePool", name))
     if asked is None or not s.server.inference_pools or not (routed or there is not None):
@@ -191,7 +191,7 @@ def _canary_pool(c: Context, selected: str) -> Manifest | None:
 
 
 def _pools_left_over(c: Context) -> tuple[Ref, ...]:
-    """Return the pools to delete if the spec asks for none. A pool stays while the route names it."""
+    """Return the InferencePools to delete if the spec asks for none. Keep a pool while the HTTPRoute names it."""
     s = c.snapshot
     if c.spec.inference_pool is not None:
         return ()

@@ -89,7 +89,7 @@ def canary_percent(c: Context) -> tuple[int, int]:
     kinds = ("Service",) if c.spec.inference_pool is None else ("Service", "InferencePool")
     lent = [c.snapshot.objects.get((kind, canary_service(c.snapshot.key.name))) for kind in kinds]
     if canary.step is None or any(one is None or not one.owned or one.selects != canary.revision for one in lent):
-        return 0, 0  # Otherwise another owner's object of that name would get our users' requests.
+        return 0, 0  # Send nothing to a backend of that name that another owner has: it would get our users' requests.
     ready = len(c.snapshot.ready_pods(canary.revision))
     reached = [p for p in c.plan.steps if p.index <= canary.step and p.replicas <= ready]
     return (reached[-1].weight_percent, reached[-1].mirrored_percent) if reached else (0, 0)

@@ -173,5 +173,5 @@ def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, 
 
 
 def between(samples: Sequence[Sample], start: datetime, end: datetime) -> list[Sample]:
-    """Return the scrapes of a window. Leave out the first if its increments began before the window."""
+    """Return the scrapes from `start` to `end`. Leave out the first if its increments began before `start`."""
     return [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]

@@ -22,7 +22,7 @@ ERROR_BACKOFF_SECONDS = 10
 
 
 def probe(c: Context) -> Context:
-    """Judge the result of the probe that is due. Request the probe if it has no result, or one that changes nothing."""
+    """Judge the result of the probe that is due. Request the probe while a result is missing or changes nothing."""
     if c.snapshot.unread(Question.PROBE_SETS) is not None:
         return c
     c = drift.begin(c)
@@ -39,7 +39,7 @@ def probe(c: Context) -> Context:
 
 
 def _due(c: Context, kept: Baseline | None) -> Request | None:
-    """Return the request that is due now: first a baseline, then the canary, then the serving replicas."""
+    """Return the probe to request now: first of a baseline, then of the canary, then of the serving replicas."""
     canary, limits = c.canary, c.spec.accuracy
     if canary is not None:
         used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit

@@ -19,7 +19,7 @@ _FORM = re.compile(r"(abort|deny|promote|retry)@[0-9a-f]{8}/\d{4}-\d\d-\d\dT\d\d
 
 
 def act(c: Context) -> Context:
-    """Abort the canary, or lift the wait after the last trial, as the request asks. Report an unreadable one once."""
+    """Abort the canary, or lift the wait after the last trial, if a user asks for it. Report an unreadable request."""
     request, canary, last = c.snapshot.canary_annotation, c.canary, c.status.last_trial
     if request and _FORM.fullmatch(request) is None:
         remedy = "use VERB@REVISION/TIME, or `kubectl kvpilot abort`, `promote` or `retry`, which write it"

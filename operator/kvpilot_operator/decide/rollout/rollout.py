@@ -30,7 +30,7 @@ DOWN_SECONDS = 60
 
 
 def advance(c: Context) -> Context:
-    """Move the rollout by at most one stage."""
+    """Advance the rollout by at most one stage, such as from Starting to Probing."""
     lost = c.stable is None
     c = _mark_ready(_take_back(c))
     if lost and c.stable is not None:
@@ -49,7 +49,7 @@ def advance(c: Context) -> Context:
         gone = f"the engines of {stable.revision} are gone"
         why = gone if stable.ever_ready else f"{stable.revision} never became ready"
         return _serve(c, "Replaced", f"{why}; {target.revision} takes its place")
-    # Before the operator's first write, refusals of the pool are unknown, so no canary starts.
+    # Before the operator's first write, it does not know if the API server refuses the InferencePool: start no canary.
     unknown = c.spec.inference_pool is not None and c.snapshot.rejections is None
     if c.spec.rollout.paused or unknown or starting.turn(c) is not None:
         return c
@@ -131,7 +131,7 @@ def _fault(c: Context, canary: Canary) -> tuple[Verdict, str, str] | None:
         return canary.verdict, canary.reason, canary.message
     if (failure := engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])) is not None:
         return Verdict.ERROR, *failure
-    # Pods with different factors give different answers, so probes of one pod would not hold for the others.
+    # Pods with different calibration factors give different answers, so a probe of one pod says nothing about others.
     if (differ := mixed_factors(s, canary.revision)) is not None:
         return Verdict.ERROR, Reason.MIXED_FACTORS, differ
     if (other := mismatch(s, canary.revision, canary.dtype)) is not None:

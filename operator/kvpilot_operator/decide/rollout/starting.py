@@ -52,7 +52,7 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     pool = c.snapshot.objects.get(("InferencePool", name))
     refused = pool is not None and pool.owned and c.snapshot.rejection("InferencePool", name) is not None
     if held is None and refused:
-        # Such a pool cannot be switched to another revision, so no trial could end.
+        # A refused InferencePool cannot be switched to another revision, so no trial could end.
         held = f"no canary is started while InferencePool {name} is refused: Stalled says why"
     return None if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
 

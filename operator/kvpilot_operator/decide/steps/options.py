@@ -77,7 +77,7 @@ def _option(action: Action, to: tuple[str, int], outcome: Outcome, message: str,
 
 
 def stay(s: PolicyInput, outcome: Outcome, message: str) -> Option:
-    """Return the option that changes nothing."""
+    """Return the option to keep dtype and replicas, with this outcome and message."""
     return _option(Action.STAY, (s.dtype, s.replicas), outcome, message, int(s.workload.capacity_per_pod * s.counted))
 
 

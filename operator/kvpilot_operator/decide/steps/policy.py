@@ -39,7 +39,7 @@ class PolicyDecision:
 
     @property
     def chosen(self) -> Option:
-        """Return the step to take."""
+        """Return the step to take, the first of the options."""
         return self.options[0]
 
 

@@ -61,7 +61,7 @@ class PolicyInput:
 
     @property
     def counted(self) -> int:
-        """Return the replicas that count as capacity."""
+        """Return the number of replicas that count as capacity: ready ones, and those that may still become ready."""
         return max(1, self.replicas if self.loading else min(self.ready, self.replicas) or self.replicas)
 
     def experience(self, dtype: str) -> Iterator[Experience]:
