@@ -38,13 +38,13 @@ class FakeCluster:
 
 
 @pytest.fixture
-def cluster() -> FakeCluster:
+def api() -> FakeCluster:
     return FakeCluster()
 
 
 @pytest.fixture
-def access(cluster: FakeCluster) -> MetricsAccess:
-    return MetricsAccess(cluster)  # type: ignore[arg-type]
+def access(api: FakeCluster) -> MetricsAccess:
+    return MetricsAccess(api)  # type: ignore[arg-type]
 
 
 async def status(access: MetricsAccess, header: str, peer: str = "10.0.0.1") -> int:
@@ -53,43 +53,43 @@ async def status(access: MetricsAccess, header: str, peer: str = "10.0.0.1") -> 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer  ", "Basic Z29vZA==", "good", "Bearerx good"])
 async def test_what_is_no_bearer_token_is_refused_without_asking_anybody(
-    access: MetricsAccess, cluster: FakeCluster, header: str
+    access: MetricsAccess, api: FakeCluster, header: str
 ) -> None:
     assert await status(access, header) == 401
-    assert cluster.asked == []
+    assert api.asked == []
 
 
-async def test_each_request_is_reviewed(access: MetricsAccess, cluster: FakeCluster) -> None:
+async def test_each_request_is_reviewed(access: MetricsAccess, api: FakeCluster) -> None:
     for _ in range(2):
         assert await status(access, "Bearer good") == 200
         assert await status(access, "bearer other") == 403
-    assert cluster.asked == ["TokenReview", "SubjectAccessReview"] * 4
+    assert api.asked == ["TokenReview", "SubjectAccessReview"] * 4
 
 
-async def test_a_verdict_that_could_not_be_had_is_no_right(access: MetricsAccess, cluster: FakeCluster) -> None:
-    cluster.away = True
+async def test_a_verdict_that_could_not_be_had_is_no_right(access: MetricsAccess, api: FakeCluster) -> None:
+    api.away = True
     assert await status(access, "Bearer good") == 503
-    cluster.away = False
+    api.away = False
     assert await status(access, "Bearer good") == 200
 
 
 async def test_a_client_that_tries_many_tokens_asks_for_few_reviews_at_once(
-    access: MetricsAccess, cluster: FakeCluster
+    access: MetricsAccess, api: FakeCluster
 ) -> None:
-    cluster.answers.clear()
+    api.answers.clear()
     flood = [asyncio.create_task(status(access, f"Bearer worse-{number}")) for number in range(50)]
     await turns()
-    assert len(cluster.asked) == TOKEN_REVIEW.share
-    cluster.answers.set()
+    assert len(api.asked) == TOKEN_REVIEW.share
+    api.answers.set()
     assert set(await asyncio.gather(*flood)) == {401}
 
 
-async def test_reviews_of_many_peers_are_few_at_once_too(access: MetricsAccess, cluster: FakeCluster) -> None:
-    cluster.answers.clear()
+async def test_reviews_of_many_peers_are_few_at_once_too(access: MetricsAccess, api: FakeCluster) -> None:
+    api.answers.clear()
     flood = [asyncio.create_task(status(access, f"Bearer bad-{n}", f"10.0.1.{n}")) for n in range(50)]
     await turns()
-    assert len(cluster.asked) == TOKEN_REVIEW.permits
-    cluster.answers.set()
+    assert len(api.asked) == TOKEN_REVIEW.permits
+    api.answers.set()
     assert set(await asyncio.gather(*flood)) == {401}
 
 
@@ -120,7 +120,7 @@ async def scraped(http: aiohttp.ClientSession, url: str, token: str) -> int:
 
 @pytest.mark.parametrize("answered", [False, True])
 async def test_connections_that_try_tokens_keep_out_no_peer_with_a_fresh_one(
-    access: MetricsAccess, cluster: FakeCluster, answered: bool
+    access: MetricsAccess, api: FakeCluster, answered: bool
 ) -> None:
     """Send sixty scrapes with fresh tokens from one address, while eight connections from another one guess tokens."""
     numbers = itertools.count()
@@ -130,15 +130,15 @@ async def test_connections_that_try_tokens_keep_out_no_peer_with_a_fresh_one(
             await scraped(http, url, f"bad-{next(numbers)}")
 
     if not answered:
-        cluster.answers.clear()
+        api.answers.clear()
     async with served(access) as url, client("127.0.0.1") as bad, client("127.0.0.2") as good:
         attacks = [asyncio.create_task(attack(bad, url)) for _ in range(8)]
         try:
-            while len(cluster.asked) < TOKEN_REVIEW.share:
+            while len(api.asked) < TOKEN_REVIEW.share:
                 await asyncio.sleep(0)
             assert [await scraped(good, url, f"good-at-once-{number}") for number in range(60)] == [200] * 60
         finally:
             for one in attacks:
                 one.cancel()
-            cluster.answers.set()
+            api.answers.set()
             await asyncio.gather(*attacks, return_exceptions=True)
