@@ -45,7 +45,7 @@ SETS = {
 }
 # The operator's settings for a canary, with a deadline for two busy cores.
 SETTINGS = Settings(budget_seconds=Canary().progress_deadline_seconds / 2, deadline_seconds=3600)
-# The operator gives the pressure stage 90 s. Two busy cores take many times longer than a GPU to fill the KV cache.
+# The operator gives the pressure stage 180 s. Two busy cores take many times longer than a GPU to fill the KV cache.
 PRESSURE_SECONDS = 240.0
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,7 +27,7 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
-# Token ids of a prompt that are written to JSON at a time, to bound the memory.
+# Token ids of a prompt that are written to JSON and sent at a time, so that many long prompts in flight take no memory.
 _PIECE = 4096
 # With this parameter our runtime loads the prompt from host memory (runtime/kvpilot_runtime/config/offload.py). Other
 # engines ignore it.
@@ -129,11 +129,8 @@ class EngineClient:
         The answer has `tokens` tokens, or fewer if the model ends it. With `past_end`, decoding continues after an end
         token. Retry once if the connection fails before the first token.
         """
-        # A list of numbers takes four times its text in memory, so it is written in pieces.
-        pieces = (msgspec.json.encode(list(prompt[i : i + _PIECE]))[1:-1] for i in range(0, len(prompt), _PIECE))
         body: dict[str, object] = {
             "model": self.model,
-            "prompt": msgspec.Raw(b"[" + b",".join(pieces) + b"]"),
             "max_tokens": tokens,
             **sampling,
             "logprobs": top_k,
@@ -145,9 +142,14 @@ class EngineClient:
             body["priority"] = self.priority
         if self.from_host:
             body["kv_transfer_params"] = FROM_HOST
-        asked = msgspec.json.encode(body)
-        # Free the list of ints, which takes four times the memory of its JSON text.
-        del body
+        other_fields = msgspec.json.encode(body)
+
+        def asked() -> Iterator[bytes]:
+            yield other_fields[:-1] + b',"prompt":['
+            for i in range(0, len(prompt), _PIECE):
+                yield msgspec.json.encode(list(prompt[i : i + _PIECE]))[1:-1] + b"," * (i + _PIECE < len(prompt))
+            yield b"]}"
+
         for last_try in (False, True):
             started = False
             try:
@@ -161,13 +163,18 @@ class EngineClient:
                     raise
                 await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
-    async def _stream(self, asked: bytes, tokens: int, past_end: bool) -> AsyncGenerator[answers.StreamedToken, None]:
+    async def _stream(
+        self, asked: Callable[[], Iterator[bytes]], tokens: int, past_end: bool
+    ) -> AsyncGenerator[answers.StreamedToken, None]:
         url = f"{self.base_url}/v1/completions"
+        headers = {**_JSON, "Content-Length": str(sum(map(len, asked())))}
         count, ended = 0, ""
         most = _MAX_STREAM_BYTES + tokens * _MAX_TOKEN_BYTES
         limit = _timeout(self.read_seconds)
         try:
-            async with self.http.post(url, data=asked, headers=_JSON, allow_redirects=False, timeout=limit) as response:
+            async with self.http.post(
+                url, data=_sent(asked()), headers=headers, allow_redirects=False, timeout=limit
+            ) as response:
                 await _check(url, response)
                 async for line in whole_lines(response.content.iter_any(), url, most, _MAX_LINE_BYTES):
                     if not line.startswith(b"data:"):
@@ -193,6 +200,11 @@ class EngineClient:
                 f"{url}: {count} of {tokens} tokens, finish_reason {ended[:40]!r}; see the engine's log, and "
                 "max_new_tokens in the model's generation_config.json"
             )
+
+
+async def _sent(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
 
 
 async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str, ...]:

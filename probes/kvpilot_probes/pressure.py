@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain, count, cycle, islice
@@ -29,9 +29,12 @@ PRESSURE = "pressure"
 MAX_FILLED_TOKENS = 262_144
 FILL_ANSWER_TOKENS = 8
 FILL_SECONDS = 600.0
-# A larger pool is not filled: it would take longer than PRESSURE_SECONDS.
-MAX_POOL_TOKENS = 1_048_576
-PRESSURE_SECONDS = 90.0
+# A larger pool is not filled: it would take longer than PRESSURE_SECONDS. One H200 holds 3.3 million tokens of an 8B
+# model in k4v4, and computes 34,000 prompt tokens a second (docs/benchmarks/h200-engine-window.md).
+MAX_POOL_TOKENS = 4_194_304
+PRESSURE_SECONDS = 180.0
+# After this time the share of used pages tells when the pool would be full. If that is too late, the test ends.
+TREND_SECONDS = 30.0
 # Share of the pool that the fillers' prompts take. The fillers' answers take the rest, which causes preemptions.
 FILLED = 0.95
 FULL = 0.9
@@ -93,7 +96,7 @@ async def fill(
         patient = replace(usual, read_seconds=FILL_SECONDS)
         working = asyncio.create_task(_report(settings.progress))
         try:
-            await _hold(patient, baseline, 0, size, FILL_ANSWER_TOKENS)
+            await _hold(patient, _other_tokens(baseline, size), FILL_ANSWER_TOKENS)
             compared = (
                 ()
                 if look is None or allowed is None
@@ -123,14 +126,15 @@ async def _press(
     hold = min(HOLD_TOKENS, size // 4)
     fillers = math.ceil(FILLED * room.tokens / (size - hold))
     each = int(FILLED * room.tokens / fillers)
-
+    # Each filler begins at another token, so it is another prompt. It shares this memory.
+    tokens = memoryview(_other_tokens(baseline, each + fillers))
     full = asyncio.Event()
 
     async def fill_again(number: int) -> None:
         turns = count()
         while full.is_set() or next(turns) < MAX_TURNS:
             throttle.spent += each + hold
-            await _hold(engine, baseline, number, each, hold)
+            await _hold(engine, tokens[number : number + each], hold)
 
     async def judge(index: int) -> None:
         if decide(by_bucket(compared), (PRESSURE,), allowed).answer == Answer.GO_ON:
@@ -138,7 +142,11 @@ async def _press(
             compared.extend((await follow(engine, throttle, index, prompt))[0])
 
     async def judge_all() -> None:
-        while (await look()).usage < FULL:
+        began = time.monotonic()
+        while (usage := (await look()).usage) < FULL:
+            took = time.monotonic() - began
+            if took > TREND_SECONDS and took * FULL > usage * PRESSURE_SECONDS:
+                return
             await asyncio.sleep(LOOK_SECONDS)
         full.set()
         shortest = sorted(range(len(baseline.prompts)), key=lambda index: len(baseline.prompts[index].tokens))
@@ -156,15 +164,18 @@ async def _press(
     return tuple(compared)
 
 
-async def _hold(engine: EngineClient, baseline: Baseline, number: int, size: int, answer: int) -> None:
-    """Send one prompt of `size` tokens, and read an answer of `answer` tokens. Each `number` gives another prompt.
+def _other_tokens(baseline: Baseline, size: int) -> "array[int]":
+    """Return `size` tokens of the baseline's prompts in reverse order.
 
-    The prompt has the tokens of the baseline's prompts in reverse order. So it shares no prefix with them, and the
-    prefix cache does not shorten the work.
+    They share no prefix with the prompts, so the prefix cache does not shorten the work.
     """
     tokens = cycle(chain.from_iterable(reversed(prompt.tokens) for prompt in baseline.prompts))
-    content = array("I", islice(tokens, number, number + size))
-    async with aclosing(engine.decode(content, answer, 1, past_end=True)) as steps:
+    return array("I", islice(tokens, size))
+
+
+async def _hold(engine: EngineClient, prompt: Sequence[int], answer: int) -> None:
+    """Send a prompt, and read an answer of `answer` tokens."""
+    async with aclosing(engine.decode(prompt, answer, 1, past_end=True)) as steps:
         if not all([bool(step.logprobs.top) async for step in steps]):
             raise MalformedAnswer(f"{engine.base_url}: the logprobs are not numbers")
 

@@ -100,6 +100,20 @@ async def test_a_pool_that_does_not_get_full_shows_nothing_and_ends_soon(monkeyp
     assert len(one.long) <= 1 + 3 * pressure.MAX_TURNS
 
 
+async def test_a_pool_that_fills_too_slowly_shows_nothing_and_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Engine):
+        async def look(self) -> Pool:
+            return Pool(self.room, 1e-6)
+
+        async def handler(self, path: str, body: Body, writer: Writer) -> None:
+            if self.long:  # the first one filled the context
+                await asyncio.sleep(600)
+            await super().handler(path, body, writer)
+
+    monkeypatch.setattr(pressure, "TREND_SECONDS", 0.1)
+    assert (await asyncio.wait_for(Slow().fill(), pressure.PRESSURE_SECONDS / 2)).seen == ()
+
+
 async def test_a_full_pool_ends_in_time_although_its_engine_answers_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure, "PRESSURE_SECONDS", 0.5)
 
