@@ -102,9 +102,9 @@ class RingPages:
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[torch.Tensor | None]:
-        """Return what the ring adds to rotated keys and to values, float32 [sequences, kv_heads, recent, D].
+        """Return the residuals of recent tokens: rotated keys', then values', float32 [sequences, kv_heads, recent, D].
 
-        It is 0 for tokens whose residuals the ring does not have, and None for codes of 8 bits.
+        A residual is 0 if the ring does not hold it. Codes of 8 bits have no residuals, so their tensor is None.
 
         Args:
             positions: int64 [sequences, recent], negative for no token.

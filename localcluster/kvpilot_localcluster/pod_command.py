@@ -69,7 +69,7 @@ async def command(
     """
     image = images.find(node.images, spec["image"])
     if image is None:
-        raise UnknownImage(f'no entry of the image table matches "{spec["image"]}": this node pulls nothing, add one')
+        raise UnknownImage(f'the image table has no entry for "{spec["image"]}": this node pulls no images, so add one')
     metadata = pod["metadata"]
     facts = {"POD_IP": pod["status"]["podIP"], "POD_NAME": metadata["name"], "POD_NAMESPACE": metadata["namespace"]}
     base = {

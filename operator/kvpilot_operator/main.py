@@ -87,7 +87,7 @@ class Operator:
 
     @property
     def leader(self) -> Leader:
-        """The work of this replica while it leads."""
+        """Watches, reconciles, scrapes and probes that this replica runs while it is the leader."""
         leader = self._replica.leader
         assert leader is not None  # noqa: S101 - kopf watches nothing before `lead` has returned
         return leader

@@ -47,7 +47,7 @@ class Answers(Sequence[Logprobs]):
     def __init__(self, positions: Iterable[Logprobs]) -> None:
         self._ends, self._ids, self._logprobs = array("I"), array("I"), array("f")
         for token, top in positions:
-            # The greedy token comes first, so that it is known among equal logprobs.
+            # Store the greedy token first: if logprobs are equal, only its place identifies it.
             self._ids.append(token)
             self._logprobs.append(top[token])
             rest = [one for one in top if one != token]

@@ -82,7 +82,7 @@ SET: dict[str, Json] = {"x-kubernetes-list-type": "set"}
 
 
 def keyed_by(*fields: str) -> dict[str, Json]:
-    """Return the `extra` of a list in which no two items have the same values of these fields."""
+    """Return the schema keys (`Meta.extra`) of a list of type `map`, whose items these fields identify."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(fields)}
 
 

@@ -39,7 +39,7 @@ class SeriesReader(ABC, Generic[T]):
 
     @property
     def work(self) -> int:
-        """Parsing work so far, in lines: the lines read, plus one for each 128 bytes. Time is proportional to it."""
+        """Parsing work so far: one unit for each line, and one for each 128 bytes. Time is proportional to it."""
         return self._lines + self._bytes // budget.METRICS_WORK_BYTES
 
     def steps(self, chunk: bytes) -> Iterator[None]:
