@@ -88,5 +88,6 @@ def test_many_items_of_one_sequence(splits: int) -> None:
 
 def test_without_calibration_the_rotation_alone_is_undone() -> None:
     merge = Merge([9], 128, 2, 3, 1.0, seed=0)
-    merge.factors = merge.pages.factors = Factors.identity(2, 128)
+    merge.factors = Factors.identity(2, 128)
+    merge.pages = GpuPages(merge.pages.cache, merge.shape, merge.factors)
     assert torch.allclose(merge.merged([[4, 9]]).double(), merge.wanted(), rtol=1e-4, atol=1e-5)
