@@ -221,7 +221,7 @@ class GpuPages:
         if ring is not None:
             check.page_cache(ring, shape.fmt, shape.head_dim, "ring")
         check.sinks(sinks, shape.kv_heads * shape.ratio)
-        self.cache, self.shape, self.factors, self.sinks = cache, shape, factors, sinks
+        self.cache, self.shape, self.sinks = cache, shape, sinks
         ring, f = cache if ring is None else ring, factors
         self.strides = (*cache.stride()[:2], *ring.stride()[:2])
         self.own = Own(
