@@ -70,7 +70,7 @@ def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
 
 
 class Pods:
-    """Replicas of all services: the number of ready ones, and of starting ones by the minute until they are ready."""
+    """Replicas of each service: the number of ready ones, and of starting ones by the minutes until they are ready."""
 
     def __init__(self, replicas: NDArray[np.int64]) -> None:
         self.ready = replicas.copy()

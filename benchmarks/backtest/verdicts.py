@@ -40,7 +40,7 @@ def judge(pilot: Row, other: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return a sentence that compares the pilot with each other policy on one load; empty without a comparison."""
+    """Return a sentence that compares the pilot with each other policy on one load; empty if either is missing."""
     pilot = next((r for r in rows if r.policy == "pilot"), None)
     if pilot is None or len(rows) == 1:
         return ""

@@ -71,7 +71,7 @@ def _etcd(url: str, verb: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 class SecondNode:
-    """Second node agent. It forwards no Services: the cluster's own agent does."""
+    """Agent of a second node. It proxies no traffic of Services, because the cluster's own agent does that."""
 
     def __init__(self, folder: Path, kubeconfig: Path, table: Path, name: str = "second") -> None:
         self.name = name

@@ -29,7 +29,7 @@ class DiskOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy s
         super().__init__(config)
 
     def get_manager(self) -> Any:
-        """Return the scheduler's side. Unlink the file of the shared memory, which all workers have mapped by now."""
+        """Return vLLM's offloading manager. Unlink its shared-memory file, because all workers have mapped it."""
         if self._manager is None:
             super().get_manager()
             self._scheduler_mmap._creator = False

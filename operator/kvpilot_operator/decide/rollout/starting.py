@@ -106,7 +106,7 @@ SURGE_SECONDS = 60
 # Seconds after which the status says that an answering engine has not reported its dtype. A scrape usually delivers it
 # within a few seconds.
 TOLD_SECONDS = 60
-# For these causes, show the message instead of the kubelet's reason.
+# For these reasons, quote the message of `storage.held_up`. For others, quote the reason in the pod's status.
 _IN_WORDS = (Reason.UNSCHEDULABLE, Reason.CLAIM_NOT_BOUND, Reason.CONFIG_MISSING, *ON_ITS_WAY)
 
 
