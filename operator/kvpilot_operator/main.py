@@ -22,7 +22,7 @@ from kvpilot_operator.control.leader import Election, Leader, Replica, prepare
 from kvpilot_operator.control.logs import configure
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
-from kvpilot_operator.tracing import NO_TRACER, span_sender
+from kvpilot_operator.tracing import NO_TRACER, TracingError, span_sender
 
 log = logging.getLogger(__name__)
 
@@ -167,10 +167,13 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Run the process. Exit with status 1 if this replica lost the Lease."""
+    """Run the process. Exit with status 1 if this replica lost the Lease, and with 2 if it cannot send traces."""
     configure(options.log_level)
     try:
         asyncio.run(run(options))
+    except TracingError as error:
+        log.error("%s", error)
+        sys.exit(2)
     except LeadershipLost as error:
         log.error("stopping: %s", error)
         sys.exit(1)

@@ -8,18 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Span, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_operator.errors import Conflict
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = ["NO_TRACER", "Span", "SpanSender", "Tracer", "span", "span_sender", "trace_headers"]
+__all__ = ["NO_TRACER", "Span", "SpanSender", "Tracer", "TracingError", "span", "span_sender", "trace_headers"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,10 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 
 NO_TRACER = NoOpTracer()
+
+
+class TracingError(KvpilotError):
+    """An OTEL_* environment variable is invalid."""
 
 
 @contextmanager
@@ -86,14 +92,29 @@ class SpanSender:
 
 
 def span_sender(environment: Mapping[str, str]) -> SpanSender | None:
-    """Return a sender to the endpoint in the environment, or None without one. The SDK checks its variables."""
+    """Return a sender to the endpoint in the environment, or None without one. Raise TracingError if it is invalid."""
     name = next((name for name in _ENDPOINTS if environment.get(name)), None)
     if name is None:
         return None
+    if not _is_url(environment[name]):
+        # Do not show the value, because it may contain credentials.
+        raise TracingError(
+            f"{name} is not a URL; give the OTLP/HTTP endpoint of a collector, such as http://collector:4318"
+        )
     try:
         sender = SpanSender()
     except ImportError as error:
         log.warning("%s is set, but no traces are sent: %s; install kvpilot with its extra `tracing`", name, error)
         return None
+    except ValueError as error:
+        raise TracingError(f"OTEL_*: the SDK refuses a variable: {error}; correct it, or leave it out") from error
     log.info("traces go to the endpoint of %s", name)
     return sender
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return False
+    return url.scheme in ("http", "https") and bool(url.hostname)

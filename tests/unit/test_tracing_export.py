@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvpilot_operator import tracing
-from kvpilot_operator.tracing import SpanSender, span, span_sender, trace_headers
+from kvpilot_operator.tracing import SpanSender, TracingError, span, span_sender, trace_headers
 from support.collector import collecting, parsed
 
 
@@ -78,6 +78,28 @@ def test_a_collector_that_says_nothing_does_not_hold_up_the_end(monkeypatch: pyt
         asyncio.run(story())
         assert collector.came.wait(300)
         assert not answers.is_set()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "hunter2@collector"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "https://"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://[hunter2"),
+    ],
+)
+def test_an_endpoint_that_is_not_a_url_is_an_error_that_does_not_show_it(name: str, value: str) -> None:
+    with pytest.raises(TracingError, match=f"^{name} is not a URL; give ") as refused:
+        span_sender({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318", name: value})
+    assert value not in str(refused.value)
+
+
+def test_a_variable_that_the_sdk_refuses_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "20")
+    with pytest.raises(TracingError, match="max_export_batch_size"):
+        span_sender({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"})
 
 
 STARTED = """
