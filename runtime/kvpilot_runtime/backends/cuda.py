@@ -124,11 +124,13 @@ class CudaImpl(Reserving, PackedImpl):
             # Leave padding rows out: FlashAttention multiplies the rows after the last token by zero, and 0 * NaN is
             # NaN.
             new = slice(meta.decodes, meta.decodes + prefills.tokens)
-            if prefills.joined is None:
-                key, value = (
-                    (key[new], value[new]) if prefills.stored is None or not shared
-                    else self._read(pages, prefills.stored, query, apart=True)
-                )  # fmt: skip
+            stored = prefills.stored if shared else None
+            if prefills.joined is not None:
+                key, value = self._read(pages, stored or prefills.joined, query, key, value)
+            elif stored is not None:
+                key, value = self._read(pages, stored, query, apart=True)
+            else:
+                key, value = key[new], value[new]
             lse = self._prefill(query[new], key, value, prefills, pages, out := output[new], meta.mm_prefix_range)
             if self.sinks is not None:
                 out *= torch.sigmoid(lse.T - self.sinks.float())[..., None].to(out.dtype)
@@ -161,16 +163,12 @@ class CudaImpl(Reserving, PackedImpl):
                  pages: GpuPages, out: torch.Tensor, later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
         """Write attention without sink logits to `out`. Return the LSE of the scores, float32 [heads, tokens].
 
-        `key` and `value` have the rows of the whole batch if contexts and new tokens are joined, else the new tokens.
+        `key` and `value` have contexts and new tokens if `prefills.joined` is set, else only the new tokens.
 
         With sink logits, `forward` then scales the output by the share of softmax weight that the sinks leave.
         """
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:
-            if self.kv_sharing_target_layer_name is None or prefills.stored is None:
-                key, value = self._read(pages, joined, query, key, value)
-            else:
-                key, value = self._read(pages, prefills.stored, query)
             rows, longest = joined.rows, joined.longest
         chunks = prefills.context_chunks
         merged, lse = self._attend(

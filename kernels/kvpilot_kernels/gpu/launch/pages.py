@@ -260,7 +260,7 @@ class GpuPages:
                 slot_mapping if ring_slots is None else ring_slots, plan.rotated, plan.sums, plan.units, plan.apart,
                 plan.level, s.key_signs, s.value_signs,
             )  # fmt: skip
-            return (
+            return First(
                 store_kernel, (triton.cdiv(tokens, block.tokens), heads, 1), step,
                 lambda new, own, step: (*new, *step[:2], own[0], step[2], own[1], *step[3:], *own[2:7]),
                 (tokens, 0 if ordinals is None else ordinals.shape[0], decodes, query.stride(0), key.stride(0),
@@ -318,7 +318,7 @@ class GpuPages:
                 plan.rotated, plan.sums, plan.units, plan.apart, plan.level, block_table, rings, plan.splits,
                 plan.spans if several is None else several.starts, plan.spans, plan.bases, plan.partial, plan.lse,
             )  # fmt: skip
-            return (
+            return First(
                 decode_kernel, (cut.parts, s.kv_heads, splits), step,
                 lambda _, own, step: (*step[:5], own[0], step[5], own[1], *step[6:]),
                 (*self.strides, block_table.stride(0), rings.stride(0), s.softcap),
@@ -341,7 +341,7 @@ class GpuPages:
                 s.kv_heads, s.ratio, s.head_dim, s.row_dim, s.key.slots, take, triton.next_power_of_2(take), wave,
                 several is not None, sinks, s.softcap == 0, s.can_overlap,
             )  # fmt: skip
-            return (
+            return First(
                 reduce_kernel, (rows, s.kv_heads, s.ratio // take),
                 (plan.partial, plan.lse, plan.spans, starts, owners, plan.bases, s.signs, plan.level),
                 lambda new, own, step: (*step[:7], *own[5:], step[7], *new), (out.stride(0),),
@@ -373,7 +373,7 @@ class GpuPages:
                 )  # fmt: skip
             check.inner_strides(s.head_dim, key=fresh[0], value=fresh[1])
             block = s.gather_block
-            return (
+            return First(
                 gather_kernel, (triton.cdiv(tokens, block.tokens), s.kv_heads, 1),
                 (slots, ordinals, key_out, value_out, s.key_signs, s.value_signs),
                 lambda new, own, step: (own[0], *step, *own[2:7], *new),

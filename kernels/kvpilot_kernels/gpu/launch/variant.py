@@ -10,7 +10,7 @@ up, only in the first layer. Addresses are passed as numbers, which cost the com
 
 from collections.abc import Callable
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.compiler import CompiledKernel
@@ -19,13 +19,48 @@ from triton.runtime.driver import driver
 Pointers = tuple[torch.Tensor | None, ...]
 Numbers = tuple[int | float, ...]
 
-First = tuple[Any, tuple[int, int, int], Pointers, Callable[[Any, Any, Any], tuple[Any, ...]], Numbers, dict[str, Any]]
-"""Launch of a step's first layer: a kernel that takes pointers, then numbers, then constants; its grid; the pointers
-that are the same for all layers; a function that puts pointers into the kernel's order, and takes the varying ones, the
-layer's and the step's; numbers; and constants with options such as `num_warps`."""
+Order = Callable[[Any, Any, Any], tuple[Any, ...]]
+"""Function that puts a launch's varying pointers, the layer's own and the step's into the kernel's order."""
 
 UNALIGNED = (15).__and__
 """Function that returns 0 for a multiple of 16."""
+
+
+class First(NamedTuple):
+    """Launch of a step's first layer.
+
+    Attributes:
+        kernel: a function of `triton.jit` or `gluon.jit` that takes pointers, then numbers, then constants.
+        step: pointers that are the same for all layers.
+        constants: values of the kernel's constants, and options such as `num_warps`.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    step: Pointers
+    order: Order
+    numbers: Numbers
+    constants: dict[str, Any]
+
+
+class Kept(NamedTuple):
+    """A launch that later layers may repeat.
+
+    Attributes:
+        like: properties of the launch that must be equal in a repetition.
+        given: objects that must be identical in a repetition.
+        step: addresses that are the same for all layers.
+        rest: numbers and constants, which follow the pointers.
+    """
+
+    like: tuple[Any, ...]
+    given: tuple[Any, ...]
+    compiled: CompiledKernel
+    grid: tuple[int, int, int]
+    device: int
+    order: Order
+    step: tuple[int, ...]
+    rest: tuple[Any, ...]
 
 
 class Own:
@@ -47,7 +82,7 @@ class Launches:
     """Launches of all steps. `last` has the last launch of each kernel, which later layers of the step repeat."""
 
     def __init__(self) -> None:
-        self.last: dict[str, tuple[Any, ...]] = {}
+        self.last: dict[str, Kept] = {}
         self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def __call__(self, name: str, given: tuple[Any, ...], values: tuple[Any, ...], varying: tuple[torch.Tensor, ...],
@@ -65,29 +100,28 @@ class Launches:
         addresses = [x.data_ptr() for x in varying]
         like = own.kind, values, [(x.dtype, x.shape, x.stride()) for x in varying]
         last = self.last.get(name)
-        if last is None or last[0] != like or not all(map(is_, last[1], given)) or any(map(UNALIGNED, addresses)):
-            kernel, grid, pointers, order, numbers, constants = first()
-            args = order(varying, own.tensors, pointers)
-            alignment, *types = kinds(args, numbers)
-            key = id(kernel), *constants.values(), *types
+        if last is None or last.like != like or not all(map(is_, last.given, given)) or any(map(UNALIGNED, addresses)):
+            new = first()
+            args = new.order(varying, own.tensors, new.step)
+            alignment, *types = kinds(args, new.numbers)
+            key = id(new.kernel), *new.constants.values(), *types
             compiled = None if alignment else self._compiled.get(key)
             if compiled is None:
-                found = kernel[grid](*args, *numbers, **constants)
+                found = new.kernel[new.grid](*args, *new.numbers, **new.constants)
                 if not isinstance(found, CompiledKernel):
                     return None
                 if not alignment:
                     self._compiled[key] = found
                 return found
             # The compiled launcher takes the constants too, in the kernel's order, and ignores them.
-            rest = (constants[name] for name in kernel.arg_names[len(args) + len(numbers) :])
-            last = self.last[name] = (
-                like, given, compiled, grid, driver.active.get_current_device(), order,
-                tuple(0 if x is None else x.data_ptr() for x in pointers), (*numbers, *rest),
-            )  # fmt: skip
-        _, _, compiled, grid, device, order, step, numbers = last
+            constants = (new.constants[name] for name in new.kernel.arg_names[len(args) + len(new.numbers) :])
+            step = tuple(0 if x is None else x.data_ptr() for x in new.step)
+            device, rest = driver.active.get_current_device(), (*new.numbers, *constants)
+            last = self.last[name] = Kept(like, given, compiled, new.grid, device, new.order, step, rest)
+        compiled, stream = last.compiled, driver.active.get_current_stream(last.device)
         compiled.run(
-            *grid, driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata, None, None,
-            None, *order(addresses, own.addresses, step), *numbers,
+            *last.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *last.order(addresses, own.addresses, last.step), *last.rest,
         )  # fmt: skip
         return compiled
 
