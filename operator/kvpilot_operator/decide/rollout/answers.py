@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
+from types import MappingProxyType
 
 from kvpilot_operator.decide.intervals import log_quantile
 from kvpilot_operator.decide.rollout.comparison import between
@@ -103,11 +104,17 @@ def _unended(flows: Flows) -> float:
     return max(0.0, 1 - flows.stopped / _ended(flows))
 
 
-_FAR_OFF: Mapping[str, Callable[[Flows, Flows], bool]] = {
-    "are far longer": lambda ours, theirs: _median(ours) - _median(theirs) > math.log(FACTOR),
-    "are far shorter": _shorter,
-    "end by themselves far less often": lambda a, b: _unended(a) >= max(2 * _unended(b), MORE + _unended(b)),
-}
+def _longer(ours: Flows, theirs: Flows) -> bool:
+    return _median(ours) - _median(theirs) > math.log(FACTOR)
+
+
+def _less_often_ended(ours: Flows, theirs: Flows) -> bool:
+    return _unended(ours) >= max(2 * _unended(theirs), MORE + _unended(theirs))
+
+
+_FAR_OFF: Mapping[str, Callable[[Flows, Flows], bool]] = MappingProxyType(
+    {"are far longer": _longer, "are far shorter": _shorter, "end by themselves far less often": _less_often_ended}
+)
 
 
 def _told(ours: Flows, theirs: Flows) -> str:
