@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -103,52 +103,22 @@ class Record:
         self._out.write_text(json.dumps(self.facts, indent=1) + "\n")
 
 
-class InFlight:
-    """The seconds that the prompts of each bucket were in flight. Prompts that run at the same time add up.
-
-    Its methods wrap the two functions of `run` that send a prompt.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-        answer, follow = vars(run)["_answer"], run.follow
-        vars(run)["_answer"] = self._timed(answer, lambda _engine, _throttle, asked: asked.prompt.bucket)
-        vars(run)["follow"] = self._timed(follow, lambda _engine, _throttle, _index, prompt, *_: prompt.bucket)
-
-    def _timed(self, send: Callable[..., Awaitable[Any]], bucket: Callable[..., str]) -> Callable[..., Awaitable[Any]]:
-        async def timed(*given: Any) -> Any:
-            began = time.monotonic()
-            try:
-                return await send(*given)
-            finally:
-                self._seconds[bucket(*given)] += time.monotonic() - began
-
-        return timed
-
-    def take(self) -> dict[str, float]:
-        """Return the sums of the buckets, and begin anew."""
-        taken = {bucket: round(seconds, 1) for bucket, seconds in self._seconds.items()}
-        self._seconds.clear()
-        return taken
-
-
 async def gate(args: argparse.Namespace, record: Record, stable: str, canary: str) -> None:
     """Run the gate's stages on two running engines."""
-    in_flight, facts = InFlight(), record.facts
-    with record.stage("capture") as row:
+    facts = record.facts
+    with record.stage("capture"):
         prompts = packs.load(args.packs)
         kept = await run.capture(stable, "m", prompts, identity="gate", dtype="auto", settings=CAPTURING)
-        row["in_flight"] = in_flight.take()
         facts["buckets"], facts["left_out"] = buckets(kept), list(kept.left_out)
         facts["longest_context"] = max(len(p.tokens) + len(p.answer) for p in kept.prompts)
     with record.stage("control") as row:
         noise = await run.control(stable, "m", kept, settings=CAPTURING)
-        row.update(in_flight=in_flight.take(), requests=noise.requests, tokens=noise.tokens)
+        row.update(requests=noise.requests, tokens=noise.tokens)
     kept = codec.with_control(kept, noise, datetime.now(UTC))
     apart = different(kept, args.differ_every)
     with record.stage("measure") as row:
         found = await run.measure(canary, "m", apart, allowed=UNLIMITED, settings=MEASURING)
-        row.update(in_flight=in_flight.take(), requests=found.requests, tokens=found.tokens, prompts=found.prompts)
+        row.update(requests=found.requests, tokens=found.tokens, prompts=found.prompts)
     judged = judge(found, described(kept), Accuracy())
     facts["verdict"] = {"verdict": judged.verdict, "reason": judged.reason, "message": judged.message}
     with record.stage("pressure") as row:
