@@ -19,7 +19,7 @@ from vllm import forward_context
 from vllm.v1.attention.backends import fa_utils
 
 from kvpilot_formats import formats
-from kvpilot_kernels.gpu.launch import pages, variant
+from kvpilot_kernels.gpu.launch import launches, pages
 from kvpilot_runtime.vllm_api.compat import backend_class
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK, RECENT = 32, 32, 8, 128, 64, 64
@@ -54,7 +54,7 @@ def replace_gpu_parts() -> Any:
     vars(pages).update(dict.fromkeys(KERNELS, Compiler()), fill_splits=lambda *_args: None)
     vars(cuda_steps).update(fill_ring_slots=lambda *_args: None)
     active = SimpleNamespace(get_current_device=int, get_current_stream=abs)
-    vars(variant).update(driver=SimpleNamespace(active=active), CompiledKernel=Program)
+    vars(launches).update(driver=SimpleNamespace(active=active), CompiledKernel=Program)
     vars(cuda).update(get_flash_attn_version=lambda **_: 3, workspace_bytes=lambda _: 4 * KV_HEADS * DIM * 20000)
     vars(packed).update(get_current_vllm_config=lambda: CONFIG, calibration_of=lambda _config: None)
     return cuda

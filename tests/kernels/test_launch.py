@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from kvpilot_kernels.gpu.decode import kernel as decode
 from kvpilot_kernels.gpu.decode import merge as reduce
-from kvpilot_kernels.gpu.launch.variant import kinds
+from kvpilot_kernels.gpu.launch.launches import kinds
 from kvpilot_kernels.gpu.prefill import gather
 from kvpilot_kernels.gpu.store import kernel as store
 

@@ -9,7 +9,7 @@ import torch
 
 from kvpilot_formats import formats
 from kvpilot_kernels.check import BadInputError
-from kvpilot_kernels.gpu.launch import pages, variant
+from kvpilot_kernels.gpu.launch import launches, pages
 from kvpilot_kernels.gpu.launch.pages import GpuPages, Plan, Shape
 from support.gpu_batch import CPU, generator, poisoned, several, some_factors
 
@@ -46,7 +46,7 @@ class Compiler:
     def __getitem__(self, grid: Any) -> Callable[..., Program]:
         def launch(*args: Any, **constants: Any) -> Program:
             numbers = [x for x in args if isinstance(x, int | float)]
-            kind = variant.kinds(args[: -len(numbers)], tuple(numbers))
+            kind = launches.kinds(args[: -len(numbers)], tuple(numbers))
             program = Program((self.name, kind, str(constants)), self.seen)
             program.run(*grid, *[None] * 6, *args)
             return program
@@ -61,9 +61,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name in KERNELS:
         monkeypatch.setattr(pages, name, Compiler(name, found))
     device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _device: 7)
-    monkeypatch.setattr(variant, "driver", SimpleNamespace(active=device))
-    monkeypatch.setattr(variant, "CompiledKernel", Program)
-    monkeypatch.setattr(SHAPE, "launches", variant.Launches())
+    monkeypatch.setattr(launches, "driver", SimpleNamespace(active=device))
+    monkeypatch.setattr(launches, "CompiledKernel", Program)
+    monkeypatch.setattr(SHAPE, "launches", launches.Launches())
     return found
 
 
@@ -163,7 +163,7 @@ OTHER: dict[str, Callable[[Call], None]] = {
 
 def as_first(x: Call, seen: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return programs, grids, addresses and numbers of a layer's launches by Triton, without earlier launches."""
-    monkeypatch.setattr(SHAPE, "launches", variant.Launches())
+    monkeypatch.setattr(SHAPE, "launches", launches.Launches())
     seen.clear()
     run(x)
     return seen.copy()

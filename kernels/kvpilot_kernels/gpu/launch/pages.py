@@ -16,7 +16,7 @@ from kvpilot_kernels.gpu.decode.kernel import DecodeConfig, decode_kernel
 from kvpilot_kernels.gpu.decode.merge import MergeConfig, reduce_kernel
 from kvpilot_kernels.gpu.decode.schedule import beyond, fill_splits, most_results, most_splits
 from kvpilot_kernels.gpu.launch import tuning
-from kvpilot_kernels.gpu.launch.variant import First, Launches, Own
+from kvpilot_kernels.gpu.launch.launches import First, Launches, Own
 from kvpilot_kernels.gpu.layout.hadamard import packing_signs, plain_signs
 from kvpilot_kernels.gpu.layout.page import NARROW, side_layouts
 from kvpilot_kernels.gpu.prefill.gather import GatherConfig, gather_kernel
