@@ -179,20 +179,5 @@ def unsupported_latent(model: Architecture) -> str | None:
     return next((what for present, what in found if present), None)
 
 
-def unsupported_bounded(model: Architecture) -> str | None:
-    """Return text that names a property of this model that bounded caches do not support, or None."""
-    found = (
-        (model.latent, "multi-head latent attention"),
-        (model.encoder_decoder, "an encoder-decoder model"),
-        (model.alibi, "a model with ALiBi"),
-        (model.bidirectional or model.image_prefix, "attention to later tokens"),
-        (any(group.kind is Kind.CHUNKED for group in model.groups), "a model with chunked attention"),
-        (model.window_layers, f"a model with {model.window_layers} sliding-window layers"),
-        (model.state_layers or model.other_layers, "a model with layers of another kind than attention"),
-        (model.shared_layers, f"a model with {model.shared_layers} layers that use another layer's KV cache"),
-    )
-    return next((what for present, what in found if present), None)
-
-
 def _unlike_values(model: Architecture) -> bool:
     return any(group.kind is Kind.FULL and group.value_dim != group.head_dim for group in model.groups)
