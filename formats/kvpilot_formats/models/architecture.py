@@ -59,8 +59,6 @@ class Architecture:
     encoder_decoder: bool = False
     bidirectional: bool = False
     """True if tokens also attend to later tokens, as in embedding models."""
-    image_prefix: bool = False
-    """True if the tokens of an image attend to each other in both directions."""
     custom_code: bool = False
     """True if the repository brings its own model code (`auto_map`)."""
     max_positions: int | None = None
