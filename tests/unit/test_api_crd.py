@@ -96,7 +96,7 @@ def test_every_optional_field_of_the_spec_has_a_default_or_means_something_when_
         "spec.model.revision", "spec.model.servedName", "spec.model.tokenSecretRef", "spec.model.maxModelLen",
         "spec.cache.weightsClaimName", "spec.cache.compileClaimName", "spec.cache.weights",
         "spec.cache.weights.storageClassName", "spec.kvCache.dtype",
-        "spec.kvCache.recentTokens", "spec.kvCache.offload", "spec.kvCache.retention", "spec.engine.tensorParallelSize",
+        "spec.kvCache.recentTokens", "spec.kvCache.offload", "spec.engine.tensorParallelSize",
         "spec.engine.image", "spec.kvCache.startDtype",
         "spec.kvCache.offload.disk", "spec.kvCache.offload.disk.storageClassName",
         "spec.kvCache.offload.disk.claimName",

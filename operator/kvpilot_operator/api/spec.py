@@ -4,7 +4,6 @@ The parts are in other modules of this package. `make generate` writes the CRD f
 """
 
 from collections.abc import Mapping
-from typing import Self
 
 import msgspec
 
@@ -44,10 +43,9 @@ RULES_OF_SERVICE = (
     ),
     Rule(
         ".kvCache.dtype",
-        "!has(self.kvCache.dtype) || !(self.kvCache.dtype in ['mla8', 'mla4']) || !(has(self.kvCache.offload) || "
-        "has(self.kvCache.retention))",
-        "kvCache.dtype {self.kvCache.dtype} is served with the whole cache on the GPU: remove kvCache.offload and "
-        "kvCache.retention, or use fp8",
+        "!has(self.kvCache.dtype) || !(self.kvCache.dtype in ['mla8', 'mla4']) || !has(self.kvCache.offload)",
+        "kvCache.dtype {self.kvCache.dtype} is served with the whole cache on the GPU: remove kvCache.offload, or use "
+        "fp8",
     ),
     Rule(
         ".kvCache.startDtype",
@@ -72,13 +70,6 @@ RULES_OF_SERVICE = (
         "!has(self.kvCache.recentTokens) || !has(self.model.maxModelLen) || "
         "self.kvCache.recentTokens <= self.model.maxModelLen",
         "kvCache.recentTokens is above model.maxModelLen, the longest context: lower it, or raise maxModelLen",
-    ),
-    Rule(
-        ".kvCache.retention",
-        "!has(self.kvCache.retention) || !(has(self.kvCache.offload) || "
-        "(has(self.kvCache.recentTokens) && self.kvCache.recentTokens > 0))",
-        "kvCache.retention frees pages that kvCache.offload and kvCache.recentTokens would look for: remove it, or "
-        "remove these",
     ),
     Rule(
         ".kvCache.pressure.lowPercent",
@@ -127,9 +118,9 @@ RULES_OF_SERVICE = (
     ),
     Rule(
         ".engine.nodes",
-        "self.engine.nodes == 1 || !(has(self.kvCache.offload) || has(self.kvCache.retention) || "
+        "self.engine.nodes == 1 || !(has(self.kvCache.offload) || "
         "(has(self.cache.weights) && self.cache.weights.accessMode == 'ReadWriteOnce'))",
-        "engine.nodes spreads each replica over several nodes, and kvCache.offload, kvCache.retention and "
+        "engine.nodes spreads each replica over several nodes, and kvCache.offload and "
         "cache.weights.accessMode ReadWriteOnce are for replicas on one: remove these (use ReadWriteMany), or set "
         "engine.nodes to 1",
     ),
@@ -190,10 +181,6 @@ class Spec(Record, frozen=True):
     def offloads(self) -> bool:
         """Return True if engines offload KV blocks to host memory."""
         return self.kv_cache.offload is not None or self.engine.arguments.on(arguments.OFFLOAD)
-
-    def as_reference(self) -> Self:
-        """Return the spec of the engine that records the baseline: its KV cache keeps every token."""
-        return msgspec.structs.replace(self, kv_cache=msgspec.structs.replace(self.kv_cache, retention=None))
 
 
 def parse(obj: Mapping[str, Json]) -> Spec:

@@ -112,8 +112,10 @@ def deployments(c: Context) -> Context:
     if c.stable is None:
         return c
     s, engine, there = c.snapshot, c.spec.engine, c.snapshot.deployments
-    dtypes = {c.target.dtype, c.stable.dtype, *((c.canary.dtype,) if c.canary is not None else ())}
-    rendered = dict([*(c.render(dtype) for dtype in sorted(dtypes)), c.sixteen_bits])
+    dtypes = {c.target.dtype, c.stable.dtype, c.spec.kv_cache.baseline}
+    if c.canary is not None:
+        dtypes.add(c.canary.dtype)
+    rendered = dict(c.render(dtype) for dtype in sorted(dtypes))
     engines, seconds, nodes = {}, engine.startup_timeout_seconds, engine.nodes
     note = msgspec.json.encode({"generation": s.generation, "spec": c.spec.as_written()}).decode()
     for name, count in c.wanted.items():
