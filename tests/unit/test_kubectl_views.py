@@ -50,7 +50,7 @@ def test_a_line_has_dtype_revision_replicas_load_and_the_stage_of_the_canary() -
 
 def test_every_condition_that_the_operator_writes_is_in_the_api_and_can_ask_for_attention() -> None:
     objectives = [{"metric": "TTFT", "percentile": 95, "milliseconds": 500}]
-    obj = manifest(scaling={"objectives": objectives}, route={"parentRefs": [{"name": "web"}]})
+    obj = manifest(scaling={"objectives": objectives})
     status = decide(running(obj, "auto")).status.as_written()
     assert "ObjectivesHeld" in {one["type"] for one in status["conditions"]}
     described = load_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
