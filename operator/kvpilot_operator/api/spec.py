@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvpilot_formats.arguments import rules as arguments
-from kvpilot_operator.api.gateways import InferencePool, Route
+from kvpilot_operator.api.gateways import InferencePool
 from kvpilot_operator.api.kv_cache import KVCache
 from kvpilot_operator.api.pods import Cache, Engine, Model
 from kvpilot_operator.api.record import Json, Record, Rule, Thousand, rules
@@ -135,15 +135,10 @@ RULES_OF_SERVICE = (
     Rule(
         ".inferencePool.canaryEndpointPickerRef",
         "!has(self.inferencePool) || !has(self.inferencePool.endpointPickerRef) || "
-        "has(self.inferencePool.canaryEndpointPickerRef) || !(has(self.canary.routeRef) || has(self.route))",
-        "inferencePool.canaryEndpointPickerRef is missing, and by canary.routeRef or route a canary's share goes to a "
-        "pool of its own: name that pool's endpoint picker, or remove the route, so that canaries share by the number "
-        "of replicas",
-    ),
-    Rule(
-        ".canary.routeRef",
-        "!has(self.route) || !has(self.canary.routeRef)",
-        "canary.routeRef names a route of yours and route has one made: remove one of them",
+        "has(self.inferencePool.canaryEndpointPickerRef) || !has(self.canary.routeRef)",
+        "inferencePool.canaryEndpointPickerRef is missing, and by canary.routeRef a canary's share goes to a pool of "
+        "its own: name that pool's endpoint picker, or remove routeRef, so that canaries share by the number of "
+        "replicas",
     ),
 )
 class Spec(Record, frozen=True):
@@ -165,17 +160,6 @@ class Spec(Record, frozen=True):
     drain: Drain = Drain()
     disruption: Disruption = Disruption()
     inference_pool: InferencePool | None = None
-    route: Route | None = None
-
-    def route_of(self, service: str) -> str | None:
-        """Return the name of the HTTPRoute that gives a canary its share of the requests, or None.
-
-        An HTTPRoute that kvpilot makes has the service's name.
-        """
-        if self.route is not None:
-            return service
-        named = self.canary.route_ref
-        return named.name if named is not None else None
 
     @property
     def offloads(self) -> bool:
