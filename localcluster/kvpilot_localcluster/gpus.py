@@ -99,13 +99,13 @@ def labels(gpus: Sequence[Gpu], cuda: str, devices: int) -> dict[str, str]:
     """
     if not gpus:
         return {}
-    first, own = gpus[0], "nvidia.com"
+    first, own, pods_of_each = gpus[0], "nvidia.com", -(-devices // len(gpus))
     found = {
         f"{own}/gpu.present": "true",
         f"{own}/gpu.count": str(len(gpus)),
-        f"{own}/gpu.product": re.sub(r"[^A-Za-z0-9._-]+", "-", first.name),
+        f"{own}/gpu.product": re.sub(r"[^A-Za-z0-9._-]+", "-", first.name) + "-SHARED" * (pods_of_each > 1),
         f"{own}/gpu.memory": str(first.memory),
-        f"{own}/gpu.replicas": str(-(-devices // len(gpus))),
+        f"{own}/gpu.replicas": str(pods_of_each),
         f"{own}/cuda.driver-version.full": first.driver,
     }
     for kind, version in (("gpu.compute", first.capability), ("cuda.runtime-version", cuda)):

@@ -70,7 +70,10 @@ def test_the_operator_reads_the_nodes_labels_as_those_of_gpu_feature_discovery()
 
 @pytest.mark.parametrize(("devices", "shared_by"), [(1, "1"), (2, "1"), (3, "2"), (4, "2"), (5, "3")])
 def test_a_node_with_fewer_gpus_than_devices_says_how_many_pods_share_one(devices: int, shared_by: str) -> None:
-    assert gpus.labels(gpus.parse(LISTING), "13.0", devices)["nvidia.com/gpu.replicas"] == shared_by
+    labels = gpus.labels(gpus.parse(LISTING), "13.0", devices)
+    assert labels["nvidia.com/gpu.replicas"] == shared_by
+    assert labels["nvidia.com/gpu.product"].endswith("-SHARED") == (devices > 2)
+    assert node_facts({"metadata": {"labels": labels}, "status": {}}).compute_capability == (9, 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4), st.booleans()), max_size=40))
