@@ -112,7 +112,7 @@ class Record:
     @property
     def verdicts(self) -> Counter[str]:
         """Return how many gates ended with each verdict."""
-        return Counter(gate["verdict"] for gate in self.gates if "verdict" in gate)
+        return Counter(str(gate["verdict"]) for gate in self.gates if "verdict" in gate)
 
     @contextmanager
     def stage(self, into: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
