@@ -337,7 +337,7 @@ async def measured(args: argparse.Namespace, record: Record, model: Path, folder
             finally:
                 await pair.scraper.close()
                 turns = [crowd.end() for crowd in crowds]
-                if turns:
+                if turns and args.serving:
                     record.facts["latencies"] = pair.latencies(turns[0])
 
 
