@@ -112,7 +112,7 @@ class Record:
     @property
     def verdicts(self) -> Counter[str]:
         """Return how many gates ended with each verdict."""
-        return Counter(gate["verdict"] for gate in self.gates if "verdict" in gate)
+        return Counter(str(gate["verdict"]) for gate in self.gates if "verdict" in gate)
 
     @contextmanager
     def stage(self, into: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
@@ -337,7 +337,7 @@ async def measured(args: argparse.Namespace, record: Record, model: Path, folder
             finally:
                 await pair.scraper.close()
                 turns = [crowd.end() for crowd in crowds]
-                if turns:
+                if turns and args.serving:
                     record.facts["latencies"] = pair.latencies(turns[0])
 
 
