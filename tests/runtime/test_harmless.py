@@ -228,8 +228,8 @@ def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "bounded.spec",
-              "recent.ring_layers", "recent.ring_spec", "transfer.disk_spec", "transfer.disk_tier",
-              "transfer.host_copies", "transfer.nixl_connector")  # fmt: skip
+              "recent.ring_layers", "recent.ring_spec", "transfer.host_copies",
+              "transfer.nixl_connector")  # fmt: skip
 
 
 @pytest.mark.parametrize("module", OVERRIDING)

@@ -25,7 +25,6 @@ class Request:
         others: arguments of `vllm serve` that are not fields here.
         recent: tokens of the recent window; None if not given.
         retention: bound of the cache; None keeps all tokens.
-        disk_path, disk_bytes: folder and size of the file for pages that host memory evicts; one file per engine.
         fit_length: True if vLLM chooses the longest context that fits.
     """
 
@@ -42,8 +41,6 @@ class Request:
     others: tuple[str, ...] = ()
     recent: int | None = None
     retention: SinksAndWindow | None = None
-    disk_path: str | None = None
-    disk_bytes: int | None = None
     fit_length: bool = False
 
     @property
