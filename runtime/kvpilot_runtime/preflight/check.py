@@ -32,8 +32,7 @@ def check(request: Request) -> Findings:
     findings.warnings += left.warnings()
     config = model_folder(elsewhere.config_source(request)) if left.config is None else None
     if config is not None:
-        findings.config = elsewhere.as_cached(read_config(config, elsewhere.overrides(request)))
-        _architecture(findings.config, request, left, findings)
+        _architecture(config, request, left, findings)
     if left.gpus is None:
         _platform_dtype(fmt, platform, request, findings)
         findings.warnings += memory.unknown(request, platform)
@@ -78,8 +77,7 @@ def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) ->
         ("ModelNotChecked", f"model {request.model!r} is on the hub: {unchecked} for vLLM to check")
     )
     if file is not None:
-        findings.config = elsewhere.as_cached(read_config(file, elsewhere.overrides(request)))
-        _architecture(findings.config, request, left, findings)
+        _architecture(file, request, left, findings)
 
 
 def _dtype(name: str) -> Dtype:
@@ -92,9 +90,9 @@ def _dtype(name: str) -> Dtype:
         raise PreflightError("DtypeUnsupported", f"--kv-cache-dtype: {error}") from error
 
 
-def _architecture(
-    config: models.Architecture, request: Request, left: elsewhere.Elsewhere, findings: Findings
-) -> None:  # fmt: skip
+def _architecture(path: Path, request: Request, left: elsewhere.Elsewhere, findings: Findings) -> None:
+    """Read the model's config, a file or its folder, into `findings`. Refuse or warn by its architectures."""
+    config = findings.config = elsewhere.as_cached(read_config(path, elsewhere.overrides(request)))
     model = request.model
     if not config.architectures and models.known(config.model_type):
         findings.warnings.append(("ModelNotChecked", f"model {model!r}: config.json names no architecture: vLLM picks the class of {config.model_type!r}"))  # fmt: skip  # noqa: E501

@@ -46,10 +46,6 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
     def wait(self, job_ids: set[int]) -> None:
         """Do nothing: a copy has ended when `submit_store` or `submit_load` returns."""
 
-    def shutdown(self) -> None:
-        """Release the tier's memory."""
-        self._host.clear()
-
     def _copy(self, job: int, blocks: Any, chunks: Any, source: list[torch.Tensor], target: list[torch.Tensor]) -> bool:
         began, size = time.perf_counter(), 0
         to_host = source is self._cache
