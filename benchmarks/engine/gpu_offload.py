@@ -5,8 +5,7 @@ the GPU's cache. Each dtype has one engine with the host tier and one without (d
 load, the same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory.
 
 `--check` runs each engine with a tier once more, briefly. It compares every block that returns with the block that
-left, in all layers. `--disk-gib` also runs each dtype with a disk tier of that size below host memory; its blocks have
-checksums. The program writes OUT/offload-SHAPE.json and prints a table.
+left, in all layers. The program writes OUT/offload-SHAPE.json and prints a table.
 """
 
 import argparse
@@ -22,10 +21,9 @@ from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, 
 from benchmarks.engine.gpu_engine_shapes import SHAPES, write
 from benchmarks.engine.gpu_offload_run import Job
 from kvpilot_formats import formats
-from kvpilot_runtime.config import offload
 
 BLOCK = 64
-MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}
+MOVED = {"loaded": "load", "stored": "store"}
 """Titles of the columns for moved bytes, and the child's names for these figures."""
 
 
@@ -48,8 +46,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--without", action=argparse.BooleanOptionalAction, default=True,
                         help="run each dtype without the tier, too")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="compare the bytes of every block that comes back")
-    parser.add_argument("--disk-gib", type=float, default=0.0, help="size of a file below it (default: no such run)")
-    parser.add_argument("--disk", default="/var/tmp", help="the file's folder (default: %(default)s)")  # noqa: S108
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--limit", type=float, default=240, help="seconds that one engine may take")
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -57,22 +53,13 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Return the engines to run, as (KV-cache dtype, lowest tier below the GPU or empty, True to compare bytes)."""
+    """Return the engines to run, as (KV-cache dtype, the tier `offload` or empty, True to compare bytes)."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []
         found += [(dtype, "offload", False)]
-        found += [(dtype, "disk", False)] if args.disk_gib else []
         found += [(dtype, "offload", True)] if args.check else []
     return found
-
-
-def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
-    """Return engine options for the tiers down to `tier`: `offload` (host memory), `disk`, or empty for none."""
-    host = {"kv_offloading_size": args.host_gib} if tier else {}
-    if tier != "disk":
-        return host
-    return {**host, "kv_transfer_config": offload.below_host(args.disk, int(args.disk_gib * 2**30))}
 
 
 def main() -> int:
@@ -95,7 +82,7 @@ def main() -> int:
                 "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
                 "kv_cache_dtype": dtype, "block_size": BLOCK, "num_gpu_blocks_override": tokens // BLOCK + 1,
                 "max_model_len": longest, "max_num_seqs": args.at_once, "enable_prefix_caching": True,
-                **tiers(args, tier), **args.engine_args,
+                **({"kv_offloading_size": args.host_gib} if tier else {}), **args.engine_args,
             }  # fmt: skip
             job = Job(
                 engine, shape.vocab, int(args.gpu_tokens * args.working_set) // args.history, args.history, args.turn,
@@ -127,7 +114,7 @@ def table(rows: list[dict[str, Any]]) -> None:
         if "error" in row:
             say(f"{row['run']}: {row['error']}")
             continue
-        hits = " ".join(f"{where} {row[f'{where}_hits'] / row['queried']:.1%}" for where in ("gpu", "host", "disk"))
+        hits = " ".join(f"{where} {row[f'{where}_hits'] / row['queried']:.1%}" for where in ("gpu", "host"))
         check = f"; {row['compared']} blocks compared, {row['changed']} changed" if row["checked"] else ""
         moved = ", ".join(
             f"{what} {row[f'{key}_gib']:.2f} GiB in {row[f'{key}_s']:.2f} s" for what, key in MOVED.items()

@@ -8,8 +8,6 @@ A warning is such a line with ``"warning"``; the engine still starts.
 """
 
 import argparse
-import json
-import math
 import os
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from kvpilot_formats import arguments as vllm
 from kvpilot_formats import formats
 from kvpilot_formats.installed import add_version
 from kvpilot_runtime import compiled, listening
-from kvpilot_runtime.config import offload, options
+from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import PreflightError, tell
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.preflight import machine, memory
@@ -64,16 +62,6 @@ def _window(text: str) -> int:
     return int(text)
 
 
-def _gib(text: str) -> int:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
-    return int(value * 2**30)
-
-
 def _fraction(text: str) -> float:
     try:
         value = float(text)
@@ -101,9 +89,6 @@ def _parser() -> argparse.ArgumentParser:
                         help="the last N tokens of a sequence are read with 8 bits or more: "
                         f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
                         f"{formats.default_windows()}, or what the context has room for)")  # fmt: skip
-    parser.add_argument(options.DISK_PATH, metavar="FOLDER", help=f"beside {options.OFFLOAD}: offloaded pages go on "
-                        "to a file in this folder, which no other engine reads and which ends with it")  # fmt: skip
-    parser.add_argument(options.DISK_SIZE, type=_gib, metavar="GIB", help="of that file, at most")
     parser.add_argument("--max-model-len", type=_length, help="tokens, or auto")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
@@ -135,7 +120,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
     request = Request(
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
-        tuple(others), known.recent_tokens, known.kv_offloading_disk_path, known.kv_offloading_disk_size,
+        tuple(others), known.recent_tokens,
         found.on("--max-model-len") and known.max_model_len is None,
     )  # fmt: skip
     arguments = [
@@ -175,9 +160,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
     if findings.disable_window:
         arguments.append("--disable-sliding-window")
-    if request.disk_path is not None and request.disk_bytes is not None:
-        below = offload.below_host(request.disk_path, request.disk_bytes)
-        arguments += [options.TRANSFER, json.dumps(below)]
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, options.SERVE: "1"}
     if request.calibration:
         environment[CALIBRATION] = request.calibration

@@ -222,8 +222,7 @@ def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "recent.ring_layers", "recent.ring_spec",
-              "transfer.disk_spec", "transfer.disk_tier", "transfer.host_copies",
-              "transfer.nixl_connector")  # fmt: skip
+              "transfer.host_copies", "transfer.nixl_connector")  # fmt: skip
 
 
 @pytest.mark.parametrize("module", OVERRIDING)

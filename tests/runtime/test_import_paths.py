@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from kvpilot_formats import formats, latent
 from kvpilot_runtime import plugin
-from kvpilot_runtime.config import connectors, offload
+from kvpilot_runtime.config import connectors
 from kvpilot_runtime.vllm_api import compat, hooks
 
 
@@ -47,7 +47,3 @@ def test_every_backend_that_the_plugin_names_leads_somewhere(on_cuda: bool, monk
 def test_a_connector_of_ours_is_where_its_carrier_says(path: str) -> None:
     module, _, name = path.rpartition(".")
     assert name in names_in(module)
-
-
-def test_the_disk_below_host_memory_is_where_its_configuration_says() -> None:
-    assert offload.DISK in names_in(offload.DISK_MODULE)

@@ -4,6 +4,7 @@ The engines calibrate themselves, and their free blocks are full of other rows. 
 is installed.
 """
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,7 +113,7 @@ class Shared:
 
     def name(self, engine: Apart, block: int) -> int:
         """Return a number for a block of one engine that is unique among the blocks of all engines."""
-        return block * len(self.each) + self.each.index(engine)
+        return block + 10_000 * self.each.index(engine)
 
     def assert_answers(self) -> None:
         """Check that all answers so far match the oracle, each with the window of its engine's steps."""
@@ -187,6 +188,23 @@ def test_a_server_that_shares_memory_is_refused(tmp_path: Path) -> None:
         engines(tiny_llama(), engine(cache.port), module="shared_engine"),
     ):
         pass
+
+
+def test_pages_on_a_disk_outlive_the_server_and_the_engine(tmp_path: Path) -> None:
+    folder, shared = tmp_path / "disk", Shared([], "k4v4", window_of("k4v4"))
+    folder.mkdir()
+    disk = {"type": "fs_native", "base_path": str(folder), "max_capacity_gb": 1, "eviction": {"eviction_policy": "LRU"}}
+    for turns in ((1, 2, 3), (3, 3, 2)):
+        with (
+            server(tmp_path, f"--l2-adapter={json.dumps(disk)}") as cache,
+            engines(tiny_llama(), engine(cache.port), module="shared_engine") as (one,),
+        ):
+            shared.each.append(one)
+            for turn in turns:
+                shared.serve(one, shared.prompts(turn))
+    shared.assert_answers()
+    assert shared.seen["from the other"] > 0
+    assert shared.seen["changed"] == 0
 
 
 @pytest.mark.long

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
-KVPILOT = (
-    "--calibration", "--recent-tokens", "--kv-offloading-disk-path", "--kv-offloading-disk-size",
-)  # fmt: skip
+KVPILOT = ("--calibration", "--recent-tokens")
 """Options that only kvpilot-serve has. Each takes one value, and its name cannot be abbreviated."""
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")

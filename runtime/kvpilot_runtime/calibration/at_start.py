@@ -61,7 +61,10 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
         source = "self"
         began = time.perf_counter()
         tokens, reason = token_ids(config)
-        _refuse_together(_fill(layers, _observed(worker, tokens, layers)))
+        problem = _fill(layers, _observed(worker, tokens, layers))
+        # If one rank has a problem, refuse on every rank, because the others would wait for it forever.
+        if told := next(filter(None, of_all_ranks(problem)), ""):
+            raise UnsupportedModelError(told)
         log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
     outcome = Outcome(source, factors_hash(layers, worker.device), reason)
     calibration_info.settle((layer.impl for layer in layers.values()), outcome)
@@ -186,9 +189,3 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
             return f"calibration of layer {name!r}: {error}; use --kv-cache-dtype auto, or {_REMEDY}"
         layer.impl.set_factors(layer, found)
     return ""
-
-
-def _refuse_together(problem: str) -> None:
-    """Raise UnsupportedModelError on every rank if one rank has a problem; else the other ranks would wait forever."""
-    if told := next(filter(None, of_all_ranks(problem)), ""):
-        raise UnsupportedModelError(told)

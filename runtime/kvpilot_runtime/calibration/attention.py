@@ -22,7 +22,9 @@ class Chunk:
     """
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
-        self.scale, self.softcap, self.sinks = float(impl.scale), softcap_of(impl), getattr(impl, "sinks", None)
+        self.scale, self.sinks = float(impl.scale), getattr(impl, "sinks", None)
+        # Backends have either name for the soft cap on scores, and 0 or None for none.
+        self.softcap = float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
         self.window, self.seen, self.lengths = sliding_window, seen, lengths
 
     def forward(
@@ -47,11 +49,6 @@ class Chunk:
         scores = (scores / self.softcap).tanh() * self.softcap if self.softcap else scores
         out[alone] = softmax(scores, None if self.sinks is None else self.sinks[:, None]).to(value.dtype) * value
         return output
-
-
-def softcap_of(impl: Any) -> float:
-    """Return a backend's soft cap on scores, 0 for none, whichever attribute name the backend uses."""
-    return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,

@@ -154,11 +154,6 @@ def turned_off() -> bool:
     return os.environ.get(VARIABLE) == OFF
 
 
-def from_environment(facts: ModelFacts) -> Calibration | None:
-    """Load the file that `KVPILOT_CALIBRATION` names, or return None. Raise CalibrationError as `load` does."""
-    return load(Path(os.environ[VARIABLE]), facts) if asked() and not turned_off() else None
-
-
 def digest(layers: Sequence[Factors]) -> str:
     """Return a hash of all layers' calibration factors, 16 hexadecimal digits."""
     found = hashlib.sha256()

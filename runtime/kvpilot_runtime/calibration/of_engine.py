@@ -1,5 +1,6 @@
 """Load this rank's share of a calibration file, and hash the factors of all ranks of this engine."""
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,14 @@ def calibration_of(vllm_config: Any) -> factors_file.Calibration | None:
 
 
 @cache
-def _read(model: str, revision: str | None, rank: int, size: int) -> factors_file.Calibration | None:
+def _read(model: str, revision: str | None, rank: int, size: int) -> factors_file.Calibration:
     folder = Path(model)
     if not folder.is_dir():
         from transformers.utils import cached_file
 
         folder = Path(cached_file(model, "config.json", revision=revision)).parent
-    found = factors_file.from_environment(factors_file.ModelFacts.read(folder))
-    return found.shard(rank, size) if found else None
+    found = factors_file.load(Path(os.environ[factors_file.VARIABLE]), factors_file.ModelFacts.read(folder))
+    return found.shard(rank, size)
 
 
 def factors_hash(layers: dict[str, Any], device: torch.device) -> str:

@@ -4,13 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from kvpilot_formats import arguments as vllm
 from kvpilot_formats.arguments import rules
-from kvpilot_formats.arguments.rules import OFFLOAD, SIMPLE_OFFLOAD, TRANSFER
+from kvpilot_formats.arguments.rules import OFFLOAD, TRANSFER
 from kvpilot_runtime.config import connectors
 
-__all__ = ["OFFLOAD", "SIMPLE_OFFLOAD", "TRANSFER"]
+__all__ = ["OFFLOAD", "TRANSFER"]
 
-DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
-"""Options of `kvpilot-serve` that vLLM does not have."""
 SERVE = "KVPILOT_SERVE"
 """Environment variable that `kvpilot-serve` sets for its engine, with every dtype.
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from kvpilot_formats.arguments import Arguments
@@ -71,18 +70,15 @@ def look(request: Request, platform: str) -> Elsewhere:
     """Return the options and variables that keep preflight from checking config, weights, GPUs or model class."""
     arguments, folder = request.arguments, model_folder(request.model)
     config = _by(arguments, _CONFIG, _VARIABLES["config"]) or _unreadable(arguments)
-    if config is None and model_folder(config_source(request)) is None and modelscope():
+    modelscope = os.environ.get(MODELSCOPE, "").strip().lower() in ("1", "true")
+    if config is None and model_folder(config_source(request)) is None and modelscope:
         config = f"{MODELSCOPE} (a model that is not on the Hugging Face hub)"
-    if config is None and folder is not None and not arguments.on(CONFIG_PATH) and _mistral(folder):
+    mistral = folder is not None and (folder / "params.json").is_file() and not (folder / "config.json").exists()
+    if config is None and mistral and not arguments.on(CONFIG_PATH):
         config = "params.json without config.json (Mistral's format)"
     weights = _by(arguments, _WEIGHTS, _VARIABLES["weights"])
     gpus = _by(arguments, _GPUS, _VARIABLES["gpus"]) if platform == "cuda" else None
     return Elsewhere(config, weights, gpus, _by(arguments, _CLASSES, ()) or _plugin())
-
-
-def modelscope() -> bool:
-    """Return True if vLLM takes models from ModelScope instead of the Hugging Face hub."""
-    return os.environ.get(MODELSCOPE, "").strip().lower() in ("1", "true")
 
 
 def config_source(request: Request) -> str:
@@ -150,10 +146,6 @@ def _is_object(text: str | None) -> bool:
         return isinstance(json.loads(text or ""), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _mistral(folder: Path) -> bool:
-    return (folder / "params.json").is_file() and not (folder / "config.json").exists()
 
 
 def _plugin() -> str | None:

@@ -175,8 +175,8 @@ def check_offload(request: Request, platform: machine.Platform) -> None:
             f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of host memory and {_mib(have)} are "
             "available; offload less, or give the container more memory",
         )
-    # On a GPU, and on a CPU with a disk tier, vLLM maps these pages as a file in /dev/shm, which all ranks share.
-    have = machine.shared_memory() if platform != "cpu" or request.disk_path is not None else None
+    # On a GPU, vLLM maps these pages as a file in /dev/shm, which all ranks share.
+    have = machine.shared_memory() if platform != "cpu" else None
     if have is not None and wanted > have:
         raise PreflightError(
             "DoesNotFit",

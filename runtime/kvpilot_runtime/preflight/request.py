@@ -23,7 +23,6 @@ class Request:
         calibration: calibration file or `off`; None if not given.
         others: arguments of `vllm serve` that are not fields here.
         recent: tokens of the recent window; None if not given.
-        disk_path, disk_bytes: folder and size of the file for pages that host memory evicts; one file per engine.
         fit_length: True if vLLM chooses the longest context that fits.
     """
 
@@ -39,8 +38,6 @@ class Request:
     revision: str | None = None
     others: tuple[str, ...] = ()
     recent: int | None = None
-    disk_path: str | None = None
-    disk_bytes: int | None = None
     fit_length: bool = False
 
     @property

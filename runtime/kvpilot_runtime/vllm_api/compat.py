@@ -11,7 +11,7 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 PINNED = (0, 32)
 """vLLM's version in `requirements.lock`, which error messages recommend.
 
-KV connectors (`config.connectors`) and disks for offloaded pages require it: vLLM changes both in every version.
+KV connectors (`config.connectors`) require it: vLLM changes them in every version.
 """
 
 OLDEST, NEWEST = PINNED, (0, 33)
