@@ -178,7 +178,7 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         f"  {limits}.",
         "* A thread has at most 255 registers.",
         "* `--few` compiles only some shapes: those of Llama-3-8B, head_dim 256 for int8, and 16 heads for mla4.",
-        "  For two compute capabilities it adds some shapes with heads of 80, 192 and 512.",
+        "  For 8.6 and 9.0 it adds store, gather, and some shapes with heads of 80, 192 and 512.",
         f"* Registers spill in {spills or 'none'} of {sum(map(len, found.values()))} programs.",
         "",
         "These are the largest known spills of decode, per thread. They include shapes that `--few` leaves out:",

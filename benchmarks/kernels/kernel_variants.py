@@ -184,22 +184,26 @@ def few_variants(capability: int) -> list[Variant]:
     - Latents have 16 heads in mla4.
     - Three more head dims are included only for compute capabilities 8.6 and 9.0, with little and with much shared
       memory. These are 80, which is padded, 192, whose rows are stored in two parts, and Gemma 4's 512.
+    - Store and gather need at most 152 registers and 9 KiB on every GPU, so they are far from any limit. They are
+      included only for these two, and the other head dims only for 9.0.
     """
     found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
         found.append(decode_variant(name, dim, 4, recent, capability))
-        if name in ("int8", "k4v4", "k2v2"):
+        if name in ("int8", "k4v4", "k2v2") and capability in (86, 90):
             found.append(store_variant(name, dim, recent, 1))
-        if name in ("int8", "k4v4"):
+        if name in ("int8", "k4v4") and capability in (86, 90):
             found.append(gather_variant(name, dim))
-    found += [store_variant("k4v4", 128, 64, STORED[1]), decode_variant("k4v4", 128, 4, 64, capability, tokens=4),
-              prefill_variant(True, capability)]  # fmt: skip
+    found += [decode_variant("k4v4", 128, 4, 64, capability, tokens=4), prefill_variant(True, capability)]
     *of_formats, prepare, merge = latent_variants(16, capability)[:-2]
     found += [one for one in of_formats if one.dtype == "mla4"] + [prepare, merge]
     if capability not in (86, 90):
         return found
     found += [decode_variant("k4v4", dim, ratio, 64, capability) for dim, ratio in ((512, 8), (192, 4))]
     found += [merge_variant(dim) for dim in (512, 256, 192, 80)]
+    found.append(store_variant("k4v4", 128, 64, STORED[1]))
+    if capability == 86:
+        return found
     found += [store_variant("k4v4", dim, 64, tokens) for dim in (512, 192, 80) for tokens in STORED]
     return found + [gather_variant("k4v4", dim) for dim in (80, 192)]

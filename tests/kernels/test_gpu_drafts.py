@@ -1,5 +1,7 @@
 """Decode with several query tokens per sequence. Each sees the tokens up to itself, and pages are read once."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,9 +40,9 @@ def assert_equals_reference(batch: Batch, counts: list[int], padding: int = 0, f
     assert torch.equal(out[at:], torch.zeros_like(out[at:]))
 
 
-@pytest.mark.parametrize("dim", formats.HEAD_DIMS)
-@pytest.mark.parametrize("name", formats.own_names())
-def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
+# test_gpu_decode.py has all pairs of a format and a head_dim. Here, the tokens of a sequence are what is new.
+@pytest.mark.parametrize(("name", "dim"), zip(itertools.cycle(formats.own_names()), formats.HEAD_DIMS, strict=False))
+def test_every_format_and_every_head_dim(name: str, dim: int) -> None:
     assert_equals_reference(Batch(name, dim, [35, 0, 2], seed=3, ratio=4), [4, 0, 2], padding=2)
 
 

@@ -113,8 +113,10 @@ def assert_equals_reference(batch: LatentBatch) -> None:
         batch.assert_within_rounding(out[i], wanted, query[i], i)
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 20, 64, 128])
-@pytest.mark.parametrize("name", names())
+# The format decides how a tile is unpacked, and the number of heads how many programs share it. Each occurs here.
+@pytest.mark.parametrize(
+    ("name", "heads"), [("mla4", 1), ("mla8", 8), ("mla8", 16), ("mla4", 20), ("mla8", 64), ("mla4", 128)]
+)
 def test_decode_equals_the_reference_for_every_models_heads(name: str, heads: int) -> None:
     assert_equals_reference(LatentBatch(name, [40, 0, 1], 3, heads))
 
