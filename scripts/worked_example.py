@@ -53,7 +53,7 @@ STEPS = (
         ),
     ),
     Step(
-        "See that memory binds",
+        "See that KV memory is the limit",
         f"Now {USERS} users send prompts of {PROMPT_TOKENS} tokens and get answers of {OUTPUT_TOKENS} tokens. Each "
         "sends the next prompt as soon as it has an\nanswer. The KV cache of 64 MB is too small for all of these "
         "requests at once.",

@@ -1,4 +1,4 @@
-"""Two operators never manage the same services: Helm refuses the second one, and only one has the rights at a time.
+"""Two operators never manage the same services: Helm refuses the second one, and only one has the rights for them.
 
 The tests use a real API server and Helm. The releases have no pods.
 """
@@ -95,7 +95,7 @@ def test_without_helms_refusal_the_rights_pass_to_the_last_and_are_never_with_tw
     releases.put("one")
     assert releases.may_write("one", "models")
     releases.apply("team-a")
-    until(lambda: releases.may_write("team-a", "models"), "the rights have passed")
+    until(lambda: releases.may_write("team-a", "models"), "the second operator has the rights")
     assert not releases.may_write("one", "models")
     releases.remove("one")
 

@@ -34,7 +34,7 @@ NOT_RUN = {
     "kubectl -n models port-forward": "the node agent forwards no ports",
     "curl": "it asks the forwarded port, and the cheap engine that stands for the page's model does not chat",
 }
-# The core publishes CRDs as Kubernetes 1.20 knows them, without CEL rules, so clients must not validate against them.
+# The local API server (Kubernetes 1.20) publishes CRDs without CEL rules, so clients must not validate against them.
 UNCHECKED = {"helm": "--disable-openapi-validation", "kubectl": "--validate=false"}
 # Kinds of the Prometheus operator, which is not installed.
 ABSENT = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}

@@ -28,7 +28,7 @@ async def test_a_bound_that_forgets_is_rolled_back_and_one_longer_than_the_probe
         print(last["message"])
         assert (last["verdict"], last["reason"]) == ("Failed", "AccuracyRegressed")
         assert measured["excessKLMicronats"] > 20_000
-        # The dtype did no damage, and the serving revision has kept every token.
+        # The window, not the dtype, did the damage, and the serving revision has kept every token.
         assert "denied" not in status["kvCache"]
         assert status["accuracy"]["baseline"]["controlTop1AgreementPermille"] > 990
 

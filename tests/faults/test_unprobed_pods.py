@@ -19,17 +19,17 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(360
 
 
 def moves_traffic(written: str) -> bool:
-    """Return True after a write that moves traffic. A short test has time only for these kills."""
+    """Return True for a write that moves traffic. A short test has time to kill the operator only after these."""
     return written.split()[1].startswith(("quantizedllmservices", "services", "inferencepools", "httproutes"))
 
 
 def moves_route(written: str) -> bool:
-    """Return True after a write of a route or its backends. Another test kills at the stages of a trial."""
+    """Return True for a write of a route or its backends. Another test kills the operator at the stages of a trial."""
     return written.split()[1].startswith(("services", "inferencepools", "httproutes"))
 
 
 def moves_share(written: str) -> bool:
-    """Return True after a write of a route or its backends, or of the status while the canary gets requests."""
+    """Return True for a write of a route or its backends, or of the status while the canary gets requests."""
     return moves_route(written) or "Shifting" in written
 
 
@@ -47,7 +47,7 @@ async def test_a_users_pool_on_the_service_label_never_picks_an_unprobed_pod(wor
     record(
         f"operator killed {len(killer.killed)} times while a canary is promoted and another rolled back",
         taken,
-        what="both trials end; a pool on the service's label picked no unprobed pod",
+        what="both trials end; a user's pool that selects the service's label picked no unprobed pod",
         answered=seen.answered.total(),
     )
 
@@ -64,11 +64,11 @@ async def test_a_users_pool_is_safe_whichever_write_the_operator_dies_after(worl
 async def test_a_route_of_ours_over_services_never_leads_to_an_unprobed_pod_and_goes_with_its_service(world):
     killer, seen, taken = await by_route(world, "our-route", moves_route, our_route, "Service")
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "services"}
-    await until(lambda: found_no_route(world, "our-route"), "the route goes with its service")
+    await until(lambda: found_no_route(world, "our-route"), "the route is deleted with its service")
     record(
         f"operator killed {len(killer.killed)} times while a canary takes its share of our route over Services",
         taken,
-        what="it is rolled back, another is promoted; no request met an unprobed pod, and none failed",
+        what="it is rolled back, another is promoted; no request reached an unprobed pod, and none failed",
         answered=seen.answered.total(),
     )
 
@@ -78,10 +78,10 @@ async def test_a_route_that_is_somebody_elses_stays_theirs_and_ours_goes_with_it
     await a_users_route(world, name, "InferencePool")
     before = await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
     await world.serving(name, 1, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN, route=fields)
-    await until(lambda: told(world, name, "Stalled", "NameTaken"), "the name is said to be taken")
+    await until(lambda: told(world, name, "Stalled", "NameTaken"), "the status says that the name is taken")
     assert await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name)) == before
     await world.cluster.delete(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
-    await until(lambda: told(world, name, "Reconciling", "RouteWaiting"), "ours is made")
+    await until(lambda: told(world, name, "Reconciling", "RouteWaiting"), "kvpilot creates its own route")
     found = await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
     assert [ref["name"] for ref in found["spec"]["rules"][0]["backendRefs"]] == [name]
     said = {"parentRef": fields["parentRefs"][0], "controllerName": "example.com/gateway"}
@@ -91,9 +91,9 @@ async def test_a_route_that_is_somebody_elses_stays_theirs_and_ours_goes_with_it
     await world.cluster.merge(
         Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name), {"status": status}, subresource="status"
     )
-    await until(lambda: told(world, name, "Stalled", "RouteUnusable"), "the Gateway's refusal stalls")
+    await until(lambda: told(world, name, "Stalled", "RouteUnusable"), "the Gateway's refusal makes the service stall")
     await world.patch(name, {"route": None})
-    await until(lambda: found_no_route(world, name), "the route goes with its field")
+    await until(lambda: found_no_route(world, name), "the route is deleted with its field")
     await world.delete(name)
 
 
@@ -113,7 +113,7 @@ async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
     record(
         f"operator killed {len(killer.killed)} times while a canary takes its share of a route over InferencePools",
         taken,
-        what="it is rolled back, another is promoted; no request met an unprobed pod, and none failed",
+        what="it is rolled back, another is promoted; no request reached an unprobed pod, and none failed",
         answered=seen.answered.total(),
     )
 

@@ -1,4 +1,4 @@
-"""A real vLLM in one process that records its steps, and whose rings start full of other tokens' rows.
+"""A real vLLM in one process. It records its steps, and its ring buffers start with rows of other tokens, as if reused.
 
 `python -m support.stepped_engine` reads the fields of `Asked` as a JSON object from stdin. It writes those of `Told` as
 the last line of stdout.
@@ -23,23 +23,16 @@ from support.right_drafts import right_drafts
 class Asked:
     """Requests to serve.
 
-    Attributes:
-        rounds: prompts by round; the prompts of a round are sent together.
-        tokens: tokens of each answer.
-        options: options of vLLM's LLM.
-        recent: tokens of the recent window; None for the default.
-        drafts: largest number of draft tokens of a sequence in a step; 0 turns speculation off.
-        method: vLLM's method of speculation.
-        right: expected answers. Drafts of random length come from them, and some get a wrong token. Random weights
-            repeat themselves too rarely for ngram drafts.
-        trusting: True reads ring rows without a check of their tags, unlike our engines.
-        given_up: requests that their client cancels: number over all rounds, and step of its round.
-        late: number of steps by which offloading copies are delayed.
-        calibration: a file of factors, `off`, or an empty string for an engine that calibrates itself.
-        drafter: the draft model, if the method needs a separate one.
-        disk: disk tier below host memory: `path` and `size` in bytes of its file, and `faults` (`support.disk_faults`).
-            A fault is applied after the round of its key.
-        layout: vLLM's name of a KV-cache layout; an empty string leaves the choice to vLLM.
+    Attributes: rounds: prompts by round; the prompts of a round are sent together. tokens: tokens of each answer.
+    options: options of vLLM's LLM. recent: tokens of the recent window; None for the default. drafts: largest number of
+    draft tokens of a sequence in a step; 0 turns speculation off. method: vLLM's method of speculation. right: expected
+    answers. Drafts of random length come from them, and some get a wrong token. Random weights repeat themselves too
+    rarely for ngram drafts. trusting: True reads ring rows without checking their tags, which our engines always check.
+    given_up: requests that their client cancels: number over all rounds, and step of its round. late: number of steps
+    by which offloading copies are delayed. calibration: a file of factors, `off`, or an empty string for an engine that
+    calibrates itself. drafter: the draft model, if the method needs a separate one. disk: disk tier below host memory:
+    `path` and `size` in bytes of its file, and `faults` (`support.disk_faults`). A fault is applied after the round of
+    its key. layout: vLLM's name of a KV-cache layout; an empty string leaves the choice to vLLM.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Users' answers, canary against stable: what a healthy canary may show, and what fails one."""
+"""Users' answers, canary against stable: differences that a healthy canary may show, and those that fail it."""
 
 import itertools
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_answers_that_differ_beyond_chance_fail_with_the_figures_of_both_sides(o
     assert all(word in found for word in words), found
 
 
-def test_a_difference_of_half_is_no_difference():
+def test_a_difference_of_half_is_not_a_difference():
     milder = {"tokens": 200.0, "stopped": 0.75}
     assert difference(side(*[flows(50.0, **milder)] * 200), side(*[flows(50.0)] * 200)) is None
 

@@ -55,7 +55,7 @@ def test_a_bound_that_forgets_what_probes_ask_for_is_rolled_back_and_a_longer_on
     assert (stage, reason) == ("RolledBack", "AccuracyRegressed")
     assert cluster.traffic == whole
     assert cluster.captured == [whole]
-    # The bound, not the dtype, caused the damage, so the dtype is not denied.
+    # The bound, not the dtype, caused the damage, so the operator does not deny the dtype.
     assert status.kv_cache.denied == ()
 
     cluster.edit(service(4096))

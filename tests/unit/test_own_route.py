@@ -199,7 +199,7 @@ def test_a_canarys_share_is_in_the_route_and_gone_after_it():
     assert cluster.rules == TO_SERVICE
 
 
-def test_a_trial_whose_route_is_taken_away_waits_for_it_and_says_so():
+def test_a_trial_whose_route_is_taken_away_waits_for_it_and_reports_it():
     cluster = own()
     cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
     edit(cluster, route=None)
@@ -212,7 +212,7 @@ def test_a_trial_whose_route_is_taken_away_waits_for_it_and_says_so():
     assert cluster.status["history"][0]["verdict"] != "Passed"
 
 
-def test_what_others_write_into_it_is_mended():
+def test_what_others_write_into_it_is_repaired():
     cluster = own()
     cluster.until(stage("Shifting"))
     cluster.edit_route([{"backendRefs": [{"name": "elsewhere", "port": 80}]}])

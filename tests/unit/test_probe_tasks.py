@@ -160,7 +160,7 @@ def speaking(right: bool, loop: bool = False, facts: str = FACTS) -> Handler:
     return reading(4096, handler)
 
 
-async def test_a_candidate_whose_own_calls_are_broken_is_told_apart_although_its_distributions_agree() -> None:
+async def test_a_candidate_whose_own_calls_are_broken_is_distinguished_although_its_distributions_agree() -> None:
     settings = Settings(tokens=8, concurrency=8)
     prompts = load(["builtin/agent"])
     async with engine(speaking(right=True)) as url:
@@ -179,7 +179,7 @@ async def test_a_candidate_whose_own_calls_are_broken_is_told_apart_although_its
     )
 
 
-async def test_an_engine_that_loops_is_told_apart_from_a_baseline_that_does_not() -> None:
+async def test_an_engine_that_loops_is_distinguished_from_a_baseline_that_does_not() -> None:
     settings = Settings(tokens=8, concurrency=8)
     async with engine(speaking(right=False)) as url:
         kept = await capture(url, "m", load(["builtin/reasoning"]), identity="i", dtype="auto", settings=settings)

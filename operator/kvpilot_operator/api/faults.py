@@ -25,8 +25,8 @@ _PRIVATE = re.compile(
 """Pattern of fields that may hold keys and tokens. Messages omit their values."""
 
 _BEFORE_QUERY = re.compile("^([^?]*://[^?]*|[^?]*([?]([^=]*$)?)?)")
-"""Pattern of the part of a text that a message may show: of an address only the part before `?`, because the query may
-hold a signature."""
+"""Pattern of the part of a value that messages show. It cuts the query (from `?` on) off an address, because the query
+may hold a signature."""
 
 
 class Fault(NamedTuple):

@@ -20,7 +20,7 @@ RULES_OF_SERVICE = (
     Rule(
         ".metadata.name",
         "size(self.metadata.name) <= 40 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-        "metadata.name becomes the name of a Service and of what is made for it: use at most 40 lower-case letters, "
+        "metadata.name becomes the name of a Service and of other objects: use at most 40 lower-case letters, "
         "digits and dashes, start with a letter and end with a letter or digit",
     ),
     Rule(
@@ -62,7 +62,7 @@ RULES_OF_SERVICE = (
             f"!({given}self.{field} in ['bfloat16', 'float16']) || "
             "(self.engine.extraArgs.exists_one(a, a.matches('^--dt')) && "
             f"self.engine.extraArgs.exists(a, a == '--dtype=' + self.{field}))",
-            f"{field} {{self.{field}}} gives nonsense with a model of another dtype: use auto, the dtype of the model, "
+            f"{field} {{self.{field}}} gives wrong answers with a model of another dtype: use auto (the model's dtype) "
             "or add --dtype with the same name to engine.extraArgs, as one item",
         )
         for field, given in (("kvCache.baseline", ""), ("kvCache.dtype", "has(self.kvCache.dtype) && "))

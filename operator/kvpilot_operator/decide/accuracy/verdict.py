@@ -113,7 +113,7 @@ def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
         Reason.BASELINE_UNFIT,
         f"the 16-bit engine differs from its own answers by a mean KL of {mean / 1000:.1f} millinats (limit "
         f"{allowed / 1000:g}), top-1 agreement {agreement / 10:.1f}% (limit {needed}%), and "
-        "cannot be a reference. Look for its fault (GPU, image, arguments), or loosen the limits of accuracy",
+        "cannot be the baseline. Look for its fault (GPU, image, arguments), or loosen the limits of spec.accuracy",
     )
 
 
