@@ -199,7 +199,7 @@ class Replica:
         """Stop working. Release the Lease if every write has an answer, otherwise let it expire."""
         lost = self._hold is not None and self._hold.done()
         if self._hold is not None:
-            # Stop renewals first, because a renewal would open the fence again.
+            # Stop renewals first, because a renewal would let this replica write again.
             self._hold.cancel()
             await asyncio.gather(self._hold, return_exceptions=True)
         # A replica that lost the Lease has nothing to hand over, so it does not wait for its writes.

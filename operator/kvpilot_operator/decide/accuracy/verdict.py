@@ -54,8 +54,8 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     for tasks in found.tasks:
         if baseline_worse(tasks):
             text = (
-                f"{tasks.bucket}: the 16-bit engine solved {tasks.baseline_solved} of {tasks.asked} tasks, this one "
-                f"{tasks.candidate_solved}: the baseline is damaged. Look for the fault of the 16-bit engine"
+                f"{tasks.bucket}: the 16-bit engine solved {tasks.baseline_solved} of {tasks.asked} tasks, "
+                f"the judged one {tasks.candidate_solved}: the baseline is damaged. Look for the fault of the 16-bit engine"
             )
             return Judgement(Verdict.INCONCLUSIVE, Reason.BASELINE_UNFIT, text, excess, covered)
     if found.broken:
