@@ -101,7 +101,7 @@ def test_equal_sides_never_differ(requests, tokens, stopped):
     [
         ({"tokens": 500.0}, ("are far longer", "median length 441 and 88 tokens", "312 and 1040 answers")),
         ({"tokens": 20.0}, ("are far shorter", "median length 18 and 88 tokens")),
-        ({"stopped": 0.4}, ("end by themselves far less often", "60% and 10% without the finished_reason stop")),
+        ({"stopped": 0.4}, ("end by themselves far less often", "60% and 10% with finished_reason not stop")),
     ],
 )
 def test_answers_that_differ_beyond_chance_fail_with_the_figures_of_both_sides(ours, words):
@@ -211,4 +211,4 @@ def test_the_pages_of_both_sides_decide(answers: Any, verdict: str):
     status = cluster.until(ended)
     assert status.last_trial.verdict == verdict
     if verdict == "Failed":
-        assert "without the finished_reason stop" in parse_status(cluster.status).last_trial.message
+        assert "with finished_reason not stop" in parse_status(cluster.status).last_trial.message

@@ -112,10 +112,10 @@ def test_export_writes_the_spec_that_serves_if_the_newest_is_refused(run: Run, a
     [
         (noted(8, {"model": "as the object has it"}), ""),
         ((200, b"{}"), ""),
-        (noted_as("{"), "the spec that serves is unknown"),
+        (noted_as("{"), "the spec of the serving revision is unknown"),
         ((403, b'{"message": "user x cannot"}'), "you may not get deployments"),
-        (GONE, "the spec that serves is unknown"),
-        (noted_as("[" * 100_000), "the spec that serves is unknown"),
+        (GONE, "the spec of the serving revision is unknown"),
+        (noted_as("[" * 100_000), "the spec of the serving revision is unknown"),
         (noted_as('{"generation": 7, "spec": 3}'), ""),
     ],
     ids=range(7),

@@ -62,8 +62,8 @@ RULES_OF_SERVICE = (
             f"!({given}self.{field} in ['bfloat16', 'float16']) || "
             "(self.engine.extraArgs.exists_one(a, a.matches('^--dt')) && "
             f"self.engine.extraArgs.exists(a, a == '--dtype=' + self.{field}))",
-            f"{field} {{self.{field}}} gives wrong answers with a model of another dtype: use auto (the model's dtype) "
-            "or add --dtype with the same name to engine.extraArgs, as one item",
+            f"{field} {{self.{field}}} gives wrong answers with a model of another dtype: use auto, which follows the "
+            "model, or add --dtype with the same name to engine.extraArgs, as one item",
         )
         for field, given in (("kvCache.baseline", ""), ("kvCache.dtype", "has(self.kvCache.dtype) && "))
     ),

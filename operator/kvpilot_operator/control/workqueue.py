@@ -118,7 +118,7 @@ class WorkQueue:
             finally:
                 self._running.discard(key)
                 self._under_way -= Counter((key.namespace,))
-                # Look up the memory again, because another service may have taken the name during the reconcile.
+                # Look up the attempts again, because another service may have taken the name during the reconcile.
                 known = self._attempts(key)
                 if known is not None and known.again is not None:
                     changed, known.again = known.again, None

@@ -55,7 +55,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
         if baseline_worse(tasks):
             text = (
                 f"{tasks.bucket}: the 16-bit engine solved {tasks.baseline_solved} of {tasks.asked} tasks, "
-                f"the judged one {tasks.candidate_solved}: the baseline is damaged. Look for the fault of the 16-bit engine"
+                f"the judged one {tasks.candidate_solved}: the baseline is damaged. Look for the 16-bit engine's fault"
             )
             return Judgement(Verdict.INCONCLUSIVE, Reason.BASELINE_UNFIT, text, excess, covered)
     if found.broken:

@@ -123,6 +123,4 @@ def _told(ours: Flows, theirs: Flows) -> str:
     lengths = " and ".join(f"{math.exp(one):.0f}" if math.isfinite(one) else "?" for one in medians)
     shares = " and ".join(f"{100 * _unended(f):.0f}%" for f in (ours, theirs))
     counts = " and ".join(f"{_ended(f):.0f}" for f in (ours, theirs))
-    return (
-        f"median length {lengths} tokens, {shares} without the finished_reason stop, {counts} answers (canary, stable)"
-    )
+    return f"median length {lengths} tokens, {shares} with finished_reason not stop, {counts} answers (canary, stable)"

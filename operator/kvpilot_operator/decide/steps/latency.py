@@ -52,7 +52,7 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
         measured = (e.itl_p95_change_percent for e in s.experience(to_dtype) if _stands(s, e))
         known = next((percent for percent in measured if percent is not None), None)
         if known is not None:
-            return Expected(known, f"a canary measured {known:+d}% between two tokens")
+            return Expected(known, f"a canary measured {known:+d}% time between two tokens")
     now, after = _attention_seconds(s, s.dtype), _attention_seconds(s, to_dtype)
     if isinstance(now, str) or isinstance(after, str):
         unknown = now if isinstance(now, str) else after
@@ -63,7 +63,7 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
     part = min(now, _MOST * observed)
     percent = round(100 * (part * (after / now) * load - part) / observed) if now > 0 else 0
     of = f"{observed * 1000:.1f} ms, in which attention reads the cache for {part * 1000:.1f} ms"
-    return Expected(percent, f"{percent:+d}% between two tokens, from {of} (read speeds as measured on an H200)")
+    return Expected(percent, f"{percent:+d}% time between two tokens, from {of} (with H200 read speeds)")
 
 
 def _stands(s: PolicyInput, e: Experience) -> bool:

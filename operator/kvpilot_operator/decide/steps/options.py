@@ -161,7 +161,7 @@ def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> 
         return rung.outcome, rung.message
     limit = s.spec.canary.max_itl_p95_regression_percent
     if itl.percent is not None and itl.percent > limit:
-        why = f"the canary would fail: {itl.percent:+d}% between two tokens, maxITLP95RegressionPercent {limit}"
+        why = f"the canary would fail: {itl.percent:+d}% time between two tokens, maxITLP95RegressionPercent {limit}"
         return Outcome.VETOED, why
     return s.canary_closed(climb=climb)
 
