@@ -20,9 +20,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--namespace", action="append", default=[], help="watch this namespace only (may be repeated; default: all)"
     )
-    parser.add_argument(
-        "--scrape-seconds", type=float, default=5.0, help="seconds between two scrapes of an engine (5)"
-    )
+    parser.add_argument("--scrape-seconds", type=float, default=5.0, help="seconds between two scrapes (5)")
     parser.add_argument("--http-host", help="address of /healthz, /readyz and /metrics (all, of IPv4 and IPv6)")
     parser.add_argument("--http-port", type=int, default=8080, help="port of /healthz, /readyz and /metrics (8080)")
     parser.add_argument(
@@ -52,19 +50,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument(
-        "--leader-elect",
-        action="store_true",
-        help="act only while this replica holds the Lease; needed for several replicas",
+        "--leader-elect", action="store_true", help="act only while this replica holds the Lease (several replicas)"
     )
     parser.add_argument("--lease-name", default="kvpilot-operator", help="name of the Lease (kvpilot-operator)")
     parser.add_argument(
         "--lease-namespace", default=os.environ.get("POD_NAMESPACE", ""), help="namespace of the Lease ($POD_NAMESPACE)"
     )
     parser.add_argument(
-        "--lease-seconds",
-        type=_lease_seconds,
-        default=15,
-        help="seconds until another replica replaces a dead leader (15)",
+        "--lease-seconds", type=_lease_seconds, default=15, help="seconds until a dead leader is replaced (15)"
     )
     options = parser.parse_args(arguments)
     if options.leader_elect and not options.lease_namespace:

@@ -137,9 +137,7 @@ def test_a_missing_secret_of_a_volume_is_named_in_the_status_and_its_kubelets_wo
     assert "FailedMount" in line.split()
     secret = {"metadata": {"name": "certificates"}, "stringData": {"tls.crt": "x"}}
     rest.create(f"/api/v1/namespaces/{namespace}/secrets", secret)
-    until(
-        lambda: condition(rest, namespace, "Serving")["reason"] != "ContainerCreating", "the pod starts with the Secret"
-    )
+    until(lambda: condition(rest, namespace, "Serving")["reason"] != "ContainerCreating", "the pod starts")
 
 
 def user(cluster: LocalCluster, namespace: str, role: str) -> Rest:
@@ -203,6 +201,4 @@ def test_a_quota_of_the_namespace_on_a_priority_keeps_engines_from_it(
         by_hand(user(cluster, namespace, "edit"), namespace, template)
     assert "exceeded quota: team" in json.loads(caught.value.body)["message"]
     rest.merge(f"{services(namespace)}/chat", {"spec": {"engine": {"podTemplate": None}}})
-    until(
-        lambda: condition(rest, namespace, "Stalled").get("status") == "False", "without the podTemplate, engines start"
-    )
+    until(lambda: condition(rest, namespace, "Stalled").get("status") == "False", "the default pods are admitted")

@@ -71,10 +71,7 @@ def bound(rest: Rest, namespace: str, *, grows: bool) -> str:
 def test_a_claim_is_bound_and_grows_where_its_class_allows(rest: Rest, namespace: str) -> None:
     name = bound(rest, namespace, grows=True)
     ask(rest, namespace, "5Gi")
-    until(
-        lambda: rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi",
-        "the claim is being resized",
-    )
+    until(lambda: rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi", "claim resized")
     assert condition(rest, namespace, "Stalled")["status"] == "False"
     ask(rest, namespace, "3Gi")
     found = told(rest, namespace, "Stalled", "Invalid")

@@ -104,12 +104,7 @@ def _parser() -> _Parser:
         help="share of the GPU's memory that vLLM may use (default 0.9)",
     )
     add("--weights-dtype", choices=WEIGHTS, help="format of the weights (default: as published)")
-    add(
-        "--weights-gb",
-        type=_positive,
-        metavar="X",
-        help="size of the weights in GB (10^9 bytes), instead of the estimate",
-    )
+    add("--weights-gb", type=_positive, metavar="X", help="weights in GB (10^9 bytes), instead of the estimate")
     add("--kv-gb", type=_positive, metavar="X", help="KV cache of all GPUs in GB (10^9 bytes), instead of the estimate")
     add("--json", action="store_true", help="print JSON instead of tables")
     load = parser.add_argument_group("cost of a load on all replicas; needs the first three options")
@@ -118,9 +113,7 @@ def _parser() -> _Parser:
         "--prompt-tokens", type=_whole, metavar="P", help="prompt tokens of a request that are not in a cache"
     )
     load.add_argument("--generated-tokens", type=_whole, metavar="G")
-    load.add_argument(
-        "--price", type=_positive, metavar="PER_HOUR", help="price of one GPU for an hour, in any currency"
-    )
+    load.add_argument("--price", type=_positive, metavar="PER_HOUR", help="price of a GPU an hour, in any currency")
     load.add_argument(
         "--max-ms-per-token",
         type=_positive,

@@ -111,19 +111,9 @@ def _parser() -> _Parser:
             accuracy.max_excess_kl_millinats,
             "allowed mean KL divergence beyond the noise, in nats x 1000",
         ),
-        (
-            "min-top1-agreement-percent",
-            _PERCENT,
-            accuracy.min_top1_agreement_percent,
-            "least share of equal top tokens",
-        ),
+        ("min-top1-agreement-percent", _PERCENT, accuracy.min_top1_agreement_percent, "least share of equal tokens"),
         ("tokens", answer, session.DEFAULT_TOKENS, "tokens of each answer"),
-        (
-            "concurrency",
-            _between(1, 64),
-            session.CONCURRENCY,
-            "largest number of requests in flight; fewer if prompts are long",
-        ),
+        ("concurrency", _between(1, 64), session.CONCURRENCY, "most requests in flight; fewer if prompts are long"),
     ):
         add(f"--{option}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
     passes = "time limit in seconds of each of the three passes (default: by the number of tokens)"
