@@ -96,7 +96,7 @@ async def test_a_canary_whose_probe_hangs_is_given_up_while_everybody_is_served(
     record(
         "canary whose probe hangs (progressDeadlineSeconds: 30)",
         taken,
-        what="it is rolled back; the stable revision served all the time",
+        what="the canary is rolled back; the stable revision served all the time",
         answered=load.stats.ok,
     )
     await world.delete("trial")

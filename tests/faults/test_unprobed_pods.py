@@ -68,7 +68,7 @@ async def test_a_route_of_ours_over_services_never_leads_to_an_unprobed_pod_and_
     record(
         f"operator killed {len(killer.killed)} times while a canary takes its share of our route over Services",
         taken,
-        what="it is rolled back, another is promoted; no request reached an unprobed pod, and none failed",
+        what="the canary is rolled back, another is promoted; no request reached an unprobed pod, and none failed",
         answered=seen.answered.total(),
     )
 
@@ -113,7 +113,7 @@ async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
     record(
         f"operator killed {len(killer.killed)} times while a canary takes its share of a route over InferencePools",
         taken,
-        what="it is rolled back, another is promoted; no request reached an unprobed pod, and none failed",
+        what="the canary is rolled back, another is promoted; no request reached an unprobed pod, and none failed",
         answered=seen.answered.total(),
     )
 

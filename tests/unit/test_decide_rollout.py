@@ -148,7 +148,7 @@ def test_an_engine_that_dies_of_its_probe_has_failed_it_although_its_pod_answers
     assert decide(gone).probe == asked
     ended_by = {"EngineCrashed": "RollingBack", "EngineUnreachable": "Probing"}
     for reason, where in ended_by.items():
-        after = decide(replace(gone, probe_result=ProbeResult(asked, ProbeFailed(reason, "it died"))))
+        after = decide(replace(gone, probe_result=ProbeResult(asked, ProbeFailed(reason, "the pod died"))))
         assert after.status.canary.stage == where
         again = replace(gone, status=after.status, now=gone.now + timedelta(minutes=1))
         assert decide(replace(again, probe_result=ProbeResult(asked, None))).probe is None

@@ -21,7 +21,7 @@ from support.services import NOW
 PRESSURE = spec().kv_cache.pressure
 BOUNDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 TTFT, ITL = Objective("TTFT", 99, 5000), Objective("ITL", 95, 60)
-SURGE = Surge("it runs away", arrivals=20.0, waiting=0.0)
+SURGE = Surge("the queue grows", arrivals=20.0, waiting=0.0)
 
 
 def took(*parts):

@@ -147,8 +147,8 @@ def _contradictions(arguments: Arguments, spec: Spec) -> Iterator[tuple[int, str
     offload, nodes = spec.kv_cache.offload is not None, spec.engine.nodes > 1
     beside: list[tuple[bool, tuple[str, ...], str]] = [
         (offload, _OFFLOAD, "kvCache.offload sets it: remove the argument, or kvCache.offload"),
-        (offload, rules.SEVERAL_ENGINES, "it starts several engines in a pod, and each would take the whole memory of "
-         "kvCache.offload: remove the argument, or kvCache.offload"),
+        (offload, rules.SEVERAL_ENGINES, "several engines would start in a pod, and each would take the whole memory "
+         "of kvCache.offload: remove the argument, or kvCache.offload"),
         (nodes, _NODES, "engine.nodes spreads a replica over nodes: remove the argument, or set engine.nodes to 1"),
         (nodes, _NOT_OVER_NODES, "no test has shown right answers with it over several nodes: remove it, or set "
          "engine.nodes to 1"),
