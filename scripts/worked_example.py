@@ -3,7 +3,7 @@
     .venv/bin/python scripts/worked_example.py          # 5 to 15 minutes; 4 GB of memory
 
 The page holds the commands below and their outputs. tests/unit/test_worked_example.py fails if a command here is not
-the one on the page, or if the page shows a condition, a field or a column that no longer exists.
+the one on the page. It also fails if the page shows a condition, field or column that no longer exists.
 """
 
 import asyncio

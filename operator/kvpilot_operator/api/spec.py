@@ -33,8 +33,8 @@ RULES_OF_SERVICE = (
 """CEL rules about the whole object."""
 
 
-# Rules about fields with the default {} are here and not at their structs, because the API server checks such a default
-# before it fills in the nested defaults.
+# Rules about fields with the default {} are here and not at their structs. The API server checks such a default before
+# it fills in the nested defaults.
 @rules(
     Rule(
         ".kvCache.dtype",
