@@ -167,7 +167,7 @@ async def test_a_candidate_whose_own_calls_are_broken_is_distinguished_although_
         kept = await capture(url, "m", prompts, identity="i", dtype="auto", settings=settings)
         kept = codec.decode(codec.encode(kept))
         ours = [json.loads(p.task.wanted)["name"] == "refund" for p in kept.prompts if p.task is not None]
-        # The engine always refunds order 4711, so it solves no request for another one.
+        # The engine always refunds order 4711, so it fails each prompt that names another order.
         assert [p.done is not None and p.done.asked for p in kept.prompts] == [len(SAMPLINGS)] * len(ours)
         again = await measure(url, "m", kept, settings=settings)
         without = await measure(url, "m", kept, settings=Settings(tokens=8, tasks=False))
