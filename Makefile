@@ -1,7 +1,7 @@
 .PHONY: install demo test quick check unit kernels chart images monitoring cluster scale runtime e2e faults long docs docs-serve docs-check generate format clean
 RUN := .venv/bin/
 CACHE := $(or $(KVPILOT_CACHE),$(HOME)/.cache/kvpilot)
-# Whatever the shell says: what one process has compiled the next one reads, and engines start in half the time.
+# Let Python store compiled modules, even if the shell forbids it: engines then start in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
 install:
@@ -14,19 +14,19 @@ demo:
 	$(if $(KEEP),--keep) $(if $(PLAIN),--plain) $(if $(filter cluster,$(WHERE)),--cluster) \
 	$(if $(IMAGE),--image=$(IMAGE)) $(if $(MODEL),--model=$(MODEL)) $(if $(YES),--yes)
 
-# Every part, JOBS at a time, whichever fail; the summary comes last. Half of them mostly wait: four fill two cores.
+# Run all test folders, JOBS at a time, even if one fails. Half of them mostly wait, so four folders fill two cores.
 JOBS ?= 4
 test: install
 	$(RUN)python scripts/run_tests.py --jobs $(JOBS)
 
-# What one runs while editing: it needs no engine and no cluster.
+# Fast checks to run while editing. They need no engine and no cluster.
 quick: install
 	$(RUN)python scripts/run_tests.py --jobs 2 --quick
 
 check: install
 	$(RUN)ruff format --check .
 	$(RUN)ruff check .
-# What it knows of files that are the same serves every clone; one at a time, since it waits for no other.
+# All clones share mypy's cache. The lock lets only one mypy write to it at a time.
 	flock $(CACHE)/mypy.lock $(RUN)mypy --cache-dir=$(CACHE)/mypy operator/kvpilot_operator runtime/kvpilot_runtime kernels/kvpilot_kernels formats/kvpilot_formats probes/kvpilot_probes cli/kvpilot_cli kubectl/kvpilot_kubectl smallmodels/kvpilot_smallmodels demo/kvpilot_demo localcluster/kvpilot_localcluster tests/support benchmarks
 	$(RUN)lint-imports
 	$(RUN)python scripts/generate.py --check
@@ -35,11 +35,11 @@ check: install
 unit kernels chart images monitoring cluster scale runtime e2e faults: install
 	$(RUN)pytest tests/$@
 
-# What takes longer than CI has: canaries under live load, with and without spare capacity.
+# Tests that take too long for CI: canaries under live load, with and without spare capacity.
 long: install
 	$(RUN)python scripts/run_tests.py --jobs 1 --long
 
-# The documentation as a site, with its own packages: built into dist/site, shown at http://127.0.0.1:8000, read in a browser.
+# Build the documentation as a site in dist/site, serve it at http://127.0.0.1:8000, or test it in a browser.
 docs:
 	scripts/site.sh build
 docs-serve:
@@ -47,7 +47,7 @@ docs-serve:
 docs-check:
 	scripts/site.sh check
 
-# All that is made of something else in here, such as config/ of charts/ and the API's reference of crds/.
+# Write all generated files, such as config/ (from charts/) and the API reference (from the operator's structs).
 generate: install
 	$(RUN)python scripts/generate.py
 

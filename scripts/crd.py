@@ -34,17 +34,17 @@ def _of(condition: str, part: str) -> str:
 
 
 COLUMNS = (
-    ("Ready", "string", _of("Ready", "status"), "True if the service is what its newest spec asks for."),
+    ("Ready", "string", _of("Ready", "status"), "True if the service matches its newest spec."),
     ("Serving", "string", _of("Serving", "status"), "True if requests are answered."),
     ("Reason", "string", _of("Ready", "reason"), "Reason of Ready."),
     ("DType", "string", ".status.kvCache.activeDtype", "KV cache dtype that serves traffic."),
-    ("Mode", "string", ".spec.kvCache.mode", "Who chooses the dtype."),
+    ("Mode", "string", ".spec.kvCache.mode", "Party that chooses the dtype."),
     ("Canary", "string", ".status.canary.dtype", "KV cache dtype that is on trial."),
     ("KV%", "integer", ".status.kvCache.usagePercent", "Use of the serving replicas' KV cache, in percent."),
-    ("Load", "string", _of("MemoryPressured", "reason"), "What binds the engines, by their metrics."),
+    ("Load", "string", _of("MemoryPressured", "reason"), "Resource that limits the engines, judged by their metrics."),
     ("Accuracy", "string", _of("AccuracyVerified", "reason"), "Result of the last check of the dtype's answers."),
-    ("Replicas", "integer", ".status.replicas", "Replicas that are asked for, serving or on trial."),
-    ("Recommended", "string", ".status.kvCache.recommendedDtype", "KV cache dtype that kvpilot would run."),
+    ("Replicas", "integer", ".status.replicas", "Target number of replicas, serving or on trial."),
+    ("Recommended", "string", ".status.kvCache.recommendedDtype", "KV cache dtype that kvpilot recommends."),
     ("Answering", "integer", ".status.readyReplicas", "Engine pods that answer."),
     ("Tokens", "integer", ".status.kvCache.capacityTokens", "KV cache capacity, in tokens, of all replicas."),
     ("Trial", "string", _of("CanaryHealthy", "reason"), "State of the trial, or result of the last one."),

@@ -3,7 +3,7 @@
     .venv/bin/python scripts/worked_example.py          # 5 to 15 minutes; 4 GB of memory
 
 The page holds the commands below and their outputs. tests/unit/test_worked_example.py fails if a command here is not
-the one on the page, or if the page shows a condition, a field or a column that no longer exists.
+the one on the page. It also fails if the page shows a condition, field or column that no longer exists.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ STEPS = (
         ),
     ),
     Step(
-        "See that memory binds",
+        "See that KV memory is the limit",
         f"Now {USERS} users send prompts of {PROMPT_TOKENS} tokens and get answers of {OUTPUT_TOKENS} tokens. Each "
         "sends the next prompt as soon as it has an\nanswer. The KV cache of 64 MB is too small for all of these "
         "requests at once.",

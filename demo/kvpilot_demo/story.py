@@ -53,7 +53,7 @@ ON_GPUS = Size(
     24, 6000, 500, Talk(asked=200, turns=2, thought=0.5), grown=96, rounds=8, patient=False, standstill=300.0
 )
 IMAGINED = Size(12, 400, 48, Talk(asked=20, turns=4, thought=0.5), grown=48)
-"""Load for engines on CPUs, in a story whose node only claims to have GPUs."""
+"""Load for the GPU story in tests without GPUs: engines run on CPUs, and the node only claims to have GPUs."""
 
 
 class StoryFailed(DemoError):

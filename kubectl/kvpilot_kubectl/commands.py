@@ -58,11 +58,11 @@ def parser() -> argparse.ArgumentParser:
     status = command("status", _status, "show one line for each service, or all about one", any_service=True)
     status.add_argument("-A", "--all-namespaces", action="store_true", help="show services of all namespaces")
     command("why", _why, "show each decision with its reason and figures, oldest first")
-    command("export", _export, "print its manifest with the dtype that it has earned as kvCache.startDtype")
+    command("export", _export, "print the service's manifest, with its probed dtype as kvCache.startDtype")
     command("pause", _pause, "start no canary, and hold a running one (spec.rollout.paused: true)")
     command("resume", partial(_pause, paused=False), "continue after a pause (spec.rollout.paused: false)")
-    abort = command("abort", _abort, "end the canary, whatever its stage")
-    abort.add_argument("--deny", action="store_true", help="deny its dtype, too, as after a failed probe")
+    abort = command("abort", _abort, "end the canary at any stage")
+    abort.add_argument("--deny", action="store_true", help="also deny the canary's dtype, as after a failed probe")
     command(
         "promote", _promote, "promote the canary without the rest of its traffic steps, once its probes have passed"
     )

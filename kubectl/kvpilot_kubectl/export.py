@@ -50,12 +50,12 @@ def _as_serving(cluster: Cluster, obj: Json) -> tuple[Json, str]:
         made = cluster.workload(deployment_name(name, revision))
         noted = json.loads(str(at(made, "metadata", "annotations", SPEC_ANNOTATION) or "{}"))
     except (ToolError, ValueError, RecursionError) as error:
-        return obj, f"the spec is the newest one, and the spec that serves is unknown ({error}); "
+        return obj, f"the spec is the newest one, because the spec of the serving revision is unknown ({error}); "
     served, newest, spec = whole(noted, "generation"), whole(obj, "metadata", "generation"), at(noted, "spec")
     if served is None or served == newest or not isinstance(spec, Mapping):
         return obj, ""
     why = next((text(one, "message") for one in items(obj, "status", "conditions") if _says_why(one)), "")
-    told = f"the spec is that of generation {served}, which serves; generation {newest} does not"
+    told = f"the spec is that of generation {served}, which serves, not the newest (generation {newest})"
     return {**obj, "spec": spec}, f"{told}{f' ({why})' if why else ''}; "
 
 
@@ -67,14 +67,14 @@ def _earned(obj: Json) -> tuple[str, str]:
     """Return the serving dtype and the evidence if the dtype passed its probes, otherwise "" and the reason."""
     dtype, kv_cache = text(obj, "status", "kvCache", "activeDtype"), at(obj, "spec", "kvCache")
     if text(kv_cache, "mode") == "Fixed":
-        return "", "mode Fixed has its dtype in kvCache.dtype"
+        return "", "in mode Fixed, kvCache.dtype names the dtype"
     if dtype not in (words(kv_cache, "ladder") or _LADDER):
-        return "", f"{dtype or 'no dtype'} serves, which is no step of kvCache.ladder"
+        return "", f"{dtype or 'no dtype'} serves, which is not in kvCache.ladder"
     passed = next((one for one in items(obj, "status", "history") if _of(one, dtype, "Passed")), None)
     last = at(obj, "status", "accuracy", "last")
     measured = _of(last, dtype, "Passed")
     if passed is None and not measured:
-        return "", f"{dtype} serves, and no probe that it passed is known"
+        return "", f"{dtype} serves, but the status has no probe that it passed"
     told = [] if passed is None else [
         f"{dtype} passed its trial at {text(passed, 'time')} on {text(passed, 'gpu')} with {text(passed, 'image')}"
     ]  # fmt: skip

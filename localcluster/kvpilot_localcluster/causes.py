@@ -47,7 +47,7 @@ def cause(log: str, variables: Mapping[str, str] | None = None) -> str:
         if said in end:
             return remedy
     lines = [line.strip() for line in end.splitlines() if line.strip()]
-    return lines[-1][-300:] if lines else "it said nothing"
+    return lines[-1][-300:] if lines else "the command printed nothing"
 
 
 def no_room(folder: Path, gigabytes: float) -> str:

@@ -91,7 +91,7 @@ def _from(
         if named := reference.get("containerName"):
             owner = next((one for one in pod["spec"]["containers"] if one["name"] == named), container)
         return divided(limit_or_allocatable(owner, reference["resource"], allocatable), reference.get("divisor", "1"))
-    raise InvalidPod(f"valueFrom {sorted(origin)} is not one that this node knows")
+    raise InvalidPod(f"this node does not support valueFrom {sorted(origin)}")
 
 
 def _key_of(kind: str, reference: Mapping[str, Any], source: Source) -> str | None:
@@ -129,7 +129,7 @@ def field_value(pod: Mapping[str, Any], path: str) -> str:
     if found := re.fullmatch(r"metadata\.(labels|annotations)", path):
         entries: Mapping[str, str] = metadata.get(found[1], {})
         return "\n".join(f'{key}="{value}"' for key, value in sorted(entries.items()))
-    raise InvalidPod(f"fieldRef {path} is not one that this node knows")
+    raise InvalidPod(f"this node does not support fieldRef {path}")
 
 
 def service_variables(services: Sequence[Mapping[str, Any]], namespace: str) -> dict[str, str]:

@@ -85,7 +85,7 @@ def parse(listing: str, apps: str = "") -> list[Gpu]:
                 Gpu(int(index), uuid, name, int(memory), int(used), capability, mig == "Enabled", driver, pids)
             )
         except ValueError:
-            raise LocalClusterError(f"nvidia-smi told {line!r}: expected {_FIELDS}; update the driver") from None
+            raise LocalClusterError(f"nvidia-smi printed {line!r}: expected {_FIELDS}; update the driver") from None
     return found
 
 
@@ -132,7 +132,7 @@ def assign(devices: Sequence[str], owners: Mapping[Owner, Sequence[str]], owner:
     free = [device for device in devices if device not in taken]
     if len(free) < count:
         raise InvalidPod(
-            f"{RESOURCE}: {count} asked and {len(free)} of {len(devices)} free: the pod waits for an owner"
+            f"{RESOURCE}: {count} requested, but {len(free)} of {len(devices)} free: end another pod first"
         )
     return tuple(free[:count])
 

@@ -7,8 +7,8 @@ state.json (pid and start time) when the process runs, and exit.json (exit code,
 each under another name and then renames it.
 
 The shim passes SIGTERM on to the process, and kills the process at SIGUSR1. It is the subreaper of all descendants of
-the process, in any session or group, and ends only after all of them have ended, as in a container. Signals that arrive
-before the process runs are not lost. If somebody kills the shim, the kernel kills the process.
+the process, in any session or group. As in a container, it ends only after all of them. Signals that arrive before the
+process runs are not lost. If somebody kills the shim, the kernel kills the process.
 """
 
 import ctypes

@@ -86,7 +86,7 @@ async def _files(source: Mapping[str, Any], pod: Mapping[str, Any], fetch: Fetch
         return {item["path"]: field_value(pod, item["fieldRef"]["fieldPath"]).encode() for item in items}
     kinds = sorted(set(source) - {"name"})
     raise InvalidPod(
-        f"volume of kind {', '.join(kinds)} is not one that this node has: use emptyDir, configMap, secret, hostPath"
+        f"this node does not support volumes of kind {', '.join(kinds)}: use emptyDir, configMap, secret, hostPath"
     )
 
 
@@ -98,7 +98,7 @@ async def _claimed(name: str, namespace: str, fetch: Fetch) -> Path:
     volume = await fetch("persistentvolumes", "", bound)
     place = (volume or {}).get("spec", {}).get("hostPath") or (volume or {}).get("spec", {}).get("local")
     if not place:
-        raise InvalidPod(f'persistentvolume "{bound}" has neither hostPath nor local, which is all that this node has')
+        raise InvalidPod(f'persistentvolume "{bound}" has neither hostPath nor local, and this node supports no other')
     path = Path(place["path"])
     path.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     return path

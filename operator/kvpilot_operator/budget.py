@@ -1,4 +1,4 @@
-"""Limits on bytes, work and concurrency of each tenant's input, so that no tenant can exhaust the operator.
+"""Limits on the bytes, work and concurrency of input that tenants control, so that no tenant exhausts the operator.
 
 docs/benchmarks/operator-parsers.md has the measured cost of each input.
 """
@@ -18,7 +18,7 @@ _KIB, _MIB = 1024, 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
-    """The limits of one kind of input. All tenants share `permits`, and one tenant gets at most `share` of them."""
+    """Limits of one kind of input: `permits` inputs at a time for all tenants together, and `share` for one tenant."""
 
     what: str
     read_bytes: int
@@ -27,12 +27,12 @@ class InputLimits:
 
 
 # vLLM's metrics page has about 50 KiB for each data-parallel rank, so 1 MiB is enough for 20 ranks behind one server.
-# Reading it takes about 192 KiB. A healthy engine answers within 10 ms, so 450 pages a second (control/pilot.py) use 5
-# permits.
+# The operator needs about 192 KiB of memory to read a page. It reads up to 450 pages a second (control/pilot.py). A
+# healthy engine answers within 10 ms, so these take 5 permits.
 METRICS = InputLimits("a page of metrics", 1 * _MIB, permits=256, share=64)
 METRICS_SOCKET_BYTES = 32 * _KIB
-# Limits of length and number of lines. vLLM 0.32's longest line (cache_config_info) has 1.1 KiB, and each rank has
-# about 300 lines.
+# Limits on a page's lines: their length and their number. vLLM 0.32's longest line (cache_config_info) has 1.1 KiB, and
+# each rank has about 300 lines.
 METRICS_LINE_BYTES = 16 * _KIB
 METRICS_LINES = 16_384
 METRICS_CHUNK_BYTES = 32 * _KIB
@@ -59,8 +59,8 @@ CANARY_PROBE = InputLimits("a probe of a canary", READ_BYTES, permits=16, share=
 # Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them.
 CHECK = InputLimits("a check of a replica", READ_BYTES, permits=16, share=8)
 
-# A review costs two requests to the API server. Each client address has its own share, so one that tries many tokens
-# cannot starve the others.
+# The operator checks a bearer token with two requests to the API server. Each client address has its own share of
+# permits, so a client that tries many tokens cannot starve the others.
 TOKEN_REVIEW = InputLimits("a review of a token", 0, permits=4, share=2)
 
 
@@ -111,6 +111,6 @@ class Permits:
                     yield progress
             except TimeoutError as error:
                 if limit.expired():
-                    words = f"{self._what}: silent for {patience_seconds:g} s while others wait"
+                    words = f"{self._what}: no progress for {patience_seconds:g} s while others wait"
                     raise PermitLost(words) from error
                 raise

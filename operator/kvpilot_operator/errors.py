@@ -63,7 +63,7 @@ class NameTaken(Rejected):
     """An object with a name that a service needs belongs to another owner. No write was sent."""
 
     def __init__(self, kind: str, namespace: str, name: str) -> None:
-        words = f"{kind} {namespace}/{name} exists and is not kvpilot's: {_way_out(kind)}"
+        words = f"{kind} {namespace}/{name} exists and has another owner: {_way_out(kind)}"
         super().__init__("PATCH", f"{namespace}/{name}", 409, words, "NameTaken")
 
 
@@ -71,8 +71,8 @@ class NotStarted(Rejected):
     """Pods were not started: an object that they need is missing or has another owner. No write was sent."""
 
     def __init__(self, kind: str, needed: str, namespace: str, name: str, *, missing: bool) -> None:
-        state = "does not exist" if missing else f"exists and is not kvpilot's: {_way_out(needed)}"
-        words = f"no pod of this {kind} is started: {needed} {namespace}/{name}, which it names, {state}"
+        state = "does not exist" if missing else f"exists and has another owner: {_way_out(needed)}"
+        words = f"this {kind} starts no pod: it needs {needed} {namespace}/{name}, which {state}"
         super().__init__("PATCH", f"{namespace}/{name}", 409, words, "ObjectMissing" if missing else "NameTaken")
 
 

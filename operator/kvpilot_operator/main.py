@@ -71,7 +71,7 @@ def configure_kopf(settings: kopf.OperatorSettings) -> None:
 
 
 class Operator:
-    """One process: its connections, its leadership, and any error that ended it."""
+    """The operator's process: its connections, its leadership, and the error that ended it, if there was one."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -101,8 +101,8 @@ class Operator:
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
         self._closing.push_async_callback(self._cluster.close)
-        # The election needs a client of its own. A standby must write the Lease although the fence is closed, and
-        # renewals must not wait behind the fleet's reads.
+        # The election needs its own client. A standby must write the Lease although the write fence blocks all other
+        # writes, and renewals must not wait behind reads for the services.
         beside = await Cluster.connect(WriteFence.opened(), agent, self._telemetry.api_request)
         self._closing.push_async_callback(beside.close)
         access = MetricsAccess(beside) if options.metrics_authentication else None

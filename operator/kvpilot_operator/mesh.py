@@ -26,7 +26,7 @@ class Identity:
         self._fault = ""
 
     def tls(self) -> ssl.SSLContext:
-        """Return a TLS context of the newest files that fit together. Raise NoIdentity if there were never any."""
+        """Return a TLS context from the newest files that match. Raise NoIdentity if no files have ever matched."""
         seen = [_stamp(self._folder / name) for name in (CHAIN, KEY, ROOT)]
         if seen != self._seen:
             self._seen = seen

@@ -20,44 +20,44 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--namespace", action="append", default=[], help="watch this namespace only (may be repeated; default: all)"
     )
-    parser.add_argument("--scrape-seconds", type=float, default=5.0, help="how often every engine is read (5)")
+    parser.add_argument("--scrape-seconds", type=float, default=5.0, help="seconds between two scrapes (5)")
     parser.add_argument("--http-host", help="address of /healthz, /readyz and /metrics (all, of IPv4 and IPv6)")
     parser.add_argument("--http-port", type=int, default=8080, help="port of /healthz, /readyz and /metrics (8080)")
     parser.add_argument(
         "--metrics-authentication",
         action="store_true",
-        help="answer /metrics only to bearer tokens that the API server knows and lets get that path",
+        help="answer /metrics only to bearer tokens whose users the API server permits to get that path",
     )
     parser.add_argument(
         "--allow-host-access",
         action="append",
         default=[],
         choices=KINDS,
-        help="let engine.podTemplate ask for this access to nodes (may be repeated; default: none)",
+        help="allow this access to nodes in engine.podTemplate (may be repeated; default: none)",
     )
     parser.add_argument(
         "--engine-defaults",
         type=_engine_defaults,
         default=NO_DEFAULTS,
         metavar="JSON",
-        help="image, imagePullSecrets and tolerations of engines whose services leave them out",
+        help="image, imagePullSecrets and tolerations for services that do not set them",
     )
     parser.add_argument(
         "--mesh-certificates",
         type=_folder,
         metavar="DIR",
-        help="folder of Istio's cert-chain.pem, key.pem and root-cert.pem for engines with a sidecar",
+        help="folder with Istio's cert-chain.pem, key.pem and root-cert.pem, to reach engines with a sidecar",
     )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument(
-        "--leader-elect", action="store_true", help="act only while holding the Lease, for several replicas"
+        "--leader-elect", action="store_true", help="act only while this replica holds the Lease (several replicas)"
     )
-    parser.add_argument("--lease-name", default="kvpilot-operator", help="the Lease of --leader-elect")
+    parser.add_argument("--lease-name", default="kvpilot-operator", help="name of the Lease (kvpilot-operator)")
     parser.add_argument(
-        "--lease-namespace", default=os.environ.get("POD_NAMESPACE", ""), help="its namespace ($POD_NAMESPACE)"
+        "--lease-namespace", default=os.environ.get("POD_NAMESPACE", ""), help="namespace of the Lease ($POD_NAMESPACE)"
     )
     parser.add_argument(
-        "--lease-seconds", type=_lease_seconds, default=15, help="others take over this long after a leader died (15)"
+        "--lease-seconds", type=_lease_seconds, default=15, help="seconds until a dead leader is replaced (15)"
     )
     options = parser.parse_args(arguments)
     if options.leader_elect and not options.lease_namespace:

@@ -25,7 +25,7 @@ __all__ = ["NO_TRACER", "Span", "SpanSender", "Tracer", "TracingError", "span", 
 
 log = logging.getLogger(__name__)
 
-# An unreachable collector delays the end of the process by at most this long.
+# Longest delay, in seconds, of the process's end by an unreachable collector.
 CLOSE_SECONDS = 5.0
 # Exceptions that are not faults: a conflict is retried, and nobody needs a cancelled task any more.
 _NO_FAULT = (Conflict, asyncio.CancelledError)

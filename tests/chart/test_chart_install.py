@@ -22,19 +22,19 @@ pytestmark = pytest.mark.timeout(1800)
 HOME = "kvpilot-system"
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/quantizedllmservices.kvpilot.io"
 
-# The core publishes CRDs as Kubernetes 1.20 knows them, without CEL rules, so Helm must not validate against them.
+# The local API server (Kubernetes 1.20) publishes CRDs without CEL rules, so Helm must not validate against them.
 UNCHECKED = "--disable-openapi-validation"
 
 VERBS = {"GET": "get", "LIST": "list", "WATCH": "watch", "POST": "create", "PATCH": "patch", "PUT": "update"}
 NOT_USED_HERE = {
     # The audit log records a watch only when it ends, after five minutes. Later checks fail if a watch is not allowed.
     *(("watch", kind) for kind in ("quantizedllmservices", "deployments", "pods", "services")),
-    # Reads by name follow only a conflict. Patches write only the status.
+    # The operator reads by name only after a conflict. Its patches write only the status.
     ("get", "quantizedllmservices"),
     ("patch", "quantizedllmservices/status"),
-    # This write opens a readiness gate. The audit log counts it as a write of the pod.
+    # This write opens a readiness gate. The audit log lists it as a write to the pod.
     ("patch", "pods/status"),
-    # Only an admission plugin requires this right, and it is off here.
+    # Only an admission plugin checks this right, and that plugin is off here.
     ("update", "quantizedllmservices/finalizers"),
     # This API server lacks the Gateway API, its extension and LeaderWorkerSet.
     *((verb, "httproutes") for verb in ("get", "patch")),
@@ -96,7 +96,7 @@ class Install:
         self.rest.create("/api/v1/namespaces", {"metadata": {"name": name}})
 
     def serve(self, namespace, name="chat", image="registry.example.com/kvpilot/runtime:0.1.0", **spec):
-        """Create a service. Its engine is cheap, because the test looks only at the operator's rights."""
+        """Create a service with a cheap engine, because the test checks only the operator's rights."""
         self.rest.create(
             f"/apis/kvpilot.io/v1alpha1/namespaces/{namespace}/quantizedllmservices",
             {
@@ -153,7 +153,7 @@ def test_two_operators_are_ready_and_one_leads(install):
     assert sum(pod["metadata"]["name"] in holder for pod in pods) == 1
 
 
-def test_the_notes_say_how_to_go_on_with_an_example_that_is_valid(install):
+def test_the_notes_say_how_to_continue_with_an_example_that_is_valid(install):
     notes = install.helm("get", "notes", "kvpilot")
     example = yaml.safe_load(notes.partition("<<EOF\n")[2].partition("\nEOF\n")[0])
     assert example["metadata"]["name"] == "chat"
@@ -230,7 +230,7 @@ def test_an_upgrade_replaces_the_operator_and_leaves_engines_alone(install):
     install.put("upgrade", "kvpilot", metrics={"authentication": True})
     until(
         lambda: len(install.operators() - before) == len(install.operators()) == 2,
-        "two new operators are left",
+        "only two new operators remain",
     )
     assert [pod["metadata"]["uid"] for pod in install.pods("models", "kvpilot.io/service=chat")] == [engine]
     assert install.ready("models")
@@ -259,7 +259,7 @@ def test_metrics_that_ask_for_a_token_are_read_with_the_right_one_only(install):
     ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
     bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings"
     install.rest.create(bindings, {"metadata": {"name": "reads-metrics"}, "roleRef": ref, "subjects": [subject]})
-    until(lambda: statuses(("Authorization", f"Bearer {token}")) == {200}, "it may read them")
+    until(lambda: statuses(("Authorization", f"Bearer {token}")) == {200}, "the account may read metrics")
     assert "Succeeded" in install.helm("test", "kvpilot", "--timeout=600s")
     assert "kubectl create clusterrolebinding" in install.helm("get", "notes", "kvpilot")
 

@@ -218,7 +218,7 @@ def rights(objects):
     return {(one["kind"], one["metadata"].get("namespace")) for one in bindings}
 
 
-def test_releases_share_the_name_of_the_rights_on_what_they_look_after_and_no_other(chart):
+def test_releases_share_the_name_of_the_rights_on_what_they_manage_and_no_other(chart):
     def cluster_wide(objects):
         return {o["metadata"]["name"] for o in objects if o["kind"] in ("ClusterRole", "ClusterRoleBinding")}
 

@@ -1,4 +1,4 @@
-"""Two operators never manage the same services: Helm refuses the second one, and only one has the rights at a time.
+"""Two operators never manage the same services: Helm refuses the second one, and only one has the rights for them.
 
 The tests use a real API server and Helm. The releases have no pods.
 """
@@ -60,9 +60,7 @@ def releases(tmp_path_factory, installable):
 
 def test_a_second_operator_of_the_whole_cluster_is_refused_with_the_name_of_the_first(releases):
     releases.put("one")
-    with pytest.raises(
-        HelmRefused, match=r"release one/kvpilot looks after every namespace already .* watchNamespaces"
-    ):
+    with pytest.raises(HelmRefused, match=r"release one/kvpilot manages every namespace already .* watchNamespaces"):
         releases.put("two")
     releases.put("one", verb="upgrade")
     releases.remove("one")
@@ -72,11 +70,11 @@ def test_a_second_operator_of_the_whole_cluster_is_refused_with_the_name_of_the_
 
 def test_an_operator_of_a_namespace_is_refused_beside_one_of_the_whole_cluster_and_the_other_way_round(releases):
     releases.put("one")
-    with pytest.raises(HelmRefused, match="release one/kvpilot looks after every namespace already"):
+    with pytest.raises(HelmRefused, match="release one/kvpilot manages every namespace already"):
         releases.put("two", "team-a")
     releases.remove("one")
     releases.put("two", "team-a")
-    with pytest.raises(HelmRefused, match="release two/kvpilot looks after namespace team-a already"):
+    with pytest.raises(HelmRefused, match="release two/kvpilot manages namespace team-a already"):
         releases.put("one")
     releases.remove("two")
 
@@ -84,7 +82,7 @@ def test_an_operator_of_a_namespace_is_refused_beside_one_of_the_whole_cluster_a
 def test_operators_of_different_namespaces_live_side_by_side_and_may_not_share_one(releases):
     releases.put("one", "team-a")
     releases.put("two", "team-b")
-    with pytest.raises(HelmRefused, match="release one/kvpilot looks after namespace team-a already"):
+    with pytest.raises(HelmRefused, match="release one/kvpilot manages namespace team-a already"):
         releases.put("two", "team-b", "team-a", verb="upgrade")
     assert [releases.may_write("one", where) for where in ("team-a", "team-b", "models")] == [True, False, False]
     assert [releases.may_write("two", where) for where in ("team-a", "team-b", "models")] == [False, True, False]
@@ -95,12 +93,12 @@ def test_without_helms_refusal_the_rights_pass_to_the_last_and_are_never_with_tw
     releases.put("one")
     assert releases.may_write("one", "models")
     releases.apply("team-a")
-    until(lambda: releases.may_write("team-a", "models"), "the rights have passed")
+    until(lambda: releases.may_write("team-a", "models"), "the second operator has the rights")
     assert not releases.may_write("one", "models")
     releases.remove("one")
 
 
 def test_an_operator_that_helm_did_not_install_is_seen_too(releases):
     releases.apply("team-b")
-    with pytest.raises(HelmRefused, match="an operator that Helm did not install looks after every namespace already"):
+    with pytest.raises(HelmRefused, match="an operator that Helm did not install manages every namespace already"):
         releases.put("two")

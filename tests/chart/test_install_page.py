@@ -32,9 +32,9 @@ NOT_RUN = {
     "docker push": "there is no registry",
     "kubectl explain": "the core of 1.20 may never publish schemas that the newer server of definitions has",
     "kubectl -n models port-forward": "the node agent forwards no ports",
-    "curl": "it asks the forwarded port, and the cheap engine that stands for the page's model does not chat",
+    "curl": "the command asks the forwarded port, where the cheap engine that replaces the model cannot chat",
 }
-# The core publishes CRDs as Kubernetes 1.20 knows them, without CEL rules, so clients must not validate against them.
+# The local API server (Kubernetes 1.20) publishes CRDs without CEL rules, so clients must not validate against them.
 UNCHECKED = {"helm": "--disable-openapi-validation", "kubectl": "--validate=false"}
 # Kinds of the Prometheus operator, which is not installed.
 ABSENT = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}

@@ -67,7 +67,7 @@ class World:
         return f"http://{address}" if os.geteuid() == 0 else f"http://{address}:20080"
 
     async def under_load(self, service: str, model: str, act: Callable[[], None]) -> Load:
-        """Run `act` while two users ask, and return their load."""
+        """Run `act` while two users send requests, and return their load."""
         load = Load(self.url(service), model, users=2, prompt_tokens=64, output_tokens=32)
         await load.start()
         try:

@@ -22,7 +22,7 @@ ELSEWHERE = {
 def shell(cluster: LocalCluster, installable: Path, tmp_path: Path) -> Iterator[Shell]:
     shell = Shell(tmp_path, cluster.kubeconfig, installable)
     shell.remove_kvpilot()
-    shell("kubectl delete namespace models kvpilot-system --ignore-not-found")  # other pages' tests leave them
+    shell("kubectl delete namespace models kvpilot-system --ignore-not-found")  # left behind by tests of other pages
     yield shell
     shell("helm uninstall kvpilot --namespace kvpilot-system --ignore-not-found")
     shell("kubectl delete crd quantizedllmservices.kvpilot.io --ignore-not-found")

@@ -41,7 +41,7 @@ def test_a_tool_is_fetched_once_for_each_version():
     assert len(calls) == 2
 
 
-def test_a_fetch_that_broke_off_starts_anew():
+def test_a_fetch_that_broke_off_starts_again():
     fetch, _ = fetcher("whole")
 
     def broken(folder):

@@ -145,14 +145,16 @@ def test_a_service_of_the_time_when_auto_was_the_default_stays_in_auto_and_a_new
     defined.apply(line)
 
     defined.replace(defined.definition())
-    until(lambda: mode(defined.would_be(defined.manifest("new"))) == "Recommend", "the new definition counts")
+    until(
+        lambda: mode(defined.would_be(defined.manifest("new"))) == "Recommend", "the server applies the new definition"
+    )
 
     old = ("absent", "no-mode", "null", "by-server", "line")
     assert {name: mode(defined.get(name)) for name in old} == dict.fromkeys(old, "Auto")
     listed = defined.rest.get(defined.services())["items"]
     assert {mode(one) for one in listed} == {"Auto"}
 
-    # The user may apply the manifest again, and others or the operator may write: the value stays.
+    # The stored default stays if the user applies the manifest again, or if others or the operator write the object.
     for one in told_nothing.values():
         defined.apply({**one, "spec": {**one["spec"], "replicas": 2}})
     defined.apply(
@@ -170,7 +172,7 @@ def test_a_service_of_the_time_when_auto_was_the_default_stays_in_auto_and_a_new
     assert mode(defined.rest.call("PUT", f"{defined.services()}/absent", whole)) == "Recommend"
     defined.apply(defined.manifest("line"))
     assert mode(defined.get("line")) == "Recommend"
-    # A new object gets it, too.
+    # A new object gets the new default, too.
     defined.rest.delete(f"{defined.services()}/null")
     defined.apply(told_nothing["null"])
     assert mode(defined.get("null")) == "Recommend"

@@ -40,13 +40,13 @@ def stateful_set(of: Json) -> Json:
 
 
 @pytest.mark.usefixtures("groups")
-def test_a_quota_that_keeps_the_leaders_of_groups_away_is_told_with_what_to_do(rest: Rest, namespace: str) -> None:
+def test_a_quota_that_keeps_the_leaders_of_groups_away_is_reported_with_what_to_do(rest: Rest, namespace: str) -> None:
     quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}}})
-    until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
+    until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota is in force")
     create(rest, namespace, **engine(nodes=2))
     sets = f"/apis/{GROUP}/v1/namespaces/{namespace}/leaderworkersets"
-    until(lambda: rest.get(sets)["items"], "the operator has found the kind and makes its groups", seconds=SECONDS)
+    until(lambda: rest.get(sets)["items"], "the operator has found the kind and creates a set", seconds=SECONDS)
     [made] = rest.get(sets)["items"]
     rest.create(f"/apis/apps/v1/namespaces/{namespace}/statefulsets", stateful_set(made))
     found = told(rest, namespace, "Stalled", "FailedCreate")
@@ -61,15 +61,15 @@ def test_a_group_is_made_once_the_name_by_which_its_workers_find_it_is_ours(rest
     found = f"/api/v1/namespaces/{namespace}/services"
     sets = f"/apis/{GROUP}/v1/namespaces/{namespace}/leaderworkersets"
     create(rest, namespace, **engine(nodes=2))
-    until(lambda: rest.get(sets)["items"], "the operator makes its groups", seconds=SECONDS)
+    until(lambda: rest.get(sets)["items"], "the operator creates a set", seconds=SECONDS)
     name = rest.get(sets)["items"][0]["metadata"]["name"]
     made = rest.get(f"{found}/{name}")
     assert made["spec"]["clusterIP"] == "None"
     assert made["spec"]["publishNotReadyAddresses"] is True
     assert made["metadata"]["ownerReferences"][0]["name"] == "chat"
     rest.delete(f"{services(namespace)}/chat")
-    until(lambda: not exists(rest, f"{sets}/{name}"), "the groups go")
-    until(lambda: not exists(rest, f"{found}/{name}"), "their name goes")
+    until(lambda: not exists(rest, f"{sets}/{name}"), "the set is deleted")
+    until(lambda: not exists(rest, f"{found}/{name}"), "the set's Service is deleted")
     ports = [{"port": 29501}]
     theirs = rest.create(found, {"metadata": {"name": name}, "spec": {"selector": {"app": "shop"}, "ports": ports}})
     create(rest, namespace, **engine(nodes=2))

@@ -54,10 +54,10 @@ def server_1_6(server: Rest) -> Iterator[Rest]:
             return False
 
     server.merge(DEFINITION, {"spec": POOL_CRD_1_6["spec"]})
-    until(takes_none, "a pool may be without a picker")
+    until(takes_none, "the server accepts a pool without a picker")
     yield server
     server.merge(DEFINITION, {"spec": POOL_CRD["spec"]})
-    until(lambda: not takes_none(), "a pool needs its picker")
+    until(lambda: not takes_none(), "the server requires a picker")
 
 
 @pytest_asyncio.fixture

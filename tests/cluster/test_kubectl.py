@@ -33,7 +33,7 @@ def kvpilot(kubeconfig: Path, *argv: str, program: Path = PROGRAM) -> subprocess
 
 @dataclass
 class World:
-    """API server with one service. The operator has denied the dtype that the service fixes."""
+    """API server with one service in mode Fixed. The operator has denied its dtype."""
 
     plane: ControlPlane
     without_crd: subprocess.CompletedProcess[str]
@@ -68,7 +68,7 @@ def world(plane: ControlPlane) -> World:
     metadata = {"name": "chat", "namespace": "models"}
     made = plane.rest.create(SERVICES, {**cluster.obj, "metadata": metadata})
     world.status = json.loads(json.dumps(cluster.status))
-    # The denials have the model cluster's dates. They must not expire here.
+    # The denials have dates of the simulated cluster, so move their ends into the future.
     for one in world.status["kvCache"]["denied"]:
         one["until"] = "2999-01-01T00:00:00Z"
     plane.rest.merge(f"{SERVICES}/chat/status", {"status": world.status})

@@ -40,7 +40,7 @@ def test_a_service_whose_newest_spec_is_refused_comes_back_with_the_last_good_on
         env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "the spec is that of generation 1, which serves; generation 2 does not (" in done.stderr
+    assert "the spec is that of generation 1, which serves, not the newest (generation 2) (" in done.stderr
     manifest = yaml.safe_load(done.stdout)
     assert manifest["spec"]["replicas"] == 2
     assert "extraArgs" not in manifest["spec"]["engine"]

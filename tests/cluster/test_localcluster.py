@@ -34,8 +34,8 @@ EACH_SECOND = {"periodSeconds": 1, "failureThreshold": 1, "timeoutSeconds": 60}
 def test_a_failing_liveness_probe_restarts_the_container(tenant: Tenant) -> None:
     probe = {"exec": {"command": ["test", "!", "-e", "/state/hung"]}, **EACH_SECOND}
     mounts = [{"name": "state", "mountPath": "/state"}]
-    # The first run makes the probe fail. The second run starts without the file: the trap is set before the file
-    # exists.
+    # The first run makes the probe fail. It sets the trap before it creates the file, so the second run starts without
+    # it.
     script = (
         "[ -e /state/once ] || { trap 'rm /state/hung; exit 3' TERM; touch /state/once /state/hung; }; sleep 900 & wait"
     )
@@ -98,7 +98,7 @@ def test_deletion_unreadies_then_runs_prestop_then_sigterm_then_waits(tenant: Te
     mounts = [{"name": "state", "mountPath": "/state"}]
     tenant.run("ends", container(command=["bash", "-c", script], lifecycle=hook, volumeMounts=mounts))
     tenant.wait_ready("ends")
-    until(lambda: tenant.log("ends") == "up\n", "its first words")
+    until(lambda: tenant.log("ends") == "up\n", "its first output")
     logs = Path(tenant.pod("ends")["metadata"]["annotations"][LOGS_ANNOTATION]) / "main/0.log"
     state = tenant.cluster.folder / "node/pods" / tenant.pod("ends")["metadata"]["uid"] / ".volumes/state/log"
     tenant.delete("ends")
@@ -145,18 +145,20 @@ def test_a_killed_agent_comes_back_to_the_same_processes(tenant: Tenant, tmp_pat
     tenant.run("goes", marked("goes", "exec sleep 600"))
     tenant.wait_ready("stays", "ends", "goes")
     for name in ("stays", "ends", "goes"):
-        until(lambda name=name: running_processes(name), "it runs, and not only what starts it")
+        until(lambda name=name: running_processes(name), "the process runs, not only its shim")
     before = tenant.pod("stays")["status"], running_processes("stays")
     tenant.cluster.agent.send_signal(signal.SIGKILL)
     tenant.cluster.agent.wait()
     tenant.delete("goes", grace=0)
     may_end.touch()
-    until(lambda: running_processes("ends") == [], "one ends while no agent is there")
+    until(lambda: running_processes("ends") == [], "one process ends while no agent runs")
     assert running_processes("stays") == before[1]
     tenant.cluster.start_agent()
-    end = tenant.wait("ends", lambda s: s["state"].get("terminated"), "its end is told")["state"]["terminated"]
+    end = tenant.wait("ends", lambda s: s["state"].get("terminated"), "the status reports its end")["state"][
+        "terminated"
+    ]
     assert end["exitCode"] == 0
-    until(lambda: running_processes("goes") == [], "what was deleted meanwhile is ended")
+    until(lambda: running_processes("goes") == [], "the pod that was deleted meanwhile ends")
     after = tenant.pod("stays")["status"]
     assert (after["podIP"], after["containerStatuses"]) == (before[0]["podIP"], before[0]["containerStatuses"])
     assert running_processes("stays") == before[1]

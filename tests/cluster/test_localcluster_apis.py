@@ -58,7 +58,7 @@ def test_a_definition_is_served_with_its_rules_until_it_goes(cluster: LocalClust
             return error.status == 404
         return False
 
-    until(gone, "the route is taken back")
+    until(gone, "the aggregator's route is deleted")
 
 
 def test_a_budget_of_policy_v1_is_the_disruption_controllers(cluster: LocalCluster, namespace: str) -> None:

@@ -81,7 +81,7 @@ def test_a_cluster_whose_starter_is_killed_ends(tmp_path: Path) -> None:
             assert len(running(str(tmp_path))) >= 5
         finally:
             starter.kill()
-    until(lambda: running(str(tmp_path)) == [], "all has ended")
+    until(lambda: running(str(tmp_path)) == [], "all processes have ended")
 
 
 def test_a_cluster_with_a_killed_agent_leaves_no_process(own: Tenant, tmp_path: Path) -> None:
@@ -91,6 +91,6 @@ def test_a_cluster_with_a_killed_agent_leaves_no_process(own: Tenant, tmp_path: 
         run_family(own, f"starts-{number}", str(tmp_path / "none"))
     own.cluster.agent.send_signal(signal.SIGKILL)
     own.cluster.agent.wait()
-    until(lambda: running(str(tmp_path / "none")), "what it started runs on")
+    until(lambda: running(str(tmp_path / "none")), "the processes that it started continue")
     assert down(tmp_path / "own")
     assert running(str(tmp_path)) == []

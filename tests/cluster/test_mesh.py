@@ -1,4 +1,4 @@
-"""The operator's process with a mesh's certificates, and an engine that accepts no other client."""
+"""The operator's process uses a mesh's certificates to read an engine that accepts no other client."""
 
 import asyncio
 import sys
@@ -24,7 +24,7 @@ IN_THE_MESH = {"metadata": {"labels": {"security.istio.io/tlsMode": "istio"}}}
 def answers(rest: Rest, namespace: str, address: str) -> None:
     """Set the status of the service's pod, as a kubelet would for an engine that answers at this address."""
     pods = f"/api/v1/namespaces/{namespace}/pods"
-    until(lambda: rest.get(pods)["items"], "a pod of the engine's")
+    until(lambda: rest.get(pods)["items"], "the engine has a pod")
     pod = rest.get(pods)["items"][0]["metadata"]["name"]
     conditions = [{"type": kind, "status": "True"} for kind in ("ContainersReady", "Initialized", "PodScheduled")]
     status = {"phase": "Running", "podIP": address, "conditions": conditions}

@@ -87,7 +87,7 @@ def deployment(rest: Rest, namespace: str) -> Json:
     return found
 
 
-def test_whatever_is_asked_for_is_in_the_pods_and_kvpilots_own_beside_it(rest: Rest, namespace: str) -> None:
+def test_whatever_is_requested_is_in_the_pods_and_kvpilots_own_beside_it(rest: Rest, namespace: str) -> None:
     create(rest, namespace, **engine(podTemplate=TEMPLATE))
     template = deployment(rest, namespace)["spec"]["template"]
     assert missing(TEMPLATE, template, "template") == []
@@ -100,7 +100,7 @@ def test_whatever_is_asked_for_is_in_the_pods_and_kvpilots_own_beside_it(rest: R
     assert condition(rest, namespace, "Stalled")["status"] == "False"
 
 
-def test_access_to_the_node_makes_no_pod_and_is_told(rest: Rest, namespace: str) -> None:
+def test_access_to_the_node_makes_no_pod_and_is_reported(rest: Rest, namespace: str) -> None:
     create(rest, namespace, **engine(podTemplate={"spec": {"hostNetwork": True}}))
     found = told(rest, namespace, "Stalled", "SpecInvalid")
     assert found["message"].startswith("spec.engine.podTemplate.spec.hostNetwork: is true")
@@ -137,7 +137,7 @@ def test_a_missing_secret_of_a_volume_is_named_in_the_status_and_its_kubelets_wo
     assert "FailedMount" in line.split()
     secret = {"metadata": {"name": "certificates"}, "stringData": {"tls.crt": "x"}}
     rest.create(f"/api/v1/namespaces/{namespace}/secrets", secret)
-    until(lambda: condition(rest, namespace, "Serving")["reason"] != "ContainerCreating", "the pod starts with it")
+    until(lambda: condition(rest, namespace, "Serving")["reason"] != "ContainerCreating", "the pod starts")
 
 
 def user(cluster: LocalCluster, namespace: str, role: str) -> Rest:
@@ -191,7 +191,7 @@ def test_a_quota_of_the_namespace_on_a_priority_keeps_engines_from_it(
     scope = {"matchExpressions": [{"scopeName": "PriorityClass", "operator": "In", "values": [high]}]}
     quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}, "scopeSelector": scope}})
-    until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
+    until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota is in force")
     create(rest, namespace, **placed(priorityClassName=high))
     found = told(rest, namespace, "Stalled", "FailedCreate")
     assert "exceeded quota: team" in found["message"]
@@ -201,4 +201,4 @@ def test_a_quota_of_the_namespace_on_a_priority_keeps_engines_from_it(
         by_hand(user(cluster, namespace, "edit"), namespace, template)
     assert "exceeded quota: team" in json.loads(caught.value.body)["message"]
     rest.merge(f"{services(namespace)}/chat", {"spec": {"engine": {"podTemplate": None}}})
-    until(lambda: condition(rest, namespace, "Stalled").get("status") == "False", "without it there are engines")
+    until(lambda: condition(rest, namespace, "Stalled").get("status") == "False", "the default pods are admitted")

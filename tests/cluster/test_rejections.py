@@ -72,12 +72,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_refused_is_told_with_field_and_words(rest: Rest, namespace: str, case: Case) -> None:
+def test_what_is_refused_is_reported_with_field_and_words(rest: Rest, namespace: str, case: Case) -> None:
     for collection, body in case.before:
         rest.create(f"/api/v1/namespaces/{namespace}/{collection}", body)
         if collection == "resourcequotas":
             path = f"/api/v1/namespaces/{namespace}/{collection}/team"
-            until(lambda path=path: rest.get(path)["status"].get("hard"), "the quota counts")
+            until(lambda path=path: rest.get(path)["status"].get("hard"), "the quota is in force")
     create(rest, namespace, **case.spec)
     found = told(rest, namespace, "Stalled", case.reason)
     assert found["status"] == "True"
@@ -108,7 +108,7 @@ def test_what_appears_later_clears_the_condition(rest: Rest, namespace: str, lat
             {"metadata": {"name": "team"}, "spec": {"hard": {"services": "0"}}},
         )
         path = f"/api/v1/namespaces/{namespace}/resourcequotas/team"
-        until(lambda: rest.get(path)["status"].get("hard"), "the quota counts")
+        until(lambda: rest.get(path)["status"].get("hard"), "the quota is in force")
     create(rest, namespace, **placed(priorityClassName=f"late-{namespace}") if late is missing_class else {})
     until(lambda: condition(rest, namespace, "Stalled").get("status") == "True", "refused")
     late(rest, namespace)

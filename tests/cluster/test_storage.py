@@ -18,7 +18,7 @@ SECONDS = 600
 
 @pytest.fixture(scope="module", autouse=True)
 def waiting(cluster: LocalCluster, operator: Operator) -> str:
-    """Create a service whose pod waits for a volume. After a minute the condition says so, in another test."""
+    """Create a service whose pod waits for a volume. Another test reads the condition that says so after a minute."""
     rest, namespace = cluster.rest, "waiting"
     rest.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
     rest.create(
@@ -46,7 +46,7 @@ def ask(rest: Rest, namespace: str, size: str, **more: str) -> None:
 
 
 def bound(rest: Rest, namespace: str, *, grows: bool) -> str:
-    """Create a service with a claim of 2 GiB. Its storage class may allow resizing. Return the name of the class."""
+    """Create a service with a claim of 2 GiB, and return its storage class. `grows` lets the class resize claims."""
     name = f"class-{namespace}"
     rest.create(
         "/apis/storage.k8s.io/v1/storageclasses",
@@ -71,13 +71,13 @@ def bound(rest: Rest, namespace: str, *, grows: bool) -> str:
 def test_a_claim_is_bound_and_grows_where_its_class_allows(rest: Rest, namespace: str) -> None:
     name = bound(rest, namespace, grows=True)
     ask(rest, namespace, "5Gi")
-    until(lambda: rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi", "it is to grow")
+    until(lambda: rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi", "claim resized")
     assert condition(rest, namespace, "Stalled")["status"] == "False"
     ask(rest, namespace, "3Gi")
     found = told(rest, namespace, "Stalled", "Invalid")
     assert "spec.cache.weights: a claim keeps its class" in found["message"]
     assert rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi"
-    # The old size is the actual one, so the server refuses nothing any more.
+    # The spec names the claim's actual size again, so the server refuses nothing.
     ask(rest, namespace, "5Gi")
     until(lambda: condition(rest, namespace, "Stalled")["status"] == "False", "nothing is refused")
     assert rest.get(claim(namespace))["spec"]["storageClassName"] == name
@@ -91,7 +91,7 @@ def test_a_claim_is_bound_and_grows_where_its_class_allows(rest: Rest, namespace
         ("2Gi", {"accessMode": "ReadWriteOnce"}, "Invalid"),
     ],
 )
-def test_what_a_claim_cannot_become_is_told_with_the_remedy(
+def test_what_a_claim_cannot_become_is_reported_with_the_remedy(
     rest: Rest, namespace: str, size: str, more: dict[str, str], reason: str
 ) -> None:
     bound(rest, namespace, grows=False)
@@ -107,11 +107,11 @@ def test_it_goes_with_the_service(rest: Rest, namespace: str) -> None:
     create(rest, namespace, **weights("1Gi"))
     until(lambda: exists(rest, claim(namespace)), "the claim is made")
     rest.delete(f"{services(namespace)}/chat")
-    until(lambda: not exists(rest, claim(namespace)), "the claim is collected")
+    until(lambda: not exists(rest, claim(namespace)), "the claim is deleted")
 
 
 @pytest.mark.parametrize("more", [{}, {"storageClassName": "nobody-has-this"}])
-def test_a_claim_that_no_class_makes_a_volume_for_is_told_with_the_remedy(
+def test_a_claim_that_no_class_makes_a_volume_for_is_reported_with_the_remedy(
     rest: Rest, namespace: str, more: dict[str, str]
 ) -> None:
     create(rest, namespace, **weights("1Gi", **more))
@@ -121,10 +121,10 @@ def test_a_claim_that_no_class_makes_a_volume_for_is_told_with_the_remedy(
     assert rest.get(claim(namespace))["status"]["phase"] == "Pending"
 
 
-def test_a_quota_on_storage_is_told(rest: Rest, namespace: str) -> None:
+def test_a_quota_on_storage_is_reported(rest: Rest, namespace: str) -> None:
     quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"requests.storage": "1Gi"}}})
-    until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota counts")
+    until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota is in force")
     create(rest, namespace, **weights("2Gi"))
     found = told(rest, namespace, "Stalled", "Forbidden")
     assert "exceeded quota: team" in found["message"]
@@ -179,20 +179,22 @@ def test_a_job_fills_the_claim_before_any_engine_and_tells_how_far_it_is(
             conditions = (rest.get(f"{services(namespace)}/chat").get("status") or {}).get("conditions", ())
             return next((one["message"] for one in conditions if one["type"] == "Ready"), "")
 
-        until(lambda: "75%" in message(), "it is told")
+        until(lambda: "75%" in message(), "the condition reports it")
         assert "75% of 0.0 GB" in message()
         assert cache()["phase"] == "Prefetching"
         assert condition(rest, namespace, "Ready")["reason"] == "Prefetching"
         assert condition(rest, namespace, "Reconciling")["status"] == "True"
         assert deployments(rest, namespace) == []
         goes_on.set()
-        until(lambda: cache().get("phase") == "Ready", "it is filled")
-        until(lambda: deployments(rest, namespace), "an engine is asked for")
+        until(lambda: cache().get("phase") == "Ready", "the claim is filled")
+        until(lambda: deployments(rest, namespace), "the operator requests an engine")
     (folder,) = (tmp_path / "hub" / f"models--{MODEL.replace('/', '--')}" / "snapshots").iterdir()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
 
 
-def test_a_model_that_is_not_for_us_is_told_and_fetched_once_it_is(rest: Rest, namespace: str, tmp_path: Path) -> None:
+def test_a_model_that_is_not_for_us_is_reported_and_fetched_once_it_is(
+    rest: Rest, namespace: str, tmp_path: Path
+) -> None:
     tmp_path.chmod(0o777)
     with hub_of(MODEL, FILES) as hub:
         hub.refuses = "GatedRepo"
@@ -202,10 +204,10 @@ def test_a_model_that_is_not_for_us_is_told_and_fetched_once_it_is(rest: Rest, n
         assert "accept its terms" in told(rest, namespace, "Stalled", "ModelNotFound")["message"]
         assert deployments(rest, namespace) == []
         hub.refuses = ""
-        until(lambda: deployments(rest, namespace), "an engine is asked for")
+        until(lambda: deployments(rest, namespace), "the operator requests an engine")
 
 
-def test_nothing_starts_with_somebody_elses_claim_until_it_has_gone(rest: Rest, namespace: str) -> None:
+def test_nothing_starts_with_another_owners_claim_until_it_has_gone(rest: Rest, namespace: str) -> None:
     asked = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     claims = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims"
     theirs = rest.create(claims, {"metadata": {"name": "chat-weights"}, "spec": asked})
@@ -227,5 +229,5 @@ def test_a_volume_that_is_not_made_for_the_pod_that_waits_for_it_is_told_before_
 ) -> None:
     found = told(rest, waiting, "Ready", "ClaimNotBound", seconds=SECONDS)
     assert f"of StorageClass class-{waiting}" in found["message"]
-    assert "The scheduler says: nothing of pod chat-" in found["message"]
+    assert "The scheduler says: nothing about pod chat-" in found["message"]
     assert rest.get(claim(waiting))["status"]["phase"] == "Pending"

@@ -214,7 +214,7 @@ def test_an_hpa_on_kvpilots_recommendation_carries_it_out(world: World) -> None:
     assert recommended > 1
     world.load[name] = {"usage": 0.02, "running": 1, "waiting": 0}
     most = world.scale(name)["spec"]["replicas"]
-    world.until(lambda: world.scale(name)["spec"]["replicas"] < most, "calm makes it recommend fewer")
+    world.until(lambda: world.scale(name)["spec"]["replicas"] < most, "without load, kvpilot recommends fewer replicas")
     assert set(world.adapter.asked["kvpilot_recommended_replicas"]) == {f"name={name}"}
     _operator_wrote_no_number(world, name)
 

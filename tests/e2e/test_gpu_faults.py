@@ -27,7 +27,7 @@ async def test_faults_end_and_are_counted(tmp_path):
     example = manifest(gpus.manifest(imagined=True))
     example["spec"]["engine"] |= {"image": IMAGE, "env": [], "extraArgs": []}
     example["spec"]["model"]["maxModelLen"] = story_engine.faulty.CONTEXT
-    # These engines answer so evenly that no interval of a percentile can be told.
+    # The latencies of these engines hardly vary, so no confidence interval of a percentile can be computed.
     example["spec"]["canary"]["steps"] = []
     rows = []
     room = {RESOURCE: str(gpu_faults.DEVICES), "cpu": "32"}

@@ -232,7 +232,7 @@ def test_after_half_a_minute_without_api_server_one_of_them_leads(pair):
     successor = pair.successor(holder)
     acted_upon(pair)
     first = pair.first_write(successor)
-    report(f"API server away for 30 s: first write {seconds(back, first):.2f} s after it answers")
+    report(f"API server down for 30 s: first write {seconds(back, first):.2f} s after it answers")
     assert pair.faults() == []
 
 
@@ -260,7 +260,7 @@ def test_in_a_dozen_random_ends_of_leaders_no_write_is_out_of_place(pair):
 
 
 def test_the_audit_log_convicts_an_operator_that_does_not_ask(pair):
-    """Check that the audit detects a fault: an extra operator without --leader-elect."""
+    """Check that the audit-log check detects a fault: an additional operator without --leader-elect."""
     pair.settle()
     assert pair.faults() == []
     lonely = pair.start("c")

@@ -27,7 +27,10 @@ def table(lines: list[dict[str, Any]]) -> str:
     rows = {line["fault"]: line for line in lines if "fault" in line}
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     text = [f"Measured on {machine['date']} on {machine['cores']} cores: {versions}.", ""]
-    text += ["| fault | until | seconds | requests answered | failed |", "|---|---|---|---|---|"]
+    text += [
+        "| fault | event that ends the measurement | seconds until the event | requests answered | requests failed |"
+    ]
+    text += ["|---|---|---|---|---|"]
     for row in rows.values():
         users = "no load | -" if row["answered"] is None else f"{row['answered']} | {row['failed']}"
         text.append(f"| {row['fault']} | {row['what']} | {row['seconds']:.1f} | {users} |")

@@ -27,7 +27,7 @@ after 75 s in any case, so a shorter limit shows if a watch was not reopened.
 LATE = 900
 """Seconds until changes take effect during a fault, or when the operator notices the fault only after a minute."""
 NUMBERS = itertools.count(1)
-WHAT = "a changed replica count, a new and a deleted service are acted on"
+WHAT = "changes take effect: a replica count, a new service, a deleted service"
 
 
 class Changes:
@@ -116,7 +116,7 @@ async def test_after_30_seconds_without_an_api_server_changes_are_acted_on(world
     # After 40 s without a heartbeat Kubernetes marks every node as lost, and removes all pods from all Services.
     Component(world.local.plane.folder, "kube-controller-manager").start("--node-monitor-grace-period=90s")
     await asyncio.sleep(10)  # the operator exits if it cannot read the API server at its start
-    await restart(world, 30, "API server away for 30 s")
+    await restart(world, 30, "API server down for 30 s")
 
 
 async def test_what_users_change_while_the_operator_is_cut_off_is_acted_on_afterwards(world):
@@ -151,7 +151,7 @@ async def test_a_slow_etcd_delays_changes_and_loses_none(world):
             await slow
         taken = await changes.caught_up()
     assert load.stats.failed == 0, load.stats.failures
-    record("etcd stands still 0.9 s of every 1.2 s, for 12 s", taken, what=WHAT, answered=load.stats.ok)
+    record("etcd suspended for 0.9 s of every 1.2 s, for 12 s", taken, what=WHAT, answered=load.stats.ok)
 
 
 async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_were_away(world):
@@ -180,7 +180,7 @@ async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_we
     listed = world.api.count(began, lambda one: one.path.endswith("/quantizedllmservices") and not one.watch)
     assert listed, "a watch went on from a revision that etcd has forgotten"
     assert load.stats.failed == 0, load.stats.failures
-    record("etcd compacted while every watch was away", taken, what=WHAT, answered=load.stats.ok)
+    record("etcd compacted while every watch was disconnected", taken, what=WHAT, answered=load.stats.ok)
 
 
 async def test_changes_are_seen_although_every_watch_is_reset_each_second(world):
@@ -233,7 +233,7 @@ async def test_changes_are_seen_although_watches_stay_open_and_bring_nothing(wor
     began = time.monotonic()
     await changes.make()
     await changes.caught_up(LATE)
-    record("watches stay open and bring nothing", time.monotonic() - began, what=WHAT)
+    record("watches stay open but deliver nothing", time.monotonic() - began, what=WHAT)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ async def test_a_clock_that_jumps_moves_no_decision_and_blinds_no_eye(world, clo
             """Wait until the newest scrape has the new clock's time."""
             return abs(await world.newest_scrape("timed") - time.time() - jump) < 60
 
-        taken = await until(moved, f"scrapes go on by a clock that went {words}")
+        taken = await until(moved, f"scrapes continue after the clock went {words}")
         taken += await world.dial()
         await until(calm, f"the window is full after the clock went {words}")
         after = await world.status("timed")
@@ -72,7 +72,7 @@ async def test_a_clock_that_jumps_moves_no_decision_and_blinds_no_eye(world, clo
         record(
             f"clock set {words} by an hour",
             taken,
-            what="scrapes go on by the new clock, a changed replica count is acted on",
+            what="scrapes continue by the new clock, and a changed replica count takes effect",
         )
     pod = (await world.pods("timed"))[0]
     await world.make_ill(pod, usage=0.95, running=8, waiting=6)

@@ -25,7 +25,7 @@ async def test_a_drain_of_all_nodes_at_once_takes_no_more_replicas_than_may_be_a
     await until(lambda: is_allowed(world, name, leave), f"the budget allows {leave} evictions")
     pods = await world.pods(name)
     assert sum([await evicted(world, pod) for pod in pods]) == leave
-    # The rest can go one after another, once new pods answer.
+    # The remaining pods can be evicted one after another, once new pods answer.
     if leave:
         for pod in pods:
             await until(lambda pod=pod: is_gone(world, pod), f"pod {pod['metadata']['name']} may leave in the end")

@@ -60,7 +60,7 @@ async def test_an_engine_with_broken_metrics_is_left_out_until_it_is_well(world,
     assert await world.condition("steady", "MetricsAvailable") == ("True", "Scraped")
     assert (await world.status("steady")).get("decisions") == decided
     assert load.stats.failed == 0, load.stats.failures
-    record(f"metrics {WORDS[fault]}", taken, what="the engine is counted again", answered=load.stats.ok)
+    record(f"metrics {WORDS[fault]}", taken, what="the engine's metrics count again", answered=load.stats.ok)
 
 
 @pytest.mark.long
@@ -82,7 +82,7 @@ async def test_a_canary_whose_probe_hangs_is_given_up_while_everybody_is_served(
         await until(probing, "the canary is probed")
         began = time.monotonic()
         await world.dial()
-        assert await probing(), "others are acted on only once the trial is over"
+        assert await probing(), "the operator handles other services only after the trial"
 
         async def ended() -> bool:
             status = await world.status("trial")
@@ -96,7 +96,7 @@ async def test_a_canary_whose_probe_hangs_is_given_up_while_everybody_is_served(
     record(
         "canary whose probe hangs (progressDeadlineSeconds: 30)",
         taken,
-        what="it is rolled back; the stable side served all along",
+        what="the canary is rolled back; the stable revision served all the time",
         answered=load.stats.ok,
     )
     await world.delete("trial")
@@ -118,7 +118,7 @@ async def test_a_canary_without_memory_for_a_full_context_is_rolled_back_before_
         await until(ended, "the canary is rolled back", seconds=600)
     status = await world.status("hungry")
     tokens = CONTEXT - FILL_ANSWER_TOKENS
-    # The probes before it, and all users, asked for less.
+    # Earlier probes and all users sent shorter prompts.
     assert said.read_text() == f"no memory for {tokens} tokens"
     last = status["history"][0]
     assert (last["dtype"], last["reason"], last["verdict"]) == ("k4v4", "EngineCrashed", "Error")

@@ -59,7 +59,7 @@ async def all_pods(world, name):
 
 
 def moves_groups(written: str) -> bool:
-    """Return True after a write that concerns groups. Other kills are the same as for replicas of one pod."""
+    """Return True for a write that concerns groups. Tests of single-pod replicas cover kills after other writes."""
     return written.split()[1].startswith(("services", "leaderworkersets"))
 
 
@@ -70,7 +70,7 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
     async def two_groups_of_two() -> bool:
         return (len(await world.pods(name)), len(await all_pods(world, name))) == (2, 2 * 2)
 
-    await until(two_groups_of_two, "only what serves is left")
+    await until(two_groups_of_two, "only the serving revision remains")
     second = (await world.status(name))["stable"]["revision"]
     # With two replicas and one canary, rollouts never request more than three groups at any moment. Count the requested
     # groups in one answer of the API server: pods outlive their set.
@@ -83,7 +83,7 @@ async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leader
     record(
         f"operator killed {len(killer.killed)} times while a canary of groups is promoted and another rolled back",
         taken,
-        what="both trials end, with one group more than replicas at most; no request met an unprobed group",
+        what="both trials end, with at most one additional group; no request reached an unprobed group",
         answered=seen.answered.total(),
     )
     await world.delete(name)
@@ -146,7 +146,7 @@ async def test_a_route_never_leads_to_an_unprobed_group(world, groups, kind):
     assert {"httproutes", "leaderworkersets"} <= {written.split()[1].partition("/")[0] for written in killer.killed}
 
 
-async def test_a_group_whose_worker_ends_is_made_anew_whole_and_the_service_is_scaled_by_groups(world, groups):
+async def test_a_group_whose_worker_ends_is_recreated_whole_and_the_service_is_scaled_by_groups(world, groups):
     name = "scaled"
     await world.serving(name, 1, engine=ENGINE, drain=DRAIN)
     await world.scale(name, 2)
@@ -160,10 +160,10 @@ async def test_a_group_whose_worker_ends_is_made_anew_whole_and_the_service_is_s
         return lost["uid"] not in [pod["metadata"]["uid"] for pod in await all_pods(world, name)]
 
     began = time.monotonic()
-    await until(anew, "the group goes")
+    await until(anew, "the group is deleted")
     await world.until_ready(name, 2)
     taken = time.monotonic() - began
-    record("worker of a replica over two nodes killed", taken, what="its group is made anew, whole, and both answer")
+    record("worker of a replica over two nodes killed", taken, what="its whole group is recreated, and both answer")
     assert lost["name"].rpartition("-")[0] in groups.made_anew
     await world.scale(name, 1)
     await world.until_ready(name, 1)
@@ -171,5 +171,5 @@ async def test_a_group_whose_worker_ends_is_made_anew_whole_and_the_service_is_s
     async def fewer() -> bool:
         return len(await all_pods(world, name)) == 2
 
-    await until(fewer, "the workers of the group that went are gone")
+    await until(fewer, "the workers of the deleted group are gone")
     await world.delete(name)

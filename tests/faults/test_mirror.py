@@ -1,4 +1,4 @@
-"""A real proxy copies live requests to a canary in a step of 0%, and every user is answered by what serves."""
+"""A real proxy copies live requests to a canary in a step of 0%, and the serving revision answers every user."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ async def test_a_canary_gets_copies_of_live_requests_and_answers_no_user(world, 
         async def measured():
             return "stepTime" in (await world.status(NAME)).get("canary", {})
 
-        await until(measured, "the step of 0% is in effect", seconds=1500)
+        await until(measured, "the traffic step of 0% is in effect", seconds=1500)
         await until(lambda: asyncio.sleep(0, "filters" in gateway.rule), "nginx copies requests")
         second = (await world.status(NAME))["canary"]["revision"]
         [mirror] = [one["requestMirror"] for one in gateway.rule["filters"]]
@@ -76,7 +76,8 @@ async def test_a_canary_gets_copies_of_live_requests_and_answers_no_user(world, 
         await until(copied, "the canary has answered copies")
         assert copied_to not in served
         assert set(served) == set(stable)
-        # A coin decides which request is copied: 20 copies of the first 20 have a chance of one in a million.
+        # Half of the requests are copied at random, so the chance that all of the first 20 are copied is one in a
+        # million.
         assert (await answered(world, second))[0] - before < served.total()
         await world.patch(NAME, {"canary": {"steps": []}})
         await ends(world, NAME, "Promoted", "k4v4")

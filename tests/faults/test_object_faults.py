@@ -43,7 +43,7 @@ async def owners(world: FaultyWorld, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("where", ["Promoting", "RollingBack"])
-async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_anew(world, where):
+async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_again(world, where):
     name = f"again-{where.lower()}"
     await world.serving(name, 3, **TRIAL)
     before = await uid(world, name)
@@ -82,12 +82,12 @@ async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_a
     record(
         f"service deleted and created again while its canary is {where}",
         taken,
-        what="its three engines answer, nothing of the old one is left",
+        what="its three engines answer, and no object of the old service is left",
     )
     await world.delete(name)
 
 
-async def test_a_namespace_that_terminates_takes_its_service_along_and_holds_up_nobody(world):
+async def test_a_namespace_that_terminates_takes_its_service_along_and_delays_nobody(world):
     name, space = "doomed", "doomed-space"
     rest = world.rest
     rest.create("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}})
@@ -129,7 +129,9 @@ async def test_a_namespace_that_terminates_takes_its_service_along_and_holds_up_
         await world.dial()
         await asyncio.sleep(5)
         assert rest.get(f"/api/v1/namespaces/{space}")["status"]["phase"] == "Terminating"
-        assert not rest.get(f"/apis/apps/v1/namespaces/{space}/deployments")["items"], "it has come back"
+        assert not rest.get(f"/apis/apps/v1/namespaces/{space}/deployments")["items"], (
+            "the deleted service has come back"
+        )
     writes = world.api.count(began, lambda one: is_write(one) and f"/namespaces/{space}/" in one.path)
     assert writes <= 20, f"{writes} writes into a namespace that terminates"
     assert load.stats.failed == 0, load.stats.failures
@@ -148,7 +150,7 @@ async def test_a_namespace_that_terminates_takes_its_service_along_and_holds_up_
     record(
         "namespace that terminates",
         taken,
-        what="its service is forgotten; another one's replica count is acted on meanwhile",
+        what="the operator forgets its service; another service's replica count takes effect meanwhile",
         answered=load.stats.ok,
     )
 
@@ -198,7 +200,5 @@ async def test_the_operator_works_on_a_read_only_filesystem(world, tmp_path):
     said = world.operator_log()[logged:]
     assert "Traceback" not in said
     assert "Read-only" not in said
-    record(
-        "operator on a read-only filesystem", taken, what="a replica count, a new service and its trial are acted on"
-    )
+    record("operator on a read-only filesystem", taken, what="a replica count, a new service and its trial take effect")
     await world.delete("unwritten")

@@ -36,7 +36,8 @@ async def asked_by_everybody(world: FaultyWorld, name: str) -> AsyncIterator[Req
     endpoints = ReadyPods(world.cluster, NAMESPACE, name, "Service")
     async with pool_of_all.following(), endpoints.following(), picked(pool_of_all) as by_picker:
         await until(
-            lambda: asyncio.sleep(0, bool(pool_of_all.endpoints() and endpoints.endpoints())), "both have a pod"
+            lambda: asyncio.sleep(0, bool(pool_of_all.endpoints() and endpoints.endpoints())),
+            "pool and Service have a pod",
         )
         async with requests(world, name, InTurns(by_picker, ServiceWay(endpoints))) as seen:
             yield seen
@@ -60,7 +61,7 @@ async def test_serving_pods_need_no_operator_to_be_replaced_and_a_canarys_pods_g
 
         await until(ungated, "the template of the promoted revision has no gate")
         await world.stop_operator()
-        # The gate went without a restart.
+        # The readiness gate was removed without a restart of the pod.
         ran_on = {pod["metadata"]["uid"] for pod in await pods_of(world, name, serves)}
         assert ran_on == {pod["metadata"]["uid"] for pod in promoted}
         began = time.monotonic()
@@ -93,7 +94,7 @@ async def replaced_one_by_one(world: FaultyWorld, name: str, revision: str, pods
         return sum(pod["metadata"]["uid"] not in gone for pod in ready) >= count
 
     for count, pod in enumerate(pods, start=1):
-        await until(lambda pod=pod: evicted(world, pod), f"the budget lets pod {count} go")
+        await until(lambda pod=pod: evicted(world, pod), f"the budget lets pod {count} be evicted")
         await until(lambda count=count: new_ones(count), f"new pod {count} is Ready")
 
 
@@ -127,7 +128,7 @@ async def a_canary_without_an_operator(world: FaultyWorld, name: str, serves: st
     assert len(await pods_of(world, name, serves)) == 2
 
 
-async def test_an_engine_that_hangs_with_a_full_cache_and_a_queue_is_told_and_changes_nothing(world):
+async def test_an_engine_that_hangs_with_a_full_cache_and_a_queue_is_reported_and_changes_nothing(world):
     pressure = {"highPercent": 80, "sustainedSeconds": 10}
     await world.serving("hangs", 2, kvCache={"mode": "Recommend", "ladder": ["k4v4"], "pressure": pressure})
     before = (await world.status("hangs")).get("decisions")

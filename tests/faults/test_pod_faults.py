@@ -171,7 +171,7 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
         async def replaced() -> bool:
             return sum(map(is_ready, await world.pods("pair"))) == 2
 
-        await until(replaced, "a new engine answers beside the one that is left")
+        await until(replaced, "a new engine answers beside the remaining one")
         await world.until_ready("pair", 2)
         taken = time.monotonic() - began
     lies_there = await world.cluster.get(Ref("v1", "Pod", NAMESPACE, name))
@@ -201,7 +201,7 @@ async def test_when_a_node_is_gone_its_engine_is_started_on_another(world, secon
             living = [one for one in await world.pods("pair") if one["metadata"]["name"] != lost]
             return len(living) == 3 and all(one["spec"].get("nodeName") == "local" for one in living)
 
-        await until(replaced, "a new pod is bound to the node that is left")
+        await until(replaced, "a new pod is bound to the remaining node")
         await world.until_ready("pair", 3)
         taken = time.monotonic() - began
     assert load.stats.failed <= 3, load.stats.failures

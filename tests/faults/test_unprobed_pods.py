@@ -19,17 +19,17 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(360
 
 
 def moves_traffic(written: str) -> bool:
-    """Return True after a write that moves traffic. A short test has time only for these kills."""
+    """Return True for a write that moves traffic. A short test has time to kill the operator only after these."""
     return written.split()[1].startswith(("quantizedllmservices", "services", "inferencepools", "httproutes"))
 
 
 def moves_route(written: str) -> bool:
-    """Return True after a write of a route or its backends. Another test kills at the stages of a trial."""
+    """Return True for a write of a route or its backends. Another test kills the operator at the stages of a trial."""
     return written.split()[1].startswith(("services", "inferencepools", "httproutes"))
 
 
 def moves_share(written: str) -> bool:
-    """Return True after a write of a route or its backends, or of the status while the canary gets requests."""
+    """Return True for a write of a route or its backends, or of the status while the canary gets requests."""
     return moves_route(written) or "Shifting" in written
 
 
@@ -47,7 +47,7 @@ async def test_a_users_pool_on_the_service_label_never_picks_an_unprobed_pod(wor
     record(
         f"operator killed {len(killer.killed)} times while a canary is promoted and another rolled back",
         taken,
-        what="both trials end; a pool on the service's label picked no unprobed pod",
+        what="both trials end; a user's pool that selects the service's label picked no unprobed pod",
         answered=seen.answered.total(),
     )
 
@@ -68,7 +68,7 @@ async def test_a_route_over_services_never_leads_to_an_unprobed_pod(world):
     record(
         f"operator killed {len(killer.killed)} times while a canary takes its share of a route over Services",
         taken,
-        what="it is rolled back, another is promoted; no request met an unprobed pod, and none failed",
+        what="the canary is rolled back, another is promoted; no request reached an unprobed pod, and none failed",
         answered=seen.answered.total(),
     )
 
@@ -80,7 +80,7 @@ async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
     record(
         f"operator killed {len(killer.killed)} times while a canary takes its share of a route over InferencePools",
         taken,
-        what="it is rolled back, another is promoted; no request met an unprobed pod, and none failed",
+        what="the canary is rolled back, another is promoted; no request reached an unprobed pod, and none failed",
         answered=seen.answered.total(),
     )
 

@@ -89,7 +89,7 @@ def test_a_release_is_refused_unless_every_base_is_pinned_by_its_digest(tmp_path
     (tmp_path / "docker").mkdir()
     pinned = 0
     for path in (ROOT / "docker").glob("*.Dockerfile"):
-        # Only the last base is not pinned, which must be enough for a refusal.
+        # Leave only the last base image unpinned, which must be enough for a refusal.
         text, found = re.subn(r"(?m)^(ARG \w+_DIGEST=).*$", rf"\g<1>sha256:{'1' * 64}", path.read_text())
         pinned += found
         (tmp_path / "docker" / path.name).write_text(text)

@@ -198,7 +198,7 @@ def own(name: str, existing: dict[str, set[str]]) -> bool:
 def test_every_series_of_the_operator_is_asked_for_by_its_job_and_namespace(where, expression, existing):
     for name, inside in re.findall(r"\b((?:kvpilot|process)_\w+)\b(?:\{([^}]*)\})?", expression):
         if not name.startswith("kvpilot_io_"):
-            assert 'job="kvpilot-operator"' in inside, f"{where}: anybody's {name}"
+            assert 'job="kvpilot-operator"' in inside, f"{where}: {name} of any job"
             if own(name, existing):
                 assert 'namespace="kvpilot-system"' in inside, f"{where}: {name} of any namespace"
 

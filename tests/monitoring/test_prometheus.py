@@ -200,13 +200,13 @@ async def test_an_engines_page_gives_no_series_of_the_operator(ask):
     assert not any(label.startswith("__tmp") for one in found for label in one["metric"])
 
 
-async def test_a_pod_in_another_namespace_is_no_operator_whatever_its_labels(ask):
+async def test_a_pod_in_another_namespace_is_not_an_operator_whatever_its_labels(ask):
     targets = (await ask("targets"))["activeTargets"]
     operators = [one["labels"]["namespace"] for one in targets if one["labels"]["job"] == "kvpilot-operator"]
     assert operators == ["kvpilot-system"]
 
 
-async def test_every_alert_is_evaluated_without_an_error_and_the_rollback_and_the_failed_probe_are_told(ask):
+async def test_every_alert_is_evaluated_without_an_error_and_the_rollback_and_the_failed_probe_are_reported(ask):
     wanted = {"KvpilotCanaryRolledBack", "KvpilotProbeFailed"}
     found: dict[str, dict[str, str]] = {}
     async with asyncio.timeout(HANGS):

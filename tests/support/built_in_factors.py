@@ -46,7 +46,7 @@ def factors_of(folder: Path, chunk: int, context: int) -> list[Factors]:
                 tokens[None, at : at + length], position_ids=torch.arange(first, first + length)[None], use_cache=False
             )
         at += length
-    assert chunk - at == lone(chunk)  # the last tokens run one by one
+    assert chunk - at == lone(chunk)  # run the tokens after the last whole chunk one by one
     with torch.inference_mode():
         model(tokens[at:, None], use_cache=False)
     return [seen[layer].factors() for layer in sorted(seen)]

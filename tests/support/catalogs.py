@@ -247,7 +247,7 @@ def repository_faults(repository: Json) -> list[str]:
 
 def _repository(repository: Json) -> Iterator[str]:
     if not isinstance(repository, dict) or not repository.keys() <= {"repositoryID", "owners", "ignore"}:
-        yield "it is no map of repositoryID, owners and ignore"
+        yield "the file has other keys than repositoryID, owners and ignore, or none"
         return
     try:
         UUID(repository.get("repositoryID", "00000000-0000-0000-0000-000000000000"))

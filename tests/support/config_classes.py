@@ -46,7 +46,7 @@ def facts_of_all(configs: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, config in configs.items():
         if config["model_type"] in CONFIG_MAPPING:
-            with contextlib.suppress(StrictDataclassFieldValidationError):  # the class refuses an older config
+            with contextlib.suppress(StrictDataclassFieldValidationError):  # config of an older version
                 found[name] = facts(CONFIG_MAPPING[config["model_type"]].from_dict(config))
     return found
 

@@ -8,7 +8,7 @@ from support.faulty_world import NAMESPACE, FaultyWorld
 
 
 async def evicted(world: FaultyWorld, pod: Object) -> bool:
-    """Evict a pod, unless it is gone; return False if its budget forbids it now."""
+    """Evict a pod, if it still exists. Return False if its disruption budget forbids the eviction now."""
     about = {"name": pod["metadata"]["name"], "namespace": NAMESPACE}
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{about['name']}/eviction"
     body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": about}

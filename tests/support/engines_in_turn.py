@@ -62,7 +62,7 @@ def refused(model: Path, env: Mapping[str, str] | None = None, dtype: str = "k4v
     turn = Turn(str(model), dtype, [], [], {**small, **options})
     code, out, err = run("support.engines_in_turn", [asdict(turn)], **{**_PLAIN, **(env or {})})
     if code == 0:
-        raise RuntimeError("vLLM started as if all were well")
+        raise RuntimeError("vLLM started, although it should refuse these options")
     return out + err
 
 
@@ -97,7 +97,7 @@ def answer(turn: Turn) -> Answered:
     llm.llm_engine.engine_core.shutdown()
     del llm, core
     gc.collect()
-    destroy_model_parallel()  # MoE models need process groups that others lack
+    destroy_model_parallel()  # create the process groups that MoE models need
     return Answered(answers, cached, preempted, found, capacity)
 
 

@@ -263,7 +263,7 @@ def transpose_registers(x: Block) -> Block:
 
     The lanes of a warp form 8 rows g and 4 columns t. As in the layout `unpack.SCORES`, a thread holds columns t, t +
     4, ... of rows g, g + 8, .... It counts columns first, two to a register. One register of all threads forms a matrix
-    with rows g and columns 2 t + half.
+    with rows g and columns 2 t (its lower 16 bits) and 2 t + 1 (its upper 16 bits).
     """
     rows, columns = x.shape
     by_thread = np.asarray(x).reshape(rows // 8, 8, columns // 4, 4).transpose(0, 2, 1, 3)

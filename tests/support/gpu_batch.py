@@ -1,4 +1,4 @@
-"""Small batches for the GPU kernels on a CPU, with fixed launch parameters and poison in all unused memory."""
+"""Small batches for the GPU kernels on a CPU. Launch parameters are fixed, and all unused memory has poison values."""
 
 import itertools
 from dataclasses import dataclass, field

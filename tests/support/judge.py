@@ -7,8 +7,8 @@ from support.stepped_engine import Asked, Told
 class Judge:
     """Check of every answer against plain transformers. It follows an engine's blocks through its steps.
 
-    For each slot of a block it records the position at which the ring begins for the token there, or None if a prefill
-    computed the token. Another request may find that token in the block, even after the block was in host memory.
+    For each slot of a block it records the position at which the recent window's ring begins for the slot's token, or
+    None if a prefill computed the token. Another request may reuse that token, even after its block was in host memory.
 
     Attributes:
         wrong: requests with wrong tokens, and the judged part of their answers.
@@ -32,7 +32,7 @@ class Judge:
         host: dict[tuple[int, int], int | None] = {}
         for step in told.steps:
             for block, place in step.get("stored", ()):
-                host |= {(place, i): blocks.get((block, i)) for i in range(size)}  # a prompt may fill half a block
+                host |= {(place, i): blocks.get((block, i)) for i in range(size)}  # a prompt may end inside a block
             for block, place in step.get("loaded", ()):
                 blocks |= {(block, i): host[place, i] for i in range(size)}
             if "request" not in step:

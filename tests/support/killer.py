@@ -9,7 +9,7 @@ from support.faulty_world import FaultyWorld
 
 
 class Killer:
-    """Task that kills the operator again and again. `killed` lists the writes after which it did so.
+    """Task that repeatedly kills the operator. `killed` lists the writes after which it killed the operator.
 
     An entry has the method, the path below the namespace, and the canary's stage, verdict and traffic step. Only writes
     for the service `name` for which `worth` is true count, because a restart of the operator takes seconds and other

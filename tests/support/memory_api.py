@@ -116,7 +116,7 @@ class MemoryApi:
         self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
     ) -> list[Object]:
         self.asked.append(("list", kind, selector or fields))
-        assert not fields, "nothing here has fields that are selected by"
+        assert not fields, "this API has no field selectors"
         label, _, value = selector.partition("=")
         found = [obj for what, obj in self.objects.items() if what[0] == kind]
         return copy.deepcopy([obj for obj in found if obj["metadata"].get("labels", {}).get(label) == value][:limit])
@@ -266,4 +266,4 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
         work.send(None)
     except StopIteration:
         return
-    raise AssertionError("it waits for something")
+    raise AssertionError("the coroutine suspended")

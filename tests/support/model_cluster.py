@@ -62,7 +62,7 @@ class ModelCluster:
     probe_fault: str | None = None
     """Fault of the service's probe packs, if they cannot be used."""
     places: int | None = None
-    """Number of GPUs in the cluster; None means unlimited."""
+    """Number of GPUs in the cluster; unlimited if None."""
     start_ticks: int = 0
     """Ticks from a pod's placement on a GPU until it is ready."""
     drain_ticks: int = 0

@@ -19,7 +19,7 @@ ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 LENGTHS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0)
 TOKENS = 100.0
 ALONE: Mapping[str, int] = MappingProxyType({})
-"""Value of the argument `nodes` if each replica is a single pod."""
+"""Value for the argument `nodes` if every replica is a single pod."""
 
 
 @dataclass(frozen=True)

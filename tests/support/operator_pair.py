@@ -26,7 +26,7 @@ _LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/kvpilot-opera
 def identity(write: Write) -> str | None:
     """Return the replica that wrote, or None for other clients.
 
-    The user names the replica's place, and the user agent names the process.
+    The write's user gives the replica's place, and its user agent gives the process.
     """
     if not write.user.startswith("operator-"):
         return None
@@ -136,8 +136,8 @@ class Pair:
         finally:
             self._flags = ()
             self._leave()
-            # A leader keeps the Lease if its last write got no answer. Both processes have ended, so no write can
-            # arrive any more.
+            # A leader does not release the Lease if its last write got no answer, so release it here. Both processes
+            # have ended, so no write can arrive any more.
             self.rest.merge(_LEASE, {"spec": {"holderIdentity": ""}})
 
     def settle(self) -> tuple[Operator, Operator]:

@@ -50,7 +50,7 @@ def ask(module: str, asked: "DataclassInstance | list[Any] | dict[str, Any]", **
     """
     code, out, err = run(module, asked, **environment)
     if code:
-        raise RuntimeError(out[-2000:] + err[-10_000:])  # leak warnings follow the error message
+        raise RuntimeError(out[-2000:] + err[-10_000:])  # skip leak warnings, which come after the error message
     return json.loads(out.splitlines()[-1])
 
 
@@ -142,6 +142,6 @@ def end() -> None:
     """Stop all servers. The processes that they forked end with them."""
     while _servers:
         _, server = _servers.popitem()
-        server.process.kill()  # the kernel then kills the server's children, too
+        server.process.kill()  # the kernel also kills processes that the server forked
         server.process.wait()
         rmtree(Path(server.address).parent, ignore_errors=True)

@@ -66,7 +66,7 @@ async def by_route(
         serves = (await world.status(name))["stable"]["revision"]
         return await revisions() == [serves, serves if kind == "InferencePool" else None]
 
-    await until(settled, "the backends select what serves")
+    await until(settled, "the backends select the serving revision")
     gateway = InferenceGateway(world.cluster, NAMESPACE, name, (name, f"{name}-canary"), kind)
     async with gateway.following():
         await until(lambda: asyncio.sleep(0, gateway.is_ready), "the gateway has a pod")
@@ -77,10 +77,10 @@ async def by_route(
             assert first != second
             await world.patch(name, {"kvCache": {"dtype": "auto"}})
             taken = await ends(world, name, "RolledBack", "k4v4")
-            await until(settled, "the backends select what serves")
+            await until(settled, "the backends select the serving revision")
             await world.patch(name, {"kvCache": {"dtype": "k8v4"}, "canary": {"steps": []}})
             taken += await ends(world, name, "Promoted", "k8v4")
-            await until(settled, "the backends select what serves")
+            await until(settled, "the backends select the serving revision")
             third = (await revisions())[0]
     found = await world.cluster.get(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, name))
     assert [ref["name"] for ref in found["spec"]["rules"][0]["backendRefs"]] == [name]

@@ -1,4 +1,4 @@
-"""A real vLLM in one process that records its steps, and whose rings start full of other tokens' rows.
+"""A real vLLM in one process. It records its steps, and its ring buffers start with rows of other tokens, as if reused.
 
 `python -m support.stepped_engine` reads the fields of `Asked` as a JSON object from stdin. It writes those of `Told` as
 the last line of stdout.

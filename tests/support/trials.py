@@ -59,7 +59,7 @@ def edit(cluster: ModelCluster, **spec: Any) -> None:
 def killed_before_each_write(
     make: Callable[[], ModelCluster], watch: Callable[[], Callable[[ModelCluster], None]], end: str
 ) -> None:
-    """Repeat a trial once for each of its writes, with the operator killed just before that write.
+    """Repeat a trial once for each of its writes, and kill the operator just before that write.
 
     The trial before the kill is always the same, so each run continues from a copy of the undisturbed trial.
 
@@ -117,7 +117,7 @@ def at_every_moment(cluster: ModelCluster) -> None:
     if status.canary is not None and status.canary.stage in ("Starting", "Probing"):
         assert status.canary.revision not in shares
     if status.stable.ever_ready:
-        # A faulty canary gives way at once, however few stable pods are left.
+        # The operator takes a faulty canary out of the traffic at once, even if few stable pods remain.
         canary, no_fault = status.canary, ("Superseded", "ProgressDeadlineExceeded")
         back = canary is not None and canary.stage == "RollingBack" and canary.reason not in no_fault
         least = spec.disruption.least(spec.replicas)

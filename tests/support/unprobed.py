@@ -1,4 +1,4 @@
-"""A constant stream of requests, as from a gateway, and the check that none reaches a pod before its probes passed."""
+"""A constant stream of requests, as from a gateway, and the check that none reaches an unprobed pod."""
 
 import asyncio
 import contextlib
@@ -158,7 +158,8 @@ async def promoted_and_rolled_back(
     endpoints = ReadyPods(world.cluster, NAMESPACE, name, "Service")
     async with pool_of_all.following(), endpoints.following(), picked(pool_of_all) as by_picker:
         await until(
-            lambda: asyncio.sleep(0, bool(pool_of_all.endpoints() and endpoints.endpoints())), "both have a pod"
+            lambda: asyncio.sleep(0, bool(pool_of_all.endpoints() and endpoints.endpoints())),
+            "pool and Service have a pod",
         )
         in_turns = InTurns(by_picker, ServiceWay(endpoints))
         async with requests(world, name, in_turns) as seen, Killer.of(world, name, worth) as killer:

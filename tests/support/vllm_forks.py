@@ -1,4 +1,4 @@
-"""A process that has imported vLLM and forks itself for each caller, so that no engine has to import vLLM.
+"""A process that has imported vLLM. It forks itself for each caller, so that no test's engine has to import vLLM again.
 
 `python -m support.vllm_forks FD` listens at the socket FD. A caller sends four files: a question in JSON (see `become`)
 and the new process's stdin, stdout and stderr. Any byte that follows is a signal for that process. When it has ended,
@@ -43,7 +43,7 @@ def main() -> None:
     own = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
     gc.freeze()  # a garbage collection in a child then copies none of the current pages
-    vars(gc)["unfreeze"] = lambda: None  # vLLM calls it after an engine's end
+    vars(gc)["unfreeze"] = lambda: None  # vLLM calls gc.unfreeze after an engine's end
     parent = os.getpid()
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         folder = Path(listener.getsockname()).parent
@@ -188,7 +188,7 @@ def fork_what_is_spawned(address: Path) -> None:
 
     spawn.get_preparation_data, spawn.prepare = describe, prepare
     contexts["spawn"] = contexts["forkserver"]
-    server.ensure_running = resource_tracker.ensure_running  # this process tracks its forks' resources itself
+    server.ensure_running = resource_tracker.ensure_running  # this process tracks the resources
     server._forkserver_address = str(address)
     watched, server._forkserver_alive_fd = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:

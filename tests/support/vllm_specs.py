@@ -55,7 +55,7 @@ def text_alone(config: dict[str, Any]) -> dict[str, Any]:
         config = {"dtype": "bfloat16", **text, "model_type": kind, "architectures": [architecture]}
     if config.get("model_type") in CLASSES:
         config = {**config, "model_type": CLASSES[config["model_type"]]}
-    if (config.get("quantization_config") or {}).get("config_groups") == {}:  # quantizes only the cache
+    if (config.get("quantization_config") or {}).get("config_groups") == {}:  # this quantizes only the cache
         return config
     return {field: value for field, value in config.items() if field != "quantization_config"}
 

@@ -41,7 +41,7 @@ def denied(*dtypes: str) -> dict[str, Any]:
 
 
 def refused(run: Run, *argv: str, code: int = 1) -> str:
-    """Return the one line that the command ends with."""
+    """Return the only line that the failed command prints on stderr."""
     ended, out, err = run(*argv)
     assert (ended, out) == (code, "")
     (line,) = err.splitlines()

@@ -33,7 +33,7 @@ def state(name: str) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], di
 
 
 class Kubelet(ModelCluster):
-    """Model cluster whose kubelet reports something else for some pods."""
+    """Model cluster in which the test replaces what the kubelet reports for some pods."""
 
     says: Callable[[int], Mapping[str, Any]] = staticmethod(lambda number: {})
 
@@ -98,12 +98,12 @@ def _() -> dict[str, Any]:
     return of_an_engine(exit_message=said, restarts=1)
 
 
-@state("it serves, and nothing is under way")
+@state("it serves, and no change is in progress")
 def _() -> dict[str, Any]:
     return seen(settled())
 
 
-@state("the newest spec was not read yet")
+@state("the operator has not read the newest spec yet")
 def _() -> dict[str, Any]:
     cluster = settled()
     cluster.edit(service(NEW, 2))
@@ -125,7 +125,7 @@ def trial(where: str, **changes: Any) -> ModelCluster:
     return cluster
 
 
-@state("a canary is probed")
+@state("a canary is being probed")
 def _() -> dict[str, Any]:
     return seen(trial("Probing"))
 
@@ -135,17 +135,17 @@ def _() -> dict[str, Any]:
     return seen(trial("Shifting"))
 
 
-@state("a canary is promoted")
+@state("a canary is being promoted")
 def _() -> dict[str, Any]:
     return seen(trial("Promoting"))
 
 
-@state("a canary is rolled back")
+@state("a canary is being rolled back")
 def _() -> dict[str, Any]:
     return seen(trial("RollingBack", cluster={"bad": frozenset([NEW])}))
 
 
-@state("the canary is promoted and pods of the old revision leave")
+@state("the canary has been promoted, and pods of the old revision shut down")
 def _() -> dict[str, Any]:
     cluster = on_trial(2)
     cluster.until(ended)
@@ -167,7 +167,7 @@ def _() -> dict[str, Any]:
     return after(cluster)
 
 
-@state("answers have drifted, and the way back is paused")
+@state("answers have drifted, and the rollback is paused")
 def _() -> dict[str, Any]:
     cluster = ModelCluster(service(NEW, 2, paused=True))
     cluster.settle()
@@ -208,7 +208,7 @@ def _() -> dict[str, Any]:
     return after(cluster)
 
 
-@state("no canary can be started")
+@state("no canary can start")
 def _() -> dict[str, Any]:
     cluster = ModelCluster(service(OLD, 2, routeRef={"name": "web"}))
     cluster.settle()
@@ -243,7 +243,7 @@ def _() -> dict[str, Any]:
     return after(cluster)
 
 
-@state("a replica has crashed again and again")
+@state("a replica keeps crashing")
 def _() -> dict[str, Any]:
     cluster = Kubelet(service(OLD, 2))
     cluster.settle()
@@ -264,7 +264,7 @@ def _() -> dict[str, Any]:
     return after(cluster, 20)
 
 
-@state("a question of the last reconcile had no answer")
+@state("a part of the last reconcile failed")
 def _() -> dict[str, Any]:
     cluster = settled()
     cluster.unread = (unanswered(Question.NODE, ClusterError("GET", "/x", 403, "forbidden")),)

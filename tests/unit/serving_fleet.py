@@ -33,7 +33,7 @@ class ServingFleet(ModelCluster):
             super()._answer(decision)
             return
         if request.identity != self.waiting:
-            # An engine takes time, so the answer arrives two reconciles later.
+            # A probe takes time, so its result arrives two reconciles later.
             self.waiting, self.probe = request.identity, ProbeResult(request, None)
             return
         if self.probe is None or self.probe.outcome is None:

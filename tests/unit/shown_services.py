@@ -53,7 +53,7 @@ def here(cluster: ModelCluster) -> dict[str, Any]:
 
 
 def now() -> datetime:
-    """Return the time at which the commands look at it."""
+    """Return the time at which the commands show the object."""
     return datetime(2026, 11, 22, tzinfo=UTC)
 
 

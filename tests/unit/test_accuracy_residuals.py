@@ -1,4 +1,4 @@
-"""Blocks of a simulated cache that keep their residuals, by order and share, and the pool that holds the residuals."""
+"""Blocks of a simulated cache that keep their residuals, by order and share, and the memory pool of the residuals."""
 
 import sys
 from math import inf
@@ -16,7 +16,7 @@ from kvpilot_cli.backtest.costs import load_profile
 
 
 def blocks(order, share, floor, query, count=8):
-    """Return the blocks that a query in the block `query` reads at 8 bits: those of keys, and those of values."""
+    """Return the blocks whose keys, and those whose values, a query in the block `query` reads at 8 bits."""
     return [side[query].nonzero().flatten().tolist() for side in keep(order, share, floor, count)[0]]
 
 
@@ -64,7 +64,7 @@ def test_attention_reads_each_side_of_a_block_as_it_was_kept():
 
 
 def pool(idle):
-    """Return a simulated engine whose pool four sessions have filled with their prefixes, and a quarter of the pool."""
+    """Return a simulated engine whose pool is full of the prefixes of four sessions, and the size of one prefix."""
     engine = Elastic(load_profile(), Limits(), idle)
     quarter = engine.blocks.total // 4
     for session in range(4):

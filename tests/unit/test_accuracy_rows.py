@@ -1,4 +1,4 @@
-"""Names of rows in the accuracy table: the codec that each name stands for, and the valid forms of names."""
+"""The rows of the accuracy table: which codec each row name means, and which names are valid."""
 
 import sys
 from pathlib import Path

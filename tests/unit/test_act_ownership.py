@@ -64,7 +64,7 @@ async def test_a_pass_in_which_nothing_changes_asks_the_server_for_nothing(opera
 
 @pytest.mark.parametrize("labels", [{}, {SERVICE_LABEL: "chat"}], ids=["seen by no watch", "with our label"])
 @pytest.mark.parametrize(("kind", "name"), [("Service", "chat"), ("Deployment", DEPLOYMENT)])
-async def test_an_object_that_was_there_first_is_left_alone_and_ready_says_why(
+async def test_an_object_that_was_there_first_is_not_changed_and_ready_gives_the_reason(
     operator: Operator, kind: str, name: str, labels: dict[str, str]
 ) -> None:
     before = operator.api.put(users(kind, name, **labels))
@@ -176,7 +176,7 @@ async def test_the_objects_of_an_earlier_service_of_this_name_are_waited_for(ope
     earlier = users("Service", "chat", **{SERVICE_LABEL: "chat"})
     earlier["metadata"]["ownerReferences"] = [{"kind": KIND, "name": "chat", "uid": "u-0"}]
     operator.api.put(earlier)
-    with pytest.raises(Conflict, match="an earlier service's"):
+    with pytest.raises(Conflict, match="belongs to an earlier service"):
         await operator.reconcile()
     operator.api.drop("Service", "chat")
     await served(operator)
@@ -216,7 +216,7 @@ async def test_the_names_of_a_group_are_claimed_before_the_group_and_go_with_it(
     assert ("Service", SET) not in is_there(groups)
 
 
-async def test_no_group_starts_where_its_workers_would_find_somebody_elses_pods(groups: Operator) -> None:
+async def test_no_group_starts_where_its_workers_would_find_another_owners_pods(groups: Operator) -> None:
     theirs = groups.api.put(users("Service", SET))
     for _ in range(3):
         await groups.reconcile()
@@ -224,7 +224,7 @@ async def test_no_group_starts_where_its_workers_would_find_somebody_elses_pods(
     assert groups.api.objects["Service", SET] == theirs
     for condition in map(groups.condition, ("Ready", "Stalled")):
         assert condition.reason == "NameTaken"
-        assert f"Service models/{SET}, which it names, exists" in condition.message
+        assert f"it needs Service models/{SET}, which exists" in condition.message
     groups.api.drop("Service", SET)
     await groups.reconcile(90)
     assert ("LeaderWorkerSet", SET) in is_there(groups)

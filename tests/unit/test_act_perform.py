@@ -95,7 +95,7 @@ async def test_only_the_rules_of_a_users_route_are_written_and_only_as_they_were
 
 
 def figures(number: int, *, status: str = "True") -> Status:
-    """Return the status after engines reported something different at every scrape."""
+    """Return the status with every figure changed, as if the engines had reported other numbers."""
     said = f"KV capacity {number} tokens"
     kinds = (ConditionType.METRICS_AVAILABLE, ConditionType.MEMORY_PRESSURED, ConditionType.OBJECTIVES_HELD)
     return Status(
@@ -180,7 +180,7 @@ async def test_an_object_that_is_as_it_should_be_is_applied_again_only_after_a_w
     assert len(recorder.writes) == 2
 
 
-async def test_a_service_that_somebody_else_has_changed_is_mended_at_once():
+async def test_a_service_that_somebody_else_has_changed_is_repaired_at_once():
     recorder = Recorder()
     actor, s = Actor(recorder, lambda: 0.0), observed()
     mine = Decision(s.status, Objects((service(KEY, "u-1", "chat", revision(OLD)),), {}, frozenset()))
@@ -191,7 +191,7 @@ async def test_a_service_that_somebody_else_has_changed_is_mended_at_once():
 
 
 @pytest.mark.parametrize(("generation", "writes"), [(1, 1), (2, 2)])
-async def test_a_deployment_that_somebody_else_has_changed_is_mended_at_once(generation, writes):
+async def test_a_deployment_that_somebody_else_has_changed_is_repaired_at_once(generation, writes):
     recorder = Recorder()
     actor, s = Actor(recorder, lambda: 0.0), observed(**{revision(OLD): 1})
     mine = Objects((made(OLD, 1),), {}, frozenset({revision(OLD)}))

@@ -58,7 +58,7 @@ async def test_other_objects_are_written_all_the_same(operator: Operator) -> Non
     assert ("Service", "chat") in operator.api.objects
 
 
-async def test_what_is_refused_is_asked_for_again_ever_later_but_within_a_minute(operator: Operator) -> None:
+async def test_what_is_refused_is_requested_again_ever_later_but_within_a_minute(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment")
     times: list[float] = []
     for _ in range(200):
@@ -87,7 +87,7 @@ async def test_a_changed_spec_is_tried_at_once_and_an_accepted_write_clears_the_
     assert operator.condition("Ready").status == "True"
 
 
-async def test_an_object_that_is_asked_for_otherwise_is_tried_at_once(operator: Operator) -> None:
+async def test_an_object_that_is_requested_otherwise_is_tried_at_once(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment")
     for _ in range(60):
         await operator.reconcile()
@@ -133,7 +133,7 @@ async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Oper
 @pytest.mark.parametrize(
     "error", [Rejected("PATCH", "/x", 422, QUOTA, "Invalid"), ClusterError("PATCH", "/x", 500, "")]
 )
-async def test_what_serves_is_mended_whatever_befalls_the_writes_of_a_trial(
+async def test_the_serving_revision_is_repaired_whatever_befalls_the_writes_of_a_trial(
     operator: Operator, error: ClusterError
 ) -> None:
     for _ in range(2):

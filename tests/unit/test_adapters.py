@@ -65,6 +65,6 @@ def test_the_status_names_the_adapters_that_the_serving_revision_has_loaded() ->
     made = workload(KEY, "u-1", pod_template(KEY.name, spec_of(before), "auto"), 1, 600)
     for ever_ready, told in ((True, ("sql", "acme/chat")), (False, ())):
         status = Status(stable=Stable(revision=name, dtype="auto", ever_ready=ever_ready, since=NOW))
-        # The newest spec drops one adapter, but no engine serves that spec yet.
+        # The newest spec removes an adapter, but no engine serves that spec yet.
         observed = running(after, "auto", deployments={name: deployment_view(made)}, pods=())
         assert decide(replace(observed, status=status)).status.adapters == told

@@ -138,7 +138,7 @@ def with_gate(kind, name, uid, owner):
     return {"apiVersion": "apps/v1", "kind": kind, "metadata": about, "spec": {"replicas": 1, "template": pods}}
 
 
-def test_a_gate_is_removed_from_a_paused_deployment_and_its_replica_set_before_it_goes_on():
+def test_a_gate_is_removed_from_a_paused_deployment_and_its_replica_set_before_it_continues():
     api, deployment = MemoryApi(), f"{KEY.name}-{OLD}"
     api.put(with_gate("Deployment", deployment, "d", "u-1"))
     api.put(with_gate("ReplicaSet", f"{deployment}-5d9", "r", "d"))
@@ -180,7 +180,7 @@ def test_pods_of_a_promoted_revision_need_no_operator_wherever_it_was_killed_aft
         assert killed.engines.ready(serves) == view.replicas
 
 
-def test_a_revision_that_served_and_is_on_trial_again_starts_anew_with_the_gate():
+def test_a_revision_that_served_and_is_on_trial_again_starts_again_with_the_gate():
     cluster = on_trial(cluster={"bad": frozenset({ON_TRIAL})})
     canary = cluster.until(stage("Starting")).canary.revision
     found = cluster.api.objects["Deployment", f"{KEY.name}-{canary}"]
@@ -194,7 +194,7 @@ def test_a_revision_that_served_and_is_on_trial_again_starts_anew_with_the_gate(
     assert cluster.api.workloads()[canary].has_gate
 
 
-def test_an_operator_that_may_not_change_replica_sets_says_so():
+def test_an_operator_that_may_not_change_replica_sets_reports_it():
     words = 'replicasets.apps is forbidden: User "x" cannot list resource "replicasets" in API group "apps"'
     refused = Rejection("ReplicaSet", f"{KEY.name}-{OLD}", "Forbidden", words)
     told = decide(running(manifest(), "auto", rejections=(refused,))).status.condition("Stalled")
@@ -236,7 +236,7 @@ class Recorder:
         return None
 
     async def delete(self, *about, uid=""):
-        raise AssertionError(f"nothing is to be deleted: {about}")
+        raise AssertionError(f"unexpected deletion: {about}")
 
     async def create(self, manifest):
         return {"metadata": {"name": manifest["metadata"].get("name", "event"), "uid": "u"}}
@@ -268,7 +268,7 @@ def test_a_pod_that_has_just_gone_keeps_no_other_from_being_admitted(error):
     assert refused == ()
 
 
-def test_an_operator_that_may_not_write_a_pods_status_says_so():
+def test_an_operator_that_may_not_write_a_pods_status_reports_it():
     words = 'pods "bad" is forbidden: User "x" cannot patch resource "pods/status" in API group ""'
     _, refused = performed({"bad": True, "good": True}, Rejected("PATCH", "bad", 403, words, "Forbidden"))
     assert [(one.kind, one.name) for one in refused] == [("Pod", "bad")]
@@ -304,7 +304,7 @@ def test_nobody_finds_an_unprobed_pod_ready_wherever_the_operator_is_killed(bad,
 
 
 @pytest.mark.parametrize("where", ["Probing", "Promoting"])
-def test_pods_of_what_serves_that_come_anew_are_admitted_while_the_spec_is_refused(where: str) -> None:
+def test_pods_of_the_serving_revision_that_come_again_are_admitted_while_the_spec_is_refused(where: str) -> None:
     cluster = on_trial()
     cluster.until(stage(where))
     if where == "Promoting":

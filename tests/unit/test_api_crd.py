@@ -174,7 +174,7 @@ def test_a_limit_of_gpus_that_is_enough_is_accepted_in_every_spelling(size: int,
 )
 def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, limit: str) -> None:
     gpus = parse_quantity(limit)
-    # Where the limit is written in digits alone, GPUs beyond tensorParallelSize would idle.
+    # If the limit is a plain number, the rule also refuses more GPUs than tensorParallelSize, which would stay unused.
     enough = gpus == int(gpus) and (gpus == size if re.fullmatch("[0-9]{1,5}", limit) else gpus >= size)
     accepted = refused(with_gpus(size, limit)) == []
     # A quantity such as 1.5k is a whole number, but the rule refuses it, because nobody counts GPUs in this way.
@@ -184,7 +184,7 @@ def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, lim
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 @pytest.mark.parametrize("field", ["baseline", "dtype"])
 def test_a_16_bit_dtype_by_name_goes_with_the_same_dtype_of_the_model(name: str, field: str) -> None:
-    """If the dtype differs from that of the model, the cache produces fluent nonsense without an error."""
+    """If the cache's dtype differs from that of the model, the answers are fluent but wrong, and no error appears."""
     kv_cache = {"mode": "Fixed", "dtype": "k4v4", field: name}
     same, other = f"--dtype={name}", f"--dtype={({'bfloat16', 'float16'} - {name}).pop()}"
     for arguments, accepted in (

@@ -116,7 +116,7 @@ def test_no_preemption_where_the_longest_contexts_fit_together() -> None:
     ).preemptions
 
 
-def test_a_request_larger_than_the_cache_is_refused_and_the_others_go_on() -> None:
+def test_a_request_larger_than_the_cache_is_refused_and_the_others_continue() -> None:
     made = [Request(0, 0.0, 100 * BLOCK, 10), Request(1, 0.0, 10, 10)]
     engine = drained(Engine(costs(10), Limits()), made)
     assert [r.dropped for r in made] == [True, False]

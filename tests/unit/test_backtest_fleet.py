@@ -1,4 +1,4 @@
-"""The interval model agrees with the request-level model, and the pilots of a fleet decide every minute."""
+"""The fleet's simulation by intervals agrees with the simulation by requests, and each pilot decides every minute."""
 
 import json
 import sys

@@ -94,12 +94,12 @@ async def test_however_many_hang_everybody_gets_a_permit(tenant: str | None) -> 
     await close(*hanging)
     lost = [task for task in hanging if not task.cancelled()]
     for task in lost:
-        with pytest.raises(PermitLost, match=r"a test: silent for 0\.02 s while others wait"):
+        with pytest.raises(PermitLost, match=r"a test: no progress for 0\.02 s while others wait"):
             await task
     assert bool(lost) == (tenant != "greedy")
 
 
-async def test_work_that_goes_on_keeps_its_permit() -> None:
+async def test_work_that_continues_keeps_its_permit() -> None:
     held, works = Held(), asyncio.Event()
 
     async def busy() -> str:

@@ -39,7 +39,7 @@ class Seen:
         return ServiceKey(obj["metadata"]["namespace"], obj["service"]) if obj["service"] else None
 
 
-def test_only_what_differs_is_told() -> None:
+def test_only_what_differs_is_reported() -> None:
     seen = Seen()
     for version, value in ((1, 5), (2, 5), (3, 6)):
         seen.store.put(thing(version, value))
@@ -58,7 +58,7 @@ def test_an_object_that_nobody_can_make_sense_of_is_left_as_it_was_and_the_other
     assert store.of(CHAT) == [5, 7]
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
     assert "hunter2" not in caplog.text
-    assert "a/x is left as it was: ValueError in cache.py:" in caplog.text
+    assert "a/x ignored: ValueError in cache.py:" in caplog.text
     store.put(thing(9, 6, "x"))
     assert store.of(CHAT) == [6, 7]
 
@@ -216,7 +216,7 @@ async def test_what_was_deleted_while_the_watch_was_lost_is_missing_after_the_ne
 
 
 @pytest.mark.parametrize(("status", "remedy"), [(403, "let the operator's role"), (404, "kubectl apply -f crds/")])
-async def test_what_keeps_a_collection_from_being_read_is_told_with_its_remedy(
+async def test_what_keeps_a_collection_from_being_read_is_reported_with_its_remedy(
     status: int, remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server([], 10, [ClusterError("WATCH", "/things", status, "no")])

@@ -61,7 +61,7 @@ async def test_a_watch_yields_its_events_however_they_are_cut_and_however_large(
 
 
 @pytest.mark.parametrize("answer", [status(410), lines(("ERROR", {"code": 410, "message": "too old"}))])
-async def test_a_version_that_is_too_old_is_told_as_410(server: Server, answer: Answer) -> None:
+async def test_a_version_that_is_too_old_is_reported_as_410(server: Server, answer: Answer) -> None:
     server.answer = answer
     with pytest.raises(ClusterError) as caught:
         await heard(server)

@@ -36,7 +36,7 @@ def test_a_recipe_names_two_files_at_most_and_what_is_in_them(recipe: tuple[str,
     _, first, then = recipe
     named = re.findall(r"`([^`]+)`", first)
     assert 1 <= len(named) <= 2
-    assert re.sub(r"`[^`]+`", "", first).strip() == "", "only names stand in this cell"
+    assert re.sub(r"`[^`]+`", "", first).strip() == "", "this cell has more than names"
     for name in named:
         file, _, what = name.partition("::")
         assert (ROOT / file).is_file(), file

@@ -1,4 +1,4 @@
-"""Users' answers, canary against stable: what a healthy canary may show, and what fails one."""
+"""Users' answers, canary against stable: differences that a healthy canary may show, and those that fail it."""
 
 import itertools
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_equal_sides_never_differ(requests, tokens, stopped):
     [
         ({"tokens": 500.0}, ("are far longer", "median length 441 and 88 tokens", "312 and 1040 answers")),
         ({"tokens": 20.0}, ("are far shorter", "median length 18 and 88 tokens")),
-        ({"stopped": 0.4}, ("end by themselves far less often", "60% and 10% without the finished_reason stop")),
+        ({"stopped": 0.4}, ("end by themselves far less often", "60% and 10% with finished_reason not stop")),
     ],
 )
 def test_answers_that_differ_beyond_chance_fail_with_the_figures_of_both_sides(ours, words):
@@ -110,7 +110,7 @@ def test_answers_that_differ_beyond_chance_fail_with_the_figures_of_both_sides(o
     assert all(word in found for word in words), found
 
 
-def test_a_difference_of_half_is_no_difference():
+def test_a_difference_of_half_is_not_a_difference():
     milder = {"tokens": 200.0, "stopped": 0.75}
     assert difference(side(*[flows(50.0, **milder)] * 200), side(*[flows(50.0)] * 200)) is None
 
@@ -211,4 +211,4 @@ def test_the_pages_of_both_sides_decide(answers: Any, verdict: str):
     status = cluster.until(ended)
     assert status.last_trial.verdict == verdict
     if verdict == "Failed":
-        assert "without the finished_reason stop" in parse_status(cluster.status).last_trial.message
+        assert "with finished_reason not stop" in parse_status(cluster.status).last_trial.message

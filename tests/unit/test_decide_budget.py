@@ -46,7 +46,7 @@ def test_the_budget_stands_while_a_canary_has_the_place_of_a_replica_for_that_ha
     assert (covered(cluster), cluster.budget["maxUnavailable"]) == (2, 1)
 
 
-def test_a_paused_trial_whose_canary_has_the_place_of_a_replica_does_not_keep_the_other_for_ever():
+def test_a_paused_trial_whose_canary_has_the_place_of_a_replica_does_not_keep_the_other_forever():
     cluster = on_trial(2, capacityPolicy="ReplaceOne", steps=[])
     cluster.until(stage("Probing"))
     cluster.edit(service(NEW, 2, capacityPolicy="ReplaceOne", steps=[], paused=True))

@@ -67,7 +67,7 @@ IMAGE = manifest(scaling=SCALING, engine={"image": "kvpilot/runtime:2"})
 SAYS_IMAGE = "the spec has changed: image kvpilot/runtime:1 -> kvpilot/runtime:2"
 
 
-def test_an_image_change_is_told_as_one_where_its_canary_starts() -> None:
+def test_an_image_change_is_reported_as_one_where_its_canary_starts() -> None:
     first, _ = on_trial(IMAGE)
     (event,) = [one for one in first.events if one.reason == "CanaryStarted"]
     assert event.message == SAYS_IMAGE
@@ -83,10 +83,10 @@ def test_an_image_change_is_told_as_one_where_its_canary_starts() -> None:
         (WAITS, "ImageUnavailable", "ImagePullBackOff"),
         (CRASHES, "CrashLoopBackOff", "CrashLoopBackOff"),
         (PENDING, "Unschedulable", PENDING["unschedulable"]),
-        (UNHEARD, "Unschedulable", "the scheduler says nothing of pod"),
+        (UNHEARD, "Unschedulable", "the scheduler says nothing about pod"),
     ],
 )
-def test_an_image_change_is_told_with_its_cause_while_its_canary_hangs(
+def test_an_image_change_is_reported_with_its_cause_while_its_canary_hangs(
     kubelet: Mapping[str, Any], reason: str, words: str
 ) -> None:
     _, later = on_trial(IMAGE, kubelet)
@@ -157,7 +157,7 @@ def test_values_of_options_that_may_be_secrets_are_not_told() -> None:
     assert "old-secret" not in said
 
 
-def test_where_nothing_has_changed_nothing_is_told() -> None:
+def test_where_nothing_has_changed_nothing_is_reported() -> None:
     s = serving_old(OLD)
     assert s.spec is not None
     assert s.status.stable is not None

@@ -83,7 +83,7 @@ def histogram(values: np.ndarray, bounds: Sequence[float]) -> Histogram:
 
 
 def span(count: int) -> tuple[datetime, datetime]:
-    """Return the window of so many scrapes."""
+    """Return start and end of the window that this many scrapes cover."""
     return NOW, NOW + SCRAPE * count
 
 
@@ -110,7 +110,7 @@ def test_equal_sides_are_not_called_slower():
 
 @pytest.mark.slow
 def test_at_the_very_limit_failures_and_passes_are_as_rare_as_promised():
-    """If 2.5% of runs are wrong, 12 or more of 200 have a probability of 1 in 500."""
+    """If 2.5% of verdicts are wrong, the probability of 12 or more wrong ones in 200 is 1 in 500."""
     for apart in (False, True):
         seen = outcomes(200, slow=1.1, requests=400, apart=apart)
         assert seen["Failed"] <= 11
@@ -180,7 +180,7 @@ def test_a_cold_prefix_cache_is_no_regression_until_it_is_as_warm_or_has_seen_10
     for slow in (cached(0.55, slow=2.0), cached(0.1, slow=2.0, requests=60.0)):
         found = compare(warm, slow, LIMITS, *span(20), 0.025)
         assert (found.outcome, found.reason) == ("Failed", "PerformanceRegressed")
-        assert "TTFT" in found.message.partition(" is worse")[0]
+        assert "TTFT" in found.message.partition(" is clearly worse")[0]
 
 
 def test_a_cold_prefix_cache_excuses_neither_slow_decoding_nor_failed_requests():
@@ -217,7 +217,7 @@ def test_engines_without_a_bucket_in_common_are_an_error():
     assert (verdict.outcome, verdict.reason) == ("Error", "TooFewSamples")
 
 
-def test_a_figure_that_one_side_does_not_tell_is_not_passed_over():
+def test_a_figure_that_one_side_does_not_tell_is_not_skipped():
     verdict = compare(steady(), steady(itl=Histogram()), LIMITS, *span(20), 0.025)
     assert verdict.outcome == "Inconclusive"
     assert "ITL p95 not known" in verdict.message
@@ -237,7 +237,7 @@ def test_scrapes_before_the_window_and_after_it_do_not_count():
     assert "TTFT p95 +0%" in verdict.message
 
 
-def test_both_sides_load_is_told():
+def test_both_sides_load_is_reported():
     assert "running a pod" in judged(2).message
 
 

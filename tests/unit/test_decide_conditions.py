@@ -59,7 +59,7 @@ def test_an_engine_that_fails_is_told_before_pods_that_cannot_be_created() -> No
     assert told(running(OBJ, "auto", deployments=views, pods=(broken,)), "Serving").reason == "ImageUnavailable"
 
 
-def test_what_keeps_no_engine_from_answering_is_no_reason_for_not_serving() -> None:
+def test_what_keeps_no_engine_from_answering_is_not_a_reason_for_not_serving() -> None:
     budget = Rejection("PodDisruptionBudget", "chat", "Forbidden", "exceeded quota: team")
     s = running(OBJ, "auto", pods=(pod(NAME, ready=False),), rejections=(budget,))
     assert told(s, "Serving").reason == "EnginesStarting"
@@ -83,7 +83,7 @@ def test_causes_that_hold_at_once_are_all_told_with_the_reason_of_the_first() ->
     s = running(OBJ, "auto", pods=(pod(NAME), crashed), rejections=(TAKEN,), probes=probes)
     stalled = told(s, "Stalled")
     assert stalled.reason == "NameTaken"
-    for words in ("is not kvpilot's", "configmap/prompts does not exist", "CUDA error"):
+    for words in ("has another owner", "configmap/prompts does not exist", "CUDA error"):
         assert words in stalled.message
 
 
@@ -106,7 +106,7 @@ def test_a_refusal_is_one_event_and_not_one_each_reconcile() -> None:
     assert again.events == ()
 
 
-def test_why_an_engine_is_scraped_less_often_is_told_and_nothing_of_the_others() -> None:
+def test_why_an_engine_is_scraped_less_often_is_reported_and_nothing_of_the_others() -> None:
     why = {"b": "http://10.0.0.2:8000/metrics: more than 16384 lines", "a": "http://10.0.0.1:8000/metrics: HTTP 500"}
     assert "less often" not in told(running(OBJ, "auto"), "MetricsAvailable").message
     message = told(running(OBJ, "auto", backed_off=why), "MetricsAvailable").message

@@ -165,7 +165,7 @@ def test_going_back_to_the_baseline_forgets_the_drift():
     assert verified.reason == "Reference"
 
 
-def test_a_baseline_that_was_deleted_is_no_failure_and_is_looked_for_again():
+def test_a_baseline_that_was_deleted_is_not_a_failure_and_is_looked_for_again():
     cluster = serving()
     cluster.outcomes = {0: ProbeFailed("BaselineLost", "ConfigMap chat-baseline-abcdef01 holds no baseline")}
     cluster.baseline = None
@@ -197,7 +197,7 @@ def test_restarts_neither_lose_a_count_nor_count_a_run_twice(cuts, bad):
         assert after.failures - before.failures == (1 if bad and counted else 0)
         assert after.errors == 0
         before = after
-    # The prober repeats a lost run within its period, so at most the last of ten periods is open.
+    # The prober repeats a lost run within its period. So of ten periods, at most the last one has no run yet.
     assert before.checked_time is not None
     assert cluster.now - before.checked_time < timedelta(seconds=3 * PERIOD)
 
@@ -207,7 +207,7 @@ def test_a_drift_leads_back_to_the_baseline_which_then_stays():
     cluster.bad_pods = frozenset("0")
     decision = cluster.until(lambda d: d.status.kv_cache.active_dtype == "auto" and d.status.canary is None)
     probes = [e.action for e in decision.status.decisions]
-    assert "Judge" in probes, "the way back is probed before it gets traffic, too"
+    assert "Judge" in probes, "the replacement dtype is probed before it gets traffic"
     for _ in range(60):
         cluster.tick()
     status = parse_status(cluster.status)

@@ -72,7 +72,7 @@ def test_nothing_is_probed_while_the_spec_asks_for_another_revision_than_serves(
     assert len(cluster.runs) == before
 
 
-def test_probes_go_on_while_the_rollout_is_paused():
+def test_probes_continue_while_the_rollout_is_paused():
     cluster = serving()
     cluster.edit(fixed("k8v4", rollout={"paused": True}))
     cluster.run_on(2)

@@ -68,7 +68,7 @@ def test_an_event_is_posted_once_for_as_long_as_it_lasts():
 def test_of_engines_with_the_same_factors_nothing_is_said():
     decision = decide(serving(SAMPLE))
     assert told(decision, "AccuracyVerified").reason == "NotProbed"
-    assert "quantize alike" not in told(decision, "Ready").message
+    assert "calibration factors" not in told(decision, "Ready").message
 
 
 def test_a_pod_that_is_gone_or_on_its_way_out_is_no_longer_named():
@@ -87,7 +87,7 @@ def test_a_canary_of_engines_that_differ_is_rolled_back_without_a_verdict_on_its
 
 
 @pytest.mark.parametrize("stage", ["Probing", "Shifting", "Promoting"])
-def test_a_canary_of_engines_that_are_alike_goes_on(stage):
+def test_a_canary_of_engines_that_are_alike_continues(stage):
     canary = decide(at_stage(stage, SAMPLE)).status.canary
     assert canary is not None
     assert canary.stage != "RollingBack"
@@ -98,7 +98,7 @@ def test_metrics_have_the_recent_window_that_engines_report() -> None:
     assert decide(serving(replace(SAMPLE, recent_tokens=None))).figures.recent_tokens == 0
 
 
-def test_a_recent_window_that_the_engines_do_not_serve_is_told_with_field_value_and_remedy():
+def test_a_recent_window_that_the_engines_do_not_serve_is_reported_with_field_value_and_remedy():
     asks = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4", "recentTokens": 128})
     name = revision_of(asks, "k4v4")
 
@@ -133,6 +133,6 @@ def test_a_canary_that_grows_by_engines_that_differ_gives_its_traffic_back_where
     assert last.reason == "MixedFactors"
     settled = cluster.settle()
     assert settled.kv_cache.active_dtype == OLD
-    # Do not retry at once, because the factors of new engines would differ just as much.
+    # The operator does not retry at once, because the factors of new engines would differ, too.
     assert settled.canary is None
     assert list(cluster.deployments) == [revision_of(cluster.obj, OLD)]

@@ -53,7 +53,7 @@ def replace_time(seen, days):
 
 
 def test_a_canary_that_came_to_no_verdict_says_nothing_of_latency():
-    """A canary without a verdict crashed, or reached its deadline before its latency differed significantly."""
+    """A canary without a verdict has crashed, or no latency difference was significant before its deadline."""
     for verdict in ("Error", "Inconclusive"):
         assert expected(history=(trial(verdict, 0, 300),)).percent == expected().percent, verdict
         assert expected(history=(trial(verdict, 0, 300), trial("Passed", -3, -12))).percent == -12
@@ -92,7 +92,7 @@ def test_what_another_model_or_gpu_did_says_nothing():
         ({"model": None}, "architecture"),
         ({"model": replace(LLAMA, mla=True)}, "latent attention"),
         ({"to": "nvfp4"}, "nvfp4 was never measured"),
-        ({"workload": replace(FULL, itl_seconds=None)}, "no token was seen"),
+        ({"workload": replace(FULL, itl_seconds=None)}, "no token was generated"),
     ],
 )
 def test_where_nothing_is_known_it_says_what(changes, why):

@@ -68,13 +68,13 @@ def test_a_held_step_says_what_it_would_be_and_when():
     assert decision.wanted.dtype == "fp8"
 
 
-def test_a_denied_dtype_is_passed_over_for_this_model_image_and_gpu_only():
+def test_a_denied_dtype_is_skipped_for_this_model_image_and_gpu_only():
     s = policy_input(workload(demand=1500))
     assert step(choose_step(replace(s, denied=(denied("fp8"),))))[1] == "k8v4"
     assert step(choose_step(replace(s, denied=(denied("fp8", gpu="NVIDIA-L4"),))))[1] == "fp8"
 
 
-def test_a_dtype_that_the_gpu_cannot_compute_is_passed_over():
+def test_a_dtype_that_the_gpu_cannot_compute_is_skipped():
     odd = replace(LLAMA, head_dim=80)
     decision = choose_step(policy_input(workload(demand=1500), node=A100, model=odd))
     assert step(decision)[1] == "k8v4"
@@ -85,7 +85,7 @@ def test_at_the_end_of_the_ladder_it_scales_out():
     assert step(choose_step(policy_input(workload(demand=1500), dtype="k4v4"))) == ("ScaleOut", "k4v4", 2)
 
 
-def test_with_nothing_left_it_says_so():
+def test_with_nothing_left_it_reports_it():
     s = policy_input(workload(demand=1500), dtype="k4v4", spec=spec(scaling={"maxReplicas": 1}))
     assert choose_step(s).reason == "EndOfLadder"
 

@@ -1,4 +1,4 @@
-"""The policy settles under a constant load."""
+"""Under a constant load, the policy stops changing the service."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -122,8 +122,8 @@ def test_a_constant_load_comes_to_rest_but_for_a_replica_that_is_tried_without_o
             replicas_changed=now if chosen.replicas != s.replicas else s.replicas_changed,
         )  # fmt: skip
     late = [t for t in taken if t[0] >= CALM]
-    # A full cache may slow down the batch so much that fewer replicas never catch up. More replicas later seem to
-    # refute that, so the policy tries again after HOLD and reverts the step at once.
+    # With fewer replicas, a full cache may slow the batch so much that requests queue for ever. With more replicas the
+    # cache is emptier, so the policy tries again after HOLD, and reverts the step at once.
     tries = (QUARTERS - CALM) * QUARTER // HOLD + 1
     assert {t[1] for t in late} <= {"ScaleIn", "ScaleOut"}, taken
     assert len(late) <= 2 * tries, taken

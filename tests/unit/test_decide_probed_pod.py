@@ -41,7 +41,7 @@ def test_a_canary_whose_pod_was_replaced_in_mid_probe_passes_only_for_a_pod_that
     assert (last.revision, int(last.pod.rpartition("-")[2])) not in cluster.engines.evicted
 
 
-def test_a_capture_goes_on_at_its_pod_although_a_replica_comes_whose_name_is_first():
+def test_a_capture_continues_at_its_pod_although_a_replica_comes_whose_name_is_first():
     s = running(manifest(), "auto", samples=reporting((revision_of(manifest(), "auto"), "auto")))
     (first,) = s.pods
     request = decide(s).probe
@@ -53,7 +53,7 @@ def test_a_capture_goes_on_at_its_pod_although_a_replica_comes_whose_name_is_fir
     assert decide(replace(later, pods=(newer,))).probe.pod == newer.name
 
 
-def test_a_check_goes_on_at_its_replica_although_another_comes_whose_turn_would_be_first():
+def test_a_check_continues_at_its_replica_although_another_comes_whose_turn_would_be_first():
     obj = manifest(kvCache={"mode": "Fixed", "dtype": "k8v4"})
     accuracy = Accuracy(baseline=baseline(), checked_time=NOW - timedelta(days=1))
     told = reporting((revision_of(obj, "k8v4"), "k8v4"))
@@ -73,7 +73,7 @@ def test_a_check_goes_on_at_its_replica_although_another_comes_whose_turn_would_
     assert gone.probe.pod == newer.name
 
 
-def test_an_error_of_a_pod_that_was_evicted_in_mid_probe_is_no_error_of_its_successor():
+def test_an_error_of_a_pod_that_was_evicted_in_mid_probe_is_not_an_error_of_its_successor():
     cluster = on_trial(2, cluster={"start_ticks": 0}, steps=[])
     for _ in range(40):
         decision = cluster.tick()

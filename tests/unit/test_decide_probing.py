@@ -119,7 +119,7 @@ def test_going_back_to_former_probe_sets_finds_their_baseline():
 
 
 def test_another_model_is_never_judged_by_the_old_models_answers():
-    """The old replicas are ready and have 16 bits too, but they serve another model."""
+    """Do not capture from the old replicas: they are ready and serve in 16 bits, but with another model."""
     cluster = Archive(fixed("auto"))
     served(cluster, "auto")
     old = revision_of(cluster.obj, "auto")
@@ -154,7 +154,7 @@ def test_a_replica_of_the_new_model_is_borrowed_although_16_bits_serve_the_old_o
 
 
 def test_a_new_image_is_judged_by_what_the_model_answered_before_it():
-    """Start neither a second capture nor another GPU for one."""
+    """The operator neither captures again nor starts another GPU for that."""
     cluster = Archive(fixed("auto"))
     served(cluster, "auto")
     cluster.edit(fixed("k8v4"))

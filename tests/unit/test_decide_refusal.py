@@ -24,7 +24,7 @@ def refused(**said: object) -> str:
     return "loading\n" + json.dumps({"kvpilot": "refused", **said}) + "\n"
 
 
-def test_the_preflights_refusal_is_told_in_its_own_words() -> None:
+def test_the_preflights_refusal_is_reported_in_its_own_words() -> None:
     said = refused(reason="DoesNotFit", message="weights need 14,904 MiB")
     assert engine_failure([pod(said)]) == Cause("DoesNotFit", "weights need 14,904 MiB")
 
@@ -81,8 +81,8 @@ def test_a_container_that_holds_the_engine_up_is_named_with_its_own_reason() -> 
 @pytest.mark.parametrize(
     ("said", "reason", "told"),
     [
-        ('secret "hf-token" not found', "ConfigMissing", "Secret hf-token is not there: create it"),
-        ('configmap "flags" not found', "ConfigMissing", "ConfigMap flags is not there: create it"),
+        ('secret "hf-token" not found', "ConfigMissing", "Secret hf-token does not exist: create it"),
+        ('configmap "flags" not found', "ConfigMissing", "ConfigMap flags does not exist: create it"),
         (
             "couldn't find key token in Secret models/hf-token",
             "ConfigMissing",
@@ -105,7 +105,7 @@ def test_an_object_that_a_container_is_made_from_and_that_is_missing_is_named(
 
 
 @given(st.text())
-def test_whatever_a_kubelet_says_of_a_container_that_it_cannot_make_is_told(said: str) -> None:
+def test_whatever_a_kubelet_says_of_a_container_that_it_cannot_make_is_reported(said: str) -> None:
     cause = pending_reason([observed(engine=waits("CreateContainerConfigError", said))])
     assert cause is not None
 
@@ -137,7 +137,7 @@ VOLUMES: list[dict[str, Any]] = [
 ]
 
 
-def test_a_pod_of_which_nothing_has_started_is_told_with_what_its_volumes_are_made_from() -> None:
+def test_a_pod_of_which_nothing_has_started_is_reported_with_what_its_volumes_are_made_from() -> None:
     creating = {"waiting": {"reason": "ContainerCreating"}}
     cause = pending_reason([starting(VOLUMES, state=creating)])
     assert cause is not None
@@ -157,14 +157,14 @@ def test_a_pod_of_which_nothing_has_started_is_told_with_what_its_volumes_are_ma
         ("binding rejected: the object has been modified", None),
     ],
 )
-def test_of_the_schedulers_own_errors_one_about_a_volume_is_told(message: str, cause: str | None) -> None:
+def test_of_the_schedulers_own_errors_one_about_a_volume_is_reported(message: str, cause: str | None) -> None:
     scheduled = {"type": "PodScheduled", "status": "False", "reason": "SchedulerError", "message": message}
     pod = pod_view({"metadata": {"name": "a"}, "status": {"conditions": [scheduled]}})
     assert pending_reason([pod]) == (Cause(cause, message) if cause else None)
 
 
 @pytest.mark.parametrize("reason", ["Unschedulable", "SchedulingGated"])
-def test_a_pod_without_a_node_is_told_in_the_schedulers_words_whatever_holds_it_back(reason: str) -> None:
+def test_a_pod_without_a_node_is_reported_in_the_schedulers_words_whatever_holds_it_back(reason: str) -> None:
     scheduled = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "no room"}
     pod = pod_view({"metadata": {"name": "a"}, "status": {"conditions": [scheduled]}})
     assert pending_reason([pod]) == Cause("Unschedulable", "no room")

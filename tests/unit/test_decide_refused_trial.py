@@ -11,7 +11,7 @@ from support.model_cluster import ModelCluster
 from support.services import KEY, revision_of
 from support.trials import NEW, OLD, ROUTE, at_every_moment, ended, on_trial, service, stage
 
-TAKEN = "Service models/chat-canary exists and is not kvpilot's"
+TAKEN = "Service models/chat-canary exists and has another owner"
 QUOTA = "exceeded quota: team, requested: count/deployments.apps=1, used: x=1, limited: x=1"
 
 

@@ -26,7 +26,7 @@ def test_field_and_words_are_the_servers() -> None:
     assert remedy.startswith("requests in spec.engine.resources")
 
 
-def test_all_rejections_are_told_with_the_reason_of_the_first() -> None:
+def test_all_rejections_are_reported_with_the_reason_of_the_first() -> None:
     quota = "exceeded quota: team, requested: pods=1, used: pods=3, limited: pods=3"
     found = finding([refused("Deployment", quota, reason="FailedCreate"), refused("Service", "is invalid", MEMORY)])
     assert found.reason == "FailedCreate"

@@ -55,7 +55,7 @@ def test_a_canary_that_reports_another_dtype_is_rolled_back_unprobed_and_undenie
     canary = decision.status.canary
     assert canary is not None
     assert (canary.stage, canary.verdict, canary.reason) == ("RollingBack", "Error", "DtypeMismatch")
-    assert f"asked for the KV-cache dtype k4v4: they report {reported}" in canary.message
+    assert f"but they report {reported}. Find" in canary.message
     assert decision.status.kv_cache.denied == ()
     assert decision.probe is None
     assert decision.status.decisions[0].reason == "DtypeMismatch"
@@ -95,12 +95,12 @@ def test_a_canary_that_never_tells_its_dtype_ends_at_its_deadline_with_what_is_m
     assert "has not reported its dtype" in canary.message
 
 
-def test_a_16_bit_engine_that_reports_8_bits_is_no_reference():
+def test_a_16_bit_engine_that_reports_8_bits_is_not_a_reference():
     decision = decide(at_stage("Probing", "k4v4", Accuracy(), stable="fp8_e4m3"))
     canary = decision.status.canary
     assert canary is not None
     assert (canary.stage, canary.verdict, canary.reason) == ("RollingBack", "Inconclusive", "BaselineUnfit")
-    for word in ("they report fp8_e4m3", "kvCache.baseline bfloat16", "--dtype with the same name"):
+    for word in ("they report fp8_e4m3", "kvCache.baseline to bfloat16", "the same --dtype"):
         assert word in canary.message
     assert decision.status.kv_cache.denied == ()
     assert decision.probe is None
@@ -139,7 +139,7 @@ def test_a_revision_that_serves_another_dtype_is_told_in_a_condition_and_one_eve
     decision = decide(s)
     verified = told(decision, "AccuracyVerified")
     assert (verified.status, verified.reason) == ("False", "DtypeMismatch")
-    assert f"{dtype}: they report {reported}" in verified.message
+    assert f"but they report {reported}." in verified.message
     assert "see AccuracyVerified" in told(decision, "Ready").message
     assert not isinstance(decision.probe, Measure)
     assert [event.reason for event in decision.events] == ["DtypeMismatch"]

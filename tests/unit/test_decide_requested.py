@@ -152,7 +152,7 @@ def test_retry_lifts_the_wait_and_the_denial_of_the_last_trial_once(make: Callab
     assert reasons(status).count("RetryAllowed") == 1
 
 
-def test_a_request_that_cannot_be_read_is_told_once_with_the_remedy() -> None:
+def test_a_request_that_cannot_be_read_is_reported_once_with_the_remedy() -> None:
     cluster = on_trial()
     cluster.request = "abort@3740aaaa"
     status = cluster.until(ended)

@@ -9,7 +9,8 @@ SIZES = st.integers(1, 6)
 
 
 def rolled(replicas: int, surge: int, floor: int, late: list[int]) -> tuple[list[tuple[int, int, int]], int]:
-    """Return the states (growing, shrinking, ready pods) of a promotion, and the pods left. `late` delays new pods."""
+    """Promote with delays `late` of new pods. Return each (growing, shrinking, ready pods), and the shrinking ones
+    left."""
     total = replicas + surge
     growing, shrinking, ready = 0, replicas, 0
     states = []

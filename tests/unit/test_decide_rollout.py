@@ -130,7 +130,7 @@ def test_a_canary_that_fails_at_a_full_context_is_rolled_back_at_once_and_gets_n
     status = cluster.until(lambda s: s.last_trial is not None and s.canary is None)
     assert (status.last_trial.verdict, status.last_trial.reason) == ("Error", "EngineCrashed")
     assert status.last_trial.message == crashed.message
-    # Another image or more memory may help, so it is tried again within the hour.
+    # Another image or more memory may cure the failure, so the operator tries the dtype again within the hour.
     (denied,) = status.kv_cache.denied
     assert denied.until <= cluster.now + timedelta(hours=1)
 
@@ -143,12 +143,12 @@ def test_an_engine_that_dies_of_its_probe_has_failed_it_although_its_pod_answers
         s = replace(cluster.snapshot(), probe_result=None)
         asked = decide(s).probe
     pods = tuple(replace(one, ready=False, containers_ready=False) if one.name == asked.pod else one for one in s.pods)
-    # The probe goes on while the pod is away, and its end counts once.
+    # The probe continues while the pod is missing, and its result counts once.
     gone = replace(s, pods=pods, probe_result=ProbeResult(asked, None))
     assert decide(gone).probe == asked
     ended_by = {"EngineCrashed": "RollingBack", "EngineUnreachable": "Probing"}
     for reason, where in ended_by.items():
-        after = decide(replace(gone, probe_result=ProbeResult(asked, ProbeFailed(reason, "it died"))))
+        after = decide(replace(gone, probe_result=ProbeResult(asked, ProbeFailed(reason, "the pod died"))))
         assert after.status.canary.stage == where
         again = replace(gone, status=after.status, now=gone.now + timedelta(minutes=1))
         assert decide(replace(again, probe_result=ProbeResult(asked, None))).probe is None

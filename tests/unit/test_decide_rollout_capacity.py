@@ -144,7 +144,7 @@ def test_when_idle_a_dtype_with_wrong_answers_gives_the_place_back():
 
 
 def in_place(cluster):
-    """Check that no pod is asked for beside the only one, and that no canary has traffic before its probes passed."""
+    """Check that the operator never requests a second pod, and that no canary gets traffic before its probes passed."""
     status = cluster.parsed()
     assert sum(count for _, count in cluster.deployments.values()) <= 1
     if status.canary is not None and status.canary.stage in ("Starting", "Probing", "RollingBack"):
@@ -170,7 +170,7 @@ def test_a_trial_whose_replicas_may_no_longer_give_way_ends_by_one_pod_more(wher
     while not ended(parse_status(cluster.status)):
         cluster.tick()
         assert cluster.answering() >= answered
-        # A pod more answers while the newest one settles.
+        # One more pod answers until the newest pod has been ready for 10 seconds.
         answered = min(2, cluster.answering())
     assert cluster.status["history"][0]["verdict"] == "Passed"
 

@@ -14,7 +14,7 @@ from support.trials import BUSY, NEW, OLD, ROUTE, at_every_moment, ended, on_tri
 
 
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting"])
-def test_a_paused_trial_is_neither_promoted_nor_rolled_back_and_goes_on_later(where):
+def test_a_paused_trial_is_neither_promoted_nor_rolled_back_and_continues_later(where):
     cluster = on_trial()
     cluster.until(stage(where))
     cluster.edit(service(NEW, paused=True))

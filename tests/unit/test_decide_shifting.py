@@ -215,7 +215,7 @@ def test_a_route_that_does_not_exist_holds_the_canary_before_anything_is_started
     assert cluster.settle().kv_cache.active_dtype == NEW
 
 
-def test_a_change_of_the_spec_that_cannot_start_is_told_once_beside_memory_pressure():
+def test_a_change_of_the_spec_that_cannot_start_is_reported_once_beside_memory_pressure():
     asked = {
         "kvCache": {"mode": "Auto", "ladder": ["k8v4", "k4v4"], "pressure": {"sustainedSeconds": 30}},
         "canary": {"steps": STEPS, "routeRef": {"name": "web"}},

@@ -21,7 +21,7 @@ from support.services import NOW
 PRESSURE = spec().kv_cache.pressure
 BOUNDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 TTFT, ITL = Objective("TTFT", 99, 5000), Objective("ITL", 95, 60)
-SURGE = Surge("it runs away", arrivals=20.0, waiting=0.0)
+SURGE = Surge("the queue grows", arrivals=20.0, waiting=0.0)
 
 
 def took(*parts):
@@ -66,7 +66,7 @@ def test_requests_that_stopped_piling_up_are_no_surge():
     assert find(scrapes([10.0] * 10 + [330.0] * 10), PRESSURE, (TTFT,)) is None
 
 
-def test_what_is_late_while_a_queue_drains_is_no_surge():
+def test_what_is_late_while_a_queue_drains_is_not_a_surge():
     late, draining = took((0.4, 90), (8.0, 10)), [330.0] * 17 + [240.0, 120.0, 30.0]
     assert find(scrapes(CALM, ttft=late), PRESSURE, (TTFT,)) is not None
     assert find(scrapes(draining, ttft=late), PRESSURE, (TTFT,)) is None
@@ -87,7 +87,7 @@ def test_an_objective_whose_budget_of_the_window_is_spent_in_a_minute_is_a_surge
     assert find(scrapes(CALM, ttft=took((0.4, 97), (8.0, 3))), PRESSURE, (TTFT,)) is None
 
 
-def test_one_late_half_minute_is_no_surge():
+def test_one_late_half_minute_is_not_a_surge():
     late, well = took((0.4, 1000)), took((0.03, 1000))
     window = scrapes(CALM, itl=well)
     window[-1] = replace(window[-1], flows=replace(window[-1].flows, itl=late))
@@ -135,11 +135,11 @@ def test_memory_that_binds_in_a_surge_is_answered_with_replicas_too():
     assert step(choose_step(bound)) == ("ScaleOut", "auto", 4)
 
 
-def test_where_prefixes_are_thrown_out_replicas_are_doubled():
+def test_where_prefixes_are_evicted_replicas_are_doubled():
     assert step(choose_step(surging(4, memory=True))) == ("ScaleOut", "auto", 8)
 
 
-def test_more_replicas_are_asked_for_while_some_load_only_where_those_would_not_do():
+def test_more_replicas_are_requested_while_some_load_only_where_those_would_not_do():
     s = replace(surging(1), replicas_changed=NOW - timedelta(seconds=15), ready=1)
     assert step(choose_step(replace(s, replicas=2))) == ("ScaleOut", "auto", 4)
     assert choose_step(replace(s, replicas=4)).reason == "Busy"

@@ -41,23 +41,23 @@ def surging(cluster):
 
 
 @pytest.mark.parametrize("at", ["Starting", "Probing"])
-def test_replicas_are_asked_for_at_once_and_the_trial_ends_without_a_denial(at):
+def test_replicas_are_requested_at_once_and_the_trial_ends_without_a_denial(at):
     cluster = on_trial(at)
     status = decide(surging(cluster)).status
     assert status.scaling.desired_replicas == 6
     assert (status.canary.stage, status.canary.reason) == ("RollingBack", "Superseded")
-    assert "runs away" in status.canary.message
+    assert "the load grows too fast" in status.canary.message
     assert status.kv_cache.denied == ()
     assert [one.reason for one in status.history] == ["Superseded"]
 
 
-def test_a_trial_without_a_surge_goes_on():
+def test_a_trial_without_a_surge_continues():
     cluster = on_trial("Probing")
     status = decide(cluster.snapshot()).status
     assert (status.canary.stage, status.scaling.desired_replicas) == ("Probing", 2)
 
 
-def test_a_paused_trial_and_one_that_takes_traffic_are_left_alone():
+def test_a_paused_trial_and_one_that_takes_traffic_are_not_changed():
     cluster = on_trial("Probing")
     edit(cluster, rollout={"paused": True})
     paused = decide(surging(cluster)).status
@@ -66,7 +66,7 @@ def test_a_paused_trial_and_one_that_takes_traffic_are_left_alone():
     assert (promoting.canary.stage, promoting.scaling.desired_replicas) == ("Promoting", 2)
 
 
-def test_without_objectives_a_trial_goes_on_whatever_comes():
+def test_without_objectives_a_trial_continues_whatever_comes():
     cluster = on_trial("Probing", objectives=[])
     status = decide(surging(cluster)).status
     assert (status.canary.stage, status.scaling.desired_replicas) == ("Probing", 2)

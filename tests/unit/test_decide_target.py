@@ -118,7 +118,7 @@ def test_an_autoscalers_replicas_are_recommended_and_not_written():
     assert [m["spec"]["replicas"] for m in decision.objects.apply if m["kind"] == "Deployment"] == [2]
 
 
-def test_a_hold_is_told_once_with_what_was_weighed():
+def test_a_hold_is_reported_once_with_what_was_weighed():
     s = serving(auto(scaling={"maxReplicas": 1}), status=Status(kv_cache=KVCache(changed_time=NOW)))
     decision = decide(s)
     assert [(e.action, e.reason) for e in decision.status.decisions] == [("Hold", "CoolingDown")]

@@ -88,14 +88,14 @@ def test_a_route_takes_any_weight_and_the_canary_grows_with_it():
         ([{"backendRefs": [{**OURS, "weight": 20_000}]}], "weight of 20000"),
     ],
 )
-def test_a_route_that_cannot_be_used_holds_and_says_why(rules, word):
+def test_a_route_that_cannot_be_used_holds_and_gives_the_reason(rules, word):
     plan = planned([5], 4, rules=rules, route_ref="web")
     assert plan.held is not None
     assert word in plan.held
     assert plan.steps == ()
 
 
-def test_a_server_without_the_gateway_api_holds_and_says_so():
+def test_a_server_without_the_gateway_api_holds_and_reports_it():
     plan = planned([5], 4, route_ref="web", served=False)
     assert plan.held is not None
     assert "gateway.networking.k8s.io/v1" in plan.held
@@ -130,7 +130,7 @@ def test_other_backends_keep_their_part_of_the_traffic():
     assert weights["chat-canary"] / (weights["chat"] + weights["chat-canary"]) == 0.1
 
 
-def test_rules_of_other_services_and_filters_are_left_alone():
+def test_rules_of_other_services_and_filters_are_not_changed():
     other = {"matches": [{"path": {"value": "/x"}}], "backendRefs": [{"name": "other"}]}
     ours = {"filters": [{"type": "URLRewrite"}], "backendRefs": [{**OURS, "filters": [{"type": "X"}]}], "name": "r"}
     changed = split([other, ours], 5)
@@ -169,7 +169,7 @@ def test_copies_go_to_the_canary_beside_the_users_filters_and_go_away_again():
 
 def test_all_requests_are_copied_where_one_replica_serves():
     (rule,) = weighted([{"backendRefs": [OURS]}], Backend("models", "chat"), 0, 100)
-    # Releases before Gateway API 1.3 have no percentage.
+    # Releases before Gateway API 1.3 have no field `percent` in RequestMirror.
     assert rule["filters"] == [{"type": "RequestMirror", "requestMirror": {"backendRef": MIRROR}}]
 
 

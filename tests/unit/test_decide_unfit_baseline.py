@@ -17,7 +17,7 @@ TOLD = reporting((revision_of(manifest(), "auto"), "auto"))
 
 @dataclass
 class Ill(ModelCluster):
-    """Model cluster whose 16-bit engines answer at random until they are `mended`. None of their answers is kept."""
+    """Model cluster whose 16-bit engines answer at random until `mended` is set. No random answers are stored."""
 
     mended: bool = False
     captures: int = 0
@@ -77,7 +77,7 @@ def test_the_condition_says_what_is_wrong_for_as_long_as_a_baseline_is_sought_an
         assert decision is not None
         warned += [event for event in decision.events if event.reason == "BaselineUnfit"]
     for kept in (cluster.probe, None):
-        # Neither a repeated capture nor an operator that has just started has a result yet.
+        # A repeated capture has no result yet, and neither has an operator that has just started.
         cluster.probe = kept
         told = decide(cluster.snapshot()).status.condition("AccuracyVerified")
         assert told is not None
@@ -90,7 +90,7 @@ def test_the_condition_says_what_is_wrong_for_as_long_as_a_baseline_is_sought_an
     assert (told.status, told.reason) == ("True", "Reference")
 
 
-def test_a_noisy_baseline_that_an_older_operator_kept_is_captured_anew():
+def test_a_noisy_baseline_that_an_older_operator_kept_is_captured_again():
     loud = baseline(control_mean_kl_micronats=4_800_000, control_top1_agreement_permille=0)
     status = Status(accuracy=Accuracy(baseline=loud))
     decision = decide(running(manifest(), "auto", status=status, samples=TOLD))

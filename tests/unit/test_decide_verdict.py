@@ -63,7 +63,7 @@ def test_a_baseline_that_solves_far_fewer_tasks_than_the_canary_is_unfit() -> No
     found = replace(measurement(35_000, 900), tasks=(Tasks("reasoning", 48, 1, 40),))
     judged = judge(found, baseline(), LIMITS)
     assert (judged.verdict, judged.reason) == ("Inconclusive", "BaselineUnfit")
-    assert "solved 1 of 48 tasks, this one 40: the baseline is damaged" in judged.message
+    assert "solved 1 of 48 tasks, the judged one 40: the baseline is damaged" in judged.message
 
 
 def test_the_engines_own_noise_is_not_damage() -> None:

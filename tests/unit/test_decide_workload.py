@@ -57,7 +57,7 @@ def reused(share, flows=RAG):
     return replace(flows, prefix_queries=flows.prompt_tokens, prefix_hits=share * flows.prompt_tokens)
 
 
-def test_prompts_that_a_full_cache_used_to_hold_and_has_thrown_out_are_a_lack_of_memory():
+def test_prompts_that_a_full_cache_used_to_hold_and_has_evicted_are_a_lack_of_memory():
     window = samples(usage=0.97, waiting=20, seconds=900)
     window = tuple(replace(s, flows=reused(0.9 if i < 90 else 0.1)) for i, s in enumerate(window))
     verdict = classify(window, PRESSURE, NOW)
@@ -67,7 +67,7 @@ def test_prompts_that_a_full_cache_used_to_hold_and_has_thrown_out_are_a_lack_of
 
 
 @pytest.mark.parametrize(("capacity", "memory"), [(1_000_000, True), (100_000_000, False)])
-def test_prefixes_are_thrown_out_only_of_a_cache_that_the_window_has_overwritten(capacity, memory):
+def test_prefixes_are_evicted_only_of_a_cache_that_the_window_has_overwritten(capacity, memory):
     window = samples(usage=0.5, waiting=0.2, seconds=900)
     window = tuple(
         replace(s, flows=reused(0.9 if i < 90 else 0.1), capacity_tokens=capacity) for i, s in enumerate(window)
@@ -76,12 +76,12 @@ def test_prefixes_are_thrown_out_only_of_a_cache_that_the_window_has_overwritten
     assert (verdict.memory, verdict.kind) == (memory, "Relaxed")
 
 
-def test_prefixes_that_went_to_host_memory_and_are_loaded_from_there_are_not_thrown_out():
+def test_prefixes_that_went_to_host_memory_and_are_loaded_from_there_are_not_evicted():
     offloaded = replace(reused(0.1), host_hits=0.8 * RAG.prompt_tokens)
     window = samples(usage=0.97, waiting=20, seconds=900)
     window = tuple(replace(s, flows=reused(0.9) if i < 90 else offloaded) for i, s in enumerate(window))
     verdict = classify(window, PRESSURE, NOW)
-    assert "thrown out" not in verdict.message
+    assert "evicted" not in verdict.message
     assert verdict.kind == kind(series(reused(0.9), usage=0.97, waiting=20, seconds=900))
 
 
@@ -124,7 +124,7 @@ def test_a_queue_beside_a_cache_that_is_full_now_and_then_is_not_put_down_to_the
     assert kind(window) == "Warming"
 
 
-def test_next_to_no_requests_is_idle():
+def test_hardly_any_requests_is_idle():
     assert kind(series(Flows(), usage=0.0, waiting=0, running=0.05)) == "Idle"
 
 
@@ -144,7 +144,7 @@ def test_preemptions_alone_show_that_memory_binds():
 
 
 def test_preemptions_count_for_each_replica():
-    rare = Flows(seconds=40.0, preemptions=0.5)  # the total of 8 replicas
+    rare = Flows(seconds=40.0, preemptions=0.5)  # the sum over 8 replicas
     window = [replace(s, pods=8) for s in series(rare, usage=0.97, waiting=0)]
     verdict = classify(window, PRESSURE, NOW)
     assert "0.8 preemptions a minute" in verdict.message
@@ -207,7 +207,7 @@ def test_calm_remembers_the_peak():
     assert classify(quiet, PRESSURE, NOW).peak_load == pytest.approx(0.9)
 
 
-def test_a_new_replica_starts_the_window_anew():
+def test_a_new_replica_starts_the_window_again():
     window = series(usage=0.97, waiting=9)
     grown = [replace(s, pods=2) if (NOW - s.time).total_seconds() < 100 else s for s in window]
     assert kind(grown) == "Warming"

@@ -39,5 +39,5 @@ def test_a_lease_that_is_too_short_or_too_long_is_refused_with_the_limits(capsys
     assert f"{seconds} is not between 15 and 300 seconds" in refused(capsys, f"--lease-seconds={seconds}")
 
 
-def test_a_duration_that_is_no_number_is_refused(capsys):
+def test_a_duration_that_is_not_a_number_is_refused(capsys):
     assert "'soon' is not a whole number of seconds" in refused(capsys, "--lease-seconds=soon")

@@ -35,7 +35,7 @@ def passes(fence):
         return False
 
 
-def test_a_new_fence_is_closed_and_an_opened_one_open_for_ever():
+def test_a_new_fence_is_closed_and_an_opened_one_open_forever():
     assert not passes(WriteFence())
     with WriteFence.opened().write("PATCH", "/x") as seconds:
         assert seconds == float("inf")

@@ -1,4 +1,4 @@
-"""Three replicas and one API server in virtual time: no write lands while another replica holds the Lease.
+"""Three replicas and one API server in virtual time: no write takes effect while another replica holds the Lease.
 
 Faults cut off, slow down, kill or stop replicas, and a new leader follows each fault. Replicas run the operator's own
 loop (`Election`, `Replica`, `WriteFence`). The server has a real server's resource versions and time limits. A write in

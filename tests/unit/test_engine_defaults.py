@@ -19,7 +19,7 @@ DEFAULTS = EngineDefaults("team/runtime:2", [{"name": "registry"}], [GPU])
 
 
 def rendered(engine: dict[str, Any], defaults: EngineDefaults = DEFAULTS) -> dict[str, Any]:
-    """Return the pod of a service that an operator with these defaults has in its cache."""
+    """Return the pod spec that an operator with these defaults renders for a service with this `engine`."""
     cache = InformerCache(None, (), engines=defaults)  # type: ignore[arg-type]  # nothing is watched
     obj = manifest()
     obj["spec"]["engine"] = engine

@@ -75,7 +75,7 @@ async def test_a_probe_ends_at_what_is_endless_around_an_answer(kind: str) -> No
 
 
 @pytest.mark.parametrize("interim", range(INTERIM_ANSWERS + 2))
-async def test_a_few_interim_answers_are_passed_over(interim: int) -> None:
+async def test_a_few_interim_answers_are_skipped(interim: int) -> None:
     answer = [CONTINUE * interim, OK, b"Content-Length: %d\r\n\r\n%s" % (len(PAGE), PAGE)]
     async with serving(answer) as url, scraping() as scraper:
         if interim <= INTERIM_ANSWERS:

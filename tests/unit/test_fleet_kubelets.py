@@ -1,4 +1,4 @@
-"""The fleet benchmark's substitute for controllers does what the operator waits for."""
+"""The fleet benchmark's stand-in for Kubernetes' controllers makes every change that the operator waits for."""
 
 import sys
 from pathlib import Path

@@ -20,7 +20,7 @@ def test_a_port_is_none_that_an_outgoing_connection_may_be_given_meanwhile() -> 
                 assert port < client.getsockname()[1]
 
 
-def test_a_port_that_is_taken_or_was_handed_out_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_or_was_handed_out_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     given, sample = free_port(), random.sample
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Verdicts of the benchmark that compares the answers of two runs."""
+"""Verdicts of the benchmark `gpu_equality`, which compares the answers of two runs."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Verdicts of the benchmarks for model families and options."""
+"""Verdicts of the benchmarks `gpu_families` (model families) and `gpu_options` (options of vLLM)."""
 
 import math
 import sys

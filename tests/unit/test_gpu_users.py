@@ -1,4 +1,4 @@
-"""Users of `gpu_users` with a server that counts their requests, and the figures of a level."""
+"""Simulated users of the benchmark `gpu_users`, a server that counts requests, and the figures of one load level."""
 
 import asyncio
 import itertools

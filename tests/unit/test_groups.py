@@ -95,7 +95,7 @@ def test_a_replica_on_one_node_is_rendered_as_before_nodes_were_known():
     assert not any("node" in argument for argument in engine_of(one)["args"])
 
 
-def test_a_revision_over_nodes_is_a_leader_worker_set_whose_groups_are_made_anew_whole():
+def test_a_revision_over_nodes_is_a_leader_worker_set_whose_groups_are_recreated_whole():
     made = workload(KEY, "u-1", template(), 3, 600, nodes=2)
     assert (made["apiVersion"], made["kind"]) == (LEADER_WORKER_SET.api_version, "LeaderWorkerSet")
     parts = made["spec"]["leaderWorkerTemplate"]

@@ -82,7 +82,7 @@ def test_what_a_gateway_says_of_a_pool_is_no_change_of_it():
     assert version_of("InferencePool", said) == "2"
 
 
-def test_pickers_are_asked_for_where_a_route_shares_between_pools():
+def test_pickers_are_requested_where_a_route_shares_between_pools():
     one = manifest(inferencePool={"endpointPickerRef": PICKERS["endpointPickerRef"]})
     assert not refused(one)
     shared = manifest(inferencePool=one["spec"]["inferencePool"], canary={"routeRef": {"name": "web"}})
@@ -108,7 +108,7 @@ def test_a_route_to_a_pool_that_is_not_ours_says_what_to_set():
     assert "set spec.inferencePool" in told.condition("Stalled").message
 
 
-def test_before_a_trial_both_pools_select_what_serves():
+def test_before_a_trial_both_pools_select_the_serving_revision():
     cluster = pooled()
     old = cluster.status["stable"]["revision"]
     assert revisions(cluster) == {"chat": old, "chat-canary": old}
@@ -151,7 +151,7 @@ def test_wherever_the_operator_is_killed_no_pool_leads_to_an_unprobed_canary(rul
 def test_pools_that_are_not_asked_for_any_more_go_and_a_canarys_after_the_route_has_lost_it():
     cluster = pooled()
     cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
-    # The user now routes to the Service, but the user's rule still contains the canary's share.
+    # The user's rule now names the Service, but still contains the canary's share.
     shared = [ref for ref in cluster.rules[0]["backendRefs"] if ref["name"] == "chat-canary"]
     cluster.edit_route([{"backendRefs": [{"name": KEY.name, "port": 80}, *shared]}])
     edit(cluster, inferencePool=None)

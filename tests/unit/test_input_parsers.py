@@ -1,4 +1,4 @@
-"""Every parser of tenants' input parses it or raises its own error.
+"""Every parser of tenants' input either parses the input or raises the parser's own type of error.
 
 benchmarks/operator/parsers.py measures the cost of the same texts. Here they are cut, joined and changed at random.
 """

@@ -297,7 +297,7 @@ async def test_an_odd_event_breaks_the_watch_and_nothing_else(said: bytes) -> No
 
 
 @pytest.mark.parametrize("body", ["<html>bad gateway</html>", "[]", '{"items": 3}', '{"items": [{"metadata": {}}]}'])
-async def test_a_list_that_is_none_is_asked_for_again(body: str) -> None:
+async def test_a_list_that_is_none_is_requested_again(body: str) -> None:
     server = Server()
     server.put("x")
     server.lists = [web.Response(text=body, content_type="application/json")]

@@ -57,7 +57,7 @@ def example(name: str) -> dict[str, Any]:
 def argo(obj: dict[str, Any]) -> tuple[str, str]:
     """Return Argo CD's status and message, from its Lua script in the Lua that Argo CD uses."""
     if obj["metadata"].get("deletionTimestamp"):
-        return "Progressing", ""  # Argo CD does not run its script then
+        return "Progressing", ""  # Argo CD does not run the script for an object that is being deleted
     lua = lua51.LuaRuntime(unpack_returned_tuples=True)
     (script,) = example("argocd-cm.yaml")["data"].values()
     lua.globals()["obj"] = lua.table_from(obj, recursive=True)
@@ -108,7 +108,7 @@ def test_each_state_has_a_row_and_each_row_a_state() -> None:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_is_told_as_its_row_says(name: str) -> None:
+def test_a_state_is_reported_as_its_row_says(name: str) -> None:
     obj = STATES[name]()
     told = [shown(obj, kind) for kind in TOLD]
     assert [*told, compute(obj), argo(obj)[0], flux(obj)] == rows()[name]
@@ -150,10 +150,10 @@ def test_a_service_that_has_settled_serves_the_revision_that_its_spec_asks_for(n
         assert name == "no operator has seen it"
         return
     elsewhere = {
-        "a canary is probed", "a canary has a share of the traffic", "a canary is promoted", "a canary is rolled back",
-        "a canary is paused", "a change of the spec waits for a pause to end", "a change of the spec was rolled back",
-        "a Fixed dtype is denied, the last good one serves", "no canary can be started",
-        "a change of the spec waits for a probe set that is missing",
+        "a canary is being probed", "a canary has a share of the traffic", "a canary is being promoted",
+        "a canary is being rolled back", "a canary is paused", "a change of the spec waits for a pause to end",
+        "a change of the spec was rolled back", "a Fixed dtype is denied, the last good one serves",
+        "no canary can start", "a change of the spec waits for a probe set that is missing",
     }  # fmt: skip
     assert (status["observedRevision"] != status["stable"]["revision"]) == (name in elsewhere)
 
@@ -216,7 +216,7 @@ def test_a_refused_spec_stalls_whatever_could_not_be_observed() -> None:
     assert compute(after(cluster)) == "Failed"
 
 
-def test_a_service_whose_requests_go_elsewhere_is_not_current_until_that_is_mended() -> None:
+def test_a_service_whose_requests_go_elsewhere_is_not_current_until_that_is_repaired() -> None:
     cluster = settled()
     service = cluster.api.objects["Service", KEY.name]
     cluster.api.put({**service, "spec": {**service["spec"], "selector": {SERVICE_LABEL: KEY.name}}})

@@ -104,7 +104,7 @@ def test_export_writes_the_spec_that_serves_if_the_newest_is_refused(run: Run, a
     assert code == 0
     made = yaml.safe_load(out)
     assert made["spec"] == {**good, "kvCache": {**good["kvCache"], "startDtype": "k4v4"}}
-    assert "the spec is that of generation 7, which serves; generation 8 does not (--port is reserved); " in err
+    assert "the spec is that of generation 7, which serves, not the newest (generation 8) (--port is reserved); " in err
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_export_writes_the_spec_that_serves_if_the_newest_is_refused(run: Run, a
     [
         (noted(8, {"model": "as the object has it"}), ""),
         ((200, b"{}"), ""),
-        (noted_as("{"), "the spec that serves is unknown"),
+        (noted_as("{"), "the spec of the serving revision is unknown"),
         ((403, b'{"message": "user x cannot"}'), "you may not get deployments"),
-        (GONE, "the spec that serves is unknown"),
-        (noted_as("[" * 100_000), "the spec that serves is unknown"),
+        (GONE, "the spec of the serving revision is unknown"),
+        (noted_as("[" * 100_000), "the spec of the serving revision is unknown"),
         (noted_as('{"generation": 7, "spec": 3}'), ""),
     ],
     ids=range(7),
@@ -137,13 +137,13 @@ def test_export_writes_the_newest_spec_if_it_serves_or_nothing_else_is_known(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"status": {"kvCache": {"activeDtype": "k4v4"}}}, "no probe that it passed is known"),
-        ({"status": {"kvCache": {"activeDtype": "auto"}}}, "no step of kvCache.ladder"),
+        ({"status": {"kvCache": {"activeDtype": "k4v4"}}}, "the status has no probe that it passed"),
+        ({"status": {"kvCache": {"activeDtype": "auto"}}}, "not in kvCache.ladder"),
         ({"status": SERVED, "kvCache": {"mode": "Fixed", "dtype": "k4v4"}}, "mode Fixed"),
         ({}, "no dtype serves"),
     ],
 )
-def test_export_of_a_dtype_that_is_not_proven_writes_none_and_says_why(
+def test_export_of_a_dtype_that_is_not_proven_writes_none_and_gives_the_reason(
     run: Run, api: LoopbackApi, change: dict[str, Any], why: str
 ) -> None:
     service = api.services["chat"]

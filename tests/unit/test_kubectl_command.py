@@ -52,7 +52,7 @@ def test_a_wrong_argument_is_named_in_one_line_before_anything_is_asked(
     assert api.asked == []
 
 
-def test_help_tells_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0

@@ -1,4 +1,4 @@
-"""`kubectl kvpilot` and its API server: whatever the server answers, or does not answer, is said in one line."""
+"""`kubectl kvpilot` reports in one line whatever the API server answers, or that it does not answer."""
 
 import base64
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def test_a_service_that_is_not_there_is_named_with_where_to_look(run: Run) -> No
         assert "`kubectl kvpilot status -n models`" in line
 
 
-def test_a_cluster_without_kvpilot_is_told_from_one_without_the_service(run: Run, api: LoopbackApi) -> None:
+def test_a_cluster_without_kvpilot_is_distinguished_from_one_without_the_service(run: Run, api: LoopbackApi) -> None:
     api.answers[CHAT] = api.answers[SERVICES] = (404, b"404 page not found\n")
     for argv in (["status"], ["status", "chat"]):
         assert "kvpilot is not installed there" in refused(run, *argv)

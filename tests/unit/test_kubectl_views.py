@@ -144,7 +144,7 @@ def test_a_pod_without_a_warning_is_shown_with_what_its_container_waits_for() ->
     assert (found.pod, found.reason, found.time) == ("chat-1", "ContainerCreating", None)
 
 
-def test_services_of_all_namespaces_are_told_apart() -> None:
+def test_services_of_all_namespaces_are_distinguished() -> None:
     (row,) = listed(story()["serving"], everywhere=True)
     assert (row["NAMESPACE"], row["NAME"]) == ("models", "chat")
 

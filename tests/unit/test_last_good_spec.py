@@ -35,19 +35,19 @@ def exported(cluster: ModelCluster) -> tuple[dict[str, Any], str]:
 
 
 def notes(cluster: ModelCluster) -> dict[str, Any]:
-    """Return the noted spec of each workload, by its revision."""
+    """Return the spec in each workload's annotation, by revision."""
     made = [one["metadata"] for one in cluster.api.of_kind("Deployment")]
     return {one["labels"][REVISION_LABEL]: json.loads(one["annotations"][SPEC_ANNOTATION]) for one in made}
 
 
 def refused(cluster: ModelCluster) -> None:
-    """Ask for a spec that the operator refuses."""
+    """Apply a spec that the operator refuses."""
     edit(cluster, replicas=2, engine={**cluster.obj["spec"]["engine"], "extraArgs": ["--port=1"]})
     assert faults(cluster.obj)
 
 
 def another_image(cluster: ModelCluster) -> None:
-    """Ask for an image that no canary has proven yet."""
+    """Ask for an image that no canary has passed with yet."""
     edit(cluster, replicas=2, engine={**cluster.obj["spec"]["engine"], "image": "kvpilot/runtime:2"})
     cluster.until(stage("Probing"))
 
@@ -74,7 +74,7 @@ def test_another_cluster_gets_the_spec_that_serves(change: Any) -> None:
     assert there.deployments[revision] == (OLD, there.snapshot().spec.replicas)
     if change is refused:
         assert parse(manifest) == served
-        assert "is that of generation 1, which serves; generation 2 does not (" in about
+        assert "is that of generation 1, which serves, not the newest (generation 2) (" in about
         assert "--port" in about
 
 

@@ -54,7 +54,7 @@ def test_references_are_expanded(text: str, expected: str) -> None:
 
 
 @given(st.text(alphabet=st.characters(exclude_characters="$")))
-def test_text_without_a_dollar_is_left_alone(text: str) -> None:
+def test_text_without_a_dollar_is_not_changed(text: str) -> None:
     assert expand(text, {"A": "1"}) == text
 
 
@@ -80,7 +80,7 @@ def test_own_variables_win_over_whole_configmaps() -> None:
         ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.no"}}}]}, "spec.no"),
     ],
 )
-def test_a_reference_to_nothing_is_told(container: dict[str, Any], words: str) -> None:
+def test_a_reference_to_nothing_is_reported(container: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidPod, match=words):
         variables(**container)
 

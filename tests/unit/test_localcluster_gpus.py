@@ -86,7 +86,7 @@ def test_a_gpu_never_has_two_owners(events: list[tuple[str, int, bool]]) -> None
             continue
         free = len(devices) - sum(map(len, owners.values()))
         if owner not in owners and count > free:
-            with pytest.raises(InvalidPod, match=f"{count} asked and {free} of 4 free"):
+            with pytest.raises(InvalidPod, match=f"{count} requested, but {free} of 4 free"):
                 gpus.assign(devices, owners, owner, count)
             continue
         before = owners.get(owner)
@@ -110,7 +110,7 @@ def test_an_owner_keeps_its_gpus_until_its_processes_have_ended(tmp_path: Path) 
     assert node.variables("a", {"name": "logs"})["CUDA_VISIBLE_DEVICES"] == ""
     restarted = gpus.Devices(3, 3, tmp_path)
     assert restarted.variables("a", container("engine", 2))["CUDA_VISIBLE_DEVICES"] == "0,1"
-    with pytest.raises(InvalidPod, match="1 asked and 0 of 3 free"):
+    with pytest.raises(InvalidPod, match="1 requested, but 0 of 3 free"):
         restarted.variables("b", container("engine", 1))
     restarted.release("a")
     assert restarted.variables("b", container("engine", 1))["CUDA_VISIBLE_DEVICES"] == "0"

@@ -62,7 +62,7 @@ def test_assets_without_an_api_server_are_refused(monkeypatch: pytest.MonkeyPatc
         build.find()
 
 
-def test_assets_are_used_and_what_they_lack_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_assets_are_used_and_what_they_lack_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
     (tmp_path / "etcd").touch()
     (tmp_path / "kube-apiserver").write_text("#!/bin/sh\necho Kubernetes v1.33.2\n")
@@ -79,7 +79,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("packages")
-def test_a_broken_build_leaves_nothing_valid_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_broken_build_leaves_nothing_valid_and_continues_where_it_was(tmp_path: Path) -> None:
     ran: list[str] = []
 
     def step(name: str, *, broken: bool = False) -> BuildStep:

@@ -34,7 +34,7 @@ def test_a_process_id_is_not_mistaken_for_another_with_the_same_number() -> None
 
 
 def test_a_process_whose_first_thread_has_ended_runs_until_the_last_one_has() -> None:
-    """Its other threads exit late, as after a kill on a busy machine. Until then the process holds its port."""
+    """Let the other threads exit late, as after a kill on a busy machine. Until then the process holds its port."""
     script = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(900,)).start(); "
     child = subprocess.Popen([sys.executable, "-c", f"{script}ctypes.CDLL(None).pthread_exit(None)"])
     try:
@@ -144,7 +144,7 @@ async def test_a_shim_whose_agent_was_killed_before_it_wrote_its_record_starts_n
 
 
 @pytest.mark.parametrize("apart", ["", "setsid ", "env -i setsid "])
-async def test_a_process_whose_shim_was_killed_is_ended_and_told(tmp_path: Path, apart: str) -> None:
+async def test_a_process_whose_shim_was_killed_is_ended_and_reported(tmp_path: Path, apart: str) -> None:
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")
     wait = f"tail -f /dev/null {tmp_path}/none"
     process.start(shell(f"{apart}{wait} & exec {wait}"))

@@ -94,7 +94,7 @@ async def test_reviews_of_many_peers_are_few_at_once_too(access: MetricsAccess, 
 
 
 async def turns() -> None:
-    """Run every task until it waits for something."""
+    """Let every task run until it awaits an event."""
     for _ in range(20):
         await asyncio.sleep(0)
 

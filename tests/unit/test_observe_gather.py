@@ -187,7 +187,7 @@ async def test_a_pod_whose_pages_are_refused_is_asked_less_often_until_one_is_go
     # Scrapes are at 0, 5, 10, 15, 25 and 45 seconds, and then every 30 seconds.
     assert world.asked.count(bad) == 6 + 8
     found = await world.snapshot()
-    # If a scrape skipped a pod, that pod still counts as unanswered.
+    # A pod that a scrape skips because of its failures still counts as unanswered.
     assert {(s.pods, s.unanswered) for s in found.samples["r1"]} == {(1, 1)}
     assert found.backed_off == {"b": f"{bad}: HTTP 404"}
     world.pages[bad] = REAL
@@ -232,7 +232,7 @@ async def test_an_address_of_version_6_is_written_in_brackets(world: World) -> N
     assert world.asked == ["http://[fd00::7]:8000"]
 
 
-async def test_a_liar_is_told_with_its_figure(world: World) -> None:
+async def test_a_liar_is_reported_with_its_figure(world: World) -> None:
     lie = REAL.replace('vllm:num_requests_running{engine="0",model_name="m"} 8.0', "vllm:num_requests_running 0.0")
     world.pages["http://10.0.0.1:8000"] = lie
     await world.scrape(20)
@@ -252,7 +252,7 @@ async def test_the_route_that_the_spec_names_is_read(world: World) -> None:
     assert (found.name, found.resource_version, found.rules) == ("chat-route", "7", (rule,))
 
 
-async def test_no_route_is_asked_for_where_the_server_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_route_is_requested_where_the_server_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.cluster.served.clear()
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}))
@@ -281,7 +281,7 @@ async def test_an_api_that_is_installed_while_the_operator_runs_is_noticed(world
     assert world.cluster.asked.count(INFERENCE_POOL_API) == 2
 
 
-async def test_no_api_is_asked_for_that_no_spec_names(world: World) -> None:
+async def test_no_api_is_requested_that_no_spec_names(world: World) -> None:
     await world.snapshot()
     assert not {HTTP_ROUTE_API, INFERENCE_POOL_API} & set(world.cluster.asked)
 

@@ -54,7 +54,7 @@ def test_a_real_page_is_read_whole() -> None:
     assert 0 < totals.prefill_seconds < totals.decode_seconds
 
 
-def test_tokens_that_were_loaded_from_host_memory_are_told_apart_from_those_that_the_gpu_held() -> None:
+def test_tokens_that_were_loaded_from_host_memory_are_distinguished_from_those_that_the_gpu_held() -> None:
     tiers = """
 vllm:prefix_cache_hits_total{engine="0"} 300.0
 vllm:external_prefix_cache_hits_total{engine="0"} 500.0
@@ -236,8 +236,8 @@ def test_a_page_says_the_same_in_whatever_chunks_and_steps_it_is_read(lines: lis
         assert read(chunk) == whole
 
 
-def test_ranks_that_report_different_dtypes_are_told_as_such() -> None:
-    """The last page alone would hide the other one."""
+def test_ranks_that_report_different_dtypes_are_reported_as_such() -> None:
+    """Without a mark, only the last rank's dtype would show."""
     config = 'vllm:cache_config_info{{cache_dtype="{}",engine="{}",num_gpu_blocks="10",block_size="16"}} 1.0\n'
     for reported, told in (
         (("k4v4", "k4v4"), "k4v4"),

@@ -81,7 +81,7 @@ def test_honest_engines_are_never_doubted_and_all_of_their_work_is_counted(
         judged = fleet.scrape(5 * scrape, pages)
         assert judged.sample.implausible == judged.sample.stalled == ()
         seen = Flows.together((seen, judged.sample.flows))
-    # A page may be missing if no counter moved during a prompt's prefill: it has no work to count.
+    # The sample may lack a page whose counters did not change during a prefill, because that page adds no work.
     if not restarts:
         did = Flows.together([model.totals for model in models])
         for name in ("prompt_tokens", "generation_tokens", "finished", "prefill_seconds", "decode_seconds"):

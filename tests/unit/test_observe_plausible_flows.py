@@ -68,7 +68,7 @@ def test_a_restarted_engine_counts_from_zero() -> None:
     assert flows.seconds == 20
 
 
-def test_a_counter_that_fell_counts_from_zero_and_the_others_go_on() -> None:
+def test_a_counter_that_fell_counts_from_zero_and_the_others_continue() -> None:
     page = replace(BUSY, process_start=None)
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(page, preemptions=7, prompt_tokens=1000, generation_tokens=500)})
@@ -76,7 +76,7 @@ def test_a_counter_that_fell_counts_from_zero_and_the_others_go_on() -> None:
     assert (flows.preemptions, flows.prompt_tokens, flows.generation_tokens, flows.seconds) == (2, 100, 0, 5)
 
 
-def test_a_clock_that_is_set_is_no_restart() -> None:
+def test_a_clock_that_is_set_is_not_a_restart() -> None:
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(BUSY, preemptions=1000)})
     moved = replace(counted(BUSY, preemptions=1001), process_start=START + 1.5)
@@ -131,7 +131,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "miss", "restar
 def test_what_is_seen_of_a_counter_is_what_happened_less_what_restarts_hid(
     steps: list[tuple[str, int]], tells_start: bool
 ) -> None:
-    """Count all work if there is no restart. Otherwise count at most that, and all work after the last restart."""
+    """Without a restart, all work counts. With restarts, at least the work after the last one counts."""
     fleet, now, total, happened, seen = ScrapeLoop(), 0.0, 0.0, 0.0, 0.0
     start = START if tells_start else None
     after_restart, hidden = 0.0, False

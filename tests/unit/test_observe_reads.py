@@ -107,7 +107,7 @@ async def test_a_service_that_does_not_change_has_its_packs_read_once_in_a_while
     assert world.cluster.asked.count(path) == 5
 
 
-async def test_packs_that_the_api_server_did_not_give_are_asked_for_in_the_next_reconcile(world: World) -> None:
+async def test_packs_that_the_api_server_did_not_give_are_requested_in_the_next_reconcile(world: World) -> None:
     path = path_of("v1", "ConfigMap", KEY.namespace, "mine")
     world.put(edited(accuracy={"probeSets": ["configmap/mine"]}))
     world.cluster.broken["ConfigMap"] = ClusterError("GET", path, 500, "no")
@@ -174,7 +174,7 @@ async def test_one_object_that_cannot_be_read_is_one_question_less(kind: str, er
 
 @pytest.mark.parametrize("status", [0, 429, 502, 503, 504])
 @pytest.mark.parametrize("kind", ["HTTPRoute", "ConfigMap", "Node"])
-async def test_an_api_server_that_is_away_is_no_fault_of_one_question(kind: str, status: int, world: World) -> None:
+async def test_an_api_server_that_is_away_is_not_a_fault_of_one_question(kind: str, status: int, world: World) -> None:
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}, accuracy={"probeSets": ["configmap/mine"]}))
     world.cluster.broken = {kind: ClusterError("GET", "/x", status, "away")}
     with pytest.raises(ClusterError):

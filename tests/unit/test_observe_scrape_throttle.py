@@ -91,7 +91,7 @@ def test_a_page_as_large_as_it_may_be_is_read_as_often_as_its_work_is_paid_for()
     st.lists(st.tuples(st.booleans(), st.integers(0, MOST_WORK), st.floats(0, 20)), max_size=200),
     st.integers(1, 4),
 )
-def test_whatever_engines_answer_the_work_is_bounded_and_none_is_left_out_for_ever(
+def test_whatever_engines_answer_the_work_is_bounded_and_none_is_left_out_forever(
     cycles: list[tuple[bool, int, float]], number: int
 ) -> None:
     throttle, pods = ScrapeThrottle(), tuple("abcd"[:number])

@@ -1,4 +1,4 @@
-"""Scrapes are kept at even distances, as far back as the spec needs, within limits. No event is lost."""
+"""Samples are kept at even distances, as far back as the spec needs, within limits. Merging loses no increments."""
 
 import gc
 import math

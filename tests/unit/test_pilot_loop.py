@@ -117,12 +117,12 @@ async def test_scrapes_are_spread_over_a_cycle_that_is_as_long_as_the_fleet_need
 
 async def test_every_service_is_looked_at_after_its_scrape() -> None:
     world = World(5)
-    await world.run(lambda: world.performed >= 5 + 15)  # once because each is new, and once in each of three cycles
+    await world.run(lambda: world.performed >= 5 + 15)  # once as a new service, and once in each of three cycles
     assert min(world.scraped.values()) >= 2
 
 
 @pytest.mark.parametrize("error", [Conflict("PATCH", "/x", 409, "changed"), NotFound("PATCH", "/x", 404, "gone")])
-async def test_a_write_that_shows_the_cache_to_be_old_makes_it_read_anew(error: Exception) -> None:
+async def test_a_write_that_shows_the_cache_to_be_old_makes_it_read_again(error: Exception) -> None:
     world = World(1, scrape_seconds=10)
     world.errors = [error]
     await world.run(lambda: bool(world.refreshed) and world.performed >= 2)
@@ -156,7 +156,7 @@ async def test_what_is_refused_is_decided_upon_at_once_and_then_no_more() -> Non
     await world.run(lambda: world.performed >= 2 and bool(world.scraped))
     told = [decision.status.condition("Stalled").status for decision in world.decided]
     assert told[:2] == ["False", "True"]
-    assert world.performed <= 3  # the third one follows the only scrape
+    assert world.performed <= 3  # the third reconcile follows the only scrape
 
 
 class Rolling(World):

@@ -179,7 +179,7 @@ class BadDays(RuleBasedStateMachine):
             self._check_owners()
 
     def _essence(self) -> dict[str, Any]:
-        """Return the status without the results of periodic probes, which change even if the service does not."""
+        """Return the status without the results of periodic probes, which change even in a service that does not."""
         passing = ("conditions", "accuracy")
         return {k: v for k, v in self.cluster.status.items() if k not in passing}
 
@@ -201,7 +201,7 @@ class BadDays(RuleBasedStateMachine):
         self.before = (now, cluster.answering())
         wanted, most = self._wanted(now), spec["disruption"]["maxUnavailable"]
         away = {"50%": -(-wanted // 2), "100%": wanted}.get(most, most)
-        # A faulty canary gives way at once, however few stable pods are left.
+        # The operator takes a faulty canary out of the traffic at once, even if few stable pods remain.
         back = now.canary is not None and now.canary.stage == "RollingBack"
         enough = min(answered, 1 if back else max(wanted - away, 0 if most == "100%" else 1), wanted)
         assert cluster.answering() >= enough, f"{answered} answered, now {cluster.answering()}"

@@ -130,7 +130,7 @@ def test_the_time_of_a_gate_grows_with_the_context_and_is_unknown_without_weight
     assert "accuracy gate of a canary at 32,768 tokens: at most about 1" in capsys.readouterr().out
 
 
-def test_a_dtype_that_cannot_serve_says_why(capsys):
+def test_a_dtype_that_cannot_serve_gives_the_reason(capsys):
     infeasible = {
         row["dtype"]: row["veto"]
         for row in planned(capsys, "DeepSeek-V3", "--gpu", "H200", "--gpus", "8", "--dtype", "auto,fp8,k4v4")["dtypes"]

@@ -216,7 +216,7 @@ def beyond_baseline(template: Mapping[str, Json]) -> Iterator[str]:
 @pytest.mark.slow
 @given(TEMPLATES, st.sets(st.sampled_from(KINDS)))
 @settings(max_examples=150, deadline=None)
-def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod_and_is_within_baseline_but_for_what_is_allowed(
+def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod_and_is_within_baseline_except_what_is_allowed(
     given_template: Json, allowed: set[str]
 ) -> None:
     obj = engine(given_template, resources={"limits": {"cpu": 1}}) | {}

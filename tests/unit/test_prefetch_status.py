@@ -17,7 +17,7 @@ from kvpilot_operator.state.questions import Question, unanswered
 from support.services import running, snapshot, spec_of
 
 
-def test_its_progress_is_told_in_status_and_conditions() -> None:
+def test_its_progress_is_reported_in_status_and_conditions() -> None:
     s = snapshot(obj(), prefetch=view(downloaded_bytes=4 * GB, total_bytes=16 * GB))
     decision = decide(s)
     cache = decision.status.cache
@@ -73,7 +73,7 @@ REFUSED = json.dumps(
         ({"pods": ()}, "Prefetching", "kubectl describe job chat-prefetch", False),
     ],
 )  # fmt: skip
-def test_why_it_does_not_come_on_is_told_with_the_remedy(
+def test_why_it_does_not_come_on_is_reported_with_the_remedy(
     changes: dict[str, Any], reason: str, words: str, stuck: bool
 ) -> None:
     decision = decide(snapshot(obj(), prefetch=view(**changes)))
@@ -93,7 +93,7 @@ def test_one_that_gets_on_again_after_a_refusal_is_told_to_get_on() -> None:
     assert said(decide(s), "Reconciling").reason == "Prefetching"
 
 
-def test_what_serves_is_mended_and_scaled_while_another_model_is_fetched() -> None:
+def test_the_serving_revision_is_repaired_and_scaled_while_another_model_is_fetched() -> None:
     old = obj()
     s = kept(running(old, "auto"), CachePhase.READY)
     new = obj(model={"revision": "v2"}, replicas=3)
@@ -113,7 +113,7 @@ def test_the_dtype_may_change_without_another_prefetch() -> None:
     assert applied(decision, "Job") == []
 
 
-def test_a_service_that_serves_and_is_given_a_prefetch_goes_on() -> None:
+def test_a_service_that_serves_and_is_given_a_prefetch_continues() -> None:
     s = running(obj(), "auto")
     decision = decide(s)
     assert applied(decision, "Job")

@@ -46,13 +46,13 @@ KEYS = ["tokens", "max_model_len", "choices", "error", "code", "text", "logprobs
         ({"token_id:3": float("nan")}, float("nan")),
     ],
 )
-async def test_logprobs_that_are_no_numbers_are_maximal_damage_in_a_candidate(top: object, logprob: object) -> None:
+async def test_logprobs_that_are_not_numbers_are_maximal_damage_in_a_candidate(top: object, logprob: object) -> None:
     async with engine(completing(event("token_id:7777", top, logprob))) as url:
         found = await measure(url, "m", baseline(), settings=SETTINGS)
     assert found.mean_kl_micronats == round(MAX_KL * 1_000_000)
 
 
-async def test_a_baseline_is_never_made_of_logprobs_that_are_no_numbers() -> None:
+async def test_a_baseline_is_never_made_of_logprobs_that_are_not_numbers() -> None:
     async with engine(completing(event("token_id:3", None, None))) as url:
         with pytest.raises(MalformedAnswer, match="not numbers"):
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)

@@ -1,4 +1,4 @@
-"""Probes that hang hold no place of others, and a probe that failed is tried again later and later."""
+"""Probes that hang do not keep others' permits, and a failed probe is retried with growing pauses."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -16,7 +16,7 @@ ALLOWED = Allowed(kl=0.02, disagreement=0.03)
 
 
 class Engine:
-    """An engine that is full from the moment when two long prompts are in flight. `full` answers short ones then."""
+    """An engine that is full once two long prompts are in flight. Then `full` answers the short prompts."""
 
     def __init__(self, full: Handler = counting, room: int = 2 * CONTEXT) -> None:
         self.full, self.room = full, room
@@ -57,12 +57,12 @@ async def test_prompts_are_judged_while_long_ones_hold_the_pool() -> None:
     one = Engine()
     filled = await one.fill()
     assert filled.context == len(one.long[0]) == CONTEXT - FILL_ANSWER_TOKENS
-    # Three of them take 95% of the pool.
+    # Three such prompts take 95% of the KV pool.
     assert {len(prompt) for prompt in one.long[1:]} == {1297}
     # Other first tokens keep the prefix cache from sharing their pages.
     assert len({tuple(prompt[:3]) for prompt in one.long[1:4]}) == 3
     assert {seen.bucket for seen in filled.seen} == {PRESSURE}
-    # No more than its verdict needs, and what was in flight.
+    # The probe sends no more prompts than its verdict needs, plus those in flight at that time.
     assert 5 <= len(filled.seen) <= 4 + pressure.JUDGED_AT_ONCE
     assert decide(filled.seen, [PRESSURE], ALLOWED).answer == Answer.PASSED
 
@@ -106,7 +106,7 @@ async def test_a_pool_that_fills_too_slowly_shows_nothing_and_ends_soon(monkeypa
             return Pool(self.room, 1e-6)
 
         async def handler(self, path: str, body: Body, writer: Writer) -> None:
-            if self.long:  # the first one filled the context
+            if self.long:  # the first prompt filled the context
                 await asyncio.sleep(600)
             await super().handler(path, body, writer)
 

@@ -1,4 +1,4 @@
-"""The prober captures baselines, finds stored ones again, and measures only against its own."""
+"""The prober captures baselines, finds stored ones again, and uses no baseline of another owner."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -54,8 +54,8 @@ async def test_a_baseline_of_an_engine_that_answers_nonsense_is_not_kept(bench: 
     assert "copied 0 of 8 facts" in found.outcome.message
 
 
-async def test_a_kept_baseline_whose_control_is_beyond_the_limits_is_captured_anew(bench: Bench) -> None:
-    """Ignore a noisy baseline that an older kvpilot kept."""
+async def test_a_kept_baseline_whose_control_is_beyond_the_limits_is_captured_again(bench: Bench) -> None:
+    """Ignore a noisy baseline that an older version of kvpilot has stored."""
     good = await captured(bench)
     assert good.control is not None
     loud = replace(good.control, mean_kl_micronats=4_800_000, top1_agreement_permille=0)
@@ -72,7 +72,7 @@ async def test_a_kept_baseline_whose_control_is_beyond_the_limits_is_captured_an
 @pytest.mark.parametrize(
     "why", ["missing", "damaged", "another's", "without control", "not base64", "no data", "not ours"]
 )
-async def test_what_cannot_be_adopted_is_captured_anew(bench: Bench, why: str) -> None:
+async def test_what_cannot_be_adopted_is_captured_again(bench: Bench, why: str) -> None:
     good = await captured(bench)
     ours = baseline_config_map(KEY, "u-1", IDENTITY, codec.encode(good))
     if why == "damaged":

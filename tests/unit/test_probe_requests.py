@@ -41,10 +41,10 @@ async def test_a_serving_engine_is_measured_one_request_at_a_time_and_a_canary_a
 
     async with engine(handler) as url:
         beside_users = await bench.ask(Measure("check/x", "p", url, "m", "fp8", NAME, serving=True))
-        # Five prompts without damage are a proof, and one answer is shown.
+        # Five prompts without damage suffice for a verdict. One more request gets the answer to show.
         assert (most, looks) == (1, 6)
         alone = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME))
-        # A canary's pool is looked at once. Its size is unknown here.
+        # The probe reads the size of a canary's KV pool once. Here the size is unknown.
         assert (most, looks) == (8, 7)
     for found in (beside_users, alone):
         assert isinstance(found.outcome, Measurement)
@@ -82,7 +82,7 @@ async def test_a_check_gets_figures_from_an_engine_whose_queue_never_ends(
         (["--other", "priority"], False),
     ],
 )
-def test_low_priority_is_asked_for_only_where_the_engine_schedules_by_it(arguments: list[str], expected: bool) -> None:
+def test_low_priority_is_requested_only_where_the_engine_schedules_by_it(arguments: list[str], expected: bool) -> None:
     engine = spec_of(manifest(engine={"extraArgs": arguments})).engine
     assert schedules_by_priority(engine) is expected
 
@@ -182,7 +182,7 @@ async def test_a_canary_that_passes_fills_its_context_once_before_any_user_does(
     async with engine(context_of(seen)) as url:
         found = await bench.ask(Measure("measure/x", "p", url, "m", "fp8", NAME, serving=serving))
     assert isinstance(found.outcome, Measurement)
-    # A serving replica is not asked: its users would wait.
+    # A serving replica gets no such prompt, because its users would wait.
     assert [length for length in seen if length > 2000] == ([] if serving else [2040])
     assert found.outcome.planned == (("general",) if serving else ("general", "pressure"))
 
@@ -196,7 +196,7 @@ async def test_a_canary_that_passes_fills_its_context_once_before_any_user_does(
     ],
     ids=["it dies", "it answers with an error", "its logprobs are NaN"],
 )
-async def test_a_canary_that_fails_at_a_full_context_alone_is_told_by_its_length(
+async def test_a_canary_that_fails_at_a_full_context_alone_is_reported_by_its_length(
     bench: Bench, fails: Callable[[Writer], None], words: str
 ) -> None:
     bench.cluster.keep(NAME, codec.encode(await captured(bench)))

@@ -94,7 +94,7 @@ async def test_an_engine_that_always_differs_is_total_damage_within_a_bounded_nu
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "NaN"])
-async def test_one_logprob_that_is_no_number_fails_a_candidate(value: object) -> None:
+async def test_one_logprob_that_is_not_a_number_fails_a_candidate(value: object) -> None:
     async def handler(path: str, body: Body, writer: Writer) -> None:
         start = len(body["prompt"])
         steps = range(start, start + body["max_tokens"])
@@ -108,7 +108,7 @@ async def test_one_logprob_that_is_no_number_fails_a_candidate(value: object) ->
         found = await measure(url, "m", baseline(prompts=8), allowed=ALLOWED, settings=two)
     outcome = decide(found.seen, found.planned, ALLOWED, ended=True)
     assert outcome.answer == Answer.FAILED
-    # The first proof ends the run.
+    # The run ends with the first answer that suffices for the verdict.
     assert found.prompts <= 2
     # No limit is so loose that such an engine passes.
     control = described(codec.with_control(baseline(), replace(found, mean_kl_micronats=0), NOW))
@@ -130,7 +130,7 @@ async def test_the_order_of_logprobs_is_no_damage() -> None:
 
 
 @pytest.mark.parametrize("answered", [0, 3])
-async def test_a_stream_that_breaks_off_is_no_verdict(answered: int) -> None:
+async def test_a_stream_that_breaks_off_is_not_a_verdict(answered: int) -> None:
     async def handler(_path: str, body: Body, writer: Writer) -> None:
         start = len(body["prompt"])
         steps = range(start, start + answered)
@@ -169,7 +169,7 @@ async def test_a_run_whose_time_is_over_is_judged_by_what_it_has_compared(monkey
     assert (whole.prompts, whole.cut, len(whole.tasks)) == (8, False, 2)
 
 
-async def test_a_run_without_time_is_no_verdict() -> None:
+async def test_a_run_without_time_is_not_a_verdict() -> None:
     async with engine(counting) as url:
         found = await measure(url, "m", baseline(), settings=replace(SETTINGS, budget_seconds=0.0))
     assert (found.prompts, found.cut) == (0, True)

@@ -102,7 +102,7 @@ def test_garbage_in_one_prompt_of_a_bucket_fails_it_however_many_are_sound() -> 
     assert (outcome.answer, outcome.failed) == (Answer.FAILED, "residue")
 
 
-def test_a_bucket_with_few_prompts_stays_open_and_is_told() -> None:
+def test_a_bucket_with_few_prompts_stays_open_and_is_reported() -> None:
     seen = [Seen("a", 0.001, 0.0)] * 12 + [Seen("b", 0.001, 0.0)] * 2
     outcome = decide(seen, ["a", "b", "c"], LIMITS, ended=True)
     assert outcome == (Answer.PASSED, None, ("a",), ("b", "c"))
@@ -134,7 +134,7 @@ def test_more_damage_never_turns_a_failure_into_a_pass(seen: list[Seen], factor:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
 def test_the_expected_factor_of_a_bet_is_one_if_the_mean_is_at_the_edge(values: list[float]) -> None:
-    """A supermartingale needs no more than the mean: scale any values to it, and average the factors."""
+    """A supermartingale depends only on the mean: scale any values to that mean, and average the factors of the bet."""
     mean = sum(values) / len(values)
     if mean > 1e-6:
         assert sum((1 + value / mean) / 2 for value in values) / len(values) == pytest.approx(1)

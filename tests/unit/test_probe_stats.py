@@ -92,7 +92,7 @@ def test_a_confident_garbage_answer_is_larger_damage_than_a_doubtful_one() -> No
     assert kl_nats(sure, confident) > kl_nats(sure, doubtful) > 1
 
 
-def test_logits_that_are_no_numbers_are_maximal_damage() -> None:
+def test_logits_that_are_not_numbers_are_maximal_damage() -> None:
     assert kl_nats({1: -0.1}, {}) == MAX_KL
 
 
@@ -109,7 +109,7 @@ def test_a_position_agrees_when_the_greedy_tokens_are_equal() -> None:
 
 @given(weights, st.sampled_from([0.0, 1 / 4096, 1 / 512]))
 def test_what_an_engine_reports_of_a_distribution_is_possible(a: list[float], rounding: float) -> None:
-    """Errors of a logprob: 1e-7 from float32, 1/4096 nat from storage, and 1/512 of its value from bfloat16."""
+    """A logprob has these errors: 1e-7 from float32, 1/4096 nat from storage, and 1/512 of its value from bfloat16."""
     told = {token: lp + rounding for token, lp in top(normalised(a)).items()}
     assert impossible(told, next(iter(told))) is None
 

@@ -160,14 +160,14 @@ def speaking(right: bool, loop: bool = False, facts: str = FACTS) -> Handler:
     return reading(4096, handler)
 
 
-async def test_a_candidate_whose_own_calls_are_broken_is_told_apart_although_its_distributions_agree() -> None:
+async def test_a_candidate_whose_own_calls_are_broken_is_distinguished_although_its_distributions_agree() -> None:
     settings = Settings(tokens=8, concurrency=8)
     prompts = load(["builtin/agent"])
     async with engine(speaking(right=True)) as url:
         kept = await capture(url, "m", prompts, identity="i", dtype="auto", settings=settings)
         kept = codec.decode(codec.encode(kept))
         ours = [json.loads(p.task.wanted)["name"] == "refund" for p in kept.prompts if p.task is not None]
-        # The engine always refunds order 4711, so it solves no request for another one.
+        # The engine always refunds order 4711, so it fails each prompt that names another order.
         assert [p.done is not None and p.done.asked for p in kept.prompts] == [len(SAMPLINGS)] * len(ours)
         again = await measure(url, "m", kept, settings=settings)
         without = await measure(url, "m", kept, settings=Settings(tokens=8, tasks=False))
@@ -179,7 +179,7 @@ async def test_a_candidate_whose_own_calls_are_broken_is_told_apart_although_its
     )
 
 
-async def test_an_engine_that_loops_is_told_apart_from_a_baseline_that_does_not() -> None:
+async def test_an_engine_that_loops_is_distinguished_from_a_baseline_that_does_not() -> None:
     settings = Settings(tokens=8, concurrency=8)
     async with engine(speaking(right=False)) as url:
         kept = await capture(url, "m", load(["builtin/reasoning"]), identity="i", dtype="auto", settings=settings)

@@ -1,4 +1,4 @@
-"""A probe yields to users: it waits for them for a time, goes on like one more user, and never hangs."""
+"""A probe yields to users: it waits for their requests for a limited time, then continues like one more user."""
 
 import asyncio
 from functools import partial
@@ -116,7 +116,7 @@ async def test_a_queue_that_does_not_end_holds_a_probe_up_for_a_time_only() -> N
     assert asked[last + 1 :] == ["/v1/completions"] * 3  # two prompts, and the answer to show
 
 
-async def test_a_probe_that_is_not_served_at_its_low_priority_goes_on_like_a_user(
+async def test_a_probe_that_is_not_served_at_its_low_priority_continues_like_a_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvpilot_probes.client.RETRY_PAUSE_SECONDS", 0.0)

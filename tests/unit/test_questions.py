@@ -57,7 +57,7 @@ def test_the_question_and_the_type_of_its_error_are_said_and_no_value(question):
 
 
 @pytest.mark.parametrize("question", DECIDED)
-def test_what_serves_is_repaired_and_scaled_whatever_question_fails(question):
+def test_the_serving_revision_is_repaired_and_scaled_whatever_question_fails(question):
     cluster = ModelCluster(service(OLD, 2), unanswered=(question,))
     with failing(()):
         cluster.settle()
@@ -87,7 +87,7 @@ def reached(where: str, *, routed: bool = False) -> ModelCluster:
 
 @pytest.mark.parametrize("question", DECIDED)
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting", "RollingBack"])
-def test_a_trial_goes_on_to_its_end_after_a_question_could_not_be_answered_for_a_while(question, where):
+def test_a_trial_continues_to_its_end_after_a_question_could_not_be_answered_for_a_while(question, where):
     cluster = copied(reached(where))
     cluster.unanswered = (question,)
     before = set(cluster.deployments)
@@ -109,7 +109,7 @@ def test_a_new_service_whose_first_questions_fail_starts_when_they_do_not():
         assert parse_status(cluster.status).condition("Ready").status == "True", question
 
 
-def test_nothing_that_runs_is_deleted_although_a_lost_status_cannot_be_made_anew():
+def test_nothing_that_runs_is_deleted_although_a_lost_status_cannot_be_recreated():
     cluster = ModelCluster(service(OLD, 2), unanswered=(Question.TRIAL,))
     cluster.settle()
     before = dict(cluster.deployments)

@@ -47,7 +47,7 @@ def setup_module() -> None:
 
 
 class Engines:
-    """Engines with one common page. The service's name decides if a probe hangs, fails or finds nothing."""
+    """Engines that serve the same metrics page. The service's name decides if a probe hangs, fails or finds nothing."""
 
     async def scrape(self, *_: object) -> PodMetrics:
         await asyncio.sleep(0)
@@ -136,7 +136,7 @@ class World:
         return record
 
     async def run(self, story: Callable[[], Awaitable[None]]) -> None:
-        """Run until the story ends, with short retry pauses."""
+        """Run the coroutine `story` to its end, with short retry pauses."""
         with patch.object(pilot, "decide", self._decide), patch.object(workqueue, "_BACKOFF", Backoff(0.001, 0.01)):
             task = asyncio.create_task(self.pilot.run(asyncio.Event()))
             try:

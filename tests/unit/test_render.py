@@ -21,7 +21,7 @@ def test_the_revision_follows_the_content_of_the_pod():
 
 
 @pytest.mark.parametrize("dtype", dtypes.names())
-def test_a_recent_window_that_is_asked_for_reaches_the_engines_that_have_one_and_makes_a_new_revision(dtype):
+def test_a_recent_window_that_is_requested_reaches_the_engines_that_have_one_and_makes_a_new_revision(dtype):
     plain, asked = (spec_of(manifest(kvCache=kv_cache)) for kv_cache in ({}, {"recentTokens": 128}))
     before, after = (pod_template("chat", spec, dtype) for spec in (plain, asked))
     arguments = after["spec"]["containers"][0]["args"]
@@ -79,7 +79,7 @@ def test_offloading_reaches_engines_of_every_dtype_with_the_memory_for_it_and_ma
          {"requests": {"cpu": "3", "memory": "72Gi"}, "limits": {"nvidia.com/gpu": "1"}}),
     ],
 )  # fmt: skip
-def test_memory_for_offloaded_blocks_is_asked_for_beside_the_engines_own(asked, given):
+def test_memory_for_offloaded_blocks_is_requested_beside_the_engines_own(asked, given):
     _, container = engine(engine={"image": "i", "resources": asked}, kvCache={"offload": {"cpuMemoryGiB": 64}})
     assert container["resources"] == given
 

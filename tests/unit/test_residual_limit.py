@@ -1,4 +1,4 @@
-"""Limit on the share of a cache that is read at 8 bits: bounds, direction, attack and release."""
+"""Limit on the share of a cache that is read at 8 bits: its bounds, and how fast it falls and rises with the load."""
 
 import sys
 from math import inf
@@ -98,6 +98,6 @@ def test_only_firm_residuals_take_pages_of_cached_prefixes(firm, floor):
 
 
 def test_the_limit_spares_the_requests_that_8_bits_would_cost():
-    """One row of the page at the load that tips an engine without the limit over: it loses more than half of them."""
+    """Check one row of the page: at this load, an engine without the limit loses more than half of its requests."""
     plain, limited = (simulate(load_profile(), Case("agents", 0.8, row)) for row in ("k4v4", "elastic-limit"))
     assert limited["good"] >= 0.98 * plain["good"]

@@ -19,7 +19,7 @@ def scale(cluster: ModelCluster) -> tuple[int, str]:
 
 
 def selected(cluster: ModelCluster) -> Counter[str]:
-    """Return the ready pods by revision that an autoscaler would average."""
+    """Return the ready pods, by revision, over which an autoscaler would average."""
     wanted = dict(pair.split("=") for pair in scale(cluster)[1].split(","))
     assert wanted[SERVICE_LABEL] == KEY.name
     one = wanted.get(REVISION_LABEL)
@@ -30,7 +30,7 @@ def selected(cluster: ModelCluster) -> Counter[str]:
 @pytest.mark.parametrize(("bad", "end"), [((), "Promoted"), ((NEW,), "RolledBack")])
 @pytest.mark.parametrize("policy", ["Surge", "ReplaceOne"])
 @pytest.mark.parametrize("replicas", [2, 10])
-def test_a_trial_is_no_reason_for_an_autoscaler_to_change_the_number(replicas, policy, bad, end):
+def test_a_trial_is_not_a_reason_for_an_autoscaler_to_change_the_number(replicas, policy, bad, end):
     cluster = on_trial(replicas, capacityPolicy=policy, cluster={"bad": frozenset(bad)})
     seen: Counter[int] = Counter()
     for _ in range(300):
@@ -139,7 +139,7 @@ def test_an_autoscaler_beside_kvpilot_is_named_with_the_remedy(scaler, remedy, p
 
 @pytest.mark.parametrize("mode", ["Operator", "External"])
 @pytest.mark.parametrize(("replicas", "kept"), [(2, 3), (50, 8), (0, 3)])
-def test_a_number_of_replicas_beyond_the_bounds_is_told_with_the_number_that_counts(mode, replicas, kept):
+def test_a_number_of_replicas_beyond_the_bounds_is_reported_with_the_number_that_counts(mode, replicas, kept):
     ready = told(replicas=replicas, scaling={"mode": mode, "minReplicas": 3, "maxReplicas": 8})
     assert f"spec.replicas is {replicas}, and {kept} counts" in ready
     assert "minReplicas 3 and maxReplicas 8" in ready

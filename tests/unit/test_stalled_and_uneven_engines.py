@@ -170,7 +170,7 @@ def test_a_replica_is_as_full_as_its_fullest_rank() -> None:
     assert (uneven(0).running, uneven(0).waiting, uneven(0).capacity_tokens) == (29, 12, 128_000)
 
 
-def test_one_full_rank_beside_one_with_room_is_told_as_an_imbalance_and_nothing_is_changed() -> None:
+def test_one_full_rank_beside_one_with_room_is_reported_as_an_imbalance_and_nothing_is_changed() -> None:
     verdict = judged(lambda i: {"chat-0": uneven(i)})
     assert (verdict.kind, verdict.usage_percent) == ("Imbalanced", 97)
     assert "chat-0 engine 0 is 97% full and 12 requests wait for it" in verdict.message
@@ -240,7 +240,7 @@ def test_more_engines_than_a_page_can_have_are_refused() -> None:
         page(*(engine(0.5, 1, 0, 0, n) for n in range(MOST_RANKS + 1)))
 
 
-def test_labels_that_are_no_numbers_make_no_ranks() -> None:
+def test_labels_that_are_not_numbers_make_no_ranks() -> None:
     text = engine(0.5, 1, 0, 0).replace('engine="0"', 'engine="\x1b[31m"')
     assert page(text, text).ranks == ()
 

@@ -1,4 +1,4 @@
-"""The volume claim that a service requests: its content, its users, and when it is written."""
+"""The PersistentVolumeClaim of a service: its content, the pods that use it, and when the operator writes it."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_without_it_pods_are_what_they_were() -> None:
 
 
 SHARED = "as ReadWriteMany of StorageClass gp3: there is no such class, or its volumes cannot be shared"
-DISK = "as ReadWriteOnce of the cluster's default StorageClass: there is no such class, or it can make none where"
+DISK = "as ReadWriteOnce of the cluster's default StorageClass: there is no such class, or it cannot provision"
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ DISK = "as ReadWriteOnce of the cluster's default StorageClass: there is no such
         ({"weights": {"size": "200Gi", "storageClassName": "gp3"}}, f"chat-weights asks for 200Gi {SHARED}", "Mend"),
         ({"weights": {"size": "1Gi"}}, "or with accessMode ReadWriteOnce, which keeps all pods on one node", "gp3"),
         ({"weights": {"size": "1Gi", "accessMode": "ReadWriteOnce"}}, DISK, "or with accessMode"),
-        ({"weightsClaimName": "models"}, "Mend that claim, or name one that is Bound", "spec.cache.weights"),
+        ({"weightsClaimName": "models"}, "Repair that claim, or name one that is Bound", "spec.cache.weights"),
     ],
 )
-def test_a_claim_without_a_volume_is_told_with_what_was_asked_for_and_the_remedy(
+def test_a_claim_without_a_volume_is_reported_with_what_was_asked_for_and_the_remedy(
     cache: dict[str, Any], words: str, not_said: str, scheduler: str
 ) -> None:
     obj = manifest(cache=cache, kvCache=FIXED)
@@ -91,9 +91,9 @@ def without_a_word(seconds: int, claims: bool) -> PodView:
     [
         (True, 59, "EnginesStarting", "0 of 1"),
         (True, 60, "ClaimNotBound", "asks for 1Gi as ReadWriteMany of StorageClass efs"),
-        (True, 3600, "ClaimNotBound", "chat-1, which is there since"),
+        (True, 3600, "ClaimNotBound", "chat-1, which was created at"),
         (False, 59, "EnginesStarting", "0 of 1"),
-        (False, 60, "Unschedulable", "see whether one of its schedulerName runs"),
+        (False, 60, "Unschedulable", "check that its schedulerName runs"),
     ],
 )
 def test_a_pod_of_which_the_scheduler_says_nothing_waits_for_a_volume_if_it_has_a_claim(
@@ -177,7 +177,7 @@ def test_pods_that_share_a_disk_are_kept_on_one_node_with_whatever_else_the_spec
     mode=st.sampled_from(["ReadWriteMany", "ReadWriteOnce"]),
     storage_class=st.none() | st.just("fast"),
 )
-def test_whatever_size_is_accepted_is_asked_for_as_it_was_written(
+def test_whatever_size_is_accepted_is_requested_as_it_was_written(
     number: int, unit: str, mode: str, storage_class: str | None
 ) -> None:
     size = f"{number}{unit}"
@@ -234,7 +234,7 @@ async def test_a_pass_in_which_nothing_changes_asks_for_no_claim(operator: Opera
     assert operator.api.asked == []
 
 
-async def test_a_larger_size_is_asked_for_and_restarts_no_engine(operator: Operator) -> None:
+async def test_a_larger_size_is_requested_and_restarts_no_engine(operator: Operator) -> None:
     await served(operator)
     before = {what for what in operator.api.objects if what[0] == "Deployment"}
     operator.edit(manifest(kvCache=FIXED, cache={"weights": {"size": "200Gi"}}))
@@ -244,7 +244,7 @@ async def test_a_larger_size_is_asked_for_and_restarts_no_engine(operator: Opera
     assert operator.condition("Reconciling").status == "False"
 
 
-async def test_a_claim_that_is_asked_for_no_more_is_not_deleted(operator: Operator) -> None:
+async def test_a_claim_that_is_requested_no_more_is_not_deleted(operator: Operator) -> None:
     await served(operator)
     operator.edit(manifest(kvCache=FIXED))
     for _ in range(5):
@@ -337,7 +337,7 @@ async def test_a_claim_that_is_refused_keeps_no_engine_from_being_mended(operato
 
 
 @pytest.mark.parametrize("last", ["create", "apply"])
-async def test_an_operator_that_ends_at_any_write_of_the_claim_goes_on_where_it_was(
+async def test_an_operator_that_ends_at_any_write_of_the_claim_continues_where_it_was(
     operator: Operator, last: str
 ) -> None:
     def dies(method: str, what: tuple[str, str]) -> None:

@@ -197,7 +197,7 @@ async def test_a_job_of_an_older_spec_goes_and_a_corrected_one_comes(operator: O
     assert {"name": "HTTPS_PROXY", "value": "http://proxy"} in pod_of(operator.api.objects[JOB])[1]["env"]
 
 
-async def test_a_job_that_somebody_deletes_is_made_anew_soon(operator: Operator) -> None:
+async def test_a_job_that_somebody_deletes_is_recreated_soon(operator: Operator) -> None:
     await operator.reconcile()
     operator.api.drop(*JOB)
     # Another object may have taken the name. Then the server answers the first attempt with a conflict.
@@ -218,7 +218,7 @@ async def test_a_prefetch_that_is_wanted_no_more_leaves_no_job_and_engines_start
     assert "cache" not in operator.api.objects["QuantizedLLMService", KEY.name]["status"]
 
 
-async def test_nothing_is_fetched_to_somebody_elses_claim(operator: Operator) -> None:
+async def test_nothing_is_fetched_to_another_owners_claim(operator: Operator) -> None:
     claim = operator.api.put({"kind": "PersistentVolumeClaim", "metadata": {"name": "chat-weights"}, "spec": {}})
     for _ in range(3):
         await operator.reconcile()
@@ -230,7 +230,7 @@ async def test_nothing_is_fetched_to_somebody_elses_claim(operator: Operator) ->
         assert "spec.cache.weightsClaimName" in condition.message
 
 
-async def test_somebody_elses_job_of_that_name_is_left_alone_and_told(operator: Operator) -> None:
+async def test_another_owners_job_of_that_name_is_not_changed_and_reported(operator: Operator) -> None:
     theirs = operator.api.put({"kind": "Job", "metadata": {"name": JOB[1]}, "spec": {}})
     for _ in range(3):
         await operator.reconcile()
@@ -250,7 +250,7 @@ WRITES = [
 async def test_whatever_write_the_operator_ends_at_the_same_comes_of_it(
     operator: Operator, method: str, kind: str, after: int
 ) -> None:
-    """Kill the operator at the n-th write of a kind. The spec changes meanwhile, so that a Job is deleted, too."""
+    """Kill the operator at the n-th write of each kind. The spec changes meanwhile, so a Job is deleted, too."""
     left = [after]
 
     def dies(done: str, what: tuple[str, str]) -> None:

@@ -116,7 +116,7 @@ async def test_a_reconcile_is_a_trace_of_its_own_with_its_three_phases() -> None
     assert news == ["Serve/Started"]
 
 
-async def test_a_conflict_is_no_fault_and_what_is_one_says_its_type_and_not_its_words() -> None:
+async def test_a_conflict_is_not_a_fault_and_what_is_one_says_its_type_and_not_its_words() -> None:
     sender = SpanSender(exporter := InMemorySpanExporter())
     for error in (Conflict("PATCH", "/x", 409, SECRET), asyncio.CancelledError(SECRET), ValueError(SECRET)):
         with pytest.raises(type(error)), span(sender.tracer, "outer", {}, root=True), span(sender.tracer, "inner", {}):

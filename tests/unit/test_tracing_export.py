@@ -61,7 +61,7 @@ def test_a_sampler_keeps_its_share_and_an_engine_hears_that_a_trace_is_left_out(
     assert exporter.get_finished_spans() == ()
 
 
-def test_a_collector_that_says_nothing_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_that_says_nothing_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.05)
     answers = threading.Event()
 

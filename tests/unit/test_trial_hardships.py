@@ -1,6 +1,6 @@
 """Disturbances in every stage of a trial: a new leader, an evicted pod, or a clock that jumps.
 
-Every limit holds after each single write, and the trial ends as without the disturbance.
+Every limit holds after each single write, and the trial has the same end as without the disturbance.
 """
 
 from datetime import timedelta

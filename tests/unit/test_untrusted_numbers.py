@@ -21,7 +21,7 @@ def test_a_whole_number_is_ascii_digits_within_its_bound_and_anything_else_is_no
 
 
 @pytest.mark.parametrize("text", ["9" * 10_000, "0" * 10_000 + "7" * 9, None, 3, True])
-def test_what_int_would_choke_on_is_no_number(text):
+def test_what_int_would_choke_on_is_not_a_number(text):
     assert whole(text, 10**6) is None
 
 
@@ -63,7 +63,7 @@ def test_no_argument_keeps_the_budget_of_a_step_from_being_a_number(text):
 
 
 @pytest.mark.parametrize("odd", ["²", "٣", "9" * 5000, "-8", "", "8.9"])
-def test_a_nodes_label_that_is_no_number_is_not_known(odd):
+def test_a_nodes_label_that_is_not_a_number_is_not_known(odd):
     labels = {
         "nvidia.com/gpu.product": "NVIDIA-H2000",
         "nvidia.com/gpu.compute.major": odd,

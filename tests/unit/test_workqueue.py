@@ -96,7 +96,7 @@ async def test_changes_come_first_and_looks_are_not_starved() -> None:
         queue.add(key(f"look-{i}"), changed=False)
     for i in range(40):
         queue.add(key(f"change-{i}"))
-    queue.add(key("look-39"))  # it changed meanwhile
+    queue.add(key("look-39"))  # the service changed during its reconcile
     await worked(queue, lambda: len(log.done) >= 80)
     assert len(log.done) == 80
     first = log.done[: 40 + WORKERS]
@@ -229,7 +229,7 @@ class Counted(Backoff):
         return 0.0
 
 
-async def test_pauses_grow_while_the_same_request_fails_and_begin_anew_where_a_service_has_got_further(
+async def test_pauses_grow_while_the_same_request_fails_and_begin_again_where_a_service_has_got_further(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Counted, "seen", [])

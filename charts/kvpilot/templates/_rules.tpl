@@ -6,7 +6,8 @@
 - apiGroups: [kvpilot.io]
   resources: [quantizedllmservices/status]
   verbs: [patch]
-# For owner references that block deletion, where the OwnerReferencesPermissionEnforcement admission is on (OpenShift).
+# For owner references that block deletion, if the admission plugin OwnerReferencesPermissionEnforcement is on
+# (OpenShift).
 - apiGroups: [kvpilot.io]
   resources: [quantizedllmservices/finalizers]
   verbs: [update]
@@ -16,29 +17,29 @@
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create, patch, delete]
-# A promoted revision's template loses its readiness gate: in the Deployment, and in its ReplicaSet.
+# After a promotion, the operator removes the readiness gate from the Deployment's template, and from its ReplicaSet's.
 - apiGroups: [apps]
   resources: [replicasets]
   verbs: [list, patch]
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch]
-# A canary's pod gets requests once its readiness gate is open: after its revision has passed its probes.
+# The operator opens the readiness gate of a canary's pod once its revision has passed its probes.
 - apiGroups: [""]
   resources: [pods/status]
   verbs: [patch]
-# Claims for weights: made and resized, and never deleted.
+# Claims for weights: the operator creates and resizes them, but never deletes one.
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, create, patch]
-# The Job that fills such a claim; one cannot be changed, so it is deleted and made anew.
+# The Job that fills such a claim. A Job cannot be changed, so the operator deletes it and creates a new one.
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [get, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, patch]
-# An autoscaler on a service that the operator scales: listed now and then, to be reported.
+# The operator lists autoscalers every few minutes, to report one that scales the same service as the operator.
 - apiGroups: [autoscaling]
   resources: [horizontalpodautoscalers]
   verbs: [list]
@@ -53,7 +54,7 @@
 - apiGroups: [leaderworkerset.x-k8s.io]
   resources: [leaderworkersets]
   verbs: [get, list, watch, create, patch, delete]
-# Why pods of a group cannot be created, its StatefulSets say in Events alone.
+# The StatefulSets of a group report only in Events why its pods cannot be created.
 - apiGroups: [""]
   resources: [events]
   verbs: [list]

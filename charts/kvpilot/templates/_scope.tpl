@@ -30,7 +30,7 @@ refuses.
 {{- if ne $release (printf "%s/%s" $.Release.Namespace $.Release.Name) }}
 {{- $who := ternary (printf "release %s" $release) "an operator that Helm did not install" (hasKey $annotations "meta.helm.sh/release-name") }}
 {{- $what := ternary (printf "namespace %s" .metadata.namespace) "every namespace" (hasKey .metadata "namespace") }}
-{{- fail (printf "%s looks after %s already (%s %s): two operators would undo each other's writes. Uninstall that one, or set watchNamespaces of both so that no namespace is in two of them." $who $what .kind .metadata.name) }}
+{{- fail (printf "%s manages %s already (%s %s): two operators would undo each other's writes. Uninstall that one, or set watchNamespaces of both so that no namespace is in two of them." $who $what .kind .metadata.name) }}
 {{- end }}
 {{- end }}
 {{- end }}

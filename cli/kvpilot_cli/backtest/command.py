@@ -116,10 +116,12 @@ def _parser(policies: Mapping[str, Starter]) -> argparse.ArgumentParser:
     parser.add_argument("--days", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--size", type=float, default=1.0, help="factor for the requests of a synthetic or recorded load"
+        "--size", type=float, default=1.0, help="factor for the number of requests of a synthetic or recorded load"
     )
-    parser.add_argument("--ttft", type=float, default=5.0, help="objective: seconds to the first token")
-    parser.add_argument("--itl", type=float, default=60.0, help="objective: mean milliseconds between two tokens")
+    parser.add_argument("--ttft", type=float, default=5.0, help="objective: largest time to the first token in s (5)")
+    parser.add_argument(
+        "--itl", type=float, default=60.0, help="objective: largest mean time between two tokens in ms (60)"
+    )
     parser.add_argument("--journal", action="store_true", help="print every step of the pilot with its reason")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser

@@ -80,7 +80,7 @@ def _parser() -> _Parser:
     add(
         "--nodes", type=_whole, default=1, metavar="N", help="nodes of one engine, each with --gpus GPUs (engine.nodes)"
     )
-    add("--context", type=_list_of(_whole), default=(), metavar="N,N", help=f"tokens of a sequence (default {','.join(map(str, CONTEXTS))}, up to the model's limit)")  # fmt: skip  # noqa: E501
+    add("--context", type=_list_of(_whole), default=(), metavar="N,N", help=f"lengths of sequences to plan, in tokens (default {','.join(map(str, CONTEXTS))}, up to the model's limit)")  # fmt: skip  # noqa: E501
     add(
         "--dtype",
         type=_list_of(str),
@@ -93,7 +93,7 @@ def _parser() -> _Parser:
         "--recent-tokens",
         type=_window,
         metavar="N",
-        help="recent tokens of each sequence that our dtypes below 8 bits read at 8 bits: "
+        help="newest tokens of each sequence that our dtypes below 8 bits read at 8 bits: "
         f"{', '.join(map(str, RECENT_CHOICES))} (default {default_windows()})",
     )
     add(
@@ -101,25 +101,25 @@ def _parser() -> _Parser:
         type=_share,
         default=0.9,
         metavar="X",
-        help="share of the GPU's memory that vLLM takes (default 0.9)",
+        help="share of the GPU's memory that vLLM may use (default 0.9)",
     )
     add("--weights-dtype", choices=WEIGHTS, help="format of the weights (default: as published)")
-    add("--weights-gb", type=_positive, metavar="X", help="weights in 10^9 bytes, instead of the estimate")
-    add("--kv-gb", type=_positive, metavar="X", help="KV cache of all GPUs in 10^9 bytes, instead of the estimate")
+    add("--weights-gb", type=_positive, metavar="X", help="weights in GB (10^9 bytes), instead of the estimate")
+    add("--kv-gb", type=_positive, metavar="X", help="KV cache of all GPUs in GB (10^9 bytes), instead of the estimate")
     add("--json", action="store_true", help="print JSON instead of tables")
-    load = parser.add_argument_group("cost of a load on all replicas; give the first three")
+    load = parser.add_argument_group("cost of a load on all replicas; needs the first three options")
     load.add_argument("--requests-per-second", type=_positive, metavar="R")
     load.add_argument(
-        "--prompt-tokens", type=_whole, metavar="P", help="prompt tokens of a request without a prefix hit"
+        "--prompt-tokens", type=_whole, metavar="P", help="prompt tokens of a request that are not in a cache"
     )
     load.add_argument("--generated-tokens", type=_whole, metavar="G")
-    load.add_argument("--price", type=_positive, metavar="PER_HOUR", help="what one GPU costs an hour, in any currency")
+    load.add_argument("--price", type=_positive, metavar="PER_HOUR", help="price of a GPU an hour, in any currency")
     load.add_argument(
         "--max-ms-per-token",
         type=_positive,
         default=50.0,
         metavar="T",
-        help="longest mean time of a token in ms (default 50)",
+        help="largest mean time between two tokens in ms (default 50)",
     )
     return parser
 

@@ -87,12 +87,12 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    for side, what in (("baseline", "the 16-bit engine"), ("candidate", "the engine that is judged")):
+    for side, what in (("baseline", "address of the 16-bit engine"), ("candidate", "address of the engine to judge")):
         add(f"--{side}", required=True, metavar="URL", help=f"{what}, such as http://host:8000")
         add(f"--{side}-model", metavar="NAME", help="served model name (default: the only one that the endpoint lists)")
-        key = "environment variable with the bearer token to send"
+        key = "environment variable that has the engine's bearer token"
         add(f"--{side}-key-variable", metavar="NAME", help=key)
-    sets = f"builtin/NAME; may be repeated (default {' '.join(accuracy.probe_sets)})"
+    sets = f"built-in probe pack, builtin/NAME; may be repeated (default {' '.join(accuracy.probe_sets)})"
     add("--probe-set", action="append", metavar="SET", help=sets)
     add(
         "--prompts",
@@ -104,19 +104,19 @@ def _parser() -> _Parser:
     )
     answer = _between(session.MIN_TOKENS, session.MAX_TOKENS)
     for option, kind, default, what in (
-        ("context-tokens", _between(0, 2**31 - 1), 0, "most context that long prompts fill; 0: all of the engine's"),
+        ("context-tokens", _between(0, 2**31 - 1), 0, "longest generated prompt in tokens; 0: the engine's context"),
         (
             "max-excess-kl-millinats",
             _WHOLE,
             accuracy.max_excess_kl_millinats,
-            "most damage beyond the noise",
+            "allowed mean KL divergence beyond the noise, in nats x 1000",
         ),
-        ("min-top1-agreement-percent", _PERCENT, accuracy.min_top1_agreement_percent, "least share of equal choices"),
-        ("tokens", answer, session.DEFAULT_TOKENS, "of each answer"),
+        ("min-top1-agreement-percent", _PERCENT, accuracy.min_top1_agreement_percent, "least share of equal tokens"),
+        ("tokens", answer, session.DEFAULT_TOKENS, "tokens of each answer"),
         ("concurrency", _between(1, 64), session.CONCURRENCY, "most requests in flight; fewer if prompts are long"),
     ):
         add(f"--{option}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
-    passes = "time limit of each of the three passes (default: by the number of tokens)"
+    passes = "time limit in seconds of each of the three passes (default: by the number of tokens)"
     add("--deadline-seconds", type=_WHOLE, metavar="N", help=passes)
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser

@@ -22,7 +22,7 @@ from kvpilot_operator.api.pod_template import KINDS
 
 NOT_JUDGED = (
     "not judged: whether named Secrets, claims, classes, routes and nodes exist; quotas, admission webhooks and "
-    "policies; what Kubernetes asks of the pods beyond the schema"
+    "policies; rules of Kubernetes for pods beyond the schema"
 )
 
 

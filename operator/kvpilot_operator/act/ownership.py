@@ -32,7 +32,7 @@ def own(s: Snapshot, kind: str, found: Object) -> str:
         return str(metadata["uid"])
     owners = metadata.get("ownerReferences") or ()
     if any((owner.get("kind"), owner.get("name")) == (KIND, s.key.name) for owner in owners):
-        words = f"{kind} {metadata['name']} is an earlier service's of this name, and not collected yet"
+        words = f"{kind} {metadata['name']} belongs to an earlier service of this name, and is not deleted yet"
         raise Conflict("PATCH", f"{s.key.namespace}/{metadata['name']}", 409, words)
     raise NameTaken(kind, s.key.namespace, metadata["name"])
 

@@ -1,4 +1,4 @@
-"""Carry out one Decision: first the baseline, then the status, then objects and pods, then events.
+"""Carry out one Decision: write first the baseline, then the status, then objects and pods, and post events last.
 
 If a quota, a webhook or a field check refuses an object, the next decision takes the refusal into account. Only
 temporary errors, such as a conflict or an unreachable server, end the reconcile.

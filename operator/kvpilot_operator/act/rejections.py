@@ -7,7 +7,8 @@ from kvpilot_operator.backoff import Backoff
 from kvpilot_operator.errors import Rejected
 from kvpilot_operator.state.objects import Rejection
 
-# Pause before a refused write is retried. Retry by time, because no watch reports a raised quota or a repaired webhook.
+# Pauses before a refused write is retried. Retry after a time, because no watch reports a raised quota or a repaired
+# webhook.
 BACKOFF = Backoff(5.0, 60.0)
 
 What = tuple[str, str]
@@ -59,7 +60,7 @@ class Rejections:
         return before is None or before.rejection != rejection
 
     def accepted(self, what: What) -> None:
-        """Forget the refusal of an object that was written."""
+        """Forget an object's refusal, because the API server has accepted a write of the object."""
         self._held.pop(what, None)
         self._written = True
 

@@ -10,7 +10,7 @@ from kvpilot_operator.api.record import Json, camel
 
 
 class EngineDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=camel, omit_defaults=True):
-    """Default values of spec.engine's fields. A value in a service replaces the whole default of its field."""
+    """Default values for fields of spec.engine. If a service sets a field, that field's default has no effect."""
 
     image: Annotated[str, Meta(max_length=512)] = ""
     image_pull_secrets: list[dict[str, str]] = []

@@ -25,8 +25,8 @@ _PRIVATE = re.compile(
 """Pattern of fields that may hold keys and tokens. Messages omit their values."""
 
 _BEFORE_QUERY = re.compile("^([^?]*://[^?]*|[^?]*([?]([^=]*$)?)?)")
-"""Pattern of the part of a text that a message may show: of an address only the part before `?`, because the query may
-hold a signature."""
+"""Pattern of the part of a value that messages show. It cuts the query (from `?` on) off an address, because the query
+may hold a signature."""
 
 
 class Fault(NamedTuple):
@@ -146,10 +146,10 @@ def _contradictions(arguments: Arguments, spec: Spec) -> Iterator[tuple[int, str
     offload, nodes = spec.kv_cache.offload is not None, spec.engine.nodes > 1
     beside: list[tuple[bool, tuple[str, ...], str]] = [
         (offload, _OFFLOAD, "kvCache.offload sets it: remove the argument, or kvCache.offload"),
-        (offload, rules.SEVERAL_ENGINES, "it starts several engines in a pod, each of which would take as much memory "
-         "as kvCache.offload says: remove the argument, or kvCache.offload"),
-        (nodes, _NODES, "engine.nodes sets how a replica is spread over nodes: remove it, or set engine.nodes to 1"),
-        (nodes, _NOT_OVER_NODES, "it was not seen right over the nodes that engine.nodes asks for: remove it, or set "
+        (offload, rules.SEVERAL_ENGINES, "several engines would start in a pod, and each would take the whole memory "
+         "of kvCache.offload: remove the argument, or kvCache.offload"),
+        (nodes, _NODES, "engine.nodes spreads a replica over nodes: remove the argument, or set engine.nodes to 1"),
+        (nodes, _NOT_OVER_NODES, "no test has shown right answers with it over several nodes: remove it, or set "
          "engine.nodes to 1"),
         (bool(spec.model.adapters), _ADAPTERS, "model.adapters loads adapters, too: remove it"),
     ]  # fmt: skip

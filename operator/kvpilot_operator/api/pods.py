@@ -158,7 +158,7 @@ class Resources(Record, frozen=True):
 
     requests: Annotated[dict[str, Quantity | Count], Meta(max_length=16)] = msgspec.field(default_factory=dict)
     """Amounts that the scheduler reserves, by resource name, as Kubernetes quantities. With N GPUs in limits, cpu
-    defaults to 2 + N and memory to 4 + 4 N GiB if the resource has neither a request nor a limit (docs/pods.md)."""
+    defaults to 2 + N and memory to 4 + 4 N GiB (docs/pods.md). A request or limit replaces its default."""
     limits: Annotated[dict[str, Quantity | Count], Meta(max_length=16)] = msgspec.field(default_factory=dict)
     """Largest amounts that the pod may use, by resource name, as Kubernetes quantities."""
 

@@ -19,7 +19,7 @@ RULES_OF_SERVICE = (
     Rule(
         ".metadata.name",
         "size(self.metadata.name) <= 40 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-        "metadata.name becomes the name of a Service and of what is made for it: use at most 40 lower-case letters, "
+        "metadata.name becomes the name of a Service and of other objects: use at most 40 lower-case letters, "
         "digits and dashes, start with a letter and end with a letter or digit",
     ),
     Rule(
@@ -32,14 +32,14 @@ RULES_OF_SERVICE = (
 """CEL rules about the whole object."""
 
 
-# Rules about fields with the default {} are here and not at their structs, because the API server checks such a default
-# before it fills in the nested defaults.
+# Rules about fields with the default {} are here and not at their structs. The API server checks such a default before
+# it fills in the nested defaults.
 @rules(
     Rule(
         ".kvCache.dtype",
         "(self.kvCache.mode == 'Fixed') == has(self.kvCache.dtype)",
-        "kvCache.mode {self.kvCache.mode} and kvCache.dtype do not go together: set dtype with mode Fixed, and remove "
-        "it with any other, where kvCache.ladder says what may be chosen",
+        "kvCache.mode {self.kvCache.mode} and kvCache.dtype do not match: set dtype only with mode Fixed; with other "
+        "modes remove it, and list the allowed dtypes in kvCache.ladder",
     ),
     Rule(
         ".kvCache.dtype",
@@ -60,8 +60,8 @@ RULES_OF_SERVICE = (
             f"!({given}self.{field} in ['bfloat16', 'float16']) || "
             "(self.engine.extraArgs.exists_one(a, a.matches('^--dt')) && "
             f"self.engine.extraArgs.exists(a, a == '--dtype=' + self.{field}))",
-            f"{field} {{self.{field}}} gives nonsense with a model of another dtype: use auto, the dtype of the model, "
-            "or add --dtype with the same name to engine.extraArgs, as one item",
+            f"{field} {{self.{field}}} gives wrong answers with a model of another dtype: use auto, which follows the "
+            "model, or add --dtype with the same name to engine.extraArgs, as one item",
         )
         for field, given in (("kvCache.baseline", ""), ("kvCache.dtype", "has(self.kvCache.dtype) && "))
     ),
@@ -91,20 +91,19 @@ RULES_OF_SERVICE = (
     Rule(
         ".cache.weights",
         "!has(self.cache.weights) || !has(self.cache.weightsClaimName)",
-        "cache.weights has a claim made and cache.weightsClaimName names one that is there: remove one of them",
+        "cache.weights creates a claim, but cache.weightsClaimName names an existing one: remove one of them",
     ),
     Rule(
         ".cache.prefetch",
         "!self.cache.prefetch || has(self.cache.weights) || has(self.cache.weightsClaimName)",
-        "cache.prefetch fills a claim, and there is none to fill: set cache.weights or cache.weightsClaimName, or "
-        "remove cache.prefetch",
+        "cache.prefetch needs a claim to fill: set cache.weights or cache.weightsClaimName, or remove cache.prefetch",
     ),
     Rule(
         ".cache.prefetch",
         "!self.cache.prefetch || !self.engine.env.exists(e, e.name == 'VLLM_USE_MODELSCOPE' && "
         "!(has(e.value) && e.value in ['', '0', 'false', 'False']))",
-        "cache.prefetch asks the Hugging Face hub, and VLLM_USE_MODELSCOPE in engine.env has engines ask ModelScope: "
-        "remove one of them",
+        "cache.prefetch downloads from the Hugging Face hub, but with VLLM_USE_MODELSCOPE in engine.env engines use "
+        "ModelScope: remove one of them",
     ),
     Rule(
         ".cache.weights.accessMode",
@@ -113,8 +112,8 @@ RULES_OF_SERVICE = (
         "!self.engine.podTemplate.spec.topologySpreadConstraints.exists(s, "
         "s.topologyKey == 'kubernetes.io/hostname' && s.whenUnsatisfiable == 'DoNotSchedule')",
         "cache.weights.accessMode ReadWriteOnce keeps all replicas on one node, and topologySpreadConstraints of "
-        "engine.podTemplate spread them over nodes: use ReadWriteMany and a class that can, or remove "
-        "kubernetes.io/hostname from the constraints",
+        "engine.podTemplate spread them over nodes: use ReadWriteMany and a class that supports "
+        "it, or remove kubernetes.io/hostname from the constraints",
     ),
     Rule(
         ".engine.nodes",

@@ -67,7 +67,7 @@ class Store(Generic[K, V]):
         except Exception as error:
             # A malformed object must not stop the watch of its kind.
             where = " > ".join(places(error))
-            log.error("%s %s/%s is left as it was: %s in %s", obj.get("kind", ""), *name, type(error).__name__, where)
+            log.error("malformed %s %s/%s ignored: %s in %s", obj.get("kind", ""), *name, type(error).__name__, where)
             return
         if service is None or view is None:
             self._remove(name)

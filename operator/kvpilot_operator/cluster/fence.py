@@ -1,4 +1,4 @@
-"""The fence that every write must pass. It closes by the clock, so a process that was suspended cannot write late."""
+"""A fence that every write to the API server must pass. It closes at a set time, so no delayed process writes late."""
 
 import asyncio
 import math

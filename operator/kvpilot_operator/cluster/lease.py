@@ -1,8 +1,8 @@
 """One replica's view of the Lease for leader election. Pure: callers pass the time.
 
-The times in a Lease are only for people. A replica trusts only its own steady clock. The holder starts its count before
-it sends a renewal. Other replicas start theirs after they see the Lease change, which is always later. So no replica
-takes a Lease while the holder relies on it, even if wall clocks are wrong.
+The times in a Lease are only for people. A replica trusts only its own steady clock. The holder measures the Lease's
+duration from before it sends a renewal. Other replicas measure it from when they see the Lease change, which is always
+later. So no replica takes a Lease while the holder relies on it, even if wall clocks are wrong.
 """
 
 import math

@@ -30,8 +30,8 @@ class Reflector:
     """A Store's watch of one collection. `namespace` is empty for all namespaces.
 
     `filled` is set after the first list. If the server lacks the kind of an `optional` watch, `filled` is set as well.
-    A kind that was served counts as missing only after `_DENIALS` answers with 403 or 404, because a starting server
-    may not know its CRDs yet.
+    A kind that was served counts as missing only after `_DENIALS` answers with 403 or 404. A starting server may not
+    know its CRDs yet.
     """
 
     cluster: Cluster
@@ -101,7 +101,7 @@ class Reflector:
         if self.served and self._denials < _DENIALS:
             return False
         if self.served or (error.status == 403 and not self.filled.is_set()):
-            log.warning("%s is taken for not served: %s", self.kind, error)
+            log.warning("%s counts as not served: %s", self.kind, error)
         self.store.keep_only(self.namespace, (), "")
         self._version, self.served = "", False
         self.filled.set()

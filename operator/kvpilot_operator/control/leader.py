@@ -116,7 +116,7 @@ class Election:
             if self.candidate.lost():
                 self.fence.close()
                 holder = self.candidate.holder or "nobody"
-                raise LeadershipLost(f"Lease {self.candidate} was taken away: {holder} holds it")
+                raise LeadershipLost(f"Lease {self.candidate} was lost: {holder} holds it now")
         self.fence.close()
         seconds = self.candidate.timing.renew_deadline
         raise LeadershipLost(f"Lease {self.candidate} could not be renewed for {seconds:g} s")
@@ -131,7 +131,7 @@ class Election:
                     await self.leases.replace(self.candidate.release(datetime.now(UTC)))
                     log.info("the Lease is released")
         except (ClusterError, TimeoutError) as error:
-            log.warning("the Lease is not released and has to run out: %s", _words(error))
+            log.warning("the Lease is not released, so the next leader waits until it expires: %s", _words(error))
 
     async def _attempt(self, seconds: float) -> bool:
         """Claim or renew the Lease if that is possible now. Return True if this replica now holds it."""
@@ -199,7 +199,7 @@ class Replica:
         """Stop working. Release the Lease if every write has an answer, otherwise let it expire."""
         lost = self._hold is not None and self._hold.done()
         if self._hold is not None:
-            # Stop renewals first, because a renewal would open the fence again.
+            # Stop renewals first, because a renewal would let this replica write again.
             self._hold.cancel()
             await asyncio.gather(self._hold, return_exceptions=True)
         # A replica that lost the Lease has nothing to hand over, so it does not wait for its writes.
@@ -210,7 +210,7 @@ class Replica:
                 # Release even as a standby, because the last claim may have succeeded.
                 await self._election.release()
             else:
-                log.warning("the Lease has to run out: a write that got no answer may still arrive")
+                log.warning("the Lease must expire: a write without an answer may still reach the API server")
         if self.leader is not None:
             await self.leader.close()
 

@@ -243,10 +243,10 @@ class Prober:
         limits: Allowed,
         settings: Settings,
     ) -> Found:
-        """Fill the canary's context and KV pool before users can.
+        """Fill the canary's longest context and its KV blocks with probes, before users' requests can (decision 76).
 
-        Return a failure if the engine does not survive that. Otherwise return the measurement `found`, extended by the
-        answers that the engine gave under this pressure.
+        Return a failure if the engine crashes or stops answering. Otherwise return the measurement `found`, extended by
+        the answers that the engine gave with full memory.
         """
         extra = {"service": str(key), "probe": request.identity}
 

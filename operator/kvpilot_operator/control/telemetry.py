@@ -37,7 +37,7 @@ class Telemetry:
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         GCCollector(registry=registry)
-        Gauge("kvpilot_build_info", "1, with the operator's version.", ("version",), registry=registry).labels(
+        Gauge("kvpilot_build_info", "Always 1, with the operator's version.", ("version",), registry=registry).labels(
             version("kvpilot")
         ).set(1)
         Gauge("kvpilot_memory_limit_bytes", "Memory that the operator's container may use.", registry=registry).set(
@@ -52,11 +52,11 @@ class Telemetry:
         )
         self.queue = Gauge("kvpilot_queue_depth", "Services that wait for a reconcile.", registry=registry)
         self._cycle_seconds = Gauge(
-            "kvpilot_scrape_cycle_duration_seconds", "Duration of the last scrape of the fleet.", registry=registry
+            "kvpilot_scrape_cycle_duration_seconds", "Duration of the last scrape of all services.", registry=registry
         )
         self._cycle_time = Gauge(
             "kvpilot_scrape_cycle_timestamp_seconds",
-            "Time of the last scrape of the fleet; 0 before the first.",
+            "Time of the last scrape of all services; 0 before the first.",
             registry=registry,
         )
         self._scrapes = Counter(
@@ -66,7 +66,7 @@ class Telemetry:
             self._scrapes.labels(result)
         self._api_requests = Counter(
             "kvpilot_api_requests",
-            "Requests to the Kubernetes API; code is the HTTP status, or none where the server did not answer.",
+            "Requests to the Kubernetes API; code is the HTTP status, or `none` without an answer.",
             ("method", "kind", "code"),
             registry=registry,
         )

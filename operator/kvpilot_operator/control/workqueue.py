@@ -25,14 +25,14 @@ _LOW_PRIORITY_EACH = 4
 
 @dataclass(slots=True)
 class Attempts:
-    """The queue's memory of one service between two reconciles."""
+    """The state that the queue keeps of one service between two reconciles."""
 
     failures: int = 0
     """Consecutive failures of the request `failed`. If another request fails, the count restarts at one."""
     failed: str = ""
     """The request that failed, or the name of the operator's own error."""
     held: bool | None = None
-    """None without a back-off. True if the API server requested the pause, else False."""
+    """None if the service is not in back-off. True if the API server requested the pause, else False."""
     again: bool | None = None
     """None unless the service was added during its reconcile. True if a change was the reason."""
     timer: asyncio.TimerHandle | None = None
@@ -118,7 +118,7 @@ class WorkQueue:
             finally:
                 self._running.discard(key)
                 self._under_way -= Counter((key.namespace,))
-                # Look up the memory again, because another service may have taken the name during the reconcile.
+                # Look up the attempts again, because another service may have taken the name during the reconcile.
                 known = self._attempts(key)
                 if known is not None and known.again is not None:
                     changed, known.again = known.again, None

@@ -23,7 +23,7 @@ from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Denied, Option, Stable, Status, clip
 from kvpilot_operator.times import utc
 
-# Journal entries with these actions neither begin nor end a hold, so `hold` skips them.
+# Journal entries with these actions do not change whether a rollout must wait, so `hold` skips them.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
 
 
@@ -127,7 +127,7 @@ class Revision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The revision to converge to. If `startable` is False, no canary is started, and `held` has the reason."""
+    """Revision that should serve. If not `startable`, kvpilot starts no canary for it, and `held` has the reason."""
 
     dtype: str
     revision: str

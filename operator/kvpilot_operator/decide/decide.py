@@ -19,7 +19,7 @@ D = TypeVar("D", bound=Draft)
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[D]):
-    """One part of a decision: the pure function `answer`. If it raises, `otherwise` decides, which must not raise."""
+    """One rule: the pure function `answer`. If it raises an error, `otherwise` decides, which must not raise one."""
 
     question: Question
     answer: Callable[[D], D]
@@ -71,7 +71,7 @@ _AGAIN_SECONDS = 10.0
 
 
 def decide(s: Snapshot) -> Decision:
-    """Decide on a snapshot. Never raise: every snapshot gets a decision, which names each question that failed."""
+    """Decide on a snapshot. Never raise an error: the decision names each question that could not be answered."""
     if s.spec is None:
         return _decision(fold(_seen(Draft(status=s.status, snapshot=s)), REFUSED))
     c = fold(_seen(Context.of(s, s.spec)), RULES)

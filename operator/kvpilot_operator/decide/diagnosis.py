@@ -101,7 +101,7 @@ def _missing(message: str) -> Cause | None:
     text = f"{kind} {found['holder']} has no key {found['key']}: add it, or name another one in spec.engine.env"
     if not found["key"]:
         remedy = "create it in the namespace of the service, or name another one in the spec"
-        text = f"{kind} {found['name']} is not there: {remedy}"
+        text = f"{kind} {found['name']} does not exist: {remedy}"
     return Cause(Reason.CONFIG_MISSING, clip(f"{text} ({message.strip()})"))
 
 
@@ -114,8 +114,8 @@ def not_started(pod: PodView) -> str:
     """Tell users where the kubelet's reason is: in Events, which the operator has no right to read."""
     volumes = f" It needs {', '.join(pod.needs)}." if pod.needs else ""
     return (
-        f"pod {pod.name} has a node, and nothing of it has started yet.{volumes} Where it stays so, `kubectl kvpilot "
-        "status` of the service, or `kubectl describe pod`, shows what its kubelet waits for (an image, a volume)"
+        f"pod {pod.name} has a node, but none of its containers has started yet.{volumes} If that persists, `kubectl "
+        "kvpilot status` of the service or `kubectl describe pod` shows what the kubelet waits for (an image, a volume)"
     )
 
 
@@ -127,7 +127,7 @@ def mixed_factors(s: Snapshot, revision: str) -> str | None:
         return None
     return (
         f"the calibration factors of revision {revision} differ: {', '.join(others)}, where others have "
-        f"{sample.factors}. Delete these pods if the model's files have changed meanwhile, keep all engines on one "
-        "kind of GPU (spec.engine.podTemplate.spec.nodeSelector), or give them one file "
+        f"{sample.factors}. If the model's files have changed meanwhile, delete these pods. Otherwise keep all engines "
+        "on one kind of GPU (spec.engine.podTemplate.spec.nodeSelector), or give all the same file with factors "
         "(KVPILOT_CALIBRATION in spec.engine.env)"
     )

@@ -5,8 +5,8 @@
 - Ratio of means or rates: ratios of sums (Cochran 1977, Sampling Techniques, 6.3).
 - Difference of shares: Newcombe's method 10 (1998, Statistics in Medicine 17:873).
 
-Consecutive requests resemble each other, so they are no independent samples. Variances therefore come from batch means
-over equal slices of time (Schmeiser 1982, Operations Research 30:556), with Student's t.
+Consecutive requests resemble each other, so they are not independent samples. Variances are therefore computed from
+means over equal slices of time (batch means; Schmeiser 1982, Operations Research 30:556), with Student's t.
 """
 
 import math

@@ -59,20 +59,20 @@ def _away_from_harm(c: Context) -> Target | None:
             return None
         held = (
             f"{stable.dtype} with {image} and {standing.model} is denied until {utc(standing.until)}: "
-            f"{standing.message}; what serves keeps its own image and model. Choose another image, model or dtype, or "
-            "set spec.rollout.denySeconds to 0 to try again"
+            f"{standing.message}; the serving revision keeps its image and model. Choose another image, model or "
+            "dtype, or set spec.rollout.denySeconds to 0 to try again"
         )
         return Target(stable.dtype, stable.revision, Reason.DTYPE_DENIED, held, held, startable=False)
     if canary is not None and canary.stage != Stage.ROLLING_BACK and smaller(stable.dtype, canary.dtype):
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
-    why = f"{stable.dtype} serves and is denied for its answers: {standing.message}"
+    why = f"the serving dtype {stable.dtype} is denied for wrong answers: {standing.message}"
     ladder = rungs(c.spec, c.snapshot.node, c.snapshot.model, c.status.kv_cache.denied, c.now)
     larger = [rung for rung in (ladder[:1] if fixed else ladder) if smaller(stable.dtype, rung.dtype)]
     safer = next((rung.dtype for rung in reversed(larger) if rung.outcome is None), None)
     if safer is None:
         held = f"{why}; every safer dtype is denied, too. Set spec.rollout.denySeconds to 0 to try them again"
         return _guarded(c, stable.dtype, Reason.ACCURACY_DRIFTED, held, held=held)
-    return _guarded(c, safer, Reason.ACCURACY_DRIFTED, f"{why}; {safer} takes its place", recommended=safer)
+    return _guarded(c, safer, Reason.ACCURACY_DRIFTED, f"{why}; {safer} replaces it", recommended=safer)
 
 
 def _fixed(c: Context) -> Target:
@@ -97,7 +97,7 @@ def _laddered(c: Context) -> Target:
     if canary is not None and canary.stage != Stage.ROLLING_BACK:
         return _guarded(c, canary.dtype, canary.reason, canary.message, recommended=canary.dtype)
     if (first := _start_dtype(c, stable)) is not None:
-        text = f"spec.kvCache.startDtype is {first}: it is tried before there is pressure"
+        text = f"spec.kvCache.startDtype is {first}: kvpilot tries it before memory is short"
         return _guarded(c, first, Reason.SPEC_CHANGED, text, recommended=first)
     step, best = policy.chosen, (policy.wanted or policy.chosen).dtype
     if c.spec.kv_cache.mode == "Recommend":
@@ -107,7 +107,7 @@ def _laddered(c: Context) -> Target:
         return replace(taken, options=policy.options)
     if policy.hold is not None:
         return _guarded(c, stable.dtype, policy.reason, policy.hold, held=policy.hold, recommended=best)
-    return _guarded(c, stable.dtype, Reason.SETTLED, "no other dtype is called for", recommended=best)
+    return _guarded(c, stable.dtype, Reason.SETTLED, "no other dtype is needed", recommended=best)
 
 
 def _start_dtype(c: Context, stable: Stable) -> str | None:
@@ -151,6 +151,6 @@ def _failed_before(c: Context, name: str) -> str | None:
     if c.now >= until:
         return None
     return (
-        f"this very revision ({last.dtype}) was rolled back: {last.reason}: {last.message}; it may be tried again at "
+        f"the same revision ({last.dtype}) was rolled back: {last.reason}: {last.message}; it may be tried again at "
         f"{utc(until)}, after a change of the spec, or by `kubectl kvpilot retry`"
     )

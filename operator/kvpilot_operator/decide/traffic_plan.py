@@ -99,7 +99,7 @@ def traffic_plan(s: Snapshot, spec: Spec, begun: TrafficMode | None, replaces_on
     pods = total(spec, replaces_one, replicas)
     most = pods - 1
     if replicas == 0 or most < 1:
-        return _probe_only(f"{replicas} replicas leave no two sides to share traffic: its probes decide")
+        return _probe_only(f"with {replicas} replicas, two revisions cannot share traffic: the canary's probes decide")
     if begun == TrafficMode.PROBE_ONLY:
         return _probe_only("its probes alone decide")
     if begun == TrafficMode.HTTP_ROUTE or (begun is None and spec.canary.route_ref is not None):
@@ -142,9 +142,9 @@ def _by_ratio(spec: Spec, pods: int, most: int) -> TrafficPlan:
             steps.append(TrafficStep(i, round(100 * replicas / pods), step.hold_seconds, replicas))
     if not steps:
         return _probe_only(
-            f"one of {pods} pods is {100 / pods:.0f}% of the traffic, more than spec.canary.steps ask for (give "
-            "routeRef for smaller shares): its probes alone decide"
+            f"one of {pods} pods gets {100 / pods:.0f}% of the traffic, more than spec.canary.steps ask for (set "
+            "routeRef for smaller shares): the canary's probes alone decide"
         )
-    left_out = f"; steps that {pods} pods cannot show, {', '.join(skipped)}, are left out" if skipped else ""
+    left_out = f"; skipped, because {pods} pods cannot give these shares: {', '.join(skipped)}" if skipped else ""
     text = f"by the number of replicas behind the Service{left_out}"
     return TrafficPlan(TrafficMode.REPLICA_RATIO, tuple(steps), text)

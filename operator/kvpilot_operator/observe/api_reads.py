@@ -32,7 +32,7 @@ _MOST = 50
 
 @dataclass(eq=False)
 class ApiReads:
-    """A reader that remembers each answer of the API server for some seconds, and no error.
+    """A reader that caches each answer of the API server for some seconds. It does not cache errors.
 
     `always` has the facts about the server that do not depend on a spec.
     """

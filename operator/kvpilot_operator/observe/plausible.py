@@ -1,14 +1,14 @@
 """Find pods with implausible metrics, and turn the last pages of one revision's pods into one Sample. Pure.
 
 An honest engine may contradict itself for a moment, because its gauges are not all written at the same time. So only a
-pod with a lasting contradiction is reported as implausible. The rules, and why an honest engine keeps them:
+pod with a lasting contradiction is reported as implausible. An honest engine keeps these rules, for the given reasons:
 
-- *Nothing runs, but blocks are held.* Blocks belong to running requests; cached ones count as free.
-- *More requests run than blocks are in use.* Each request owns its last block, even under prefix caching.
-- *Preemptions without a full cache.* An engine preempts when no block is free, so tokens must have filled them all.
-- *Capacity more than twice off* the median of the other pods on the same kind of GPU. All pods of a revision have the
-  same configuration.
-- *More tokens, preemptions or requests a second* than any machine can do.
+- *No KV blocks in use while nothing runs.* Blocks belong to running requests; cached ones count as free.
+- *Not more running requests than blocks in use.* Each request owns its last block, even under prefix caching.
+- *No preemptions without a full cache.* An engine preempts when no block is free, so tokens have filled all blocks.
+- *Capacity within a factor of two* of the median of the other pods on the same kind of GPU. All pods of a revision have
+  the same configuration.
+- *Not more tokens, preemptions or requests a second* than any machine can do.
 
 A stalled engine has work, but its counters and its cache use stay constant. (A long prompt moves no counter, but it
 fills blocks.) Its pod is left out, and the other pods are judged as if it did not exist.

@@ -51,7 +51,7 @@ class Rank:
     running: float
     waiting: float
     done: float
-    """Sum of the engine's DONE_COUNTS. For an engine without own counters, the sum over the whole page."""
+    """Sum of the engine's DONE_COUNTS; the sum over the whole page for an engine without its own counters."""
 
 
 class Ranks:

@@ -19,8 +19,8 @@ _PRESSURE_BUCKETS = 24
 # Samples in a canary's traffic step. To compare the canary with the stable revision, decisions need at least 26 slices
 # of time, each with samples.
 _STEP_BUCKETS = 40
-# Longest bucket of the near window. With longer buckets, two samples could be 60 s (`STALE_SECONDS`) apart, which
-# counts as a gap.
+# Longest time, in seconds, whose samples the near window (`SampleRetention`) merges into one. With a longer one, two
+# samples could be 60 s (`STALE_SECONDS`) apart, which counts as a gap.
 _LONGEST_BUCKET_SECONDS = 45.0
 # Largest number of samples in the near window, which may last a day.
 _MOST_BUCKETS = 2400
@@ -32,7 +32,7 @@ _SPAN, _TRIAL_SPAN = 1 / 12, 1 / 32
 
 @dataclass(frozen=True, slots=True)
 class SampleRetention:
-    """Retention of a service's samples. All times are in seconds.
+    """Rules for which samples of a service to keep. All times are in seconds.
 
     Up to the age `near`, one sample per `bucket` is kept. Up to the age `far`, samples get fewer with their age.
     """

@@ -1,4 +1,4 @@
-"""Kinds of workloads that run the pods of one revision, and all differences between them."""
+"""Kinds of workloads (Deployment, LeaderWorkerSet) that run the pods of one revision, and all their differences."""
 
 import copy
 from collections.abc import Mapping

@@ -23,7 +23,7 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """A search for a captured baseline in its ConfigMap."""
+    """A request to search for a captured baseline in its ConfigMap."""
 
     identity: str
     baseline: str
@@ -32,7 +32,7 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A capture of baseline and control from the 16-bit pod at `url`, unless the ConfigMap already has both."""
+    """A request to capture baseline and control run from the 16-bit pod at `url`, unless the ConfigMap has both."""
 
     identity: str
     pod: str
@@ -46,7 +46,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A comparison of the pod at `url` with the baseline in the ConfigMap."""
+    """A request to compare the pod at `url` with the baseline in the ConfigMap."""
 
     identity: str
     pod: str

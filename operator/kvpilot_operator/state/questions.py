@@ -1,4 +1,4 @@
-"""The questions of one reconcile: observations and partial decisions. If one fails, the others are still answered."""
+"""Questions (parts) of one reconcile: observations and decisions. If one fails, the others are still answered."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

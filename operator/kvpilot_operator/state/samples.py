@@ -35,7 +35,7 @@ class Flows:
     failed: float = 0.0
     """Requests that ended in an error of the engine. Requests that a client aborted do not count."""
     stopped: float = 0.0
-    """Requests whose answer came to an end of its own (finished_reason "stop")."""
+    """Requests whose answer ended by itself (finished_reason "stop")."""
     asked_tokens: float = 0.0
     """Sum of the max_tokens of finished requests."""
     prefill_seconds: float = 0.0

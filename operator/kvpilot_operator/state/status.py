@@ -53,7 +53,8 @@ class Denied(Record, frozen=True, kw_only=True):
 
 
 class WeightsCache(Record, frozen=True, kw_only=True):
-    """State of the claim for weights, only with cache.prefetch. Engines of the newest spec start once it is Ready."""
+    """State of the PersistentVolumeClaim for weights, only with cache.prefetch. Engines of the newest spec start once
+    its phase is Ready."""
 
     identity: Word
     """Hash of the claim's name and of the model, revision and adapters that it must hold."""

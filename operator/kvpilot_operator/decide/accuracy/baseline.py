@@ -85,7 +85,7 @@ def measure(c: Context, kept: Baseline, pod: PodView, dtype: str, identity: str,
 
 
 def borrowed(c: Context) -> str | None:
-    """Return the 16-bit revision to start for capturing a baseline, or None.
+    """Return the 16-bit revision from which to borrow a replica for capturing a baseline, or None.
 
     It is needed only if no baseline is stored and no 16-bit revision serves or is on trial.
     """

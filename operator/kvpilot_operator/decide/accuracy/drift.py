@@ -94,9 +94,9 @@ def due(s: Snapshot, spec: Spec, accuracy: Accuracy) -> bool:
 
 
 def next_pod(pods: Sequence[PodView], accuracy: Accuracy, revision: str) -> PodView:
-    """Return the replica to probe: the next one by name, or again the one that has just failed.
+    """Return the replica to probe: the next one by name, or the same one if it has just failed.
 
-    If another replica were probed after a failure and passed, its pass would reset the count of failures.
+    After a failure, a pass of another replica would reset the count of failures.
     """
     ordered, last = sorted(pods, key=lambda pod: pod.name), accuracy.last
     before = (last.pod or "") if last is not None and last.revision == revision else ""

@@ -31,10 +31,10 @@ def mismatch(s: Snapshot, revision: str, asked: str) -> str | None:
         others = [f"they report {sample.observed_dtype}"]
     if not others:
         return None
-    found = f"the engines of revision {revision} were asked for the KV-cache dtype {asked}: {', '.join(others)}"
+    found = f"kvpilot requested the KV-cache dtype {asked} from revision {revision}, but {', '.join(others)}"
     if asked in _WHOLE:
         return (
-            f"{found}. Where the model's files choose it, name the dtype: for 16 bits kvCache.baseline bfloat16 (or "
-            "float16) and --dtype with the same name in engine.extraArgs, for what the files choose kvCache.dtype"
+            f"{found}. If the model's files choose the dtype, name it in the spec. For 16 bits, set kvCache.baseline "
+            "to bfloat16 (or float16) and add the same --dtype to engine.extraArgs. Else name it in kvCache.dtype"
         )
-    return f"{found}. Look for what overrides --kv-cache-dtype: the image's entrypoint, engine.extraArgs, engine.env"
+    return f"{found}. Find what overrides --kv-cache-dtype: the image's entrypoint, engine.extraArgs or engine.env"

@@ -54,8 +54,8 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
     for tasks in found.tasks:
         if baseline_worse(tasks):
             text = (
-                f"{tasks.bucket}: the 16-bit engine solved {tasks.baseline_solved} of {tasks.asked} tasks, this one "
-                f"{tasks.candidate_solved}: the baseline is damaged. Look for the fault of the 16-bit engine"
+                f"{tasks.bucket}: the 16-bit engine solved {tasks.baseline_solved} of {tasks.asked} tasks, "
+                f"the judged one {tasks.candidate_solved}: the baseline is damaged. Look for the 16-bit engine's fault"
             )
             return Judgement(Verdict.INCONCLUSIVE, Reason.BASELINE_UNFIT, text, excess, covered)
     if found.broken:
@@ -113,7 +113,7 @@ def control_fault(control: Baseline, limits: Accuracy) -> Cause | None:
         Reason.BASELINE_UNFIT,
         f"the 16-bit engine differs from its own answers by a mean KL of {mean / 1000:.1f} millinats (limit "
         f"{allowed / 1000:g}), top-1 agreement {agreement / 10:.1f}% (limit {needed}%), and "
-        "cannot be a reference. Look for its fault (GPU, image, arguments), or loosen the limits of accuracy",
+        "cannot be the baseline. Look for its fault (GPU, image, arguments), or loosen the limits of spec.accuracy",
     )
 
 

@@ -140,7 +140,7 @@ def _verified(c: Context) -> Line:
         return Line("False", Reason.ACCURACY_DRIFTED, f"{found}; {accuracy.failures} runs in a row failed")
     if accuracy.errors >= spec.accuracy.consecutive_error_limit:
         # Leave out the number of runs: it grows with every run and would cause a write of the status each time.
-        return Line("Unknown", Reason.PROBE_ERRORS, f"the last runs brought no verdict (see events); {found}")
+        return Line("Unknown", Reason.PROBE_ERRORS, f"the last probe runs gave no verdict (see events); {found}")
     if last is None or not probed:
         return Line("Unknown", Reason.NOT_PROBED, found)
     if accuracy.failures:
@@ -148,8 +148,8 @@ def _verified(c: Context) -> Line:
     if noisy is not None:
         return Line("Unknown", *noisy)
     if known(c) is None:
-        unwatched = "no 16-bit reference is kept for the present model and probe sets, the next canary captures one"
-        return Line("Unknown", Reason.NOT_PROBED, f"{found}; not watched since: {unwatched}")
+        unwatched = "no 16-bit baseline is stored for the present model and probe sets; the next canary captures one"
+        return Line("Unknown", Reason.NOT_PROBED, f"{found}; no probes since: {unwatched}")
     if last.verdict == Verdict.PASSED:
         return Line("True", Reason.WITHIN_LIMITS, found)
     return Line("False", Reason.ACCURACY_REGRESSED, found)

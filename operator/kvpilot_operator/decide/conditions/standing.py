@@ -22,7 +22,7 @@ from kvpilot_operator.state.status import MAX_MESSAGE, Canary, clip
 
 BOTH = (ConditionType.RECONCILING, ConditionType.STALLED)
 _WAYS = {TrafficMode.HTTP_ROUTE: " by HTTPRoute", TrafficMode.REPLICA_RATIO: " by replica ratio"}
-_SETTLED = Cause(Reason.SETTLED, "the spec is acted on, and nothing is under way")
+_SETTLED = Cause(Reason.SETTLED, "the spec is in effect, and no change is under way")
 
 
 def serving(c: Context) -> Line:
@@ -120,7 +120,7 @@ def notes(c: Context, progress: Line) -> list[str]:
         return found
     note = (
         f"spec.kvCache.recentTokens is {asked}, but the engines read the last {sample.recent_tokens} tokens at 8 bits; "
-        "an engine's metric kvpilot_recent_window_info says why: use an image whose vLLM can, or set what it serves"
+        "an engine's metric kvpilot_recent_window_info says why: use an image that supports it, or set the served value"
     )
     return [note, *found]
 
@@ -137,7 +137,7 @@ def about_replicas(c: Context) -> list[str]:
     # Do not report 1, because it is the default and the user may not have set it.
     if asked not in (1, kept := scaling.clamp(asked)):
         found.append(
-            f"spec.replicas is {asked}, and {kept} counts, because spec.scaling has minReplicas "
+            f"spec.replicas is {asked}, but kvpilot runs {kept}, because spec.scaling has minReplicas "
             f"{scaling.min_replicas} and maxReplicas {scaling.max_replicas}: change these, or scale within them"
         )
     return found
@@ -188,7 +188,7 @@ def _under_way(c: Context, found: Problems, serving: Line) -> Cause | None:
     if s.traffic != stable.revision:
         return Cause(Reason.TRAFFIC_MOVING, f"the Service does not select revision {stable.revision} alone yet")
     leaving = traffic.orphans(c)
-    text = f"{len(leaving)} of other revisions are still there: {leaving[0]}" if leaving else ""
+    text = f"{len(leaving)} workloads or pods of other revisions still exist: {leaving[0]}" if leaving else ""
     return Cause(Reason.TRAFFIC_MOVING, text) if leaving else None
 
 
@@ -218,7 +218,7 @@ def _progress(c: Context) -> Line:
             if fault.reason != Reason.BUSY:
                 return Line("False", *fault)
             # Most services are idle at some time, so nobody has to act before the deadline.
-            never = f"{fault.message}; it was never idle for so long: make room for one more pod, and choose Surge"
+            never = f"{fault.message}; it was never idle for so long: provide room for one more pod, and choose Surge"
             return Line("False", Reason.BUSY, never) if _overdue(c) else Line("True", *fault)
         if not paused and (wait := turn(c)) is not None:
             return Line("True", *wait)

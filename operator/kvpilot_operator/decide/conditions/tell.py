@@ -71,8 +71,8 @@ def _written(draft: D, lines: Mapping[ConditionType, Line]) -> D:
     if draft.unanswered:
         named = ", ".join(dict.fromkeys(map(str, draft.unanswered)))
         text = (
-            f"not answered: {named}. What these questions decide stays unchanged, and everything else goes on. The "
-            "operator's log has details; if the API server gave no error of its own, please report it"
+            f"not answered: {named}. Whatever these questions decide stays unchanged; all other work continues. The "
+            "operator's log has details. If the API server did not cause the error, please report it"
         )
         of_spec = lines[ConditionType.STALLED] if draft.snapshot.spec is None else None
         if of_spec is not None and of_spec.status == "True":
@@ -122,7 +122,7 @@ def _ready(c: Context, both: Mapping[ConditionType, Line], answers: Line, verifi
             return both[kind]._replace(status="False", message="; ".join([both[kind].message, *replicas]))
     notes = [answers.message, *standing.notes(c, progress), *replicas]
     if verified.reason == Reason.MIXED_FACTORS:
-        notes.append("its engines do not all quantize alike, see AccuracyVerified")
+        notes.append("its engines use different calibration factors, see AccuracyVerified")
     if verified.reason == Reason.DTYPE_MISMATCH:
         notes.append("its engines report another dtype, see AccuracyVerified")
     return Line("True", answers.reason, "; ".join(notes))

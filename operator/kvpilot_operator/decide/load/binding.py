@@ -16,8 +16,8 @@ _FULL_STEP = 0.6
 # A replica with at least this many preemptions a minute is short of memory.
 _PREEMPTIONS = 1
 STALLED = (
-    "the engines have work, and no token is made and no request ends: nothing is changed for their sake, and their "
-    "liveness probes decide"
+    "the engines have requests, but generate no token and finish no request: kvpilot changes nothing, and the engines' "
+    "liveness probes decide about a restart"
 )
 
 
@@ -26,7 +26,8 @@ def what_binds(
 ) -> tuple[WorkloadKind, str]:
     """Return the resource that limits the service, and the evidence in words and numbers.
 
-    `thrown_out` is evidence that prefixes were evicted, or None. The other arguments are those of `classify`.
+    `thrown_out` is evidence that cached prefixes were evicted, or None. `spread` compares the fullest engine with all
+    others, or is None. The other arguments are those of `classify`.
     """
     memory = (
         f"KV use {seen.usage * 100:.0f}% of {seen.capacity} tokens (limit {pressure.high_percent}%), "
@@ -47,35 +48,35 @@ def what_binds(
         )
         if not sustained:
             return WorkloadKind.WARMING, f"{uneven}: not sustained for {pressure.sustained_seconds} s yet"
-        return WorkloadKind.IMBALANCED, f"{uneven}: requests are spread unevenly, which no cache and no replica mends"
+        return WorkloadKind.IMBALANCED, f"{uneven}: uneven load, which neither a smaller dtype nor a replica cures"
     if starved and (full or still):
         if not sustained:
             return WorkloadKind.WARMING, f"{memory}: not sustained for {pressure.sustained_seconds} s yet"
         if thrown_out is not None:
-            return WorkloadKind.MEMORY_BOUND, f"{memory}; {thrown_out}: memory binds"
+            return WorkloadKind.MEMORY_BOUND, f"{memory}; {thrown_out}: KV memory is the limit"
         if seen.mostly_prompts or seen.prompt_tokens_per_step >= _FULL_STEP * step_tokens:
-            text = f"{memory}; {_prompts(seen)}: more KV memory would not compute them sooner"
+            text = f"{memory}; {_prompts(seen)}: more KV memory would not speed prompts up"
             return WorkloadKind.PREFILL_BOUND, text
-        return WorkloadKind.MEMORY_BOUND, f"{memory}: memory {'binds' if full else 'still binds'}"
+        return WorkloadKind.MEMORY_BOUND, f"{memory}: KV memory is {'' if full else 'still '}the limit"
     if full:
         return WorkloadKind.RELAXED, f"{memory}: the cache is full, but no request waits for it"
     if starved and seen.usage * 100 >= pressure.high_percent:
-        return WorkloadKind.WARMING, f"{memory}: full on average, and not in nine of ten scrapes"
+        return WorkloadKind.WARMING, f"{memory}: the cache is full on average, but not in nine of ten scrapes"
     if queue and seen.queued >= SHARE * seen.count:
         if not sustained:
-            return WorkloadKind.WARMING, f"{memory}: a queue although the cache has room, not sustained yet"
+            return WorkloadKind.WARMING, f"{memory}: a queue beside a cache with free pages, not long enough yet"
         if seen.mostly_prompts or seen.always_prompts:
-            return WorkloadKind.PREFILL_BOUND, f"{memory}; {_prompts(seen)}: prompts bind, not memory"
+            return WorkloadKind.PREFILL_BOUND, f"{memory}; {_prompts(seen)}: prompts are the limit, not memory"
         batch = f"{seen.running / seen.pods:.1f} requests run on a replica"
-        return WorkloadKind.COMPUTE_BOUND, f"{memory}; {batch}: its batch binds, not memory"
+        return WorkloadKind.COMPUTE_BOUND, f"{memory}; {batch}: the batch is the limit, not memory"
     if max(seen.running, seen.waiting) < _IDLE_RUNNING * seen.pods:
-        return WorkloadKind.IDLE, f"{memory}: next to nothing runs"
-    return WorkloadKind.RELAXED, f"{memory}: memory does not bind"
+        return WorkloadKind.IDLE, f"{memory}: hardly any request runs"
+    return WorkloadKind.RELAXED, f"{memory}: KV memory is not the limit"
 
 
 def _prompts(seen: Sums) -> str:
     mean = f" of {seen.flows.prompt_tokens / seen.flows.finished:.0f} tokens" if seen.flows.finished else ""
     return (
-        f"a replica has {seen.prompts_in_hand:.1f} prompts{mean} in hand and computes "
-        f"{seen.prompt_tokens_per_step:.0f} prompt tokens a step"
+        f"a replica computes {seen.prompts_in_hand:.1f} prompts{mean} at a time, and "
+        f"{seen.prompt_tokens_per_step:.0f} prompt tokens in a step"
     )

@@ -1,4 +1,4 @@
-"""Remember request rates at which requests queued, and scale-ins that left too few replicas.
+"""Record request rates at which requests queued, and scale-ins (removals of replicas) that left too few replicas.
 
 KV cache use says little about how much more load a replica can take. The rate at which requests arrive says more, and
 it depends on neither the dtype nor the number of replicas. So when the policy relieves a queue, it records the best
@@ -61,8 +61,8 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
     if refuted or each <= SHARE * limit.requests_per_hour:
         return None
     return (
-        f"{each:.0f} requests an hour for each of {max(1, replicas)} replicas, and they queued at "
-        f"{limit.requests_per_hour} with {dtype} ({SHARE * 100:.0f}% of that is the limit)"
+        f"each of {max(1, replicas)} replicas would get {each:.0f} requests an hour, but with {dtype} requests queued "
+        f"at {limit.requests_per_hour} (the limit is {SHARE * 100:.0f}% of that)"
     )
 
 

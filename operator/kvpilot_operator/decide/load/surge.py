@@ -69,9 +69,9 @@ def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Obj
         # By Little's law, a request that arrives one window from now would then take longer than allowed.
         if load[2] + grown / passed * pressure.sustained_seconds * (1 - 1 / _PART) > allowed * finished:
             why = (
-                f"in the last {passed:.0f} s {arrivals:.1f} requests a second came and {finished:.1f} were finished: "
-                f"{load[2]:.0f} are in hand, and in {pressure.sustained_seconds} s one would take longer than "
-                f"{allowed:.0f} s"
+                f"in the last {passed:.0f} s {arrivals:.1f} requests a second arrived and {finished:.1f} finished: "
+                f"{load[2]:.0f} run or wait, and a request that comes in {pressure.sustained_seconds} s would take "
+                f"longer than {allowed:.0f} s"
             )
     if not why:
         return None
@@ -119,6 +119,6 @@ def _late(flows: Sequence[Flows], objectives: Sequence[Objective], seconds: floa
         if enough and min(h.quantile(1 - share) for h in parts) > one.milliseconds / 1000:
             return (
                 f"{one}: in the last {seconds:.0f} s more than {share * 100:.0f}% took longer than {one.milliseconds} "
-                f"ms, {_PART} times what may"
+                f"ms, {_PART} times the permitted share"
             )
     return ""

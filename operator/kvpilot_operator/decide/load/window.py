@@ -14,10 +14,10 @@ STALE_SECONDS = 60
 GAP = timedelta(seconds=STALE_SECONDS)
 # A scrape represents the service only if at least this share of its ready pods gave plausible metrics.
 _ENOUGH = 2 / 3
-# Prompts dominate if they take half of the requests' time, or if both of these hold: a replica computes prompts half of
-# the time, and an engine step has at least this many prompt tokens. While a GPU of 2020 to 2026 reads the weights once,
-# it can compute 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s). Reading a full cache, too, takes about four
-# times as long. So from about 1,000 tokens on, prompts are the larger part of a step.
+# Prompts dominate if prefill takes half of the requests' time. They also dominate if a replica computes prompts half of
+# the time and an engine step has 1,024 prompt tokens. While a GPU of 2020 to 2026 reads the weights once, it can
+# compute 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s). If it also reads a full KV cache, it needs about
+# four times as long. So from about 1,000 prompt tokens on, prompts take the larger part of a step.
 _PREFILL_SHARE = 0.5
 _PROMPTS_IN_HAND = 0.5
 _PROMPT_TOKENS_A_STEP = 1024.0
@@ -184,8 +184,8 @@ def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | Non
     if before - seen.reuse < _LOST_REUSE:
         return None
     return (
-        f"the prefix cache holds {seen.reuse * 100:.0f}% of the prompts' tokens and held {before * 100:.0f}% before: "
-        "prefixes are thrown out and computed again"
+        f"the prefix cache holds {seen.reuse * 100:.0f}% of the prompts' tokens, and held {before * 100:.0f}% before: "
+        "cached prefixes are evicted and computed again"
     )
 
 

@@ -1,6 +1,6 @@
 """Decide replicas and manifests of a service's workloads, Services, disruption budget, pools and route.
 
-A trial asks for at most one pod more than the service's replicas, and only once a place for it is observed as free.
+A trial requests at most one pod more than the service has replicas, and only once its place is observed as free.
 """
 
 from collections.abc import Mapping, Sequence

@@ -57,9 +57,9 @@ def wait(c: Context) -> Wait | None:
     view, kept, name = c.snapshot.prefetch, c.status.cache, prefetch_job(c.snapshot.key.name)
     claimed = f"PersistentVolumeClaim {claim_name(c.snapshot.key.name, c.spec)}"
     if view is None:
-        return Wait(Cause(Reason.PREFETCHING, f"Job {name} is to fill {claimed} before an engine is started"), False)
+        return Wait(Cause(Reason.PREFETCHING, f"Job {name} will fill {claimed} before an engine starts"), False)
     if view.failure is not None:
-        text = f"Job {name} has failed: {view.failure}. Delete it, and it is made anew"
+        text = f"Job {name} has failed: {view.failure}. Delete it, and kvpilot creates it again"
         return Wait(Cause(Reason.PREFETCH_FAILED, clip(text)), True)
     there, total, amount = view.downloaded_bytes, view.total_bytes, ""
     # If the container has stopped and waits for its next attempt, report why it stopped.
@@ -90,10 +90,10 @@ def _unheard(c: Context, pods: Sequence[PodView]) -> Cause | None:
     """Return the cause if no scheduler has reported on one of these pods for a minute, else None."""
     for pod in (one for leader in pods for one in leader.group):
         if pod.unheard_since is not None and c.now - pod.unheard_since >= _UNHEARD:
-            text = f"nothing of pod {pod.name}, which is there since {utc(pod.unheard_since)}"
+            text = f"nothing about pod {pod.name}, which was created at {utc(pod.unheard_since)}"
             if any(one.startswith("PersistentVolumeClaim ") for one in pod.needs or ()):
-                return Cause(Reason.CLAIM_NOT_BOUND, f"{text}: it waits for a volume to be made, or does not run.")
-            return Cause(Reason.UNSCHEDULABLE, f"the scheduler says {text}: see whether one of its schedulerName runs")
+                return Cause(Reason.CLAIM_NOT_BOUND, f"{text}: it waits for a volume, or the scheduler does not run.")
+            return Cause(Reason.UNSCHEDULABLE, f"the scheduler says {text}: check that its schedulerName runs")
     return None
 
 
@@ -135,11 +135,11 @@ def _unbound(c: Context) -> str:
     text = "a claim of its pods has no volume: `kubectl get pvc` shows which, and `kubectl describe pvc` why."
     asked = c.spec.cache.weights
     if asked is None:
-        return f"{text} Mend that claim, or name one that is Bound."
+        return f"{text} Repair that claim, or name one that is Bound."
     named = asked.storage_class_name
     of = f"StorageClass {named}" if named is not None else "the cluster's default StorageClass"
     field, many = "spec.cache.weights", asked.access_mode == "ReadWriteMany"
-    wrong = "its volumes cannot be shared (disks cannot)" if many else "it can make none where the pods may run"
+    wrong = "its volumes cannot be shared (disks cannot)" if many else "it cannot provision one where the pods may run"
     or_else = ", or with accessMode ReadWriteOnce, which keeps all pods on one node" if many else ""
     name = claim_name(c.snapshot.key.name, c.spec)
     return (

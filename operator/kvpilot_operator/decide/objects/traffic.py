@@ -13,8 +13,8 @@ from kvpilot_operator.state.snapshot import Snapshot
 EVERY_REVISION = ""
 """Value for a Service that selects pods of every revision: its selector names no revision."""
 _NO_FAULT = (Reason.SUPERSEDED, Reason.PROGRESS_DEADLINE_EXCEEDED)
-"""Reasons of rollbacks of a sound canary. It keeps traffic while stable pods replace its pods one by one. A faulty
-canary loses all traffic as soon as one stable pod is ready."""
+"""Reasons for rolling back a canary that works. Such a canary keeps traffic while stable pods replace its pods one by
+one. A faulty canary loses all traffic as soon as one stable pod is ready."""
 # Gateways and endpoint pickers learn of a ready pod within seconds. Keep the old pods for so long, because they still
 # get the requests.
 SETTLE_SECONDS = 10

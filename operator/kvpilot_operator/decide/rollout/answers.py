@@ -1,11 +1,12 @@
-"""Compare the lengths of both sides' answers to users, and the shares of answers that did not end by themselves.
+"""Compare answers to users from canary and stable side: their lengths, and the share that did not end by themselves.
 
-An engine may answer probes well and users badly. Bets detect this:
+An engine may answer probes well but users' requests badly. Sequential tests by betting detect that:
 
 - Time is cut into slices in which both sides finished at least SLICE answers.
-- Each figure has a bet against "a healthy canary is far off in at most half of the slices".
+- Each figure (length, share) has a bet against the hypothesis "a healthy canary is far off in at most half of the
+  slices". FACTOR and MORE define "far off".
 - A slice multiplies the bet's wealth by 1 + STAKE if the figure is far off, else by 1 - STAKE.
-- At slice n, 1 / (n (n + 1)) is added to the wealth first, so that earlier sound slices hide no later damage.
+- At slice n, 1 / (n (n + 1)) is added to the wealth first. So many good slices cannot hide later damage.
 - The canary fails once the wealth of one bet reaches its bound.
 
 By Ville's inequality, the bets of a traffic step fail a healthy canary with a probability of at most 1 in 300,000. This
@@ -122,6 +123,4 @@ def _told(ours: Flows, theirs: Flows) -> str:
     lengths = " and ".join(f"{math.exp(one):.0f}" if math.isfinite(one) else "?" for one in medians)
     shares = " and ".join(f"{100 * _unended(f):.0f}%" for f in (ours, theirs))
     counts = " and ".join(f"{_ended(f):.0f}" for f in (ours, theirs))
-    return (
-        f"median length {lengths} tokens, {shares} without the finished_reason stop, {counts} answers (canary, stable)"
-    )
+    return f"median length {lengths} tokens, {shares} with finished_reason not stop, {counts} answers (canary, stable)"

@@ -23,9 +23,8 @@ from kvpilot_operator.decide.intervals import Estimate, common, p95_change, rati
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
-# With more batches, a batch is shorter than the drift of the load, so intervals get too narrow. Simulations
-# had a canary exactly at the limit, and a separate load for each side. Of their runs, 5.7% failed with 20 batches and
-# 2.7% with 10. The target is 2.5%.
+# More batches would be shorter than the load's slow changes, which makes the intervals too narrow. In simulations of a
+# canary exactly at the limit, 5.7% of the runs failed it with 20 batches, and 2.7% with 10. The target is 2.5%.
 MAX_BATCHES = 10
 MIN_BATCHES = 5
 # A canary's prefix cache counts as cold while its share of cached prompt tokens is more than this below the stable
@@ -84,7 +83,9 @@ def compare(
         return Finding(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, f"{sizes}; at least {least}")
     both = ((ours.total.ttft, theirs.total.ttft), (ours.total.itl, theirs.total.itl))
     if any(a.count and b.count and not common(a, b) for a, b in both):
-        return Finding(Verdict.ERROR, Reason.TOO_FEW_SAMPLES, f"{sizes}; their latency histograms share no bucket")
+        return Finding(
+            Verdict.ERROR, Reason.TOO_FEW_SAMPLES, f"{sizes}; their latency histograms differ in all buckets"
+        )
     figures = _figures(ours, theirs, limits)
     told = [(f, f.at(alpha), f.at(alpha / len(figures))) for f in figures]
     paced = next((found for f, found, _ in told if f.name == _ITL), None)
@@ -94,10 +95,10 @@ def compare(
     cold = _cold(ours.total, theirs.total)
     failed = [f for f, _, strict in told if strict is not None and strict.low > f.limit and not (cold and f.prefill)]
     if failed:
-        return Finding(Verdict.FAILED, failed[0].reason, f"{failed[0].name} is worse beyond doubt: {message}", change)
+        return Finding(Verdict.FAILED, failed[0].reason, f"{failed[0].name} is clearly worse: {message}", change)
     open_ = [f.name for f, found, _ in told if found is None or not found.high < f.limit]
     if open_:
-        text = f"more requests are needed to tell {' and '.join(open_)}{cold}: {message}"
+        text = f"more requests are needed to judge {' and '.join(open_)}{cold}: {message}"
         return Finding(Verdict.INCONCLUSIVE, Reason.TOO_FEW_SAMPLES, text, change)
     return Finding(Verdict.PASSED, Reason.WITHIN_LIMITS, message, change)
 

@@ -10,7 +10,8 @@ from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, Subject
 from kvpilot_operator.state.status import MAX_HISTORY, Experience, Stable, Trial
 
 ABORTED = Stage.ROLLED_BACK  # The reason of a trial that a person ended.
-# Reasons that do not blame the dtype. They deny no dtype, but `target` lets the revision wait before its next trial.
+# Reasons for which the dtype is not to blame. kvpilot then denies no dtype, but the revision waits before its next
+# trial (`target`).
 NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
 
 

@@ -44,7 +44,7 @@ def _due(c: Context, kept: Baseline | None) -> Request | None:
     if canary is not None:
         used_up = canary.failures >= limits.failure_limit or canary.errors >= limits.consecutive_error_limit
         wait = timedelta(seconds=ERROR_BACKOFF_SECONDS * canary.errors)
-        # A canary that has used up its failures or errors exists only during a pause. Do not probe it again.
+        # A canary that has reached its limit of failures or errors remains only during a pause. Do not probe it again.
         if (c.spec.rollout.paused and used_up) or (canary.errors and c.now < canary.stage_time + wait):
             return None
     if kept is None:

@@ -34,7 +34,7 @@ def advance(c: Context) -> Context:
     lost = c.stable is None
     c = _mark_ready(_take_back(c))
     if lost and c.stable is not None:
-        # The target was chosen as for a new service, so wait for the next reconcile, which chooses again.
+        # This reconcile chose the target as for a new service. Wait for the next one, which chooses again.
         return c
     stable, target = c.stable, c.target
     if c.canary is not None:
@@ -46,7 +46,7 @@ def advance(c: Context) -> Context:
     if target.revision == stable.revision:
         return c
     if not stable.ever_ready or stable.revision not in c.snapshot.deployments:
-        gone = f"the engines of {stable.revision} are gone"
+        gone = f"revision {stable.revision} has no engines any more"
         why = gone if stable.ever_ready else f"{stable.revision} never became ready"
         return _serve(c, "Replaced", f"{why}; {target.revision} takes its place")
     # Before the operator's first write, it does not know if the API server refuses the InferencePool: start no canary.
@@ -79,11 +79,11 @@ def _take_back(c: Context) -> Context:
     there = max(selected, key=lambda view: len(s.answering_pods(view.revision)), default=None)
     if there is None or not s.answering_pods(there.revision):
         return c
-    text = f"{there.revision} ({there.dtype}) answers, and the status did not name it"
+    text = f"{there.revision} ({there.dtype}) answers, but the status did not name it"
     if stable is not None:
         if there.revision == stable.revision or s.ready_pods(stable.revision):
             return c
-        text = f"{there.revision} ({there.dtype}) answers after all, before {stable.revision} does"
+        text = f"{there.revision} ({there.dtype}) answers, and {stable.revision}, which replaced it, does not yet"
     elif asked.mode == "Operator":
         c = c.set_scaling(desired_replicas=asked.clamp(there.replicas))
     before = None if stable is None else stable.dtype
@@ -126,7 +126,7 @@ def _fault(c: Context, canary: Canary) -> tuple[Verdict, str, str] | None:
         return Verdict.ERROR, Reason.SUPERSEDED, "the service was scaled to 0 during the canary"
     if c.policy.chosen.action == Action.SCALE_OUT and c.spec.kv_cache.mode == "Auto":
         # The policy adds replicas during a trial only in a surge that may abort the trial.
-        return Verdict.ERROR, Reason.SUPERSEDED, f"the load runs away: {c.replicas} replicas come first"
+        return Verdict.ERROR, Reason.SUPERSEDED, f"the load grows too fast: {c.replicas} replicas come before a canary"
     if canary.stage in (Stage.STARTING, Stage.PROBING) and canary.verdict not in (Verdict.PENDING, Verdict.PASSED):
         return canary.verdict, canary.reason, canary.message
     if (failure := engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])) is not None:
@@ -148,7 +148,7 @@ def _advance_stage(c: Context) -> Context:
             return c
         who = f"canary {canary.revision} ({canary.dtype})"
         if answering[0].revision != canary.revision:
-            who = f"the {c.spec.kv_cache.baseline} replica that {who} is measured against"
+            who = f"the {c.spec.kv_cache.baseline} replica, with which {who} is compared,"
         text = f"{who} answers; it is probed before any traffic"
         return c.set_canary(stage=Stage.PROBING).event("CanaryReady", text)
     if canary.stage == Stage.PROBING and canary.verdict == Verdict.PASSED:
@@ -192,20 +192,20 @@ def _promote(c: Context) -> Context:
 def _replace_one(c: Context, no_node: str) -> Context:
     if not one_can_leave(c.spec, c.replicas):
         text = (
-            f"no node has room for it ({no_node}), and none of {c.replicas} replicas can give way: "
-            f"spec.disruption.maxUnavailable is {c.spec.disruption.max_unavailable} (the last one leaves at 100%); it "
-            "waits for spare capacity"
+            f"no node has room for the canary ({no_node}), and it may replace none of {c.replicas} replicas: "
+            f"spec.disruption.maxUnavailable is {c.spec.disruption.max_unavailable} (only 100% lets the last one go); "
+            "the canary waits for spare capacity"
         )
         return _advance_stage(shifting.noted(c, text))
     room = f"no node had room for the canary in {SURGE_SECONDS} s ({no_node})"
-    text = f"{room}: one of {c.replicas} replicas makes room for it"
+    text = f"{room}: it replaces one of {c.replicas} replicas"
     return c.set_canary(replaces_one=True, stage_time=c.now).record_trial(Action.REPLACE_ONE, "NoSpareCapacity", text)
 
 
 def _give_up(c: Context) -> Context:
     canary, seconds = in_flight(c), c.spec.canary.progress_deadline_seconds
     if canary.stage == Stage.SHIFTING and canary.verdict == Verdict.INCONCLUSIVE:
-        text = f"no verdict within {seconds} s after its time: {canary.message}"
+        text = f"no verdict within {seconds} s after the judgement was due: {canary.message}"
         return roll_back(c, Verdict.INCONCLUSIVE, canary.reason, text)
     text = f"still {canary.stage} after {seconds} s{why_waiting(c)}"
     if canary.stage == Stage.SHIFTING or canary.reason == Reason.ROUTE_UNUSABLE:

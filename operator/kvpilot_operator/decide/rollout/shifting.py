@@ -137,13 +137,13 @@ def _not_in_effect(c: Context, step: TrafficStep) -> str | None:
         return _first_answer(step)
     if canary.traffic_mode == TrafficMode.HTTP_ROUTE:
         if s.route is None:
-            return "the HTTPRoute is gone"
+            return "the HTTPRoute does not exist"
         wanted = weighted(s.route.rules, backend(s), step.weight_percent, step.mirrored_percent)
-        return None if wanted == tuple(s.route.rules) else "its weight is to appear in the HTTPRoute"
+        return None if wanted == tuple(s.route.rules) else "the HTTPRoute does not show the canary's weight yet"
     if s.traffic:
         others = traffic.orphans(c)
-        blocked = f" ({', '.join(others)} must go first)" if others else ""
-        return f"the Service is to select both revisions{blocked}"
+        blocked = f" ({', '.join(others)} must be deleted first)" if others else ""
+        return f"the Service does not select both revisions yet{blocked}"
     return None
 
 

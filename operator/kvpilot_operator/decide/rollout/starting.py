@@ -37,23 +37,23 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     if spec.canary.capacity_policy == "ReplaceOne" and not one_can_leave(spec, replicas):
         return Cause(
             Reason.UNSCHEDULABLE,
-            f"spec.canary.capacityPolicy ReplaceOne takes the place of one of {replicas} replicas, and "
-            f"spec.disruption.maxUnavailable {spec.disruption.max_unavailable} lets none go (the last one at 100%); "
-            "raise the replicas or maxUnavailable, or choose Surge",
+            f"with spec.canary.capacityPolicy ReplaceOne a canary replaces one of {replicas} replicas, but "
+            f"spec.disruption.maxUnavailable {spec.disruption.max_unavailable} lets none go (only 100% lets the last "
+            "one go); raise the replicas or maxUnavailable, or choose Surge",
         )
     if spec.canary.capacity_policy == "WhenIdle" and not _idle(c):
-        text = f"{canary} takes a replica's place once no request has come for {IDLE_SECONDS} s (canary.capacityPolicy)"
+        text = f"{canary} replaces a replica once no request has come for {IDLE_SECONDS} s (canary.capacityPolicy)"
         return Cause(Reason.BUSY, text)
     unfit = None if baseline.known(c) is not None else baseline.misreported(c)
     if unfit is not None:
-        return Cause(unfit.reason, f"{canary} would have no reference: {unfit.message}")
+        return Cause(unfit.reason, f"{canary} would have no baseline to compare with: {unfit.message}")
     held = None if target is not None and target.reason == URGENT else c.plan.held
     name = c.snapshot.key.name
     pool = c.snapshot.objects.get(("InferencePool", name))
     refused = pool is not None and pool.owned and c.snapshot.rejection("InferencePool", name) is not None
     if held is None and refused:
         # A refused InferencePool cannot be switched to another revision, so no trial could end.
-        held = f"no canary is started while InferencePool {name} is refused: Stalled says why"
+        held = f"no canary starts while the API server refuses InferencePool {name}: the condition Stalled says why"
     return None if held is None else Cause(Reason.ROUTE_UNUSABLE, held)
 
 
@@ -74,7 +74,7 @@ def turn(c: Context) -> Cause | None:
     stable, target, other = c.stable, c.target, c.snapshot.rolling
     if other is None or stable is None or target.dtype != stable.dtype or target.revision == stable.revision:
         return None
-    text = f"waits until {other} has replaced its pods, one service of a namespace at a time"
+    text = f"waits until {other} has replaced its pods: in a namespace, one service at a time does so"
     return Cause(Reason.SPEC_CHANGED, f"{text} ({target.message})")
 
 

@@ -64,7 +64,7 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
         return f"{dtype} {unserved}"
     if stored.ours and stored.latent != model.mla:
         others = " or ".join(dtypes.own_names(latent=True))
-        instead = f"which has dtypes of its own ({others})" if model.mla else "which is all that it is for"
+        instead = f"which has its own dtypes ({others})" if model.mla else "the only attention that it supports"
         lacks = "does not support" if model.mla else "needs a model with"
         return f"{dtype} {lacks} multi-head latent attention, {instead}"
     if stored.ours and not stored.latent and formats.stored_dim(model.head_dim) is None:
@@ -75,7 +75,7 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
         return None
     return (
         f"{dtype} would hold {effective:.2f}x the tokens of {spec.kv_cache.baseline}: {kept_layers(model, skip)} of "
-        f"{model.layers} layers stay in 16 bits (spec.kvCache.skipLayers); {MIN_GAIN}x is the least worth a restart"
+        f"{model.layers} layers stay in 16 bits (spec.kvCache.skipLayers); a restart needs a gain of {MIN_GAIN}x"
     )
 
 
@@ -83,7 +83,7 @@ def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None)
     """Return the reason why this hardware cannot serve the dtype, or None."""
     if node.gpu == "cpu":
         if dtype.startswith(_NOT_ON_CPU):
-            return f"{dtype}: vLLM's CPU backend accepts it but does not compute it, answers are garbage"
+            return f"{dtype}: vLLM's CPU backend accepts this dtype but computes wrong answers with it"
         return None
     if not node.cuda:
         # vLLM itself rejects those of its own dtypes that this hardware cannot serve.
@@ -128,7 +128,7 @@ def rungs(
     slow = ours_open and model is not None and model.head_dim >= _FP8_SLOW_HEAD_DIM
     for i, one in enumerate(found):
         if model is not None and slow and one.outcome is None and one.dtype.startswith("fp8"):
-            text = f"{one.dtype} attention is slower than 16 bits at head_dim {model.head_dim}: our formats come first"
+            text = f"{one.dtype} attention is slower than 16 bits at head_dim {model.head_dim}: kvpilot prefers its own"
             found[i] = Rung(one.dtype, Outcome.VETOED, text)
     return tuple(found)
 

@@ -1,7 +1,8 @@
 """Forecast the inter-token latency (ITL) and TTFT after a step.
 
-The forecast uses earlier canaries, or else the bytes of KV cache that attention reads in a decode step. Attention then
-takes bytes / (peak bandwidth * efficiency) seconds. The rest of the decode step does not depend on the cache.
+The forecast uses the measurements of earlier canaries. Without any, it uses the bytes of KV cache that attention reads
+in a decode step: attention takes bytes / (peak bandwidth * efficiency) seconds. The rest of the decode step does not
+depend on the cache.
 """
 
 import math
@@ -51,18 +52,18 @@ def expected_itl_change(s: PolicyInput, to_dtype: str, load: float = 1.0) -> Exp
         measured = (e.itl_p95_change_percent for e in s.experience(to_dtype) if _stands(s, e))
         known = next((percent for percent in measured if percent is not None), None)
         if known is not None:
-            return Expected(known, f"a canary measured {known:+d}% between two tokens")
+            return Expected(known, f"a canary measured {known:+d}% time between two tokens")
     now, after = _attention_seconds(s, s.dtype), _attention_seconds(s, to_dtype)
     if isinstance(now, str) or isinstance(after, str):
         unknown = now if isinstance(now, str) else after
-        return Expected(None, f"nothing is known of the time between two tokens: {unknown}")
+        return Expected(None, f"no forecast of the time between two tokens: {unknown}")
     observed = s.workload.itl_seconds
     if not observed:
-        return Expected(None, "nothing is known of the time between two tokens: no token was seen")
+        return Expected(None, "no forecast of the time between two tokens: no token was generated")
     part = min(now, _MOST * observed)
     percent = round(100 * (part * (after / now) * load - part) / observed) if now > 0 else 0
-    of = f"{observed * 1000:.1f} ms of which attention reads the cache for {part * 1000:.1f} ms"
-    return Expected(percent, f"{percent:+d}% between two tokens, from {of} (efficiencies as measured on an H200)")
+    of = f"{observed * 1000:.1f} ms, in which attention reads the cache for {part * 1000:.1f} ms"
+    return Expected(percent, f"{percent:+d}% time between two tokens, from {of} (with H200 read speeds)")
 
 
 def _stands(s: PolicyInput, e: Experience) -> bool:
@@ -106,7 +107,7 @@ def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
     node, model = s.node, s.model
     gpu = by_product(node.gpu)
     if gpu is None:
-        return f"the bandwidth of {node.gpu} is not in the table"
+        return f"kvpilot does not know the bandwidth of {node.gpu}"
     if model is None or model.head_dim <= 0:
         return "the engine has not reported the model's architecture"
     if model.mla:

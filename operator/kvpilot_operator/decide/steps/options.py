@@ -20,11 +20,11 @@ _MOST_PERCENT = 1_000_000
 _MOST_GROWTH = 2
 # In a surge, a step may add this many replicas even if that more than doubles them, because late replicas do not help.
 _QUICK = 4
-# Largest mean number of prompts that each replica may have in hand after a scale-in. At 1, an engine computes prompts
-# all the time and can take no more (Little's law; docs/pilot-rules.md). The limit leaves a margin, because the number
-# grows faster than the load.
+# Largest mean number of prompts in prefill on each replica after a scale-in. At 1, an engine computes prompts all the
+# time and can take no more (Little's law; docs/pilot-rules.md). The limit leaves a margin, because the number grows
+# faster than the load.
 _MOST_PROMPTS = 0.6
-ALONE = "less than one request runs on each replica: another would not make them faster"
+ALONE = "less than one request runs on each replica: another replica would not make requests faster"
 Closed = tuple[Outcome, str]
 """The outcome of a step that is ruled out, and the reason in words."""
 _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a person writes /scale")
@@ -124,7 +124,7 @@ def _up(s: PolicyInput, rung: Rung) -> Weighed:
     crowded = beyond(s.saturations, s.workload, s.dtype, rung.dtype, s.counted) or effect.late
     closed = _dtype_closed(s, rung, effect.itl, climb=True)
     if closed is None and s.spec.scaling.mode == "Operator" and s.replicas > max(1, s.spec.scaling.min_replicas):
-        closed = Outcome.REPLICAS_FIRST, "a replica is given back before the dtype grows"
+        closed = Outcome.REPLICAS_FIRST, "kvpilot removes a replica before it takes a larger dtype"
     if closed is None and effect.use > effect.limit:
         closed = Outcome.TOO_TIGHT, f"the peak would fill {effect.use}%, above lowPercent {effect.limit}%"
     if closed is None and crowded is not None:
@@ -161,7 +161,7 @@ def _dtype_closed(s: PolicyInput, rung: Rung, itl: Expected, *, climb: bool) -> 
         return rung.outcome, rung.message
     limit = s.spec.canary.max_itl_p95_regression_percent
     if itl.percent is not None and itl.percent > limit:
-        why = f"the canary would fail: {itl.percent:+d}% between two tokens, maxITLP95RegressionPercent {limit}"
+        why = f"the canary would fail: {itl.percent:+d}% time between two tokens, maxITLP95RegressionPercent {limit}"
         return Outcome.VETOED, why
     return s.canary_closed(climb=climb)
 
@@ -184,10 +184,10 @@ def _out_closed(s: PolicyInput) -> Closed | None:
     if s.replicas >= scaling.max_replicas:
         return Outcome.AT_LIMIT, f"scaling.maxReplicas is {scaling.max_replicas}"
     if s.ready < s.replicas and not s.loading:
-        text = f"{s.ready} of {s.replicas} replicas answer; more of them would not come up either"
+        text = f"{s.ready} of {s.replicas} replicas answer; further replicas would not start either"
         return Outcome.REPLICAS_MISSING, text
     if w.in_time:
-        return Outcome.OBJECTIVES_HELD, "every objective is held without one"
+        return Outcome.OBJECTIVES_HELD, "every objective is met without another replica"
     if (w.missed or w.surge) and w.running + w.waiting < w.pods and not w.bound:
         return Outcome.INSUFFICIENT, ALONE
     return None
@@ -257,7 +257,9 @@ def _too_many_prompts(s: PolicyInput, replicas: int) -> str | None:
     each = (s.workload.prompts_in_hand or 0.0) * s.workload.pods / max(1, replicas)
     if each <= _MOST_PROMPTS:
         return None
-    return f"each of {max(1, replicas)} replicas would have {each:.2f} prompts in hand ({_MOST_PROMPTS} is the limit)"
+    return (
+        f"each of {max(1, replicas)} replicas would compute {each:.2f} prompts at a time (the limit is {_MOST_PROMPTS})"
+    )
 
 
 def listed(chosen: Option, steps: list[Weighed]) -> tuple[Option, ...]:

@@ -62,7 +62,7 @@ def choose_step(s: PolicyInput) -> PolicyDecision:
 
 def nothing_weighed(dtype: str, replicas: int, saturations: tuple[Saturation, ...]) -> PolicyDecision:
     """Change nothing, because an error prevented the comparison of steps."""
-    message = "no step could be weighed"
+    message = "an error prevented the comparison of steps"
     option = Option(action=Action.STAY, dtype=dtype, replicas=replicas, outcome=Outcome.CHOSEN, message=message)
     return PolicyDecision((option,), Reason.RECONCILE_INCOMPLETE, message, saturations=saturations)
 
@@ -94,8 +94,8 @@ def _held(s: PolicyInput, downs: list[Weighed], more: Weighed, steps: list[Weigh
     """Change nothing, because every step is ruled out. Name the preferred step and the reason against it."""
     w, closed, memory = s.workload, s.canary_closed(), s.workload.kind == WorkloadKind.MEMORY_BOUND
     none = {
-        Outcome.NOT_OWNER: "replicas are written by another (scaling.mode External)",
-        Outcome.AT_LIMIT: f"{s.replicas} replicas are the most (scaling.maxReplicas {s.spec.scaling.max_replicas})",
+        Outcome.NOT_OWNER: "an autoscaler or a person sets the replicas (scaling.mode External)",
+        Outcome.AT_LIMIT: f"{s.replicas} replicas are the maximum (scaling.maxReplicas {s.spec.scaling.max_replicas})",
         Outcome.INSUFFICIENT: options.ALONE,
     }.get(more.option.outcome, _answering(s))
     waiting = [step for step in downs if step.option.outcome in (Outcome.COOLING_DOWN, Outcome.NO_CANARY)]
