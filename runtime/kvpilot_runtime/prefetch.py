@@ -44,9 +44,7 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True)
 class Part:
-    """Model or adapter to download from the hub. `files` are (name, size in bytes, name of the content in the hub
-    cache).
-    """
+    """Model or adapter to download from the hub. `files` are (name, bytes, name of the content in the hub cache)."""
 
     name: str
     revision: str | None
@@ -199,9 +197,7 @@ def _contents(cache: Path, name: str) -> Path:
 
 
 def _written(path: Path) -> int:
-    """Return how many bytes of a file are on disk. Count blocks, because the size of a sparse file is final from the
-    start.
-    """
+    """Return how many bytes of a file are on disk. Count blocks, because a sparse file has its final size at once."""
     try:
         about = path.stat()
     except FileNotFoundError:  # another thread has renamed the file since it was listed

@@ -201,9 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if findings.config is not None:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
     if model_folder(request.model) is not None and not asks_a_hub(request):
-        environment.setdefault(
-            "HF_HUB_OFFLINE", "1"
-        )  # The model's folder is complete, so the engine never needs the hub at start.
+        # The model's folder is complete, so the engine never needs the hub at start.
+        environment.setdefault("HF_HUB_OFFLINE", "1")
     variables, beside = compiled.prepare(arguments, environment, partial(tell, "warning"))
     if beside is not None:
         subprocess.Popen(beside, stdin=subprocess.DEVNULL)

@@ -167,7 +167,8 @@ class CudaImpl(Reserving, PackedImpl):
         tokens.
 
         If the model has sink logits, `forward` then scales `out` by the share of the softmax weight that the sinks
-        leave."""
+        leave.
+        """
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:
             rows, longest = joined.rows, joined.longest

@@ -91,7 +91,8 @@ def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, tor
     """Cut the contexts of all sequences, laid end to end, into pieces of `room` tokens. The last piece may be shorter.
 
     `context` is int64 [sequences], in tokens. For each piece, yield the `begin` and `length` of each sequence's
-    part."""
+    part.
+    """
     ends = context.cumsum(0)
     starts = ends - context
     for at in range(0, int(ends[-1]), room):

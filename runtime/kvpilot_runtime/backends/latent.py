@@ -45,9 +45,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec with a page size of `LatentFormat.row_bytes` per token. Layers in 16 bits keep their page
-        size.
-        """
+        """Return the spec with `LatentFormat.row_bytes` as bytes of a token. Layers in 16 bits keep their page size."""
         return spec if spec.dtype != torch.uint8 else replace(spec, state_content_bytes=cls.fmt.row_bytes)
 
 
@@ -97,7 +95,8 @@ class LatentImpl:
         """Prefill as vLLM does: queries attend to the new tokens in 16 bits, and to their context as read from pages.
 
         If `PREFILL_FROM_PAGES` is on, first store the new tokens and read them back, so that they are quantized,
-        too."""
+        too.
+        """
         if self.read_back:
             prefill = attn_metadata.prefill
             context, rows = prefill.chunked_context, prefill.query_start_loc

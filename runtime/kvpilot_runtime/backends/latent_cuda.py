@@ -40,9 +40,7 @@ def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.devic
 
 @cache
 def no_factors(device: torch.device) -> LatentFactors:
-    """Return calibration factors that change nothing. Always return the same tensors, because captured graphs read
-    them.
-    """
+    """Return factors that change nothing. Always return the same tensors, because captured CUDA graphs read them."""
     return LatentFactors.identity(device)
 
 

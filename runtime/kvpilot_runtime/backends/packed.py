@@ -168,9 +168,7 @@ class PackedBackend(OurBackend):
 
 
 class RingBackend(OurBackend):
-    """Backend of ring layers, which store the recent windows. It only builds `Rings`, because attention layers read the
-    rings.
-    """
+    """Backend of ring layers, which store the recent windows. It only builds `Rings`; attention layers read them."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:

@@ -1,9 +1,11 @@
-"""Calibrate an engine that has no calibration file, before it captures CUDA graphs and takes requests. One forward pass
-runs built-in text (`calibration.text`) through the model. The text is cut into sequences, which are placed at positions
-all over the served context. In this pass each sequence attends only to its own, unquantized keys and values. The
-factors of our layers are fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`). Each
-tensor-parallel rank keeps the factors of its heads, and each pipeline stage the factors of its layers. The same model,
-text and number of ranks give the same factors.
+"""Calibrate an engine that has no calibration file, before it captures CUDA graphs and takes requests.
+
+One forward pass runs built-in text (`calibration.text`) through the model. The text is cut into sequences, which are
+placed at positions all over the served context. In this pass each sequence attends only to its own, unquantized keys
+and values. The factors of our layers are fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`).
+
+Each tensor-parallel rank keeps the factors of its heads, and each pipeline stage the factors of its layers. The same
+model, text and number of ranks give the same factors.
 """
 
 import logging
@@ -66,8 +68,10 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:
-    """Return the token ids to calibrate on, at most one chunk of prefill, and a reason for metrics. The reason is empty
-    for built-in text. Without a tokenizer, return random token ids from a fixed seed, and the reason `RandomTokens`.
+    """Return the token ids to calibrate on, at most one chunk of prefill, and a reason for metrics.
+
+    The reason is empty for built-in text. Without a tokenizer, return random token ids from a fixed seed, and
+    the reason `RandomTokens`.
     """
     from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -186,8 +190,6 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
 
 
 def _refuse_together(problem: str) -> None:
-    """Raise UnsupportedModelError on every rank if one rank has a problem. Otherwise the other ranks would wait
-    forever.
-    """
+    """Raise UnsupportedModelError on all ranks if one rank has a problem. Otherwise the others would wait forever."""
     if told := next(filter(None, of_all_ranks(problem)), ""):
         raise UnsupportedModelError(told)

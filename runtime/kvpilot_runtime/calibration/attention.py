@@ -29,9 +29,7 @@ class Chunk:
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute attention, as vLLM calls it. Query and output are [tokens, heads, D], key and value [tokens,
-        kv_heads, D].
-        """
+        """Compute attention. Query and output are [tokens, heads, D], key and value [tokens, kv_heads, D]."""
         how = self.scale, self.softcap, self.window, self.sinks
         out = output.view(query.shape)
         start = 0

@@ -155,9 +155,7 @@ def turned_off() -> bool:
 
 
 def from_environment(facts: ModelFacts) -> Calibration | None:
-    """Load the file that `KVPILOT_CALIBRATION` names, or return None if it names none. Raise CalibrationError as `load`
-    does.
-    """
+    """Load the file that `KVPILOT_CALIBRATION` names, or return None. Raise CalibrationError as `load` does."""
     return load(Path(os.environ[VARIABLE]), facts) if asked() and not turned_off() else None
 
 

@@ -32,9 +32,7 @@ class CalibrateError(ValueError):
 
 
 def _window(module: Any, options: dict[str, Any]) -> int | None:
-    """Return a layer's sliding window in tokens, from the arguments of transformers' attention function; None if it has
-    none.
-    """
+    """Return a layer's sliding window in tokens, or None, from the arguments of transformers' attention function."""
     return options.get("sliding_window") or getattr(module, "sliding_window", None)
 
 
@@ -149,9 +147,8 @@ class _Recorder:
                 )
         if options.get("s_aux") is not None:
             raise CalibrateError("our formats do not serve attention with sinks of its own; use dtype auto or fp8")
-        if (
-            _window(module, options) is not None
-        ):  # These layers need no factors: engines keep sliding-window layers in 16 bits.
+        # Engines keep sliding-window layers in 16 bits, so these layers need no factors.
+        if _window(module, options) is not None:
             return _exact(module, query, key, value, mask, **options)
         far_key, far_value = key.clone(), value.clone()
         far_key.retain_grad()

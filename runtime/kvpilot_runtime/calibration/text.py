@@ -23,9 +23,7 @@ _SHORT = 4
 """Number of short sequences. Together they get the second half of the tokens."""
 
 _LONE, _LONE_SHARE = 64, 16
-"""Limits on the number of tokens that run alone at position 0: at most `_LONE`, and at most one in `_LONE_SHARE`
-tokens.
-"""
+"""Limits on the number of tokens that run alone at position 0: `_LONE`, and one in `_LONE_SHARE` tokens."""
 
 
 class NoTokensError(ValueError):

@@ -57,9 +57,7 @@ class WorkerInfo:
             gauge.labels(*(values[label] for label in self.labels)).set(1)
 
     def publish(self) -> None:
-        """Choose the path of the workers' file if none is set yet, and serve the file's gauge from this process's
-        registry.
-        """
+        """Serve the gauge in the workers' file from this process's registry. Choose the file's path if none is set."""
         from prometheus_client import REGISTRY
 
         if self.variable not in os.environ:

@@ -19,9 +19,7 @@ from kvpilot_runtime.transfer import disk_file
 from kvpilot_runtime.vllm_api import compat
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
-"""Dtypes of vLLM that its CPU backend implements. The backend accepts other dtypes without an error, but its answers
-are wrong.
-"""
+"""Dtypes of vLLM that its CPU backend implements. With other dtypes it starts, but its answers are wrong."""
 
 
 def check(request: Request) -> Findings:

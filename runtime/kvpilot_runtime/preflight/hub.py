@@ -13,9 +13,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def refusals(model: str, revision: str | None) -> Iterator[None]:
-    """Raise PreflightError for errors of the hub that no retry can fix: the model is gated, or model or revision are
-    unknown.
-    """
+    """Raise PreflightError for errors of the hub that no retry can fix: a gated or unknown model or revision."""
     # Import here, because the import takes a quarter of a second, and models in folders do not need it.
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

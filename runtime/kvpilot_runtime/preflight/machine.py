@@ -27,9 +27,7 @@ class Gpu:
 
 
 def platform() -> Platform:
-    """Return the platform of the installed vLLM, which has `cpu` in its version if built for CPUs. Without vLLM, return
-    `cuda`.
-    """
+    """Return `cpu` if the installed vLLM is built for CPUs (`cpu` is in its version), otherwise `cuda`."""
     try:
         return "cpu" if "cpu" in importlib.metadata.version("vllm") else "cuda"
     except importlib.metadata.PackageNotFoundError:

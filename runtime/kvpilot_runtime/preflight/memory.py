@@ -12,9 +12,7 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.request import Request
 
 CPU_OVERHEAD = 2_500 * 2**20
-"""Bytes that vLLM's three processes take on a CPU besides weights and KV cache, estimated for vLLM 0.32.0 and
-SmolLM2-135M.
-"""
+"""Estimated bytes of vLLM's processes on a CPU, besides weights and KV cache (vLLM 0.32.0, SmolLM2-135M)."""
 
 GPU_OVERHEAD = 3 * 2**30
 """Assumed bytes per GPU for activations, CUDA graphs and unused memory of the allocator. The value is not measured."""

@@ -125,9 +125,7 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
 
 
 def _pooled(config: models.Architecture, request: Request) -> str | None:
-    """Return the model's class if vLLM would serve it as a pooling model (embedding, scoring, classification), else
-    None.
-    """
+    """Return the model's class if vLLM would serve it for pooling (embedding, scoring, classification), else None."""
     if request.arguments.value("--runner") == "generate":
         return None
     folder, name = model_folder(request.model), next(iter(config.architectures), config.model_type)

@@ -70,9 +70,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
 
 
 def asked() -> int | None:
-    """Return the recent window in tokens that the environment sets, or None. Raise UnsupportedModelError if it is
-    invalid.
-    """
+    """Return the recent window of the environment in tokens, or None. Raise UnsupportedModelError if it is invalid."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None

@@ -42,9 +42,7 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @property
     def block_table_token_alignment(self) -> int | None:
-        """Alignment of the block table. It equals the attention layer's alignment, so that both tables have the same
-        stride.
-        """
+        """Alignment of the block table: that of the attention layer's table, so that both have the same stride."""
         return 128
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:

@@ -46,9 +46,7 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees
         return found
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Return vLLM's parameters for the other engine. Add the time, by our clock, until which this engine keeps the
-        blocks.
-        """
+        """Return vLLM's parameters for the other engine. Add the time, by our clock, until which blocks are kept."""
         kept, params = super().request_finished(request, block_ids)
         if kept and params is not None:
             params["remote_blocks_expiry_time"] = self._reqs_need_send[request.request_id]

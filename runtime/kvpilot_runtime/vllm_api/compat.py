@@ -52,9 +52,7 @@ def was_run_on(platform: str) -> bool:
 
 
 def unsupported_on(platform: str) -> str:
-    """Return a message with the installed version, the tested ones and the remedy; empty if the installed one is
-    tested.
-    """
+    """Return a message with installed version, tested versions and remedy; empty if the installed one is tested."""
     if was_run_on(platform):
         return ""
     names = {"cpu": "a CPU", "cuda": "a GPU"}
@@ -67,8 +65,9 @@ def unsupported_on(platform: str) -> str:
 
 def lacks(newest: tuple[int, int] | None = None) -> str:
     """Return the required versions of vLLM as text if the installed version is not one of them, else an empty string.
-    Required are the versions from `OLDEST` to `newest`. Without `newest`, all versions from `OLDEST` on are allowed. If
-    vLLM is not installed, return an empty string, too.
+
+    Required are the versions from `OLDEST` to `newest`, or all versions from `OLDEST` on without `newest`. If vLLM is
+    not installed, return an empty string, too.
     """
     try:
         if OLDEST <= vllm_version() <= (newest or _BUILD):

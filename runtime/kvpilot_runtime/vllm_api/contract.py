@@ -46,9 +46,7 @@ def refuse_bound(bound: str) -> None:
 
 @contextmanager
 def needed(dtype: str) -> Iterator[None]:
-    """Turn ImportError and AttributeError inside the `with` block into UnsupportedEngineError: vLLM lacks a part that
-    we need.
-    """
+    """Turn ImportError and AttributeError in the `with` block into UnsupportedEngineError: vLLM lacks a needed part."""
     try:
         yield
     except (ImportError, AttributeError) as error:

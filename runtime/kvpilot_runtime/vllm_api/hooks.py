@@ -47,11 +47,12 @@ def _settle_cpu(paths: Mapping[str, str]) -> None:
             cls._align_heterogeneous_kv_block_size(vllm_config, None)
 
     def check_and_update_config(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Undo settings of vLLM's CPU platform that our backends do not need, and avoid a wrong RoPE kernel. For MLA,
-        the platform turns off chunked prefill and prefix caching, because its own backend cannot read stored context.
-        Our backend can, so turn them on. For images whose tokens attend in both directions, the platform allows chunks
-        that split an image, so forbid them. The RoPE kernel of 0.32 gives wrong results for DeepSeek, so let plain
-        torch replace it.
+        """Undo settings of vLLM's CPU platform that our backends do not need, and avoid a wrong RoPE kernel.
+
+        For MLA, the platform turns off chunked prefill and prefix caching, because its own backend cannot read stored
+        context. Our backend can, so turn them on. For images whose tokens attend in both directions, the platform
+        allows chunks that split an image, so forbid them. The RoPE kernel of 0.32 gives wrong results for DeepSeek, so
+        let plain torch replace it.
         """
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
@@ -176,8 +177,9 @@ def around_layout(ours: Callable[[Any], str | None]) -> None:
 
 
 def around_shutdown() -> None:
-    """Let an engine that drains also finish requests that still wait in the input queue of its core. vLLM's core reads
-    this queue between engine steps. Without this hook, a draining core rejects the requests that it reads.
+    """Let an engine that drains also finish requests that still wait in the input queue of its core.
+
+    vLLM's core reads this queue between engine steps. Without this hook, a draining core rejects the requests it reads.
     """
     from vllm.v1.engine.core import EngineShutdownState
 
