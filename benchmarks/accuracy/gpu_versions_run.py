@@ -1,4 +1,4 @@
-"""Child process of gpu_versions.py: send prompts twice to one engine, and list functions that kvpilot replaced."""
+"""Child process of gpu_versions.py: send prompts twice to one engine, and list the functions that kvpilot replaced."""
 
 import json
 import os
@@ -54,7 +54,9 @@ def main() -> NoReturn:
     from kvpilot_runtime.vllm_api import compat
 
     if compat.lacks(compat.NEWEST):
-        compat.NEWEST = compat.vllm_version()  # allow a newer version, which must run here before kvpilot supports it
+        compat.NEWEST = (
+            compat.vllm_version()
+        )  # Allow a newer version of vLLM, which must run here before kvpilot supports it.
     llm = LLM(**job.engine)
     say("started")
     asked = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=False)
