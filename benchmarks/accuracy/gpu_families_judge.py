@@ -21,9 +21,7 @@ from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergen
 from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
-"""Largest allowed divergence of an engine from the oracle of its own dtype, relative to its divergence from the other
-oracle.
-"""
+"""Largest allowed divergence of an engine from its dtype's oracle, relative to that from the other oracle."""
 ROUNDED = 3.0
 """Largest allowed divergence of the bare codec from its oracle, relative to the sum of two other divergences.
 

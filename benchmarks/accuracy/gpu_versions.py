@@ -1,4 +1,4 @@
-"""Record answers of every dtype, to compare versions of vLLM: `python -m benchmarks.accuracy.gpu_versions --out A.json`.
+"""Record answers of each dtype, to compare versions of vLLM: `python -m benchmarks.accuracy.gpu_versions --out A.json`.
 
 Each case of `CASES` gets an engine in its own process, with a small random model, CUDA graphs and prefix caching. The
 engine answers prompts of several lengths greedily in one batch, and once more from the prefix cache. The JSON file has

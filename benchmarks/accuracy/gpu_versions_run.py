@@ -54,9 +54,8 @@ def main() -> NoReturn:
     from kvpilot_runtime.vllm_api import compat
 
     if compat.lacks(compat.NEWEST):
-        compat.NEWEST = (
-            compat.vllm_version()
-        )  # Allow a newer version of vLLM, which must run here before kvpilot supports it.
+        # Allow a newer version of vLLM, which must run here before kvpilot supports it.
+        compat.NEWEST = compat.vllm_version()
     llm = LLM(**job.engine)
     say("started")
     asked = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=False)

@@ -4,10 +4,10 @@ Two `vllm serve` with dummy weights share the GPU: a 16-bit one and a canary. Th
 the same packs and settings as the operator: it records the 16-bit answers and their control, measures the canary, and
 fills the canary's context and KV pool.
 
-Random weights differ from a real model in two ways. They may fail the canary after a few prompts. So the limits are
-wider than any damage, and every prompt is sent. And both engines may choose equal tokens everywhere. A real 4-bit cache
+Random weights differ from a real model in two ways. First, the canary may fail after a few prompts. So the limits are
+wider than any damage, and every prompt is sent. Second, both engines may always choose equal tokens. A real 4-bit cache
 differs about every tenth token, and each difference costs a request. So the program changes every tenth token of the
-16-bit answers. It writes its JSON after each stage.
+16-bit answers. It writes its JSON file after each stage.
 """
 
 import argparse
@@ -58,14 +58,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--packs", nargs="+", default=Accuracy().probe_sets, help="default: the operator's")
     parser.add_argument("--dtype", default="k4v4", help="KV-cache dtype of the canary (default: k4v4)")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--differ-every", type=int, default=10, help="tokens between two differences (default: 10)")
-    parser.add_argument("--limit", type=float, default=570, help="seconds in all, engines' start included")
+    parser.add_argument(
+        "--differ-every", type=int, default=10, help="number of tokens between two differences (default: 10)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=570, help="time limit in seconds, including the start of the engines"
+    )
     # A fixed size lets both engines start at the same time: neither counts the other's memory as its own.
     parser.add_argument("--kv-gib", type=float, nargs=2, default=(40, 16), metavar=("STABLE", "CANARY"),
                         help="GiB of KV cache of each engine (default: 40 16)")  # fmt: skip
     parser.add_argument("--serve", action="append", default=[], metavar="OPTION[=VALUE]",
                         help="further option of both `vllm serve`, without dashes; may be repeated")  # fmt: skip
-    parser.add_argument("--port", type=int, default=8200, help="of the first server (default: 8200)")
+    parser.add_argument("--port", type=int, default=8200, help="port of the first server (default: 8200)")
     parser.add_argument("--out", type=Path, default=Path("gate-gpu.json"))
     return parser.parse_args()
 
@@ -84,7 +88,7 @@ class Record:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, Any]]:
-        """Time a block, and yield the dictionary of its figures."""
+        """Time the `with` block, and yield the dictionary for its figures."""
         say(f"{name}: starts")
         row: dict[str, Any] = {}
         self.facts["stages"][name] = row
@@ -178,7 +182,7 @@ async def measured(args: argparse.Namespace, record: Record, model: Path, folder
 
 
 def main() -> int:
-    """Run the gate, and return 1 if it did not end."""
+    """Run the gate. Return 1 if it did not end in time."""
     args = arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the servers end, too
     record = Record(args)
