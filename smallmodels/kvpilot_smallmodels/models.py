@@ -89,9 +89,7 @@ def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress 
             try:
                 made.rename(folder)
             except OSError:
-                if not (
-                    folder / "config.json"
-                ).exists():  # another process may have made the model first, which is fine
+                if not (folder / "config.json").exists():  # another process may have made the model first
                     raise
     report("ready", 1.0)
     return folder
