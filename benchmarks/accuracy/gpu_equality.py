@@ -150,12 +150,8 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
 
 def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
     """Return the variants by name: True if the variant sends all prompts at once, and its engine arguments."""
-    alone = {
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": MAX_MODEL_LEN,
-    }  # vLLM keeps one block for itself, so add one.
+    alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
+             "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
     # vLLM keeps one block for itself, so add one.
     blocks = args.kv_tokens // args.block_size + 1
     crowded = {"enforce_eager": False, "enable_prefix_caching": True, "max_num_seqs": 16,

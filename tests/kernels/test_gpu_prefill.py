@@ -1,4 +1,4 @@
-"""Prefill of wide heads: outputs and log-sums equal their definition for any sequences."""
+"""Prefill of wide heads: outputs and log-sum-exps equal their definition for any sequences."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from kvpilot_kernels.gpu.launch.tuning import PrefillBlock
 from support.gpu_batch import generator
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3}
-"""Allowed error over a head's norm: probabilities and outputs are rounded to the type of the inputs."""
+"""Largest allowed error, relative to a head's norm. Probabilities and outputs are rounded to the input's dtype."""
 
 
 def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool,

@@ -1,4 +1,4 @@
-"""The page check at an engine's start: on every platform, with three requests, one of them beyond its limit."""
+"""The page check at an engine's start works on every platform, with three requests, one of them beyond the bound."""
 
 import json
 import sys
@@ -17,9 +17,9 @@ from support.own_process import ask
 
 
 def measured(loses: bool = False, **environment: str) -> float:
-    """Return the error of a real engine's answers.
+    """Return the error that the page check measures in a real engine.
 
-    `loses` replaces the first entry of each block table before the step that computes all requests.
+    With `loses`, replace the first entry of each block table before the step that computes all requests.
     """
     asked = {"KVPILOT_CALIBRATION": "off", **environment}
     return float(ask("test_page_check", {"loses": loses}, **asked)["off"])
@@ -61,7 +61,7 @@ BOUND = SinksAndWindow(4, 64)
     [
         (100, 16, 2048, None, [19, 5, 33]),
         (100, 16, 2048, BOUND, [19, 5, 64 + 48 + 3]),
-        (4, 16, 2048, BOUND, [19, 5]),  # no room for a third request
+        (4, 16, 2048, BOUND, [19, 5]),  # There is no room for a third request.
         (100, 16, 100, BOUND, [19, 5]),  # no request exceeds it
         (2, 16, 2048, None, [5]),
         (100, 16, 2048, SinksAndWindow(4, 5000), [19, 5]),

@@ -1,4 +1,4 @@
-"""Find the attributes of vLLM's modules and classes that a registered plugin replaces, in a separate process.
+"""Find the attributes of vLLM's modules and classes that our plugin replaces, in a separate process.
 
 The process imports vLLM and every module that the plugin may wrap. It registers the plugin, may configure an option,
 and reports the attributes that have become other objects.
@@ -40,7 +40,7 @@ class Told:
 
 
 def replaced(dtypes: tuple[str, ...] = (), **environment: str) -> Told:
-    """Ask one."""
+    """Run one such process, and return its report."""
     return Told(**ask("vllm_attributes", Asked(dtypes), **environment))
 
 
@@ -64,12 +64,12 @@ def others(before: dict[str, Any]) -> list[str]:
 
 
 def look(asked: Asked) -> Told:
-    """Register and configure."""
+    """Register the plugin, configure the dtypes, and report the replaced attributes."""
     import kvpilot_runtime.plugin
 
     sources = (file.read_text() for file in Path(kvpilot_runtime.plugin.__file__).parent.rglob("*.py"))
     for module in {name for text in sources for name in re.findall(r'"(vllm\.[\w.]+):', text)}:
-        with contextlib.suppress(ImportError):  # of another platform
+        with contextlib.suppress(ImportError):  # Modules of another platform cannot be imported.
             importlib.import_module(module)
 
     before = attributes()
