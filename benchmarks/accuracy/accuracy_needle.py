@@ -27,8 +27,8 @@ def needles(
 ) -> dict[str, Any]:
     """Ask for every hidden fact (needle). Return how many were found, how many were hidden, and log-probabilities.
 
-    Needles are counted by context length and depth. A log-probability is that of a whole number, averaged for each
-    context length.
+    Needles are counted by context length and depth. A log-probability is that of all tokens of a fact's number,
+    averaged over the facts of a context length.
 
     Args:
         text: tokens of the text that hides the needles (`TEXT`).

@@ -26,9 +26,9 @@ class Limit:
     objective: float
     """Objective of a request: the largest mean gap between tokens."""
     fast: float = 0.0
-    """Mean step time, weighted towards the last FAST steps."""
+    """Exponential moving average of the step time over about FAST steps."""
     slow: float = 0.0
-    """Mean step time, weighted towards the last SLOW steps."""
+    """Exponential moving average of the step time over about SLOW steps."""
 
     @property
     def share(self) -> float:

@@ -50,7 +50,7 @@ class Case:
     load: str
     """Kind of load, such as `agents`."""
     size: float
-    """Factor on the load's arrival rate."""
+    """Factor by which the load's arrival rate is multiplied."""
     row: str
     itl: float = 0.06
     """ITL objective in seconds."""
@@ -100,7 +100,7 @@ class Pool(Blocks):
         return self.share * (self.total - self._empty - count) + count
 
     def reuse(self, session: int, count: int) -> None:
-        """Take a prefix, and learn from its idle time. The learnt time shrinks by 0.1% with each reuse."""
+        """Reuse a prefix. Lower the learnt idle time by 0.1%, or raise it to twice the idle time of this prefix."""
         if count and self._learns:
             self._idle = max(0.999 * self._idle, 2 * (self._engine.now - self._since[session]))
         super().reuse(session, count)

@@ -44,7 +44,7 @@ def recommend(peaks: Sequence[Gauges], replicas: int) -> int:
 
 
 class Wva:
-    """Simulated WVA of one service, with the HPA behind it. Call `judge` every `sync_seconds`."""
+    """Simulated WVA of one service, whose recommendations an HPA applies. Call `judge` every `sync_seconds`."""
 
     def __init__(self, *, minimum: int, maximum: int, sync_seconds: float) -> None:
         self.minimum, self.maximum = minimum, maximum

@@ -71,7 +71,7 @@ class Row:
     """Observations of one fault. All times are in seconds after the fault.
 
     Attributes:
-        done: text about the fault as it was made in this run.
+        done: text that says how the fault was caused in this run.
         until: event that marks the recovery of the service.
         seconds: time until this event.
         unready: time until the engine left the Kubernetes Service. None if it did not leave.

@@ -86,7 +86,7 @@ def rings() -> None:
 
 
 def rings_and_one_that_is_impossible() -> None:
-    """Launch two variants, then the impossible one."""
+    """Launch two variants of the ring kernel, then the kernel that cannot be compiled."""
     rings()
     impossible_kernel[(1,)](torch.zeros(3, dtype=torch.int32), size=3)
 

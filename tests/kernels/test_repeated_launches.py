@@ -30,7 +30,7 @@ class Program:
         self.identity, self.seen = identity, seen
 
     def run(self, *args: Any) -> None:
-        """Record grid, pointers as addresses, and numbers."""
+        """Record the grid, the tensors' addresses and the numbers of a launch."""
         addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in args[9:]]
         self.seen.append((self.identity, args[:3], addresses))
 

@@ -22,16 +22,16 @@ Attributes = dict[tuple[str, str], int]
 
 @dataclass
 class Asked:
-    """Dtypes that configure a cache after registration."""
+    """Dtypes for which the process configures a cache after it has registered the plugin."""
 
     dtypes: tuple[str, ...] = ()
 
 
 @dataclass
 class Told:
-    """Replaced attributes, as `module.Class.name`: after registration, and after the configurations.
+    """Attributes of vLLM that the plugin replaced by registration, and by the end of all configurations.
 
-    `environment` has our variables at that time, which later processes inherit.
+    An attribute is written as `module.Class.name`. `environment` has our variables, which later processes inherit.
     """
 
     registered: list[str]
@@ -40,7 +40,7 @@ class Told:
 
 
 def replaced(dtypes: tuple[str, ...] = (), **environment: str) -> Told:
-    """Run one such process, and return its report."""
+    """Let a new process register the plugin and configure the dtypes, and return its report."""
     return Told(**ask("vllm_attributes", Asked(dtypes), **environment))
 
 

@@ -57,7 +57,7 @@ class WorkerInfo:
             gauge.labels(*(values[label] for label in self.labels)).set(1)
 
     def publish(self) -> None:
-        """Serve the gauge in the workers' file from this process's registry. Choose the file's path if none is set."""
+        """Add the gauge, which workers write to a file, to this process's registry. Choose the path if none is set."""
         from prometheus_client import REGISTRY
 
         if self.variable not in os.environ:

@@ -66,10 +66,10 @@ class Kept(NamedTuple):
 
 
 class Own:
-    """Tensors that all launches of one layer pass. Their addresses must not change.
+    """Tensors that all launches of one layer get, at addresses that never change.
 
     Attributes:
-        kind: properties on which a launch depends, besides addresses.
+        kind: properties of the tensors, and `numbers`. A launch depends on these and on the addresses.
 
     Args:
         numbers: further values on which a launch depends, such as strides.
