@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
         "--chunked", type=size, default=65536, help="tokens of a long prompt for chunked prefill; 0 for none"
     )
     parser.add_argument("--mixed", action="store_true",
-                        help="also time its end together with seven short, half cached prompts")  # fmt: skip
+                        help="also time the end of that prompt together with seven short prompts")  # fmt: skip
     parser.add_argument("--beside", type=sizes, default=[], metavar="NEW,NEW",
                         help="new tokens of a request that arrives beside sequences that decode, comma-separated: the "
                         "step's wall time, its kernels and the host's functions; the engine then runs in the child "

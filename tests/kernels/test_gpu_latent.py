@@ -56,7 +56,7 @@ def test_store_writes_the_bytes_of_the_cpus_code_and_no_other(
     assert errors[0] <= errors[1] * 1.002
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum under Triton's interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # Triton's interpreter uses numpy, which warns.
 @pytest.mark.parametrize("name", names())
 def test_a_nan_spoils_its_own_part_of_its_own_token_alone(name: str) -> None:
     rng, fmt = generator(3), parse(name)

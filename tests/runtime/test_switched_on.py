@@ -25,7 +25,7 @@ GEMMA3 = {
 
 
 def folder(path: Path, config: dict[str, Any]) -> str:
-    """Make a model of this config, with placeholders for weights."""
+    """Write a model with this config and a placeholder for its weights to a folder, and return the folder."""
     (path / "config.json").write_text(json.dumps(config))
     (path / "model.bin").write_bytes(b"0")
     return str(path)

@@ -129,7 +129,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
             return torch.uint8
 
         def quant_mode(self) -> Any:
-            """Return NONE, and call `asked`, because vLLM calls this only for the dtype of its engine."""
+            """Return NONE. Also call `asked`, because vLLM asks only the engine's own dtype for its mode."""
             if not self.told:
                 asked(self.name)
                 self.told = True
