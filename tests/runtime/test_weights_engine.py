@@ -154,7 +154,7 @@ def below(folder: Path, codec: str, turn: Turn, told: Answered) -> float:
 
 @pytest.fixture(scope="module")
 def found(served: dict[tuple[str, str], tuple[Path, Turn, Answered]]) -> dict[tuple[str, str, str], float]:
-    """Return this distance by method, dtype and the oracle's codec."""
+    """Return the mean shortfall (see `below`) by method, dtype and the oracle's codec."""
     return {(case, dtype, codec): below(*served[case, dtype][:1], codec, *served[case, dtype][1:])
             for case in CASES for dtype in DTYPES for codec in DTYPES}  # fmt: skip
 
