@@ -53,9 +53,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mixed", action="store_true",
                         help="also time the end of that prompt together with seven short prompts")  # fmt: skip
     parser.add_argument("--beside", type=sizes, default=[], metavar="NEW,NEW",
-                        help="new tokens of a request that arrives beside sequences that decode, comma-separated: the "
-                        "step's wall time, its kernels and the host's functions; the engine then runs in the child "
-                        "itself")  # fmt: skip
+                        help="time also steps in which a request of NEW tokens arrives while others decode: wall time, "
+                        "kernels and host functions; the engine then runs in the child process itself")  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--model", type=Path, help="model folder with weights, instead of --shape")
     parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")
