@@ -132,7 +132,7 @@ def settle(worker: Any) -> None:
     from kvpilot_runtime.recent import ring_layers
 
     if layers := our_layers(worker.vllm_config):
-        # Refuse unsupported options first. Later, an unsupported connector would use parts that do not exist.
+        # Refuse unsupported options now. Later, an unsupported KV connector would fail for an unclear reason.
         refuse_unsupported_options(worker.vllm_config)
     at_start.calibrate(worker, layers)
     ring_layers.report(worker.vllm_config, layers)

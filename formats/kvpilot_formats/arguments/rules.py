@@ -167,7 +167,7 @@ RESERVED = (
     ),
     Reserved(
         ("--logprobs-mode",),
-        "accuracy is measured on the logprobs of the model itself, which vLLM returns without it: remove it",
+        "it may change the logprobs, and kvpilot measures accuracy on the model's own logprobs: remove it",
     ),
     Reserved(
         ("--hf-token",), "arguments are no place for a secret: remove it and use model.tokenSecretRef"
