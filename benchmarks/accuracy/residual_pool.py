@@ -198,7 +198,7 @@ def simulate(profile: Profile, case: Case) -> dict[str, Any]:
 def cases() -> Iterator[Case]:
     """Yield the cases of the page's table, and then variants of it.
 
-    A variant has a tighter objective, another seed, or floors that give way to cached prefixes.
+    A variant has a tighter objective, another seed, or floors whose pages cached prefixes may take.
     """
     every = list(product(("agents", "chat"), (0.1, 0.2, 0.4, 0.6, 0.8)))
     rivals = ("k4v4", "elastic-limit")
