@@ -53,7 +53,7 @@ def test_decodes_and_prompts_read_sinks_and_window_alone_whatever_the_pages_betw
             rows = slice(int(starts[i]), int(starts[i + 1]))
             keys[s], values[s] = torch.cat([keys[s], fresh_k[rows]]), torch.cat([values[s], fresh_v[rows]])
             slots += [tables[s][p // BLOCK] * BLOCK + p % BLOCK for p in range(before[s], before[s] + count)]
-            for block in range(1, first_kept(before[s]) // BLOCK):  # The scheduler frees these pages before the step.
+            for block in range(1, first_kept(before[s]) // BLOCK):  # the scheduler frees these before the step
                 engine.cache[tables[s][block]] = 255
         lens = torch.tensor([len(keys[s]) for s in new], dtype=torch.int32)
         common = CommonAttentionMetadata(
