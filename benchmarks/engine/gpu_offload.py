@@ -1,4 +1,4 @@
-"""Offloading to host memory under a multi-turn load in real vLLM: `python -m benchmarks.engine.gpu_offload`.
+"""Measure offloading to host memory under a multi-turn load in real vLLM: `python -m benchmarks.engine.gpu_offload`.
 
 Conversations continue in random order, a fixed number at a time. Their histories together are several times larger than
 the GPU's cache. Each dtype has one engine with the host tier and one without (dummy weights). All engines get the same
@@ -32,17 +32,21 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="auto,fp8,k4v4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--gpu-tokens", type=int, default=65536, help="of the GPU's cache (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")
+    parser.add_argument(
+        "--gpu-tokens", type=int, default=65536, help="number of tokens of the GPU's cache (default: %(default)s)"
+    )
     parser.add_argument("--equal", choices=("tokens", "bytes"), default="tokens",
-                        help="what the caches of all dtypes have alike: tokens, or the bytes of auto's")  # fmt: skip
+                        help="size that all dtypes' caches have in common: tokens, or the bytes of auto")  # fmt: skip
     parser.add_argument("--host-gib", type=float, default=8.5, help="host memory of the tier (default: %(default)s)")
     parser.add_argument("--working-set", type=float, default=4.0, help="times --gpu-tokens (default: %(default)s)")
-    parser.add_argument("--history", type=int, default=4096, help="tokens of a conversation (default: %(default)s)")
-    parser.add_argument("--turn", type=int, default=64, help="new tokens of a request (default: %(default)s)")
-    parser.add_argument("--answer", type=int, default=16, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=256, help="that are measured (default: %(default)s)")
-    parser.add_argument("--at-once", type=int, default=8, help="requests in flight (default: %(default)s)")
+    parser.add_argument(
+        "--history", type=int, default=4096, help="number of tokens of a conversation (default: %(default)s)"
+    )
+    parser.add_argument("--turn", type=int, default=64, help="number of new tokens of a request (default: %(default)s)")
+    parser.add_argument("--answer", type=int, default=16, help="number of tokens of an answer (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=256, help="number of measured requests (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=8, help="number of requests in flight (default: %(default)s)")
     parser.add_argument("--without", action=argparse.BooleanOptionalAction, default=True,
                         help="run each dtype without the tier, too")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="compare the bytes of every block that comes back")
@@ -63,7 +67,7 @@ def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
 
 
 def main() -> int:
-    """Run all dtypes, print and write. Return 1 if a run failed, or if a block came back with other bytes."""
+    """Run all dtypes, print and write the results. Return 1 if a run failed, or a block came back with other bytes."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]

@@ -25,7 +25,7 @@ class Job:
         vocab: token IDs are drawn below this number.
         conversations: number of conversations.
         history, turn, answer: tokens of a conversation's history, of a request, and of its answer.
-        requests: number of measured requests, which follow one unmeasured request in each conversation.
+        requests: number of measured requests. Before them, each conversation has one request that is not measured.
         at_once: number of requests in flight.
         check: True to compare the bytes of loaded blocks with those that were stored.
         out: file for the result.
@@ -170,7 +170,7 @@ def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
 def counters() -> dict[str, float]:
     """Return vLLM's counters by name, each summed over its series.
 
-    Read the registry, because `LLM.get_metrics` truncates seconds to integers.
+    Read the Prometheus registry, because `LLM.get_metrics` truncates seconds to integers.
     """
     found: dict[str, float] = {}
     for family in REGISTRY.collect():

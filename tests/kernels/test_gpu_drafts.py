@@ -1,4 +1,4 @@
-"""Decode with several query tokens per sequence. Each sees the tokens up to itself, and pages are read once."""
+"""Decode with several query tokens per sequence: each token sees the tokens up to itself, and pages are read once."""
 
 import itertools
 
@@ -68,7 +68,7 @@ def test_a_soft_cap_bends_the_scores_of_each_token(softcap: float) -> None:
 
 @pytest.mark.parametrize("zero", [0.0, 1e-20])
 def test_a_token_that_sees_nothing_of_a_split_adds_nothing_to_it(zero: float) -> None:
-    """Only the last token sees the second tile. After the last token come NaN scales and the largest codes."""
+    """Let only the last token see the second tile. NaN scales and the largest codes follow the last token."""
     batch = Batch("k2v2", 64, [17], seed=8, ratio=3, wave=8)
     query = torch.randn(4, 6, 64, generator=batch.rng) * zero
     out = decode_rows(batch.pages, batch.table, [17], [4], query, batch.scale)

@@ -1,4 +1,4 @@
-"""Calibration files: created from a real model, loaded again, and refused if they are invalid."""
+"""Calibration files are created from a real model, loaded again, and refused if they are invalid."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def changed(file: Path, metadata: dict[str, str] | None = None, **tensors: torch.Tensor | None) -> None:
-    """Rewrite the file with other metadata or tensors. None removes one, and double underscores stand for dots."""
+    """Rewrite the file with other metadata or tensors. None removes a tensor, and double underscores stand for dots."""
     facts = {name: str(getattr(FACTS, name)) for name in ("layers", "kv_heads", "head_dim", "rope", "config_sha256")}
     data = {**load_file(file), **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
     save_file(

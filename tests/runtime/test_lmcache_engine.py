@@ -47,14 +47,14 @@ def engine(port: int, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 
 def room(dtype: str, recent: str) -> int:
-    """Return the blocks for slightly more than two of the longest requests, or five of the shortest, with rings."""
+    """Return the number of blocks for slightly more than two of the longest requests, or five of the shortest."""
     window = window_of(dtype, recent)
     ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
     return max(44, 24 + 5 * ring)
 
 
 def window_of(dtype: str, recent: str = "") -> int:
-    """Return the tokens of the window in these engines."""
+    """Return the tokens of the recent window in these engines."""
     return 0 if recent == "0" else formats.parse(dtype).recent_tokens(None, LONGEST + 64)
 
 
@@ -72,7 +72,7 @@ class Shared:
         self.texts = [[self.rng.randrange(3, 49152) for _ in range(LONGEST)] for _ in range(3 * TOGETHER)]
 
     def prompts(self, turn: int) -> list[list[int]]:
-        """Return the first, second, or third turn of conversations."""
+        """Return the prompts of the first, second, or third turn of conversations."""
         return [text[: LONGEST * turn // 3 - self.rng.randrange(8)] for text in self.rng.sample(self.texts, TOGETHER)]
 
     def serve(self, engine: Apart, prompts: list[list[int]]) -> int:
@@ -93,7 +93,7 @@ class Shared:
         return self.seen["loaded"] - before
 
     def moved(self, engine: Apart, ranks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the blocks that each rank stored or loaded. Of two equal blocks, LMCache keeps the first one."""
+        """Yield the blocks that each rank stored or loaded. If two blocks are equal, LMCache keeps the first one."""
         for rank, move in enumerate(ranks):
             for what, blocks in move.items():
                 self.seen[what] += len(blocks)
@@ -130,7 +130,7 @@ class Shared:
 
 
 def assert_shared(both: Shared, rounds: int) -> None:
-    """Serve turns of conversations, each at a random engine."""
+    """Send turns of conversations to the two engines at random, and check blocks and answers."""
     for turn in [1, 2, 3] * rounds:
         for one in both.rng.sample(both.each, len(both.each)):
             both.serve(one, both.prompts(turn))

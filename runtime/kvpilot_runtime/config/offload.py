@@ -1,7 +1,7 @@
 """Offloading of the KV cache to host memory (`--kv-offloading-size`), as far as our dtypes support it.
 
-A page can be read only with the factors that it was quantized with. vLLM's host-memory tier belongs to one engine,
-which fixes its factors before it makes its KV cache. So a page that returns from the tier meets the same factors.
+A page can be read only with the factors that it was quantized with. The host memory belongs to one engine, which fixes
+its factors before it creates its KV cache. So a page that returns from host memory is read with the same factors.
 Connectors between engines are supported only if `connectors` lists them. Other connectors would give pages to engines
 with different factors.
 """

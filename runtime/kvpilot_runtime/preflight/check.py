@@ -1,6 +1,6 @@
 """Preflight: check a request to start an engine, before vLLM is imported or a GPU is used.
 
-For a model in a folder the check takes well under a second. For a model on the hub it first fetches config.json.
+The check takes well under a second for a model in a folder. For a model on the hub it first fetches config.json.
 """
 
 from dataclasses import replace
@@ -16,13 +16,13 @@ from kvpilot_runtime.preflight.modelconfig import read_config, weight_bytes
 from kvpilot_runtime.preflight.request import Findings, Request, model_folder
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
-"""Dtypes of vLLM that its CPU backend implements. It accepts other dtypes without an error, but answers garbage."""
+"""Dtypes of vLLM that its CPU backend implements. With other dtypes it starts, but its answers are wrong."""
 
 
 def check(request: Request) -> Findings:
     """Check a request's model, dtype, options and memory. Raise PreflightError at the first fault.
 
-    Return the warnings, the model's architecture, and the arguments that follow from it.
+    Return the warnings, the model's architecture, and the arguments of vLLM that follow from the architecture.
     """
     findings = Findings(skip_layers=request.skip_layers or ())
     platform = machine.platform()
@@ -59,7 +59,7 @@ def check(request: Request) -> Findings:
 
 
 def _draft_bytes(request: Request, model: Path) -> int:
-    """Return the size in bytes of a draft model's weights, if it has a folder of its own; else 0."""
+    """Return the size in bytes of a draft model's weights if the draft model has its own folder, else 0."""
     asked = speculation(request.arguments)
     folder = model_folder(asked.get("model", "")) if asked.get("method") in DRAFT_MODELS else None
     return 0 if folder is None or folder == model or not asked.get("model") else weight_bytes(folder)
@@ -78,7 +78,7 @@ def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) ->
 
 def _dtype(name: str) -> Dtype:
     if name in formats.VLLM_DTYPES_LEFT_OUT:
-        # Leave the check of these dtypes to vLLM. Assume the smallest page size, to refuse nothing that might fit.
+        # vLLM checks these dtypes itself. Assume the smallest page size, to refuse nothing that might fit.
         return replace(formats.parse("nvfp4"), name=name)
     try:
         return dtypes.parse(name)
@@ -150,7 +150,7 @@ def _platform_dtype(fmt: Dtype, platform: machine.Platform, request: Request, fi
 
 
 def _capability(fmt: Dtype, request: Request, config: models.Architecture | None) -> None:
-    """Refuse a dtype that is known not to work on one of this machine's GPUs."""
+    """Refuse a dtype if one of this machine's GPUs is known not to support it."""
     head_dim, latent = (None, None) if config is None else (config.head_dim, bool(config.latent))
     served = config.auto if config is not None and fmt.name == "auto" else fmt.name
     said = repr(fmt.name) if served == fmt.name else f"'auto', which this checkpoint makes {served},"

@@ -1,8 +1,8 @@
 """Find options and variables that make vLLM use another config, other weights or other GPUs than preflight sees.
 
-Preflight reads the config as `--hf-overrides`, `--hf-config-path` and `--hf-token` say. If another such option is set,
-preflight skips the check that depends on it, and names the option in a warning. So it never refuses an engine because
-of a number that vLLM would not use.
+Preflight applies `--hf-overrides`, `--hf-config-path` and `--hf-token` when it reads the config. If another such option
+is set, preflight skips the check that depends on it, and names the option in a warning. So preflight never refuses an
+engine because of a number that vLLM would not use.
 """
 
 import json
@@ -47,7 +47,7 @@ _VARIABLES = {
 class Elsewhere:
     """Facts that preflight cannot check on this machine.
 
-    Each field names the option or variable that is the reason. It is None if preflight can check the fact.
+    Each field names the option or variable that prevents a check. It is None if preflight can check the fact.
     """
 
     config: str | None = None
@@ -87,7 +87,7 @@ def config_source(request: Request) -> str:
 
 
 def overrides(request: Request) -> dict[str, Any]:
-    """Return the fields of `--hf-overrides`; empty without it."""
+    """Return the fields of the JSON in `--hf-overrides`; empty without this option."""
     return request.arguments.mapping(OVERRIDES)
 
 
@@ -104,7 +104,7 @@ def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def as_cached(config: Architecture) -> Architecture:
-    """Return the architecture with the cache that vLLM uses: with `VLLM_MLA_DISABLE` keys and values, not latents."""
+    """Return the architecture as vLLM caches it. With `VLLM_MLA_DISABLE`, vLLM stores keys and values, not latents."""
     unfolded = os.environ.get(UNFOLDED, "0").strip() not in ("", "0")
     return replace(config, latent=0, index_bytes=0) if unfolded else config
 
@@ -115,7 +115,7 @@ def asks_a_hub(request: Request) -> bool:
     named = [arguments.value(option) for option in ("--tokenizer", CONFIG_PATH, "--spec-model")]
     named.append(arguments.mapping("--speculative-config").get("model"))
     named += [_adapter(item) for one in arguments.given if one.name == "--lora-modules" for item in one.values]
-    # These method names may stand in place of a draft model, and need no hub.
+    # These method names may stand in place of a draft model. They need no hub.
     words = (None, "", "ngram", "[ngram]", "suffix")
     return any(one not in words and isinstance(one, str) and model_folder(one) is None for one in named)
 

@@ -1,8 +1,8 @@
 """Worker for vLLM's offloading on the CPU platform, which copies pages with torch.
 
-vLLM's own worker copies only with CUDA. With ours, an engine on a CPU offloads like one on a GPU. This saves no memory,
-because pages and offloaded copies are in the same memory. But it lets a machine without a GPU test all of offloading
-except vLLM's own copies.
+vLLM's own worker copies only with CUDA. With our worker, an engine on a CPU offloads like an engine on a GPU. This
+saves no memory, because pages and offloaded copies are in the same memory. But all of offloading except vLLM's own
+copies can then be tested without a GPU.
 """
 
 import time
@@ -62,9 +62,9 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
 
 
 def rows(blocks: Any, chunks: Any, per_chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return for each KV-cache group of a transfer the numbers of its blocks in cache and tier, each int64 [blocks].
+    """For each KV-cache group of a transfer, return its block numbers in cache and tier, int64 [blocks] each.
 
-    A group's blocks are consecutive in their request. The first one may be in the middle of a chunk.
+    A group's blocks are consecutive in their request. The first block may be in the middle of a chunk.
 
     Args:
         blocks: vLLM's `GPULoadStoreSpec`.
