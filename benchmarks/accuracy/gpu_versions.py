@@ -5,7 +5,7 @@ engine answers prompts of several lengths greedily in one batch, and once more f
 vLLM's version, the token IDs, and the functions of vLLM that kvpilot replaced in the engine's process.
 
 `--compare a.json b.json` prints how many answers in two such files are equal. The program needs no network if
-PYTHONPATH has the version of vLLM. If kvpilot refuses a retention on a version, the file has that case's error.
+PYTHONPATH has the version of vLLM.
 """
 
 import argparse
@@ -21,12 +21,8 @@ from benchmarks.accuracy.gpu_equality import MAX_MODEL_LEN, random_model
 from benchmarks.accuracy.gpu_versions_run import Job
 from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, run_child, say
 
-CASES: dict[str, tuple[str, str]] = {
-    **{dtype: (dtype, "") for dtype in ("auto", "fp8", "k8v4", "k4v4", "k4v2", "mla4")},
-    "bounded": ("k4v4", "4:192"),
-    "bounded-auto": ("auto", "4:192"),
-}
-"""Cases by name: the KV-cache dtype, and the option for a bounded cache, if any."""
+CASES = ("auto", "fp8", "k8v4", "k4v4", "k4v2", "mla4")
+"""KV-cache dtypes."""
 LENGTHS = (5, 63, 64, 200, 470, 900)
 
 
@@ -82,34 +78,27 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvpilot-versions-") as scratch, environment(gpu) as env:
         folder = Path(scratch)
         models = {latent: str(random_model(folder / f"model-{latent}", latent, mtp=False)) for latent in (False, True)}
-        for name in args.cases.split(","):
-            dtype, bound = CASES[name]
+        for dtype in args.cases.split(","):
             engine = {
                 "model": models[dtype.startswith("mla")], "kv_cache_dtype": dtype, "dtype": "bfloat16",
                 "skip_tokenizer_init": True, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16,
                 "max_num_batched_tokens": 512, "gpu_memory_utilization": args.gpu_memory_utilization,
                 "enforce_eager": args.enforce_eager, "seed": 0, **args.engine_args,
             }  # fmt: skip
-            out = folder / f"{name}.json"
+            out = folder / f"{dtype}.json"
             job = Job(engine, prompts(8192), args.tokens, str(out))
             (folder / "job.json").write_text(json.dumps(asdict(job)))
-            log = args.out.with_name(f"{args.out.stem}-{name}.log")
+            log = args.out.with_name(f"{args.out.stem}-{dtype}.log")
             error = ""
             try:
-                run_child(
-                    "benchmarks.accuracy.gpu_versions_run",
-                    folder / "job.json",
-                    log,
-                    args.limit,
-                    {**env, "KVPILOT_RETENTION": bound},
-                )
+                run_child("benchmarks.accuracy.gpu_versions_run", folder / "job.json", log, args.limit, env)
             except ChildFailedError as failure:
                 error = str(failure)
             found = json.loads(out.read_text()) if out.exists() else {}
             document |= found.pop("versions", {})
-            document["cases"][name] = {"dtype": dtype, "bound": bound, **found, "error": error}
+            document["cases"][dtype] = {**found, "error": error}
             args.out.write_text(json.dumps(document) + "\n")
-            say(f"{name}: {error or 'done'}; {len(found.get('replaced', ()))} functions of vLLM replaced")
+            say(f"{dtype}: {error or 'done'}; {len(found.get('replaced', ()))} functions of vLLM replaced")
     print(json.dumps(document))
     return int(any(case["error"] for case in document["cases"].values()))
 

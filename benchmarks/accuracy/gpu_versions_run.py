@@ -51,10 +51,6 @@ def main() -> NoReturn:
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     from vllm import LLM, SamplingParams
 
-    from kvpilot_runtime.vllm_api import compat
-
-    if compat.lacks(compat.NEWEST):
-        compat.NEWEST = compat.vllm_version()  # allow a newer version, which must run here before kvpilot supports it
     llm = LLM(**job.engine)
     say("started")
     asked = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True, detokenize=False)

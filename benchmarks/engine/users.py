@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import multiprocessing
 import random
 import time
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ import aiohttp
 
 FIRST_TOKEN = 100
 """Lowest token ID in a prompt. Special tokens have lower IDs."""
+ARRIVAL_SECONDS = 10.0
+"""Seconds in which the users of a `Crowd` arrive, one after another."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,55 @@ class Users:
         return answer
 
 
+class Crowd:
+    """A number of users in a process of its own, so that no other work of this process delays their clocks."""
+
+    def __init__(self, url: str, model: str, load: Load, vocab: int, count: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, other = spawn.Pipe()
+        spawn.Process(target=_crowd, args=(other, url, model, load, vocab, count), daemon=True).start()
+        other.close()
+        self._pipe.recv()  # the process has started
+
+    def end(self) -> list[Turn]:
+        """End the users, and return their turns. Raise RuntimeError if a question failed."""
+        try:
+            self._pipe.send(None)
+            found: list[Turn] = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError("a user's question failed; see the traceback above") from error
+        return found
+
+
+def _crowd(pipe: Any, url: str, model: str, load: Load, vocab: int, count: int) -> None:
+    async def converse() -> None:
+        # Use a new connection for each request: the server may close an idle connection just when a user sends on it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+            users = Users(session, url, model, load, vocab)
+            users.raise_to(count, count / ARRIVAL_SECONDS)
+            pipe.send(None)
+            while not pipe.poll():
+                users.check()
+                await asyncio.sleep(0.2)
+            pipe.recv()  # raises EOFError if the parent has ended
+            await users.close()
+            pipe.send(users.turns)
+
+    asyncio.run(converse())
+
+
 def quantiles(values: Sequence[float]) -> list[float]:
     """Return the 50th, 95th and 99th percentile (nearest rank), or infinities without values."""
     ranked = sorted(values)
     return [ranked[-(-len(ranked) * percent // 100) - 1] if ranked else float("inf") for percent in (50, 95, 99)]
+
+
+def pauses(turns: Sequence[Turn], begin: float, end: float) -> list[float]:
+    """Return the seconds between chunks of an answer that arrived from `begin` to `end`."""
+    return [
+        later - earlier for turn in turns for earlier, later in itertools.pairwise(turn.chunks) if begin <= later < end
+    ]
 
 
 def summary(turns: Sequence[Turn], begin: float, end: float, objectives: Objectives) -> dict[str, Any]:
@@ -123,10 +171,7 @@ def summary(turns: Sequence[Turn], begin: float, end: float, objectives: Objecti
     """
     sent = [turn for turn in turns if begin <= turn.sent < end]
     first = [(turn.chunks[0] if turn.chunks else end) - turn.sent for turn in sent]
-    gaps = [
-        later - earlier for turn in turns for earlier, later in itertools.pairwise(turn.chunks) if begin <= later < end
-    ]
-    ttft, itl = quantiles(first), quantiles(gaps)
+    ttft, itl = quantiles(first), quantiles(pauses(turns, begin, end))
     return {
         "ttft": ttft,
         "itl": itl,

@@ -194,9 +194,13 @@ def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[
     if mode.engine == "spec":
         return [_refused(folder)]
     if mode.engine == "reference":
+        began = time.monotonic()
         with engines.canary("auto", folder) as running:
             engines.switch(running, folder, "loops")
-            kept = {name: captured(running.url, name) for name in mode.stages}
+            try:
+                kept = {name: captured(running.url, name) for name in mode.stages}
+            except ProbeError as error:
+                return [_error(mode.stages[0], error, began)]
         with engines.canary("auto", folder) as running:
             engines.switch(running, folder, "")
             return judged(running.url, kept, mode.stages)

@@ -2,14 +2,15 @@
 
     python -m benchmarks.operator.gpu_faults --out faults.json [--faults NAME ...]
 
-It needs a host as for the demo's story on GPUs (docs/localcluster.md), with four GPUs: two replicas, and as many
-engines of another revision. All faults run in one local cluster, one after another, in this order:
+It needs a host as for the demo's story on GPUs (docs/localcluster.md). Four engines run at a time: two replicas, and as
+many of another revision. On a host with fewer than four GPUs, engines share GPUs. All faults run in one local cluster,
+one after another, in this order:
 
 kill       kill -9 of all processes of an engine that streams answers
 terminate  deletion of an engine's pod (SIGTERM) while it streams answers
 operator   kill -9 of the operator in each stage of a canary that is promoted
 dtype      the canary's engine ignores --kv-cache-dtype and starts with 16 bits
-memory     another process takes the rest of a GPU's memory, then the engine gets its longest prompt
+memory     another process takes the rest of a GPU's memory, then the engine gets its longest prompt (needs four GPUs)
 hang       SIGSTOP of the process that has the GPU, for 45 s; the engine's HTTP server goes on
 stop       SIGSTOP of all processes of an engine
 rollback   as dtype, and kill -9 of the operator in each stage until the canary is rolled back
@@ -39,11 +40,11 @@ from kvpilot_demo.service import DemoError
 from kvpilot_demo.world import World, run_folder
 from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_localcluster.errors import LocalClusterError
-from kvpilot_localcluster.gpus import find
+from kvpilot_localcluster.gpus import RESOURCE, find
 from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_operator.cluster.objects import Object
 
-NEEDED = 2 * REPLICAS
+DEVICES = 2 * REPLICAS
 _SETTLE_SECONDS = 3.0
 
 
@@ -103,11 +104,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _faults() -> list[str]:
-    """Return the reasons why this machine cannot run the benchmark."""
-    found = gpus.found_faults() or checks.faults(local=True, installed=True)
-    if not found and (count := len(find())) < NEEDED:
-        found = [f"GPUs: nvidia-smi lists {count}, and the benchmark needs {NEEDED}: use a host with more"]
+def _faults(names: Sequence[str]) -> list[str]:
+    """Return the reasons why this machine cannot run the faults `names`."""
+    found = gpus.found_faults(DEVICES) or checks.faults(local=True, installed=True)
+    if not found and "memory" in names and (count := len(find())) < DEVICES:
+        found = [f"--faults: memory needs {DEVICES} GPUs, because engines would share its GPU, and "
+                 f"nvidia-smi lists {count}: leave memory out"]  # fmt: skip
     return found
 
 
@@ -128,12 +130,12 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if found := _faults():
+    if found := _faults(options.faults):
         print("\n".join(f"gpu_faults: {fault}" for fault in found), file=sys.stderr)
         return 1
     rows: list[Row] = []
     users, example, why = Users(), manifest(gpus.manifest(imagined=False)), ""
-    about = {**_machine(), "users": asdict(users), "livenessProbe": ALIVE}
+    about = {**_machine(), "devices": DEVICES, "users": asdict(users), "livenessProbe": ALIVE}
 
     def write() -> None:
         options.out.write_text(json.dumps({**about, "failure": why, "rows": [asdict(row) for row in rows]}, indent=2))
@@ -145,7 +147,7 @@ def main() -> int:
 
     folder = run_folder()
     try:
-        asyncio.run(run(options.faults, folder, example, users, save))
+        asyncio.run(run(options.faults, folder, example, users, save, resources={RESOURCE: str(DEVICES)}))
     except (KeyboardInterrupt, asyncio.CancelledError):
         why = "ended by a signal"
     except (DemoError, KvpilotError, LocalClusterError, LoadError, OSError, TimeoutError) as error:

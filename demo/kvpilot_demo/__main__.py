@@ -3,7 +3,7 @@
 --keep       leave it running at the end and print kubectl commands to try; Ctrl-C ends it
 --plain      print lines instead of a live screen (default without a terminal)
 --record     write the observations as JSON (the end-to-end test reads them)
---gpu        run with CUDA engines on three GPUs of this machine, and with more steps
+--gpu        run with CUDA engines on this machine's GPUs, and with more steps; three engines share fewer GPUs
 --cluster    run on the cluster of kubectl's current context, with --image=, --model= and, for no question, --yes
 """
 
@@ -150,8 +150,8 @@ def _hardware(options: argparse.Namespace) -> dict[str, Any]:
     if not options.gpu:
         return {}
     made = {"example": gpus.manifest(imagined=bool(options.imagined_gpus))}
-    room = {RESOURCE: str(options.imagined_gpus), "cpu": "32"} if options.imagined_gpus else None
-    return {**made, "resources": room}
+    imagined = {RESOURCE: str(options.imagined_gpus), "cpu": "32"} if options.imagined_gpus else None
+    return {**made, "resources": imagined or {RESOURCE: str(gpus.DEVICES)}}
 
 
 def _size(options: argparse.Namespace) -> Size:

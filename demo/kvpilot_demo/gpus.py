@@ -20,10 +20,10 @@ from kvpilot_operator.api.spec import parse
 from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.render.engine import pod_template
 
-NEEDED = 3
-"""Number of GPUs that the demo needs: two for replicas, and one for a canary."""
-_FREE_MIB = 16_000
-"""Memory of a GPU, in MiB, that an engine needs."""
+DEVICES = 3
+"""Number of devices that the demo needs: two for replicas, and one for a canary. They may share GPUs."""
+_ENGINE_MIB = 16_000
+"""Memory, in MiB, that an engine needs."""
 _IDLE_MIB = 1_024
 """Most memory, in MiB, that the driver itself takes on an idle GPU."""
 _TORCH = """
@@ -40,23 +40,18 @@ Torch = tuple[str, str | None, int]
 """Version of torch, the CUDA version that it is built for, and the number of GPUs that it sees."""
 
 
-def faults(gpus: Sequence[Gpu], driver_cuda: str, torch: Torch | str) -> list[str]:
+def faults(gpus: Sequence[Gpu], driver_cuda: str, torch: Torch | str, devices: int = DEVICES) -> list[str]:
     """Return a message for each problem that keeps the demo from running on these GPUs, with its remedy.
 
     Args:
         gpus: all GPUs of the machine.
         driver_cuda: newest CUDA version that the driver supports.
         torch: versions and number of GPUs that torch reports, or the error of its import.
+        devices: number of engines at a time.
     """
-    found = []
-    if len(gpus) < NEEDED:
-        found.append(
-            f"GPUs: nvidia-smi lists {len(gpus)}, and the story needs {NEEDED}: use a host with more NVIDIA GPUs, or "
-            "leave --gpu out for engines on CPUs"
-        )
-    found += [fault for gpu in gpus for fault in _faults_of(gpu)]
     if not gpus:
-        return found
+        return ["GPUs: nvidia-smi lists none: use a host with an NVIDIA GPU, or leave --gpu out for engines on CPUs"]
+    found = [fault for gpu in gpus for fault in _faults_of(gpu, -(-devices // len(gpus)))]
     if isinstance(torch, str):
         return [*found, f"vLLM: {torch}: install kvpilot and the CUDA builds of torch and vLLM for {sys.executable}"]
     version, built_for, seen = torch
@@ -73,12 +68,15 @@ def faults(gpus: Sequence[Gpu], driver_cuda: str, torch: Torch | str) -> list[st
     return found
 
 
-def _faults_of(gpu: Gpu) -> list[str]:
+def _faults_of(gpu: Gpu, engines: int) -> list[str]:
     found, name = [], f"GPU {gpu.index} ({gpu.name})"
     if gpu.mig:
         found.append(f"{name}: mig.mode.current is Enabled, and the story needs whole GPUs: use a host without MIG")
-    if gpu.memory < _FREE_MIB:
-        found.append(f"{name}: memory.total is {gpu.memory} MiB, and an engine needs {_FREE_MIB}: use larger GPUs")
+    if gpu.memory < engines * _ENGINE_MIB:
+        found.append(
+            f"{name}: memory.total is {gpu.memory} MiB, and {engines} at a time need {engines * _ENGINE_MIB}: use "
+            "more or larger GPUs"
+        )
     if gpu.processes or gpu.used > _IDLE_MIB:
         pids = ", ".join(map(str, gpu.processes)) or "unknown to nvidia-smi"
         found.append(
@@ -87,11 +85,11 @@ def _faults_of(gpu: Gpu) -> list[str]:
     return found
 
 
-def found_faults() -> list[str]:
-    """Check this machine, and return a message for each problem, as `faults` does."""
+def found_faults(devices: int = DEVICES) -> list[str]:
+    """Check this machine for `devices` engines, and return a message for each problem, as `faults` does."""
     try:
         gpus = find()
-        return [*faults(gpus, cuda_version() if gpus else "", _torch() if gpus else ""), *_programs()]
+        return [*faults(gpus, cuda_version() if gpus else "", _torch() if gpus else "", devices), *_programs()]
     except LocalClusterError as error:
         return [f"nvidia-smi: {error}"]
 

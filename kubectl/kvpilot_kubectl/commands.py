@@ -80,17 +80,18 @@ def cluster(options: argparse.Namespace) -> Any:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from kvpilot_kubectl import service, show
+    from kvpilot_kubectl import show
+    from kvpilot_kubectl.fields import text
 
     if options.service is not None and options.all_namespaces:
         raise UsageError("-A/--all-namespaces lists all services: leave SERVICE out, or name its namespace with -n")
     where = cluster(options)
     if options.service is not None:
-        found = service.read(where.service(options.service))
+        found = where.service(options.service)
         show.display(show.detailed(found, datetime.now(UTC), *_stuck(where, options.service)))
         return DONE
-    services = [service.read(one) for one in where.services(everywhere=options.all_namespaces)]
-    services.sort(key=lambda one: (one.namespace, one.name))
+    services = [*where.services(everywhere=options.all_namespaces)]
+    services.sort(key=lambda one: (text(one, "metadata", "namespace"), text(one, "metadata", "name")))
     if services:
         show.display([show.listed(services, everywhere=options.all_namespaces)], fold=False)
     else:
@@ -113,7 +114,7 @@ def _stuck(where: Any, name: str) -> tuple[list[Any], list[str]]:
 
 
 def _why(options: argparse.Namespace) -> int:
-    from kvpilot_kubectl import journal, service, show
+    from kvpilot_kubectl import journal, show
 
     where, notes = cluster(options), []
     obj = where.service(options.service)
@@ -122,7 +123,7 @@ def _why(options: argparse.Namespace) -> int:
     except ToolError as error:
         # The journal in the status has every decision; Events only add detail.
         events, notes = [], [f"Events are left out: {error}"]
-    show.display(show.timeline(service.read(obj), journal.entries(obj, events), datetime.now(UTC), notes))
+    show.display(show.timeline(obj, journal.entries(obj, events), datetime.now(UTC), notes))
     return DONE
 
 

@@ -14,6 +14,7 @@ from argcomplete.finders import CompletionFinder
 
 from kvpilot_kubectl.commands import cluster, parser
 from kvpilot_kubectl.errors import ToolError
+from kvpilot_kubectl.fields import text
 
 # Directives in the last line (cobra's ShellCompDirective), which tell kubectl if it may complete file names.
 _FILES, _NO_FILES = ":0", ":4"
@@ -97,9 +98,7 @@ def _known(ask: Callable[[argparse.Namespace], Iterable[str]]) -> Callable[..., 
 
 
 def _services(options: argparse.Namespace) -> Iterator[str]:
-    from kvpilot_kubectl.service import read
-
-    yield from (read(one).name for one in cluster(options).services())
+    yield from (text(one, "metadata", "name") for one in cluster(options).services())
 
 
 def _namespaces(options: argparse.Namespace) -> Iterator[str]:

@@ -12,27 +12,18 @@ _BEGINNING = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A step that the operator considered, and the dtype, replicas and capacity (tokens) that it would lead to."""
-
-    action: str
-    dtype: str
-    replicas: int | None
-    capacity: int | None
-    outcome: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
-    """A decision, or an Event. Events have no steps. `move` is a change of dtype, such as "auto -> k4v4"."""
+    """A decision, or an Event. Events have no steps. `move` is a change of dtype, such as "auto -> k4v4".
+
+    `steps` has the steps that the operator considered, as the status lists them (`options`).
+    """
 
     time: datetime | None
     action: str
     reason: str
     message: str
     move: str = ""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Json, ...] = ()
     warning: bool = False
     event: bool = False
     count: int = 1
@@ -61,19 +52,8 @@ def _decision(one: Json) -> Entry:
         reason=text(one, "reason"),
         message=text(one, "message"),
         move=f"{before} -> {after}".strip() if before != after else before,
-        steps=tuple(_step(step) for step in items(one, "options")),
+        steps=tuple(items(one, "options")),
         warning=action in _WARNINGS,
-    )
-
-
-def _step(one: Json) -> Step:
-    return Step(
-        action=text(one, "action"),
-        dtype=text(one, "dtype"),
-        replicas=whole(one, "replicas"),
-        capacity=whole(one, "capacityTokens"),
-        outcome=text(one, "outcome"),
-        message=text(one, "message"),
     )
 
 

@@ -1,10 +1,12 @@
-"""Read from a QuantizedLLMService's JSON the fields that the commands show. No I/O."""
+"""Tell which of a service's conditions need attention, and read what its status only implies. No I/O.
+
+Other fields are read where they are shown (`fields`).
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 
-from kvpilot_kubectl.fields import Json, at, items, moment, text, whole, words
+from kvpilot_kubectl.fields import Json, at, items, moment, text, whole
 from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict, WorkloadKind
 
 # The statuses at which a condition needs no attention. Conditions that are not listed never need attention.
@@ -33,188 +35,75 @@ _HELD_UP = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """One condition of a service: an entry of status.conditions."""
-
-    type: str
-    status: str
-    reason: str
-    message: str
-    since: datetime | None
-    generation: int | None
-
-    @property
-    def calm(self) -> bool:
-        """True if the condition needs no attention. A condition of an unknown type never needs attention."""
-        if self.type == ConditionType.SERVING and self.reason == Reason.SCALED_TO_ZERO:
-            return True
-        if self.type == ConditionType.CANARY_HEALTHY and self.reason in _HELD_UP:
-            return False
-        if (self.type, self.reason) in _TOLD_BY_REASON:
-            return False
-        return self.status in _CALM.get(self.type, (self.status,))
+def is_calm(condition: Json) -> bool:
+    """Return True if the condition needs no attention. A condition of an unknown type never needs attention."""
+    kind, status, reason = (text(condition, field) for field in ("type", "status", "reason"))
+    if kind == ConditionType.SERVING and reason == Reason.SCALED_TO_ZERO:
+        return True
+    if kind == ConditionType.CANARY_HEALTHY and reason in _HELD_UP:
+        return False
+    if (kind, reason) in _TOLD_BY_REASON:
+        return False
+    return status in _CALM.get(kind, (status,))
 
 
-@dataclass(frozen=True, slots=True)
-class Denied:
-    """A dtype that is not tried again before `until`."""
-
-    dtype: str
-    reason: str
-    message: str
-    until: datetime | None
+def condition(obj: Json, kind: str) -> Json:
+    """Return a service's condition of that type, or None."""
+    return next((one for one in items(obj, "status", "conditions") if text(one, "type") == kind), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A running canary, or the result of the last one. `itl_change` is in percent of the stable revision's ITL p95."""
-
-    dtype: str
-    from_dtype: str
-    revision: str
-    stage: str
-    verdict: str
-    reason: str
-    message: str
-    weight: int | None
-    since: datetime | None
-    started: datetime | None
-    stable_capacity: int | None
-    capacity: int | None
-    itl_change: int | None
+def load(obj: Json) -> str:
+    """Return the resource that limits the engines, as the operator judges it; empty if no operator did."""
+    return text(condition(obj, ConditionType.MEMORY_PRESSURED), "reason")
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """One service. Values that no operator has written yet are None or empty."""
-
-    namespace: str
-    name: str
-    mode: str
-    paused: bool
-    generation: int | None
-    written: bool
-    dtype: str
-    revision: str
-    recommended: str
-    url: str
-    adapters: tuple[str, ...]
-    weights: str
-    """Phase of the PersistentVolumeClaim for weights."""
-    ready: int | None
-    replicas: int | None
-    usage: int | None
-    capacity: int | None
-    accuracy: str
-    """The last probed dtype, its verdict, and the cases that were covered."""
-    canary: Trial | None
-    last_trial: Trial | None
-    denied: tuple[Denied, ...]
-    conditions: tuple[Condition, ...]
-
-    def condition(self, kind: str) -> Condition | None:
-        """Return the condition of that type, or None."""
-        return next((one for one in self.conditions if one.type == kind), None)
-
-    @property
-    def load(self) -> str:
-        """The resource that limits the engines, as the operator judges it."""
-        found = self.condition(ConditionType.MEMORY_PRESSURED)
-        return found.reason if found is not None else ""
-
-    @property
-    def behind(self) -> bool:
-        """True if the conditions do not describe the newest spec yet."""
-        seen = [one.generation for one in self.conditions if one.generation is not None]
-        return self.generation is not None and bool(seen) and max(seen) < self.generation
-
-    def standing(self, now: datetime) -> tuple[Denied, ...]:
-        """Return the denials that have not expired. A denial whose end is unreadable counts as not expired."""
-        return tuple(one for one in self.denied if one.until is None or one.until > now)
+def is_written(obj: Json) -> bool:
+    """Return True if an operator has written a status."""
+    status = at(obj, "status")
+    return isinstance(status, Mapping) and bool(status)
 
 
-def read(obj: Json) -> Service:
-    """Return the service that an object of the API server describes."""
-    spec, status = at(obj, "spec"), at(obj, "status")
-    return Service(
-        namespace=text(obj, "metadata", "namespace"),
-        name=text(obj, "metadata", "name"),
-        mode=text(spec, "kvCache", "mode"),
-        paused=at(spec, "rollout", "paused") is True,
-        generation=whole(obj, "metadata", "generation"),
-        written=isinstance(status, Mapping) and bool(status),
-        dtype=text(status, "kvCache", "activeDtype") or text(status, "stable", "dtype"),
-        revision=text(status, "stable", "revision"),
-        recommended=text(status, "kvCache", "recommendedDtype"),
-        url=text(status, "url"),
-        adapters=words(status, "adapters"),
-        weights=text(status, "cache", "phase"),
-        ready=whole(status, "readyReplicas"),
-        replicas=whole(status, "replicas"),
-        usage=whole(status, "kvCache", "usagePercent"),
-        capacity=whole(status, "kvCache", "capacityTokens"),
-        accuracy=_accuracy(at(status, "accuracy", "last")),
-        canary=_trial(at(status, "canary")),
-        last_trial=next(map(_ended, items(status, "history")), None),
-        denied=tuple(
-            Denied(text(one, "dtype"), text(one, "reason"), text(one, "message"), moment(one, "until"))
-            for one in items(status, "kvCache", "denied")
-        ),
-        conditions=tuple(
-            Condition(
-                text(one, "type"),
-                text(one, "status"),
-                text(one, "reason"),
-                text(one, "message"),
-                moment(one, "lastTransitionTime"),
-                whole(one, "observedGeneration"),
-            )
-            for one in items(status, "conditions")
-        ),
-    )
+def is_behind(obj: Json) -> bool:
+    """Return True if the conditions do not describe the newest spec yet."""
+    newest = whole(obj, "metadata", "generation")
+    found = (whole(one, "observedGeneration") for one in items(obj, "status", "conditions"))
+    seen = [one for one in found if one is not None]
+    return newest is not None and bool(seen) and max(seen) < newest
 
 
-def _accuracy(last: Json) -> str:
-    head = " ".join(filter(None, (text(last, "dtype"), text(last, "verdict"))))
-    return ": ".join(filter(None, (head, text(last, "covered"))))
+def name(obj: Json) -> str:
+    """Return NAMESPACE/NAME."""
+    return f"{text(obj, 'metadata', 'namespace')}/{text(obj, 'metadata', 'name')}"
 
 
-def _trial(value: Json) -> Trial | None:
-    if not isinstance(value, Mapping) or not value:
-        return None
-    return Trial(
-        dtype=text(value, "dtype"),
-        from_dtype=text(value, "fromDtype"),
-        revision=text(value, "revision"),
-        stage=text(value, "stage"),
-        verdict=text(value, "verdict"),
-        reason=text(value, "reason"),
-        message=text(value, "message"),
-        weight=whole(value, "weightPercent"),
-        since=moment(value, "stageTime"),
-        started=moment(value, "startedTime"),
-        stable_capacity=whole(value, "stableCapacityTokens"),
-        capacity=whole(value, "capacityTokens"),
-        itl_change=whole(value, "itlP95ChangePercent"),
-    )
+def is_paused(obj: Json) -> bool:
+    """Return True if spec.rollout.paused is set."""
+    return at(obj, "spec", "rollout", "paused") is True
 
 
-def _ended(one: Json) -> Trial:
-    """Read an ended trial from an entry of status.history."""
-    verdict, percent = text(one, "verdict"), whole(one, "capacityPercent")
-    return Trial(
-        dtype=text(one, "dtype"),
-        from_dtype=text(one, "fromDtype"),
-        revision=text(one, "revision"),
-        stage=Stage.PROMOTED if verdict == Verdict.PASSED else Stage.ROLLED_BACK,
-        verdict=verdict,
-        reason=text(one, "reason"),
-        message=text(one, "message"),
-        weight=None,
-        since=moment(one, "time"),
-        started=None,
-        stable_capacity=None if percent is None else 100,
-        capacity=percent,
-        itl_change=whole(one, "itlP95ChangePercent"),
-    )
+def dtype(obj: Json) -> str:
+    """Return the serving dtype, or the empty string."""
+    return text(obj, "status", "kvCache", "activeDtype") or text(obj, "status", "stable", "dtype")
+
+
+def canary(obj: Json) -> Json:
+    """Return the running canary, or None."""
+    found = at(obj, "status", "canary")
+    return found if isinstance(found, Mapping) and found else None
+
+
+def last_trial(obj: Json) -> Json:
+    """Return the newest trial that has ended, or None."""
+    return next(items(obj, "status", "history"), None)
+
+
+def stage(trial: Json) -> str:
+    """Return the stage of a canary, or the one in which a trial ended: Promoted or RolledBack."""
+    ended = Stage.PROMOTED if text(trial, "verdict") == Verdict.PASSED else Stage.ROLLED_BACK
+    return text(trial, "stage") if "time" not in trial else ended
+
+
+def standing(obj: Json, now: datetime) -> list[Json]:
+    """Return the denials that have not expired. A denial whose end is unreadable counts as not expired."""
+    denied = ((one, moment(one, "until")) for one in items(obj, "status", "kvCache", "denied"))
+    return [one for one, until in denied if until is None or until > now]

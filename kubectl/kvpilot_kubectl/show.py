@@ -12,10 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvpilot_kubectl.fields import ago, duration, stamp
+from kvpilot_kubectl import service
+from kvpilot_kubectl.fields import Json, ago, at, duration, items, moment, stamp, text, whole, words
 from kvpilot_kubectl.journal import Entry
 from kvpilot_kubectl.pods import Warned
-from kvpilot_kubectl.service import Condition, Service, Trial
 from kvpilot_operator.api.words import ConditionType, Outcome
 
 _GOOD, _BAD, _DIM, _BOLD = "green", "bold red", "dim", "bold"
@@ -47,58 +47,60 @@ def rendered(parts: Iterable[RenderableType], console: Console, *, fold: bool = 
     return _TRAILING.sub(r"\1", captured.get())
 
 
-def listed(services: Sequence[Service], *, everywhere: bool) -> RenderableType:
+def listed(services: Sequence[Json], *, everywhere: bool) -> RenderableType:
     """Return a table with a line for each service, and the conditions that need attention."""
     table = _table(["NAMESPACE", *_COLUMNS] if everywhere else _COLUMNS, right=("REPLICAS", "KV%"))
     for one in services:
-        ready, serving = one.condition(ConditionType.READY), one.condition(ConditionType.SERVING)
+        ready, serving = (service.condition(one, kind) for kind in (ConditionType.READY, ConditionType.SERVING))
+        canary = service.canary(one)
         cells: list[str | Text] = [
-            Text(one.name, _BOLD),
+            Text(text(one, "metadata", "name"), _BOLD),
             *(_word(word) if word is not None else _NONE for word in (ready, serving)),
-            ready.reason if ready is not None else _NONE,
-            one.dtype or _NONE,
-            one.revision or _NONE,
+            text(ready, "reason") if ready is not None else _NONE,
+            service.dtype(one) or _NONE,
+            text(one, "status", "stable", "revision") or _NONE,
             replicas(one),
-            _number(one.usage),
-            one.load or _NONE,
-            trial(one.canary) if one.canary is not None else _NONE,
+            _number(whole(one, "status", "kvCache", "usagePercent")),
+            service.load(one) or _NONE,
+            trial(canary) if canary is not None else _NONE,
             mode(one),
             _attention(one),
         ]
-        table.add_row(*([one.namespace, *cells] if everywhere else cells))
+        table.add_row(*([text(one, "metadata", "namespace"), *cells] if everywhere else cells))
     return table
 
 
-def detailed(
-    service: Service, now: datetime, stuck: Sequence[Warned] = (), notes: Sequence[str] = ()
-) -> list[RenderableType]:
+def detailed(obj: Json, now: datetime, stuck: Sequence[Warned] = (), notes: Sequence[str] = ()) -> list[RenderableType]:
     """Return everything about one service, and the warnings about pods that do not answer."""
-    facts = _table(())
+    facts, status, canary = _table(()), at(obj, "status"), service.canary(obj)
+    weights, accuracy = text(status, "cache", "phase"), _accuracy(at(status, "accuracy", "last"))
     rows = [
-        ("dtype", _joined(service.dtype or _NONE, _wanted(service))),
-        ("revision", service.revision or _NONE),
-        ("address", service.url or _NONE),
-        *([("adapters", ", ".join(service.adapters))] if service.adapters else []),
-        *([("weights", service.weights)] if service.weights else []),
-        ("replicas", f"{replicas(service)} answer"),
-        ("KV cache", _cache(service)),
-        ("load", service.load or _NONE),
-        *([("accuracy", service.accuracy)] if service.accuracy else []),
-        ("mode", mode(service)),
-        ("canary", f"{trial(service.canary)}: {service.canary.message}" if service.canary is not None else "none"),
+        ("dtype", _joined(service.dtype(obj) or _NONE, _wanted(obj))),
+        ("revision", text(status, "stable", "revision") or _NONE),
+        ("address", text(status, "url") or _NONE),
+        *([("adapters", ", ".join(adapters))] if (adapters := words(status, "adapters")) else []),
+        *([("weights", weights)] if weights else []),
+        ("replicas", f"{replicas(obj)} answer"),
+        ("KV cache", _cache(obj)),
+        ("load", service.load(obj) or _NONE),
+        *([("accuracy", accuracy)] if accuracy else []),
+        ("mode", mode(obj)),
+        ("canary", f"{trial(canary)}: {text(canary, 'message')}" if canary is not None else "none"),
     ]
     for name, value in rows:
         facts.add_row(Text(name, _DIM), value)
-    for one in service.standing(now):
-        facts.add_row(Text("denied", _DIM), f"{one.dtype} until {stamp(one.until)} ({one.reason}): {one.message}")
-    shown: list[RenderableType] = [Text(f"{service.namespace}/{service.name}", _BOLD), facts]
-    if note := unread(service):
+    for one in service.standing(obj, now):
+        until, reason = stamp(moment(one, "until")), text(one, "reason")
+        facts.add_row(Text("denied", _DIM), f"{text(one, 'dtype')} until {until} ({reason}): {text(one, 'message')}")
+    shown: list[RenderableType] = [Text(service.name(obj), _BOLD), facts]
+    if note := unread(obj):
         shown.append(Text(note, _BAD))
-    if service.conditions:
+    if conditions := list(items(status, "conditions")):
         table = _table(("CONDITION", "STATUS", "REASON", "FOR", "MESSAGE"))
-        for condition in service.conditions:
-            age = duration(now - condition.since) if condition.since is not None else _NONE
-            table.add_row(condition.type, _word(condition), condition.reason, age, condition.message)
+        for one in conditions:
+            since = moment(one, "lastTransitionTime")
+            age = duration(now - since) if since is not None else _NONE
+            table.add_row(text(one, "type"), _word(one), text(one, "reason"), age, text(one, "message"))
         shown += ["", table]
     if stuck:
         table = _table(("POD", "NODE", "WARNING", "AGO", "MESSAGE"))
@@ -109,11 +111,11 @@ def detailed(
     return [*shown, *([""] if notes else []), *map(Text, notes)]
 
 
-def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: Sequence[str]) -> list[RenderableType]:
+def timeline(obj: Json, entries: Sequence[Entry], now: datetime, notes: Sequence[str]) -> list[RenderableType]:
     """Return the journal, oldest first, with the figures of each decision. Trials, denials and notes follow."""
-    head = f"{service.namespace}/{service.name}: {service.dtype or 'nothing'} serves"
+    head = f"{service.name(obj)}: {service.dtype(obj) or 'nothing'} serves"
     shown: list[RenderableType] = [Text(head, _BOLD)]
-    if note := unread(service):
+    if note := unread(obj):
         shown.append(Text(note, _BAD))
     for entry in entries:
         line = Text(stamp(entry.time) or "(no time)", _DIM)
@@ -126,40 +128,38 @@ def timeline(service: Service, entries: Sequence[Entry], now: datetime, notes: S
             shown.append(Padding(_weighed(entry), (0, 0, 0, 4)))
     if not entries:
         shown += ["", "no decision has been recorded yet"]
-    closing = [
-        f"{'trial' if one is service.canary else 'last trial'}: {_figures(one)}"
-        for one in (service.canary, service.last_trial)
-        if one is not None
-    ]
-    closing += [
-        f"denied: {one.dtype} until {stamp(one.until)} ({ago(one.until, now)}), {one.reason}: {one.message}"
-        for one in service.standing(now)
-    ]
+    trials = (("trial", service.canary(obj)), ("last trial", service.last_trial(obj)))
+    closing = [f"{which}: {_figures(one)}" for which, one in trials if one is not None]
+    for one in service.standing(obj, now):
+        until, why = moment(one, "until"), f"{text(one, 'reason')}: {text(one, 'message')}"
+        closing.append(f"denied: {text(one, 'dtype')} until {stamp(until)} ({ago(until, now)}), {why}")
     closing += notes
     return [*shown, *([""] if closing else []), *map(Text, closing)]
 
 
-def replicas(service: Service) -> str:
+def replicas(obj: Json) -> str:
     """Return the numbers of ready and of wanted replicas, such as 2/3."""
-    return f"{_number(service.ready, '0' if service.replicas is not None else _NONE)}/{_number(service.replicas)}"
+    ready, wanted = (whole(obj, "status", field) for field in ("readyReplicas", "replicas"))
+    return f"{_number(ready, '0' if wanted is not None else _NONE)}/{_number(wanted)}"
 
 
-def mode(service: Service) -> str:
+def mode(obj: Json) -> str:
     """Return the mode, and "paused" if spec.rollout.paused is set."""
-    return _joined(service.mode or _NONE, "paused" if service.paused else "")
+    return _joined(text(obj, "spec", "kvCache", "mode") or _NONE, "paused" if service.is_paused(obj) else "")
 
 
-def trial(canary: Trial) -> str:
+def trial(canary: Json) -> str:
     """Return a canary's dtype, stage and share of the traffic, such as "k4v4 Shifting 10%"."""
-    share = f" {canary.weight}%" if canary.weight is not None else ""
-    return f"{canary.dtype or _NONE} {canary.stage or 'Unknown'}{share}"
+    weight = whole(canary, "weightPercent")
+    share = f" {weight}%" if weight is not None else ""
+    return f"{text(canary, 'dtype') or _NONE} {service.stage(canary) or 'Unknown'}{share}"
 
 
-def unread(service: Service) -> str:
+def unread(obj: Json) -> str:
     """Return a warning if the status is missing or describes an older spec, else the empty string."""
-    if not service.written:
+    if not service.is_written(obj):
         return "no operator has written a status yet: check that one runs and watches this namespace (docs/install.md)"
-    if service.behind:
+    if service.is_behind(obj):
         return "the operator has not acted on the newest spec yet: this status is about an older one"
     return ""
 
@@ -170,65 +170,72 @@ def _weighed(entry: Entry) -> Table:
         right=("REPLICAS", "TOKENS"),
     )
     for one in entry.steps:
+        outcome, message = text(one, "outcome"), text(one, "message")
         table.add_row(
-            one.action,
-            one.dtype,
-            _number(one.replicas),
-            _number(one.capacity),
-            Text(one.outcome, _GOOD if one.outcome == Outcome.CHOSEN else ""),
-            "as above" if one.message and one.message in entry.message else one.message,
+            text(one, "action"),
+            text(one, "dtype"),
+            _number(whole(one, "replicas")),
+            _number(whole(one, "capacityTokens")),
+            Text(outcome, _GOOD if outcome == Outcome.CHOSEN else ""),
+            "as above" if message and message in entry.message else message,
         )
     return table
 
 
-def _figures(one: Trial) -> str:
-    dtypes = (one.from_dtype or _NONE, one.dtype or _NONE)
+def _figures(one: Json) -> str:
+    dtypes = (text(one, "fromDtype") or _NONE, text(one, "dtype") or _NONE)
     # Show equal dtypes once: the trial then changes another part of the spec, which the message names.
-    parts = [_joined(f"{' -> '.join(dict.fromkeys(dtypes))} {one.stage}".strip(), one.verdict)]
-    if one.stable_capacity and one.capacity:
-        parts.append(f"a replica holds {one.capacity / one.stable_capacity:.2f}x the tokens")
-    if one.itl_change is not None:
-        parts.append(f"ITL p95 {one.itl_change:+}%")
-    return f"{'; '.join(parts)}; {one.message}" if one.message else "; ".join(parts)
+    parts = [_joined(f"{' -> '.join(dict.fromkeys(dtypes))} {service.stage(one)}".strip(), text(one, "verdict"))]
+    ours, theirs = whole(one, "capacityTokens"), whole(one, "stableCapacityTokens")
+    if percent := whole(one, "capacityPercent"):
+        ours, theirs = percent, 100
+    if ours and theirs:
+        parts.append(f"a replica holds {ours / theirs:.2f}x the tokens")
+    if (change := whole(one, "itlP95ChangePercent")) is not None:
+        parts.append(f"ITL p95 {change:+}%")
+    return "; ".join([*parts, *filter(None, [text(one, "message")])])
 
 
-def _attention(service: Service) -> Text:
-    if not service.written:
+def _accuracy(last: Json) -> str:
+    """Return the last probed dtype, its verdict, and the cases that were covered."""
+    head = " ".join(filter(None, (text(last, "dtype"), text(last, "verdict"))))
+    return ": ".join(filter(None, (head, text(last, "covered"))))
+
+
+def _attention(obj: Json) -> Text:
+    if not service.is_written(obj):
         return Text("no status yet", _BAD)
     found = [
-        f"{one.type}={one.status} ({one.reason})"
-        for one in service.conditions
-        if not one.calm and one.type != ConditionType.READY
+        f"{text(one, 'type')}={text(one, 'status')} ({text(one, 'reason')})"
+        for one in items(obj, "status", "conditions")
+        if not service.is_calm(one) and text(one, "type") != ConditionType.READY
     ]
-    return Text(
-        ", ".join([*(["newest spec not read yet"] if service.behind else []), *found]) or _NONE, _BAD if found else ""
-    )
+    late = ["newest spec not read yet"] if service.is_behind(obj) else []
+    return Text(", ".join([*late, *found]) or _NONE, _BAD if found else "")
 
 
-def _wanted(service: Service) -> str:
-    return f"{service.recommended} recommended" if service.recommended not in ("", service.dtype) else ""
+def _wanted(obj: Json) -> str:
+    recommended = text(obj, "status", "kvCache", "recommendedDtype")
+    return f"{recommended} recommended" if recommended not in ("", service.dtype(obj)) else ""
 
 
-def _cache(service: Service) -> str:
-    if service.usage is None and service.capacity is None:
+def _cache(obj: Json) -> str:
+    usage, capacity = (whole(obj, "status", "kvCache", field) for field in ("usagePercent", "capacityTokens"))
+    if usage is None and capacity is None:
         return _NONE
-    return f"{_percent(service.usage)} of {_number(service.capacity)} tokens"
+    return f"{_NONE if usage is None else f'{usage}%'} of {_number(capacity)} tokens"
 
 
 def _joined(*parts: str) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _word(condition: Condition) -> Text:
-    return Text(condition.status, _GOOD if condition.calm else _BAD)
+def _word(condition: Json) -> Text:
+    return Text(text(condition, "status"), _GOOD if service.is_calm(condition) else _BAD)
 
 
 def _number(value: int | None, unknown: str = _NONE) -> str:
     return unknown if value is None else f"{value:,}"
-
-
-def _percent(value: int | None) -> str:
-    return _NONE if value is None else f"{value}%"
 
 
 def _table(head: Sequence[str], right: Sequence[str] = ()) -> Table:

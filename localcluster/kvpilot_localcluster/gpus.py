@@ -89,17 +89,23 @@ def parse(listing: str, apps: str = "") -> list[Gpu]:
     return found
 
 
-def labels(gpus: Sequence[Gpu], cuda: str) -> dict[str, str]:
-    """Return the labels that GPU feature discovery would set on the Node. All GPUs must be of one kind."""
+def labels(gpus: Sequence[Gpu], cuda: str, devices: int) -> dict[str, str]:
+    """Return the labels that GPU feature discovery would set on the Node.
+
+    Args:
+        gpus: GPUs of the node, all of one kind.
+        cuda: newest CUDA version that the driver supports.
+        devices: number of devices that the node offers to pods. More devices than GPUs means that pods share GPUs.
+    """
     if not gpus:
         return {}
-    first, own = gpus[0], "nvidia.com"
+    first, own, pods_of_each = gpus[0], "nvidia.com", -(-devices // len(gpus))
     found = {
         f"{own}/gpu.present": "true",
         f"{own}/gpu.count": str(len(gpus)),
-        f"{own}/gpu.product": re.sub(r"[^A-Za-z0-9._-]+", "-", first.name),
+        f"{own}/gpu.product": re.sub(r"[^A-Za-z0-9._-]+", "-", first.name) + "-SHARED" * (pods_of_each > 1),
         f"{own}/gpu.memory": str(first.memory),
-        f"{own}/gpu.replicas": "1",
+        f"{own}/gpu.replicas": str(pods_of_each),
         f"{own}/cuda.driver-version.full": first.driver,
     }
     for kind, version in (("gpu.compute", first.capability), ("cuda.runtime-version", cuda)):
@@ -132,10 +138,18 @@ def assign(devices: Sequence[str], owners: Mapping[Owner, Sequence[str]], owner:
 
 
 class Devices:
-    """GPUs of a node. Each pod's folder records its GPUs, so the record outlives the agent and ends with the folder."""
+    """Devices of a node. Each pod's folder records its devices, so the record outlives the agent."""
 
-    def __init__(self, count: int, pods: Path) -> None:
+    def __init__(self, count: int, gpus: int, pods: Path) -> None:
+        """Offer `count` devices of `gpus` GPUs. If there are fewer GPUs, devices share them, as with time slicing.
+
+        Args:
+            count: number of devices.
+            gpus: number of GPUs; 0 if devices are only claimed.
+            pods: folder of the pods' folders.
+        """
         self._all = [str(index) for index in range(count)]
+        self._gpus = gpus or count
         self._pods = pods
 
     def variables(self, pod: str, container: Mapping[str, object]) -> dict[str, str]:
@@ -154,7 +168,8 @@ class Devices:
             file = self._pods / pod / _RECORD
             own = json.loads(file.read_text()) if file.exists() else {}
             write_atomically(file, json.dumps({**own, owner[1]: given}))
-        return {"CUDA_VISIBLE_DEVICES": ",".join(given), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        shown = ",".join(str(int(device) % self._gpus) for device in given)
+        return {"CUDA_VISIBLE_DEVICES": shown, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
     def release(self, pod: str) -> None:
         """Take a pod's devices back, after its processes have ended."""

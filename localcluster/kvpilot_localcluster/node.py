@@ -113,11 +113,12 @@ class Agent:
         self._kube = kube
         self._options = options
         options.folder.mkdir(parents=True, exist_ok=True)
-        found = [] if gpus.RESOURCE in options.resources else _gpus()
-        self._labels = {**gpus.labels(found, gpus.cuda_version() if found else ""), **options.labels}
+        found = _gpus()
         own = {gpus.RESOURCE: str(len(found))} if found else {}
         self._resources = {**machine_resources(), **own, **options.resources}
-        devices = gpus.Devices(int(self._resources.get(gpus.RESOURCE, 0)), options.folder / "pods")
+        count = int(self._resources.get(gpus.RESOURCE, 0))
+        self._labels = {**gpus.labels(found, gpus.cuda_version() if found else "", count), **options.labels}
+        devices = gpus.Devices(count, len(found), options.folder / "pods")
         table = images.load(options.table)
         self._node = Node(kube, options.name, options.folder, table, options.backoff, self._resources, devices)
         self._addresses = Addresses(options.folder)

@@ -33,7 +33,10 @@ RESIDUE_TOKENS = 8
 _SHORTEST = 128
 # vLLM's usual sizes of --max-num-batched-tokens, each with the tokens of a prompt that go beyond it. vLLM reads the
 # prompt in chunks of that size. If an engine reads chunks of 8,192 tokens, only the first prompts have a second chunk.
-CHUNKS = {8192: (1, 65, 129), 2048: (1, 33, 65, 129, 193, 0)}
+CHUNKS = {8192: (1, 65, 129), 2048: (1, 29, 57, 85, 113, 141, 169, 197, 0)}
+# Tokens of the text that prompts of the bucket `hit` share. Their answers have room for one fact and little else, so
+# that damage to the page with this fact stands out.
+SHARED_TOKENS, HIT_TOKENS = 448, 20
 # For prompts of these buckets, do not send the first half alone before the whole prompt.
 FRESH = ("residue", "chunk")
 HIT = "hit"
@@ -206,23 +209,28 @@ def _spread(chapters: Sequence[Chapter]) -> list[tuple[Chapter, bool]]:
 
 
 async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return prompts of every length modulo RESIDUES, prompts a bit longer than chunks, and prompts to send twice."""
+    """Return prompts of every length modulo RESIDUES, prompts that exceed a chunk, and questions about one text."""
     document = Document(engine, _diary, prose.chapters(_SEED + 1, 256))
     question = "Tell in one sentence what happened."
     await document.grow(1)
     tail = await document.tail(question)
     lengths = [("residue", _SHORTEST + more, RESIDUE_TOKENS) for more in range(RESIDUES)]
     lengths += [("chunk", size + more, room.answer) for size, beyond in CHUNKS.items() for more in beyond]
-    lengths += [(HIT, _SHORTEST + 13 * more, room.answer) for more in range(QUESTIONS)]
-    found = []
-    for at, (bucket, length, answer) in enumerate(lengths, 1):
-        if length + answer > room.context:
-            continue
-        tokens = await document.cut(length, tail, skipped=17 * at)
-        if tokens is not None:
-            prompt = ProbePrompt(plan.pack, f"{bucket}-{length}", (Message("user", question),), bucket=bucket)
-            found.append(Rendered(prompt, tokens, answer))
-    return found
+    made = [
+        (bucket, length, question, answer, await document.cut(length, tail, skipped=17 * at))
+        for at, (bucket, length, answer) in enumerate(lengths, 1)
+        if length + answer <= room.context
+    ]
+    shared = Document(engine, _diary, prose.chapters(_SEED + 2, 1))
+    await shared.grow(min(SHARED_TOKENS, room.context // 2))
+    for chapter in shared.read:
+        asked = _question(chapter, backwards=False)
+        made.append((HIT, chapter.number, asked, HIT_TOKENS, shared.tokens + await shared.tail(asked)))
+    return [
+        Rendered(ProbePrompt(plan.pack, f"{bucket}-{at}", (Message("user", asked),), bucket=bucket), tokens, answer)
+        for bucket, at, asked, answer, tokens in made
+        if tokens is not None and len(tokens) + answer <= room.context
+    ]
 
 
 async def _agent(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:

@@ -3,7 +3,6 @@
 `register` adds the names of our dtypes to vLLM's data. It replaces functions of vLLM only in processes that need this:
 
 - for a dtype of ours, when a configuration first uses it; child processes learn the dtype from `DTYPE`;
-- for a bounded cache, if `retention.VARIABLE` is set;
 - for requests that load offloaded pages and for draining, if `kvpilot-serve` has set `options.SERVE`.
 """
 
@@ -13,7 +12,7 @@ from typing import Any
 
 from kvpilot_formats import formats, latent
 from kvpilot_runtime.calibration import info as calibration_info
-from kvpilot_runtime.config import options, retention
+from kvpilot_runtime.config import options
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.metrics.worker_info import RECENT_WINDOW
 from kvpilot_runtime.transfer import host
@@ -32,8 +31,7 @@ def register() -> None:
     """Make our dtypes known to vLLM, and turn on the features that the environment requests.
 
     Raises:
-        UnsupportedEngineError: in the same cases as `serve_dtype` and `serve_bound`.
-        UnsupportedModelError: `retention.VARIABLE` has an invalid value.
+        UnsupportedEngineError: in the same cases as `serve_dtype`.
     """
     try:
         compat.make_known((*formats.own_names(), *latent.names()), serve_dtype)
@@ -43,8 +41,6 @@ def register() -> None:
     model_info.publish()
     if os.environ.get(options.SERVE):
         serve_requests()
-    if (bound := retention.asked()) is not None:
-        serve_bound(bound)
     if dtype := os.environ.get(DTYPE):
         serve_dtype(dtype)
 
@@ -62,21 +58,6 @@ def serve_requests() -> None:
         except (ImportError, AttributeError) as error:
             log.error("vllm %s: %s; requests for offloaded pages, or those that wait when an engine ends, are answered "
                       "as by vLLM alone: use vllm %s", compat.version_text(), error, compat.ADVISED)  # fmt: skip
-
-
-def serve_bound(bound: retention.SinksAndWindow) -> None:
-    """Set up vLLM for bounded caches, with any dtype: free pages of sequences as `bound` says.
-
-    Raises:
-        UnsupportedEngineError: bounded caches are not tested with this vLLM.
-    """
-    contract.tell(_platform())
-    contract.refuse_bound(str(bound))
-    from kvpilot_runtime.bounded import attention
-
-    hooks.around_attention(attention.spec_of, attention.backend_of)
-    hooks.around_kv_cache(settle, serve)
-    retention.INFO.publish()
 
 
 def serve_dtype(dtype: str) -> None:
@@ -135,8 +116,6 @@ def settle(worker: Any) -> None:
         refuse_unsupported_options(worker.vllm_config)
     at_start.calibrate(worker, layers)
     ring_layers.report(worker.vllm_config, layers)
-    if (bound := retention.asked()) is not None:
-        retention.report(bound, worker.vllm_config.cache_config.block_size)
 
 
 def serve(worker: Any) -> None:

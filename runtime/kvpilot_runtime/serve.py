@@ -21,7 +21,7 @@ from kvpilot_formats import arguments as vllm
 from kvpilot_formats import formats
 from kvpilot_formats.installed import add_version
 from kvpilot_runtime import compiled, listening
-from kvpilot_runtime.config import offload, options, retention
+from kvpilot_runtime.config import offload, options
 from kvpilot_runtime.errors import PreflightError, tell
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.preflight import machine, memory
@@ -64,13 +64,6 @@ def _window(text: str) -> int:
     return int(text)
 
 
-def _bound(text: str) -> retention.SinksAndWindow | None:
-    try:
-        return retention.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _gib(text: str) -> int:
     try:
         value = float(text)
@@ -108,10 +101,6 @@ def _parser() -> argparse.ArgumentParser:
                         help="the last N tokens of a sequence are read with 8 bits or more: "
                         f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
                         f"{formats.default_windows()}, or what the context has room for)")  # fmt: skip
-    parser.add_argument("--retention", type=_bound, metavar="SINKS:WINDOW",
-                        default=os.environ.get(retention.VARIABLE) or None, help="numbers of first and of last tokens "
-                        "of a sequence that are kept; pages between them are freed (default: "
-                        f"{retention.VARIABLE}, and without it all tokens are kept)")  # fmt: skip
     parser.add_argument(options.DISK_PATH, metavar="FOLDER", help=f"beside {options.OFFLOAD}: offloaded pages go on "
                         "to a file in this folder, which no other engine reads and which ends with it")  # fmt: skip
     parser.add_argument(options.DISK_SIZE, type=_gib, metavar="GIB", help="of that file, at most")
@@ -146,9 +135,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
     request = Request(
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
-        tuple(others), known.recent_tokens,
-        known.retention,
-        known.kv_offloading_disk_path, known.kv_offloading_disk_size,
+        tuple(others), known.recent_tokens, known.kv_offloading_disk_path, known.kv_offloading_disk_size,
         found.on("--max-model-len") and known.max_model_len is None,
     )  # fmt: skip
     arguments = [
@@ -196,7 +183,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment[CALIBRATION] = request.calibration
     if request.recent is not None:
         environment[RECENT] = str(request.recent)
-    environment[retention.VARIABLE] = str(request.retention or "")
     if findings.config is not None:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
     if model_folder(request.model) is not None and not asks_a_hub(request):

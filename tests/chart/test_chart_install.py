@@ -37,7 +37,8 @@ NOT_USED_HERE = {
     # Only an admission plugin checks this right, and that plugin is off here.
     ("update", "quantizedllmservices/finalizers"),
     # This API server lacks the Gateway API, its extension and LeaderWorkerSet.
-    *((verb, kind) for verb in ("get", "create", "patch", "delete") for kind in ("httproutes", "inferencepools")),
+    *((verb, "httproutes") for verb in ("get", "patch")),
+    *((verb, "inferencepools") for verb in ("get", "create", "patch", "delete")),
     *((verb, "leaderworkersets") for verb in ("get", "list", "watch", "create", "patch", "delete")),
     # Only the StatefulSet of a LeaderWorkerSet has Events that the operator reads.
     ("list", "events"),

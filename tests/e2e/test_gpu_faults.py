@@ -30,7 +30,7 @@ async def test_faults_end_and_are_counted(tmp_path):
     # The latencies of these engines hardly vary, so no confidence interval of a percentile can be computed.
     example["spec"]["canary"]["steps"] = []
     rows = []
-    room = {RESOURCE: str(gpus.NEEDED + 1), "cpu": "32"}
+    room = {RESOURCE: str(gpu_faults.DEVICES), "cpu": "32"}
     await gpu_faults.run(["kill", "dtype"], tmp_path, example, USERS, rows.append, table=table, resources=room)
     killed, odd = rows
     print(gpu_faults.table(rows))

@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 from kvpilot_formats.arguments import rules
 from kvpilot_runtime import plugin
 from kvpilot_runtime.backends import packed
-from kvpilot_runtime.config import retention
 from kvpilot_runtime.errors import UnsupportedModelError
 
 RIGHT = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="k4v4", block_size=None)
@@ -53,13 +52,6 @@ def test_the_cpu_platform_asks_our_backend_what_it_cannot_serve(what: str) -> No
     with pytest.raises(UnsupportedModelError, match=r"kv-cache dtype 'k4v4' cannot serve this model: .*auto") as caught:
         chosen(**asked)
     assert word in str(caught.value)
-
-
-def test_images_that_attend_both_ways_are_refused_beside_a_bounded_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin.serve_dtype("k4v4")
-    monkeypatch.setenv(retention.VARIABLE, "4:64")
-    with pytest.raises(UnsupportedModelError, match="--language-model-only"):
-        CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(use_mm_prefix=True), 4)
 
 
 @pytest.mark.parametrize("kind", [AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
@@ -144,12 +136,10 @@ def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window_or_
 
 SWITCHES = {
     one
-    for group in (
-        rules.BESIDE_ANY, rules.BESIDE_BOUNDED, rules.BESIDE_LATENT, rules.BESIDE_DRAFT_MODELS, rules.BESIDE_CONNECTORS,
-    )
+    for group in (rules.BESIDE_ANY, rules.BESIDE_LATENT, rules.BESIDE_DRAFT_MODELS, rules.BESIDE_CONNECTORS)
     for one in group
     if one.setting
-}  # fmt: skip
+}
 
 
 def test_every_setting_of_a_rule_is_in_vllms_configuration_and_off_by_default() -> None:

@@ -14,7 +14,7 @@ from vllm.config import cache
 
 import kvpilot_runtime
 from kvpilot_runtime import plugin
-from kvpilot_runtime.config import options, retention
+from kvpilot_runtime.config import options
 from kvpilot_runtime.transfer import host
 from kvpilot_runtime.vllm_api.wrap import MARK, wrap
 
@@ -60,13 +60,7 @@ def test_the_first_configuration_of_our_dtype_wraps_vllm_here_and_in_processes_t
     ("variable", "value", "wraps", "leaves"),
     [
         (options.SERVE, "1", "kv_cache_manager.KVCacheManager.get_computed_blocks", "CpuPlatform.get_attn_backend_cls"),
-        (options.SERVE, "1", "core.EngineCoreProc._handle_shutdown", "Attention.get_kv_cache_spec"),
-        (
-            retention.VARIABLE,
-            "4:64",
-            "Attention.get_kv_cache_spec",
-            "KVCacheManager.get_computed_blocks",
-        ),
+        (options.SERVE, "1", "core.EngineCoreProc._handle_shutdown", "WorkerWrapperBase.initialize_from_config"),
         (plugin.DTYPE, "k4v4", "CpuPlatform.get_attn_backend_cls", "EngineCoreProc._handle_shutdown"),
     ],
 )
@@ -227,9 +221,9 @@ def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
                 yield f"{cls.__name__}.{name}", *pair
 
 
-OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "bounded.spec",
-              "recent.ring_layers", "recent.ring_spec", "transfer.disk_spec", "transfer.disk_tier",
-              "transfer.host_copies", "transfer.nixl_connector")  # fmt: skip
+OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "recent.ring_layers", "recent.ring_spec",
+              "transfer.disk_spec", "transfer.disk_tier", "transfer.host_copies",
+              "transfer.nixl_connector")  # fmt: skip
 
 
 @pytest.mark.parametrize("module", OVERRIDING)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvpilot_formats.arguments import rules
-from kvpilot_formats.models import read
 from kvpilot_runtime import serve
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import machine
@@ -205,32 +204,12 @@ def test_a_sentence_transformer_pools_unless_it_is_asked_to_generate(tmp_path: P
     check(asked("--runner=generate", model=str(tmp_path)))
 
 
-def test_images_that_attend_both_ways_are_served_and_a_cache_with_a_bound_has_none_of_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_images_that_attend_both_ways_are_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda: [H200])
     model = folder(tmp_path, GEMMA3)
     for dtype in ("k4v4", "fp8"):
         check(asked("--max-model-len=8192", model=model, dtype=dtype))
-    assert "later tokens" in refusal(asked("--max-model-len=8192", "--retention=4:1024", model=model)).message
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"is_mm_prefix_lm": False}, False),
-        ({"model_type": "paligemma"}, True),
-        ({"model_type": "qwen2_vl", "text_config": {**SMALL, "model_type": "qwen2"}}, False),
-        ({"model_type": "gemma4", "text_config": {**SMALL, "model_type": "gemma4_text",
-                                                  "use_bidirectional_attention": "vision"}}, True),
-        ({"model_type": "gemma4", "text_config": {**SMALL, "model_type": "gemma4_text"}}, False),
-        ({"model_type": ["gemma3"]}, False),
-    ],
-)  # fmt: skip
-def test_which_images_attend_both_ways_is_read_as_vllm_reads_it(changes: dict[str, Any], found: bool) -> None:
-    base = {**GEMMA3, "text_config": {**GEMMA3["text_config"], "num_attention_heads": 8}}
-    assert read({**base, **changes}).image_prefix is found
 
 
 @pytest.mark.parametrize("field", [{"is_causal": False}, {"use_bidirectional_attention": True}])

@@ -100,7 +100,7 @@ class MemoryApi:
         uid = self.objects[KIND, KEY.name]["metadata"]["uid"]
         found = {}
         for (kind, name), obj in self.objects.items():
-            if kind in KINDS or (kind, name) == ("HTTPRoute", KEY.name):
+            if kind in KINDS:
                 found[kind, name] = named_view(kind, obj, uid)
             elif kind == "Service":
                 found[kind, name] = replace(named_view(kind, obj, uid), selects=traffic_of(obj))

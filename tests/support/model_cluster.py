@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpilot_operator.act.perform import Actor
 from kvpilot_operator.api.faults import Fault, faults
+from kvpilot_operator.api.gateways import RouteRef
 from kvpilot_operator.api.names import KIND, REVISION_LABEL
 from kvpilot_operator.api.spec import Spec, parse
 from kvpilot_operator.cluster.objects import Object
@@ -27,7 +28,7 @@ from kvpilot_operator.state.decision import (
     ProbeFailed,
     ProbeResult,
 )
-from kvpilot_operator.state.objects import Parent, PodView, RouteView
+from kvpilot_operator.state.objects import PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, keeps_probe
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ProbePlan, ServerFacts, Snapshot
@@ -40,6 +41,8 @@ from support.model_routes import copied, weighted
 from support.services import KEY, NOW, PROBES, measurement
 
 STEP = timedelta(seconds=5)
+ROUTE = "web"
+"""Name of the HTTPRoute."""
 CAPACITY = {"auto": 3000, "k8v4": 7680, "k4v4": 11290, "fp8": 6000, "int4_per_token_head": 11290}
 
 
@@ -80,8 +83,6 @@ class ModelCluster:
     """Calibration factors that engines report, by dtype; "" means that they report none."""
     rules: list[dict[str, Any]] | None = None
     """Rules of the HTTPRoute; None means no route."""
-    parents: tuple[Parent, ...] = (Parent("Gateway web/web", True),)
-    """Status of the route, as Gateways report it."""
     request: str = ""
     """Annotation kvpilot.io/canary of the service."""
     now: datetime = NOW
@@ -161,7 +162,7 @@ class ModelCluster:
             self._read = (self.obj, broken, None if broken else parse(self.obj))
         _, broken, spec = self._read
         unread = {one.question for one in self.unread}
-        named = spec is not None and spec.route_of(KEY.name) == self._route_name()
+        named = spec is not None and spec.canary.route_ref == RouteRef(ROUTE)
         return Snapshot(
             now=self.now,
             key=KEY,
@@ -221,7 +222,7 @@ class ModelCluster:
                 self._mark(change)
             elif change["kind"] == "ConfigMap" and "binaryData" in change:
                 self.keep(change["metadata"]["name"])
-        route = self.api.objects.get(("HTTPRoute", self._route_name()))
+        route = self.api.objects.get(("HTTPRoute", ROUTE))
         self.rules = route["spec"].get("rules", []) if route is not None else None
         self.writes += 1
         self._controllers()
@@ -275,16 +276,11 @@ class ModelCluster:
 
     def edit_route(self, rules: list[dict[str, Any]] | None) -> None:
         """Replace the rules of the HTTPRoute, as its user would."""
-        name = self._route_name()
         if rules is not None:
-            known = self.api.objects.get(("HTTPRoute", name), {"kind": "HTTPRoute", "metadata": {"name": name}})
+            known = self.api.objects.get(("HTTPRoute", ROUTE), {"kind": "HTTPRoute", "metadata": {"name": ROUTE}})
             self.api.put({**known, "spec": {"rules": rules}})
-        elif ("HTTPRoute", name) in self.api.objects:
-            self.api.drop("HTTPRoute", name)
-
-    def _route_name(self) -> str:
-        """Return the name of the operator's own route, or of the user's if there is no other."""
-        return KEY.name if ("HTTPRoute", KEY.name) in self.api.objects else "web"
+        elif ("HTTPRoute", ROUTE) in self.api.objects:
+            self.api.drop("HTTPRoute", ROUTE)
 
     def shares(self) -> dict[str, float]:
         """Return each revision's current share of the requests. Revisions without ready pods get none."""
@@ -305,11 +301,11 @@ class ModelCluster:
         return sum(self.engines.ready(name) for name in self.shares())
 
     def _route(self) -> RouteView | None:
-        route = self.api.objects.get(("HTTPRoute", self._route_name()))
+        route = self.api.objects.get(("HTTPRoute", ROUTE))
         if route is None or not self.rules:
             return None
         about = route["metadata"]
-        return RouteView(about["name"], about["resourceVersion"], tuple(self.rules), self.parents)
+        return RouteView(about["name"], about["resourceVersion"], tuple(self.rules))
 
     def _behind(self, selector: dict[str, str]) -> dict[str, float]:
         one = selector.get(REVISION_LABEL)

@@ -1,7 +1,7 @@
 """Trials whose traffic an HTTPRoute splits among InferencePools or Services, with kills of the operator."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, REVISION_LABEL, SERVICE_PORT
@@ -12,8 +12,6 @@ from support.inference_kinds import picker_name
 from support.killer import Killer
 from support.ready_pods import API_OF, Backend, selected_by
 from support.unprobed import ACCURACY, DRAIN, Requests, ends, requests
-
-Fields = Callable[[FaultyWorld, str, Backend], Awaitable[dict[str, Any]]]
 
 
 async def a_users_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, Any]:
@@ -26,11 +24,6 @@ async def a_users_route(world: FaultyWorld, name: str, kind: Backend) -> dict[st
     return {"canary": {"routeRef": {"name": name}}}
 
 
-async def our_route(world: FaultyWorld, name: str, kind: Backend) -> dict[str, Any]:
-    """Return the spec fields that make the operator create a route."""
-    return {"route": {"parentRefs": [{"name": "web"}], "hostnames": ["chat.example.com"]}}
-
-
 def pickers_of(name: str) -> dict[str, Any]:
     """Return the fields of spec.inferencePool that name an endpoint picker for each of a service's InferencePools."""
     port = {"number": 9002}
@@ -41,21 +34,20 @@ def pickers_of(name: str) -> dict[str, Any]:
 
 
 async def by_route(
-    world: FaultyWorld, name: str, worth: Callable[[str], bool], fields: Fields, kind: Backend, **more: Any
+    world: FaultyWorld, name: str, worth: Callable[[str], bool], kind: Backend, **more: Any
 ) -> tuple[Killer, Requests, float]:
     """Roll back a canary that gets half of the traffic, and promote another one.
 
     Args:
         name: the service.
         worth: function that is true for writes after which the operator is killed.
-        fields: function that prepares a route, and returns the spec fields that refer to it.
         kind: kind of the backends.
         more: additional sections of the spec.
 
     Returns:
         The killer of the operator, the requests, and the seconds that both trials took.
     """
-    spec = {**await fields(world, name, kind), **more}
+    spec = {**await a_users_route(world, name, kind), **more}
     steps = [{"weightPercent": 50, "holdSeconds": 3600}]
     canary = {**spec.pop("canary", {}), "steps": steps, "warmUpSeconds": 0}
     if kind == "InferencePool":

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvpilot_operator.errors import ClusterError
-from kvpilot_operator.state.objects import Parent, PodView
+from kvpilot_operator.state.objects import PodView
 from kvpilot_operator.state.questions import Question, unanswered
 from kvpilot_operator.state.status import Denied
 from support.kstatus import seen
@@ -214,22 +214,6 @@ def _() -> dict[str, Any]:
     cluster.settle()
     cluster.edit(service(NEW, 2, routeRef={"name": "web"}))
     return after(cluster)
-
-
-def with_route(*parents: Parent) -> dict[str, Any]:
-    cluster = ModelCluster(manifest(route={"parentRefs": [{"name": "web"}]}), parents=parents)
-    cluster.settle()
-    return after(cluster)
-
-
-@state("no Gateway has answered about its route")
-def _() -> dict[str, Any]:
-    return with_route(Parent("Gateway team/web", None))
-
-
-@state("a Gateway refuses its route")
-def _() -> dict[str, Any]:
-    return with_route(Parent("Gateway team/web", False, "NotAllowedByListeners: of another namespace"))
 
 
 @state("the API server refuses an object")

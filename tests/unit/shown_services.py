@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvpilot_kubectl import journal, service, show
+from kvpilot_kubectl import journal, show
 from support.model_cluster import ModelCluster
 from support.services import manifest
 
@@ -59,12 +59,12 @@ def now() -> datetime:
 
 def detailed(obj: Any) -> str:
     """Return the output of `status NAME`."""
-    return show.rendered(show.detailed(service.read(obj), now()), PLAIN)
+    return show.rendered(show.detailed(obj, now()), PLAIN)
 
 
 def why(obj: Any, *events: Any) -> str:
     """Return the output of `why NAME`."""
-    return show.rendered(show.timeline(service.read(obj), journal.entries(obj, events), now(), []), PLAIN)
+    return show.rendered(show.timeline(obj, journal.entries(obj, events), now(), []), PLAIN)
 
 
 def engine_pod(ready: str = "False", **more: Any) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from kvpilot_cli.plan.gpus import gpu_of_labels
 from kvpilot_localcluster.toolbox.helm import helm
 from kvpilot_localcluster.toolbox.kubectl import kubectl
 from kvpilot_operator.api.faults import faults
 from kvpilot_operator.api.spec import parse
+from kvpilot_operator.observe.nodes import node_facts
 from support.crd import apply_defaults
 from support.page_commands import Command, commands_of, installed_images, options_of, subcommand
 
@@ -126,7 +126,8 @@ def test_the_operator_knows_the_gpu_that_the_page_rents(name: str) -> None:
     assert value in page(name)
     assert f"`{label}`" in page(name)
     (plan,) = commands(name, "kvpilot")
-    known_as = gpu_of_labels({label: value}, {"nvidia.com/gpu": "1"})
+    node = {"metadata": {"labels": {label: value}}, "status": {"allocatable": {"nvidia.com/gpu": "1"}}}
+    known_as = node_facts(node).gpu
     assert known_as.removeprefix("NVIDIA-") == plan.words[plan.words.index("--gpu") + 1]
 
 

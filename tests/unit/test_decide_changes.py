@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shown_services import PLAIN
 
-from kvpilot_kubectl import service, show
+from kvpilot_kubectl import show
 from kvpilot_operator.decide import decide
 from kvpilot_operator.decide.changes import move, spec_changes
 from kvpilot_operator.decide.context import Context
@@ -98,9 +98,9 @@ def test_an_image_change_is_reported_with_its_cause_while_its_canary_hangs(
     # `kubectl get` shows the reason of Ready.
     assert told(later.status, "Ready")[0] == told(later.status, "Reconciling")[0] == reason
     obj = {**IMAGE, "status": json.loads(json.dumps(later.status.as_written(), default=str))}
-    text = show.rendered([show.listed([service.read(obj)], everywhere=False)], PLAIN)
+    text = show.rendered([show.listed([obj], everywhere=False)], PLAIN)
     assert f"CanaryHealthy=Unknown ({reason})" in text
-    lines = show.rendered(show.timeline(service.read(obj), (), NOW, ()), PLAIN)
+    lines = show.rendered(show.timeline(obj, (), NOW, ()), PLAIN)
     assert "trial: auto Starting; " in lines
     assert "auto -> auto" not in text + lines
 

@@ -66,7 +66,7 @@ def test_a_newer_server_that_stops_looking_is_not_quoted() -> None:
             "spec.inferencePool.endpointPickerRef",
         ),
         (
-            refused("HTTPRoute", 'User "operator" cannot create resource "httproutes" in API group "x"'),
+            refused("HTTPRoute", 'User "operator" cannot patch resource "httproutes" in API group "x"'),
             "rbac.httpRoutes of the chart",
         ),
         (

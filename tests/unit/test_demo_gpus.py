@@ -30,7 +30,7 @@ def test_three_free_gpus_and_a_torch_for_the_driver_are_enough() -> None:
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"mig": True}, "GPU 1 .*mig.mode.current is Enabled.*use a host without MIG"),
-    ({"memory": 8192}, "memory.total is 8192 MiB, and an engine needs 16000"),
+    ({"memory": 8192}, "memory.total is 8192 MiB, and 1 at a time need 16000"),
     ({"used": 40_000}, "memory.used is 40000 MiB .*unknown to nvidia-smi.*end these processes"),
     ({"processes": (4711,)}, "processes: 4711"),
 ])  # fmt: skip
@@ -52,13 +52,19 @@ def test_a_torch_that_cannot_use_the_driver_is_named(torch: Any, words: str) -> 
         raise RuntimeError(fault)
 
 
-def test_too_few_gpus_are_named_before_anything_starts(tmp_path: Path) -> None:
-    assert "lists 1, and the story needs 3" in gpus.faults([FREE], "13.0", TORCH)[0]
+def test_fewer_gpus_are_enough_if_their_memory_is_enough_for_several_engines() -> None:
+    assert gpus.faults([FREE], "13.0", (*TORCH[:2], 1)) == []
+    small = dataclasses.replace(FREE, memory=24_000)
+    assert gpus.faults([small] * 3, "13.0", TORCH) == []
+    assert "is 24000 MiB, and 2 at a time need 32000: use more" in gpus.faults([small] * 2, "13.0", TORCH)[0]
+
+
+def test_a_machine_without_gpus_is_named_before_anything_starts(tmp_path: Path) -> None:
     env = {**os.environ, "PATH": str(tmp_path), "KVPILOT_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "kvpilot_demo", "--gpu", "--plain"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
-    assert "demo: GPUs: nvidia-smi lists 0" in done.stderr
+    assert "demo: GPUs: nvidia-smi lists none" in done.stderr
     assert not (tmp_path / "cache" / "runs").exists()
 
 

@@ -219,11 +219,11 @@ def test_a_refused_spec_opens_no_gate_of_a_group_that_is_to_start_again():
         assert waits.name not in told.gates
 
 
-def test_a_route_of_ours_over_pools_gives_a_canary_of_groups_its_share():
-    cluster = grouped(3, cluster={"requests": BUSY})
-    canary = {**cluster.obj["spec"]["canary"], "steps": STEPS}
-    edit(cluster, route={"parentRefs": [{"name": "web"}]}, inferencePool={}, canary=canary,
-         kvCache={"mode": "Fixed", "dtype": OLD})  # fmt: skip
+def test_a_route_over_pools_gives_a_canary_of_groups_its_share():
+    pool = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": KEY.name}
+    cluster = grouped(3, cluster={"requests": BUSY, "rules": [{"backendRefs": [pool]}]})
+    canary = {**cluster.obj["spec"]["canary"], "steps": STEPS, "routeRef": {"name": "web"}}
+    edit(cluster, inferencePool={}, canary=canary, kvCache={"mode": "Fixed", "dtype": OLD})
     cluster.settle()
     cluster.watch = at_every_moment
     edit(cluster, kvCache={"mode": "Fixed", "dtype": NEW})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from shown_services import COLOURED, PLAIN, detailed, engine_pod, now, story, warning
 
-from kvpilot_kubectl import journal, pods, service, show
+from kvpilot_kubectl import journal, pods, show
 
 
 def test_a_message_can_neither_steer_the_terminal_nor_break_its_line() -> None:
@@ -25,15 +25,15 @@ def test_a_message_can_neither_steer_the_terminal_nor_break_its_line() -> None:
 
 def test_a_narrow_terminal_folds_messages_and_nothing_else() -> None:
     narrow = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60)
-    lines = show.rendered(show.detailed(service.read(story()["denied"]), now()), narrow).splitlines()
+    lines = show.rendered(show.detailed(story()["denied"], now()), narrow).splitlines()
     assert max(map(len, lines)) <= 100
     assert any(line.startswith("AccuracyVerified ") for line in lines)
-    table = [show.listed([service.read(one) for one in story().values()], everywhere=False)]
+    table = [show.listed(list(story().values()), everywhere=False)]
     assert show.rendered(table, narrow, fold=False) == show.rendered(table, PLAIN)
 
 
 def test_colours_are_for_terminals_alone() -> None:
-    parts = show.detailed(service.read(story()["denied"]), now())
+    parts = show.detailed(story()["denied"], now())
     assert "\x1b[" in show.rendered(parts, COLOURED)
     assert "\x1b" not in show.rendered(parts, PLAIN)
 
@@ -72,13 +72,13 @@ def test_no_pod_of_whatever_shape_ends_in_an_error(listed: list[Any], events: li
     for pod in pods.unready(listed):
         found = pods.warned(pod, events)
         assert found
-        show.rendered(show.detailed(service.read({}), now(), found), PLAIN).encode()
+        show.rendered(show.detailed({}, now(), found), PLAIN).encode()
 
 
 @pytest.mark.slow
 @given(odd_objects() | ANY, st.lists(ANY, max_size=2))
 def test_no_object_of_whatever_shape_ends_in_an_error(obj: Any, events: list[Any]) -> None:
-    found, entries = service.read(obj), journal.entries(obj, events)
+    found, entries = obj, journal.entries(obj, events)
     for console in (PLAIN, COLOURED):
         parts = [show.listed([found], everywhere=True), *show.detailed(found, now())]
         text = show.rendered([*parts, *show.timeline(found, entries, now(), ["a note"])], console)

@@ -19,7 +19,7 @@ from shown_services import (
     why,
 )
 
-from kvpilot_kubectl import fields, journal, pods, service, show
+from kvpilot_kubectl import fields, journal, pods, show
 from kvpilot_operator.decide import decide
 from support.crd import load_crd
 from support.services import manifest, running
@@ -27,7 +27,7 @@ from support.services import manifest, running
 
 def listed(*objects: Any, everywhere: bool = False) -> list[dict[str, str]]:
     """Return the table's rows by header. A column ends where the next one begins."""
-    text = show.rendered([show.listed([service.read(one) for one in objects], everywhere=everywhere)], PLAIN)
+    text = show.rendered([show.listed(objects, everywhere=everywhere)], PLAIN)
     head, *rows = text.splitlines()
     starts = [found.start() for found in re.finditer(r"\S+", head)]
     names = head.split()
@@ -50,7 +50,7 @@ def test_a_line_has_dtype_revision_replicas_load_and_the_stage_of_the_canary() -
 
 def test_every_condition_that_the_operator_writes_is_in_the_api_and_can_ask_for_attention() -> None:
     objectives = [{"metric": "TTFT", "percentile": 95, "milliseconds": 500}]
-    obj = manifest(scaling={"objectives": objectives}, route={"parentRefs": [{"name": "web"}]})
+    obj = manifest(scaling={"objectives": objectives})
     status = decide(running(obj, "auto")).status.as_written()
     assert "ObjectivesHeld" in {one["type"] for one in status["conditions"]}
     described = load_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
@@ -126,7 +126,7 @@ def test_what_a_kubelet_warns_of_is_shown_beside_a_pod_that_does_not_answer() ->
     ]  # fmt: skip
     found = pods.warned(pod, events)
     assert [(one.reason, one.message) for one in found] == [("FailedMount", said), ("FailedMount", "older")]
-    shown = show.rendered(show.detailed(service.read(story()["serving"]), now(), found, ["a note"]), PLAIN).splitlines()
+    shown = show.rendered(show.detailed(story()["serving"], now(), found, ["a note"]), PLAIN).splitlines()
     (line,) = (line for line in shown if said in line)
     assert line.split()[:4] == ["chat-1", "a", "FailedMount", "1m"]
     assert shown[-1] == "a note"

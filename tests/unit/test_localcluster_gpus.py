@@ -59,13 +59,21 @@ def test_a_driver_that_fails_is_an_error_with_its_words(smi: Path) -> None:
 
 
 def test_the_operator_reads_the_nodes_labels_as_those_of_gpu_feature_discovery() -> None:
-    labels = gpus.labels(gpus.parse(LISTING), "13.0")
+    labels = gpus.labels(gpus.parse(LISTING), "13.0", 2)
     assert labels["nvidia.com/gpu.count"] == "2"
     assert labels["nvidia.com/cuda.driver-version.full"] == "580.159.04"
     assert labels["nvidia.com/cuda.runtime-version.major"] == "13"
     facts = node_facts({"metadata": {"labels": labels}, "status": {"allocatable": {gpus.RESOURCE: "2"}}})
     assert (facts.gpu, facts.compute_capability, facts.memory_mib) == ("NVIDIA-H100-80GB-HBM3", (9, 0), 81559)
-    assert gpus.labels([], "") == {}
+    assert gpus.labels([], "", 3) == {}
+
+
+@pytest.mark.parametrize(("devices", "shared_by"), [(1, "1"), (2, "1"), (3, "2"), (4, "2"), (5, "3")])
+def test_a_node_with_fewer_gpus_than_devices_says_how_many_pods_share_one(devices: int, shared_by: str) -> None:
+    labels = gpus.labels(gpus.parse(LISTING), "13.0", devices)
+    assert labels["nvidia.com/gpu.replicas"] == shared_by
+    assert labels["nvidia.com/gpu.product"].endswith("-SHARED") == (devices > 2)
+    assert node_facts({"metadata": {"labels": labels}, "status": {}}).compute_capability == (9, 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4), st.booleans()), max_size=40))
@@ -96,11 +104,11 @@ def container(name: str, count: int) -> dict[str, object]:
 def test_an_owner_keeps_its_gpus_until_its_processes_have_ended(tmp_path: Path) -> None:
     for pod in ("a", "b"):
         (tmp_path / pod).mkdir()
-    node = gpus.Devices(3, tmp_path)
+    node = gpus.Devices(3, 3, tmp_path)
     assert node.variables("a", container("engine", 2))["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert node.variables("a", container("helper", 1))["CUDA_VISIBLE_DEVICES"] == "2"
     assert node.variables("a", {"name": "logs"})["CUDA_VISIBLE_DEVICES"] == ""
-    restarted = gpus.Devices(3, tmp_path)
+    restarted = gpus.Devices(3, 3, tmp_path)
     assert restarted.variables("a", container("engine", 2))["CUDA_VISIBLE_DEVICES"] == "0,1"
     with pytest.raises(InvalidPod, match="1 requested, but 0 of 3 free"):
         restarted.variables("b", container("engine", 1))
@@ -109,8 +117,23 @@ def test_an_owner_keeps_its_gpus_until_its_processes_have_ended(tmp_path: Path) 
     assert json.loads((tmp_path / "b" / "gpus.json").read_text()) == {"engine": ["0"]}
 
 
+@pytest.mark.parametrize(
+    ("real", "shown"), [(0, ["0", "1", "2", "3"]), (2, ["0", "1", "0", "1"]), (4, ["0", "1", "2", "3"])]
+)
+def test_pods_take_turns_on_the_gpus_if_there_are_fewer_than_devices(
+    tmp_path: Path, real: int, shown: list[str]
+) -> None:
+    node = gpus.Devices(4, real, tmp_path)
+    for pod, gpu in zip("abcd", shown, strict=True):
+        (tmp_path / pod).mkdir()
+        assert node.variables(pod, container("engine", 1))["CUDA_VISIBLE_DEVICES"] == gpu
+    (tmp_path / "e").mkdir()
+    with pytest.raises(InvalidPod, match="1 asked and 0 of 4 free"):
+        node.variables("e", container("engine", 1))
+
+
 def test_a_node_without_gpus_sets_no_variable(tmp_path: Path) -> None:
-    assert gpus.Devices(0, tmp_path).variables("a", {"name": "engine"}) == {}
+    assert gpus.Devices(0, 0, tmp_path).variables("a", {"name": "engine"}) == {}
 
 
 def test_a_cuda_engine_finds_the_machines_cuda_but_not_its_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:

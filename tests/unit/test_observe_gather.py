@@ -307,35 +307,6 @@ async def test_a_pool_that_cannot_be_read_may_select_anything(world: World) -> N
     assert found.unread(Question.POOLS) is not None
 
 
-OWN_ROUTE = path_of(HTTP_ROUTE_API, "HTTPRoute", KEY.namespace, KEY.name)
-
-
-def own_route(**about: Any) -> dict[str, Any]:
-    found = route({"backendRefs": [{"name": "chat"}]})
-    return {**found, "metadata": {**OURS, **found["metadata"], "name": KEY.name, "generation": 3, **about}}
-
-
-async def test_a_route_of_ours_is_in_the_snapshot_and_one_of_somebody_elses_only_by_its_name(world: World) -> None:
-    world.put(edited(route={"parentRefs": [{"name": "web"}]}))
-    assert (await world.snapshot()).route is None
-    world.cluster.objects[OWN_ROUTE] = own_route()
-    found = await world.snapshot()
-    assert found.route is not None and found.route.name == KEY.name
-    assert found.objects["HTTPRoute", KEY.name].owned
-    assert found.objects["HTTPRoute", KEY.name].version == "3"
-    world.cluster.objects[OWN_ROUTE] = own_route(ownerReferences=[])
-    found = await world.snapshot()
-    assert found.route is None
-    assert not found.objects["HTTPRoute", KEY.name].owned
-
-
-async def test_a_route_of_ours_is_looked_for_until_the_status_names_none(world: World) -> None:
-    world.cluster.objects[OWN_ROUTE] = own_route()
-    assert ("HTTPRoute", KEY.name) not in (await world.snapshot()).objects
-    world.put({**edited(), "status": {"route": KEY.name}})
-    assert (await world.snapshot()).objects["HTTPRoute", KEY.name].owned
-
-
 async def test_a_service_that_is_deleted_has_no_snapshot(world: World) -> None:
     world.drop(KIND, KEY.name)
     assert await world.observer.snapshot(world.known, None) is None

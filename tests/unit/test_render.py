@@ -53,17 +53,6 @@ def test_a_recent_window_of_0_is_told_to_the_engine():
 
 
 @pytest.mark.parametrize("dtype", dtypes.names())
-def test_a_bound_reaches_engines_of_every_dtype_and_makes_a_new_revision(dtype):
-    bound = {"sinkTokens": 4, "windowTokens": 4096}
-    before, after = (
-        pod_template("chat", spec_of(manifest(kvCache=kv_cache)), dtype) for kv_cache in ({}, {"retention": bound})
-    )
-    arguments = after["spec"]["containers"][0]["args"]
-    assert [argument for argument in arguments if "retention" in argument] == ["--retention=4:4096"]
-    assert revision(before) != revision(after)
-
-
-@pytest.mark.parametrize("dtype", dtypes.names())
 def test_offloading_reaches_engines_of_every_dtype_with_the_memory_for_it_and_makes_a_new_revision(dtype):
     before, after = (
         pod_template("chat", spec_of(manifest(kvCache=kv_cache)), dtype)

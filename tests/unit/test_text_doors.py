@@ -26,7 +26,7 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Rejected, ScrapeError
 from kvpilot_operator.observe.api_reads import refusal_of
 from kvpilot_operator.observe.prefetch import prefetch_view
-from kvpilot_operator.observe.views import deployment_view, pod_view, route_view
+from kvpilot_operator.observe.views import deployment_view, pod_view
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.status import clip
 from kvpilot_probes.answers import read_models, read_streamed, read_tokens
@@ -100,16 +100,6 @@ def test_what_kubelets_schedulers_and_controllers_say(text: str) -> None:
     check(refusal_of([{"reason": "FailedCreate", "message": f"create Pod failed error: {text}"}]))
     failed = {"type": "Failed", "status": "True", "message": text}
     check(prefetch_view({"metadata": {}, "status": {"conditions": [failed]}}, (), None).failure)
-    ref = {"name": "web"}
-    refused = {"type": "Accepted", "status": "False", "reason": text, "message": text}
-    route = {
-        "metadata": {"name": "chat"},
-        "spec": {"parentRefs": [ref]},
-        "status": {"parents": [{"parentRef": ref, "conditions": [refused]}]},
-    }
-    view = route_view(route, KEY)
-    assert view is not None
-    check(view.parents)
 
 
 @given(TEXT, st.sampled_from(["cache_dtype", "num_gpu_blocks", "hash", "tokens", "le"]))

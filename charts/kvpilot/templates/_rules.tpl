@@ -62,7 +62,7 @@
 {{- if .Values.rbac.httpRoutes }}
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
-  verbs: [get, create, patch, delete]
+  verbs: [get, patch]
 {{- end }}
 {{- if .Values.rbac.inferencePools }}
 - apiGroups: [inference.networking.k8s.io]

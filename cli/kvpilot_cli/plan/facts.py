@@ -28,7 +28,7 @@ class Model:
       experts, experts_per_token: experts in a layer (0 for a dense model), and experts that a token uses.
       expert_intermediate, dense_layers: hidden size of an expert, and number of first layers without experts.
       latent_dim: elements that a token caches under multi-head latent attention (0 for other attention).
-      alibi, other_layers: True for ALiBi, and number of layers with an unknown kind of cache. Engines refuse both.
+      alibi: True for ALiBi, which engines refuse.
       value_dim: elements of a value, or 0 if a value has as many as a key.
       auto: KV-cache dtype that the checkpoint selects for `auto`, or `auto` if it selects none.
       published: format of the published weights.
@@ -65,7 +65,6 @@ class Model:
     value_dim: int = 0
     state_layers: int = 0
     shared_layers: int = 0
-    other_layers: int = 0
     published: Published = "bfloat16"
     weight_bytes: int | None = None
     doubt: str = ""
@@ -95,7 +94,6 @@ class Model:
             heads=self.heads,
             state_layers=self.state_layers,
             shared_layers=self.shared_layers,
-            other_layers=self.other_layers,
             latent=self.latent_dim,
             alibi=self.alibi,
             auto=self.auto,

@@ -95,7 +95,6 @@ def _model(raw: Mapping[str, Any], name: str, weight_bytes: int | None) -> Model
         value_dim=_unlike_value(main, found),
         state_layers=found.state_layers,
         shared_layers=found.shared_layers,
-        other_layers=found.other_layers,
         published=published or "bfloat16",
         weight_bytes=weight_bytes,
         doubt=found.doubt,
@@ -135,7 +134,7 @@ def _counted(model: Model, fields: Fields) -> Model:
     Models with latent attention, state layers or unequal layers have other shapes, so their parameters are not counted.
     """
     unlike = model.window_kv_heads or model.window_head_dim or model.value_dim or model.shared_layers
-    if model.latent_dim or model.state_layers or model.other_layers or unlike:
+    if model.latent_dim or model.state_layers or unlike:
         return model
     matrices = 2 if fields.model_type in _PLAIN_MLP else 3
     attention = model.hidden * model.head_dim * 2 * (model.heads + model.kv_heads)

@@ -20,6 +20,6 @@ def find_gpu(name: str) -> Gpu:
     raise PlanError(f"--gpu {name!r} is not in the table; use one of {', '.join(names)}, or a node's nvidia.com/gpu.product label")  # fmt: skip  # noqa: E501
 
 
-def gpu_of_labels(labels: Any, allocatable: Any = None) -> str:
-    """Return the operator's name of a node's GPU, from labels and allocatable resources; `cpu` without one."""
-    return node_facts({"metadata": {"labels": labels}, "status": {"allocatable": allocatable}}).gpu
+def gpu_of_labels(labels: Any) -> str:
+    """Return the operator's name of a node's GPU from the node's labels; `cpu` without one."""
+    return node_facts({"metadata": {"labels": labels}}).gpu

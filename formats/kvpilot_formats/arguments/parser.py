@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 KVPILOT = (
-    "--calibration", "--recent-tokens", "--retention", "--kv-offloading-disk-path", "--kv-offloading-disk-size",
+    "--calibration", "--recent-tokens", "--kv-offloading-disk-path", "--kv-offloading-disk-size",
 )  # fmt: skip
 """Options that only kvpilot-serve has. Each takes one value, and its name cannot be abbreviated."""
 

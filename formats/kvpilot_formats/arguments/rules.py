@@ -55,7 +55,7 @@ BESIDE_ANY = (
     Switch("dual batch overlap", ("--enable-dbo",), (), "parallel_config.enable_dbo"),
     Switch("dual batch overlap", ("--ubatch-size",), ("0", "1"), "parallel_config.ubatch_size"),
 )  # fmt: skip
-"""Features that neither our dtypes nor bounded caches support."""
+"""Features that none of our dtypes supports."""
 
 BESIDE_OURS = (
     Switch("offloading by another backend than vLLM's own", ("--kv-offloading-backend",), ("native",)),
@@ -66,17 +66,10 @@ BESIDE_OURS = (
 )
 """Features that our dtypes do not support."""
 
-_MOVING = (
-    Switch("offloading to host memory", (OFFLOAD,)),
-    Switch("KV transfer or offloading", (TRANSFER,), (), "kv_transfer_config"),
-)
-
-BESIDE_BOUNDED = (_SPECULATIVE, *_MOVING, *BESIDE_ANY)
-"""Features that bounded caches do not support: they are untested, or they would read freed pages."""
-
 BESIDE_LATENT = (
     _SPECULATIVE,
-    *_MOVING,
+    Switch("offloading to host memory", (OFFLOAD,)),
+    Switch("KV transfer or offloading", (TRANSFER,), (), "kv_transfer_config"),
     Switch("layers that stay in 16 bits", (SKIP_LAYERS,), (), "cache_config.kv_cache_dtype_skip_layers"),
 )
 """Features that our latent dtypes do not support."""
@@ -149,7 +142,7 @@ RESERVED = (
     Reserved(
         ("--model", "--revision", "--served-model-name", "--host", "--port", "--uds", "--kv-cache-dtype",
          SKIP_LAYERS, "--max-model-len", "--tensor-parallel-size", "--gpu-memory-utilization",
-         "--shutdown-timeout", "--recent-tokens", "--retention"),
+         "--shutdown-timeout", "--recent-tokens"),
         "kvpilot sets it itself: remove it and use the field of spec.model, spec.engine, spec.kvCache or spec.drain "
         "that stands for it",
     ),

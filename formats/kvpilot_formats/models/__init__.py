@@ -9,7 +9,6 @@ from kvpilot_formats.models.architecture import (
     Group,
     Kind,
     unsupported,
-    unsupported_bounded,
     unsupported_latent,
 )
 from kvpilot_formats.models.config import ConfigError, known, load
@@ -17,5 +16,5 @@ from kvpilot_formats.models.read import auto_dtype, read
 
 __all__ = [
     "Architecture", "ConfigError", "Group", "Kind", "auto_dtype", "known", "load", "read", "unsupported",
-    "unsupported_bounded", "unsupported_latent",
+    "unsupported_latent",
 ]  # fmt: skip

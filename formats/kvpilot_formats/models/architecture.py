@@ -59,8 +59,6 @@ class Architecture:
     encoder_decoder: bool = False
     bidirectional: bool = False
     """True if tokens also attend to later tokens, as in embedding models."""
-    image_prefix: bool = False
-    """True if the tokens of an image attend to each other in both directions."""
     custom_code: bool = False
     """True if the repository brings its own model code (`auto_map`)."""
     max_positions: int | None = None
@@ -175,21 +173,6 @@ def unsupported_latent(model: Architecture) -> str | None:
             model.state_layers or model.layers != model.full_layers or model.other_layers,
             "layers with states or windows beside those with latents",
         ),
-    )
-    return next((what for present, what in found if present), None)
-
-
-def unsupported_bounded(model: Architecture) -> str | None:
-    """Return text that names a property of this model that bounded caches do not support, or None."""
-    found = (
-        (model.latent, "multi-head latent attention"),
-        (model.encoder_decoder, "an encoder-decoder model"),
-        (model.alibi, "a model with ALiBi"),
-        (model.bidirectional or model.image_prefix, "attention to later tokens"),
-        (any(group.kind is Kind.CHUNKED for group in model.groups), "a model with chunked attention"),
-        (model.window_layers, f"a model with {model.window_layers} sliding-window layers"),
-        (model.state_layers or model.other_layers, "a model with layers of another kind than attention"),
-        (model.shared_layers, f"a model with {model.shared_layers} layers that use another layer's KV cache"),
     )
     return next((what for present, what in found if present), None)
 

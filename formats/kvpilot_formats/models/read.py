@@ -17,7 +17,6 @@ LATENT = frozenset({
 keys and values, and caches these."""
 
 _ALIBI = frozenset({"bloom", "mpt"})
-_IMAGE_PREFIX = frozenset({"bagel", "gemma3", "molmo2", "moondream3", "paligemma"})
 _INDEX_SCALE_BYTES = 4  # vLLM keeps an index (sparse attention) in fp8 with a float32 scale
 _INDEXED = "index_topk"
 _LARGEST_CAP = 1e6  # a cap as large as this has no effect on logits
@@ -60,7 +59,6 @@ def read(raw: Mapping[str, Any]) -> Architecture:
         alibi=fields.model_type in _ALIBI or fields.get("alibi") is True,
         encoder_decoder=crossed,
         bidirectional=fields.get("is_causal") is False or fields.get("use_bidirectional_attention") in (True, "all"),
-        image_prefix=_image_prefix(fields),
         custom_code="auto_map" in raw,
         max_positions=limit,
         idle_window=idle and any(WORDS.get(word) is Kind.WINDOW for word in own),
@@ -76,15 +74,6 @@ def _doubt(fields: Fields, other: list[str]) -> str:
     if fields.known or fields.model_type in LATENT or fields.built_as in REPEATED:
         return ""
     return f"model_type {shown(fields.model_type)} is not known here, and was read as a plain decoder"
-
-
-def _image_prefix(fields: Fields) -> bool:
-    said = fields.raw.get("is_mm_prefix_lm")
-    if isinstance(said, bool):
-        return said
-    return (
-        text_of(fields.raw.get("model_type")) in _IMAGE_PREFIX or fields.get("use_bidirectional_attention") == "vision"
-    )
 
 
 def _decoder(fields: Fields) -> list[str]:

@@ -51,8 +51,6 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
         # pods, because pods that are not admitted get no requests.
         labels = {SERVICE_LABEL: manifest["spec"]["selector"]["matchLabels"][SERVICE_LABEL]}
         claimed["spec"] = {**manifest["spec"], "selector": {"matchLabels": labels}}
-    elif manifest["kind"] == "HTTPRoute":
-        claimed["spec"] = {}
     elif "spec" in manifest:
         claimed["spec"] = {name: value for name, value in manifest["spec"].items() if name != "selector"}
     return claimed

@@ -43,8 +43,8 @@ MAX_SEEN = 64
 REAPPLY_SECONDS = 600.0
 # If only figures of the status changed, write it at most once in this time. Metrics always have the newest figures.
 FIGURES_SECONDS = 30.0
-# Kinds that the snapshot lists. It finds pools and routes by name, and the other kinds by the service's label.
-_WATCHED = (*KINDS, "Service", "InferencePool", "HTTPRoute")
+# Kinds that the snapshot lists. It finds pools by name, and the other kinds by the service's label.
+_WATCHED = (*KINDS, "Service", "InferencePool")
 
 
 class _Applied(NamedTuple):

@@ -158,6 +158,3 @@ def _contradictions(arguments: Arguments, spec: Spec) -> Iterator[tuple[int, str
         for asked, options, message in beside:
             if asked and given.name in options:
                 yield given.places[0], f"{given.name}: {message}"
-    if spec.kv_cache.retention is not None and (found := rules.first_on(arguments, rules.BESIDE_BOUNDED)) is not None:
-        at = next(one.places[0] for one in reversed(arguments.given) if one.name == found[0])
-        yield at, f"{found[0]}: {found[1]} does not go with kvCache.retention: remove one of the two"

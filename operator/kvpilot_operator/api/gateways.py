@@ -1,19 +1,10 @@
-"""Gateway API objects in a service's spec: routes, Gateways and InferencePools."""
+"""Gateway API objects in a service's spec: routes and InferencePools."""
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvpilot_operator.api.record import SET, Label, Name, Record, Rule, rules
-
-_HOST = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
-Hostname = Annotated[str, Meta(min_length=1, max_length=253, pattern=_HOST)]
-
-_GATEWAYS_DIFFER = Rule(
-    "",
-    "self.all(a, self.exists_one(b, a == b))",
-    "route.parentRefs names a Gateway, or a listener of it, twice: remove one of the two",
-)
+from kvpilot_operator.api.record import Name, Record, Rule, rules
 
 
 class RouteRef(Record, frozen=True):
@@ -55,37 +46,11 @@ class EndpointPickerRef(Record, frozen=True):
 )
 class InferencePool(Record, frozen=True):
     """InferencePools (Gateway API Inference Extension, v1) that kvpilot creates. The pool NAME selects the same pods as
-    the Service NAME. If route or canary.routeRef is set, the pool NAME-canary takes a canary's share. Without this
-    field, kvpilot creates no pools."""
+    the Service NAME. If canary.routeRef is set, the pool NAME-canary takes a canary's share. Without this field,
+    kvpilot creates no pools."""
 
     endpoint_picker_ref: EndpointPickerRef | None = None
     """Endpoint picker of the pool NAME. Releases v1.0 to v1.5 of the extension need it. From v1.6 on, leave it out if
     the gateway picks endpoints itself."""
     canary_endpoint_picker_ref: EndpointPickerRef | None = None
     """Endpoint picker of the pool NAME-canary. It must be another one, because a picker serves only one pool."""
-
-
-class ParentRef(Record, frozen=True):
-    """One item of spec.route.parentRefs: a Gateway, or one of its listeners."""
-
-    name: Name
-    """Name of the Gateway."""
-    namespace: Label | None = None
-    """Namespace of the Gateway; the service's by default. The Gateway's listeners must allow routes from the service's
-    namespace."""
-    section_name: Name | None = None
-    """Name of one of the Gateway's listeners. Without it, the route asks for all listeners."""
-
-
-Parents = Annotated[tuple[ParentRef, ...], Meta(min_length=1, max_length=8, extra={"rules": (_GATEWAYS_DIFFER,)})]
-
-
-class Route(Record, frozen=True):
-    """An HTTPRoute NAME that kvpilot creates and owns. kvpilot deletes it if you remove this field. It sends requests
-    to the InferencePool NAME if inferencePool is set, otherwise to the Service NAME. During a canary, its weights set
-    the canary's share. To use a route of your own, set canary.routeRef instead."""
-
-    parent_refs: Parents
-    """Gateways to which the route asks to be attached."""
-    hostnames: Annotated[tuple[Hostname, ...], Meta(max_length=16, extra=SET)] = ()
-    """Host names that the route answers for, such as *.example.com. Without any, those of the listeners count."""

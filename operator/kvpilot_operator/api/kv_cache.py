@@ -79,18 +79,6 @@ class Offload(Record, frozen=True):
     disk: OffloadDisk | None = None
 
 
-class Retention(Record, frozen=True):
-    """Limit on the tokens of a sequence that the KV cache keeps: the first and the last ones (StreamingLLM). Engines
-    free the pages between them, and the model forgets their content. Without this field, the cache keeps all tokens.
-    kvpilot never chooses a limit itself. Engines refuse a limit with sliding-window layers, offload, recentTokens above
-    0 or speculative decoding. A change starts a new revision."""
-
-    sink_tokens: Annotated[int, Meta(ge=1, le=1_048_576)]
-    """Number of first tokens of a sequence to keep, in whole pages. 4 is usual."""
-    window_tokens: Annotated[int, Meta(ge=1, le=16_777_216)]
-    """Number of last tokens of a sequence to keep, in whole pages."""
-
-
 class KVCache(Record, frozen=True):
     """Choice of the KV cache's dtype, and what the cache keeps."""
 
@@ -129,7 +117,6 @@ class KVCache(Record, frozen=True):
     shorter than the default, the largest allowed value within that context applies. A change starts a new revision of
     these dtypes, and denied ones may be tried again."""
     offload: Offload | None = None
-    retention: Retention | None = None
 
     def recent_tokens_of(self, dtype: str) -> int | None:
         """Return the recent window for an engine with this dtype; None if none is set, or the dtype has no window."""

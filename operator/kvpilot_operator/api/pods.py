@@ -137,11 +137,10 @@ class ValueFrom(Record, frozen=True):
     ),
     Rule(
         ".name",
-        "!(self.name in ['KVPILOT_SERVE_HOST', 'KVPILOT_RECENT_TOKENS', 'KVPILOT_RETENTION', 'VLLM_API_KEY', "
-        "'VLLM_PLUGINS', 'VLLM_DP_RANK', 'VLLM_DP_RANK_LOCAL', 'VLLM_DP_SIZE', 'VLLM_DP_MASTER_IP', "
-        "'VLLM_DP_MASTER_PORT'])",
+        "!(self.name in ['KVPILOT_SERVE_HOST', 'KVPILOT_RECENT_TOKENS', 'VLLM_API_KEY', 'VLLM_PLUGINS', "
+        "'VLLM_DP_RANK', 'VLLM_DP_RANK_LOCAL', 'VLLM_DP_SIZE', 'VLLM_DP_MASTER_IP', 'VLLM_DP_MASTER_PORT'])",
         "env {self.name} would hide the engine from kvpilot, make a pod one part of an engine, or set what "
-        "spec.kvCache.recentTokens and spec.kvCache.retention are for: remove it",
+        "spec.kvCache.recentTokens is for: remove it",
     ),
 )
 class EnvVar(Record, frozen=True):

@@ -90,8 +90,6 @@ LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 NAME = f"{LABEL}([.]{LABEL})*"
 Name = Annotated[str, Meta(min_length=1, max_length=253, pattern=f"^{NAME}$")]
 """Name of a Kubernetes object."""
-Label = Annotated[str, Meta(min_length=1, max_length=63, pattern=f"^{LABEL}$")]
-"""Name of a namespace, a container or a volume."""
 Key = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")]
 """Key of a Secret or ConfigMap."""
 Quantity = Annotated[str, Meta(max_length=32, pattern=r"^[0-9]+([.][0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")]

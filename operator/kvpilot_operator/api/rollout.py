@@ -21,9 +21,9 @@ class CanaryStep(Record, frozen=True):
     """One item of spec.canary.steps."""
 
     weight_percent: Annotated[int, Meta(ge=0, le=100)]
-    """Share of requests, in percent, that goes to the canary. At 0, a route (route or canary.routeRef) copies as many
-    requests to the canary as one stable replica gets, and no user sees the canary's answers. Without a route, this step
-    is skipped. 100 is the promotion itself and is not judged."""
+    """Share of requests, in percent, that goes to the canary. At 0, a route (canary.routeRef) copies as many requests
+    to the canary as one stable replica gets, and no user sees the canary's answers. Without a route, this step is
+    skipped. 100 is the promotion itself and is not judged."""
     hold_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 600
     """Seconds to stay at this share before the next step. A step is judged by at least 30 seconds of measurements."""
 

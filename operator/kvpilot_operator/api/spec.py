@@ -4,12 +4,11 @@ The parts are in other modules of this package. `make generate` writes the CRD f
 """
 
 from collections.abc import Mapping
-from typing import Self
 
 import msgspec
 
 from kvpilot_formats.arguments import rules as arguments
-from kvpilot_operator.api.gateways import InferencePool, Route
+from kvpilot_operator.api.gateways import InferencePool
 from kvpilot_operator.api.kv_cache import KVCache
 from kvpilot_operator.api.pods import Cache, Engine, Model
 from kvpilot_operator.api.record import Json, Record, Rule, Thousand, rules
@@ -44,10 +43,9 @@ RULES_OF_SERVICE = (
     ),
     Rule(
         ".kvCache.dtype",
-        "!has(self.kvCache.dtype) || !(self.kvCache.dtype in ['mla8', 'mla4']) || !(has(self.kvCache.offload) || "
-        "has(self.kvCache.retention))",
-        "kvCache.dtype {self.kvCache.dtype} is served with the whole cache on the GPU: remove kvCache.offload and "
-        "kvCache.retention, or use fp8",
+        "!has(self.kvCache.dtype) || !(self.kvCache.dtype in ['mla8', 'mla4']) || !has(self.kvCache.offload)",
+        "kvCache.dtype {self.kvCache.dtype} is served with the whole cache on the GPU: remove kvCache.offload, or use "
+        "fp8",
     ),
     Rule(
         ".kvCache.startDtype",
@@ -72,13 +70,6 @@ RULES_OF_SERVICE = (
         "!has(self.kvCache.recentTokens) || !has(self.model.maxModelLen) || "
         "self.kvCache.recentTokens <= self.model.maxModelLen",
         "kvCache.recentTokens is above model.maxModelLen, the longest context: lower it, or raise maxModelLen",
-    ),
-    Rule(
-        ".kvCache.retention",
-        "!has(self.kvCache.retention) || !(has(self.kvCache.offload) || "
-        "(has(self.kvCache.recentTokens) && self.kvCache.recentTokens > 0))",
-        "kvCache.retention frees pages that kvCache.offload and kvCache.recentTokens would look for: remove it, or "
-        "remove these",
     ),
     Rule(
         ".kvCache.pressure.lowPercent",
@@ -126,9 +117,9 @@ RULES_OF_SERVICE = (
     ),
     Rule(
         ".engine.nodes",
-        "self.engine.nodes == 1 || !(has(self.kvCache.offload) || has(self.kvCache.retention) || "
+        "self.engine.nodes == 1 || !(has(self.kvCache.offload) || "
         "(has(self.cache.weights) && self.cache.weights.accessMode == 'ReadWriteOnce'))",
-        "engine.nodes spreads each replica over several nodes, and kvCache.offload, kvCache.retention and "
+        "engine.nodes spreads each replica over several nodes, and kvCache.offload and "
         "cache.weights.accessMode ReadWriteOnce are for replicas on one: remove these (use ReadWriteMany), or set "
         "engine.nodes to 1",
     ),
@@ -143,15 +134,10 @@ RULES_OF_SERVICE = (
     Rule(
         ".inferencePool.canaryEndpointPickerRef",
         "!has(self.inferencePool) || !has(self.inferencePool.endpointPickerRef) || "
-        "has(self.inferencePool.canaryEndpointPickerRef) || !(has(self.canary.routeRef) || has(self.route))",
-        "inferencePool.canaryEndpointPickerRef is missing, and by canary.routeRef or route a canary's share goes to a "
-        "pool of its own: name that pool's endpoint picker, or remove the route, so that canaries share by the number "
-        "of replicas",
-    ),
-    Rule(
-        ".canary.routeRef",
-        "!has(self.route) || !has(self.canary.routeRef)",
-        "canary.routeRef names a route of yours and route has one made: remove one of them",
+        "has(self.inferencePool.canaryEndpointPickerRef) || !has(self.canary.routeRef)",
+        "inferencePool.canaryEndpointPickerRef is missing, and by canary.routeRef a canary's share goes to a pool of "
+        "its own: name that pool's endpoint picker, or remove routeRef, so that canaries share by the number of "
+        "replicas",
     ),
 )
 class Spec(Record, frozen=True):
@@ -173,26 +159,11 @@ class Spec(Record, frozen=True):
     drain: Drain = Drain()
     disruption: Disruption = Disruption()
     inference_pool: InferencePool | None = None
-    route: Route | None = None
-
-    def route_of(self, service: str) -> str | None:
-        """Return the name of the HTTPRoute that gives a canary its share of the requests, or None.
-
-        An HTTPRoute that kvpilot makes has the service's name.
-        """
-        if self.route is not None:
-            return service
-        named = self.canary.route_ref
-        return named.name if named is not None else None
 
     @property
     def offloads(self) -> bool:
         """Return True if engines offload KV blocks to host memory."""
         return self.kv_cache.offload is not None or self.engine.arguments.on(arguments.OFFLOAD)
-
-    def as_reference(self) -> Self:
-        """Return the spec of the engine that records the baseline: its KV cache keeps every token."""
-        return msgspec.structs.replace(self, kv_cache=msgspec.structs.replace(self.kv_cache, retention=None))
 
 
 def parse(obj: Mapping[str, Json]) -> Spec:

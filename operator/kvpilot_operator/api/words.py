@@ -120,7 +120,6 @@ class Reason(StrEnum):
     SPEC_CHANGED = "SpecChanged"
     SPEC_INVALID = "SpecInvalid"
     RECONCILE_INCOMPLETE = "ReconcileIncomplete"
-    ROUTE_WAITING = "RouteWaiting"
     # Reasons about engines, and the weights that they load.
     UNSCHEDULABLE = "Unschedulable"
     CLAIM_NOT_BOUND = "ClaimNotBound"

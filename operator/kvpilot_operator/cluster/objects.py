@@ -69,7 +69,7 @@ def _segment(kind: str, name: str) -> str:
 
 def version_of(kind: str, obj: Object) -> str:
     """Return a version that changes with the object's spec. It is empty for kinds that are not watched."""
-    if kind in ("Deployment", "LeaderWorkerSet", "InferencePool", "HTTPRoute"):
+    if kind in ("Deployment", "LeaderWorkerSet", "InferencePool"):
         # Use the generation, because the resourceVersion also changes with every change of the status.
         return str(obj["metadata"].get("generation", ""))
     return str(obj["metadata"].get("resourceVersion", "")) if kind == "Service" else ""

@@ -23,7 +23,7 @@ _API_SERVER = (
     "Invalid", "Forbidden", "BadRequest", "Conflict", "AlreadyExists", "NotFound", "Gone", "Expired", "InternalError",
     "MethodNotAllowed", "NotAcceptable", "UnsupportedMediaType", "RequestEntityTooLarge", "Unauthorized", "Timeout",
     "ServerTimeout", "TooManyRequests", "ServiceUnavailable", "FailedCreate", "NameTaken", "ObjectMissing",
-    "Rejected", "InferencePoolsNotServed", "HTTPRoutesNotServed",
+    "Rejected", "InferencePoolsNotServed",
 )  # fmt: skip
 
 

@@ -162,8 +162,8 @@ class Context(Draft):
     """
 
     spec: Spec
-    render: Callable[..., Revision]
-    """Cached function that renders the spec's pod template with a dtype. `whole` ignores kvCache.retention."""
+    render: Callable[[str], Revision]
+    """Cached function that renders the spec's pod template with a dtype."""
     plan_traffic: Callable[[TrafficMode | None, bool, int], TrafficPlan]
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED
@@ -220,15 +220,9 @@ class Context(Draft):
         return self.render(stable.dtype if stable is not None else kv.baseline).name
 
     @property
-    def sixteen_bits(self) -> Revision:
-        """Return the 16-bit revision that gives the baseline. It ignores kvCache.retention and keeps every token."""
-        kv = self.spec.kv_cache
-        return self.render(kv.baseline, whole=True) if kv.retention is not None else self.render(kv.baseline)
-
-    @property
     def reference(self) -> str:
-        """Return the name of the 16-bit revision that gives the baseline (`sixteen_bits`)."""
-        return self.sixteen_bits.name
+        """Return the name of the 16-bit revision that gives the baseline."""
+        return self.render(self.spec.kv_cache.baseline).name
 
     @property
     def plan(self) -> TrafficPlan:
@@ -238,7 +232,6 @@ class Context(Draft):
         return self.plan_traffic(begun, replaces, self.replicas)
 
 
-def _rendered(s: Snapshot, spec: Spec, dtype: str, whole: bool = False) -> Revision:
-    of = spec.as_reference() if whole else spec
-    template = pod_template(s.key.name, of, dtype, assigned_user=s.server.assigns_users)
+def _rendered(s: Snapshot, spec: Spec, dtype: str) -> Revision:
+    template = pod_template(s.key.name, spec, dtype, assigned_user=s.server.assigns_users)
     return Revision(revision(template), template)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from kvpilot_operator.api.names import HTTP_ROUTE_API, INFERENCE_POOL_API, deployment_name
+from kvpilot_operator.api.names import INFERENCE_POOL_API, deployment_name
 from kvpilot_operator.render.workloads import KINDS
 from kvpilot_operator.state.decision import Cause
 from kvpilot_operator.state.objects import Rejection
@@ -42,21 +42,20 @@ _RIGHTS = {"InferencePool": "rbac.inferencePools of the chart", "HTTPRoute": "rb
 
 
 def rejected(s: Snapshot) -> tuple[Rejection, ...]:
-    """Return all rejections: objects refused at the last write, pods that a workload could not create, and objects
-    whose kind the API server does not serve."""
+    """Return all rejections: objects refused at the last write, pods that a workload could not create, and
+    InferencePools if the API server does not serve them."""
     pods = [
         Rejection(view.kind, deployment_name(s.key.name, view.revision), "FailedCreate", view.failure)
         for view in s.deployments.values()
         if view.failure is not None
     ]
-    spec, absent = None if s.unread(Question.ROUTE) else s.spec, []
+    spec = None if s.unread(Question.ROUTE) else s.spec
     if spec is not None and spec.inference_pool is not None and not s.server.inference_pools:
-        absent.append(("InferencePool", "inferencePool", INFERENCE_POOL_API, "Gateway API Inference Extension"))
-    if spec is not None and spec.route is not None and not s.server.http_routes:
-        absent.append(("HTTPRoute", "route", HTTP_ROUTE_API, "Gateway API"))
-    for kind, field, api, needed in absent:
-        words = f"spec.{field}: this API server does not serve {api}: install the {needed}, or remove the field"
-        pods.append(Rejection(kind, s.key.name, f"{kind}sNotServed", words))
+        words = (
+            f"spec.inferencePool: this API server does not serve {INFERENCE_POOL_API}: install the Gateway API "
+            "Inference Extension, or remove the field"
+        )
+        pods.append(Rejection("InferencePool", s.key.name, "InferencePoolsNotServed", words))
     return (*(s.rejections or ()), *pods)
 
 

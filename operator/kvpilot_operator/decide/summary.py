@@ -37,8 +37,7 @@ def summarise(c: Context) -> Context:
         observed_revision=c.asked,
         # Show no URL if another owner's Service has the name, because requests to it would not reach this service.
         url=service_url(s.key.namespace, s.key.name) if s.traffic is not None else None,
-        inference_pool=_kept(c, "InferencePool", Question.POOLS, c.before.inference_pool),
-        route=_kept(c, "HTTPRoute", Question.ROUTE, c.before.route),
+        inference_pool=_inference_pool(c),
         replicas=_counted(c, names),
         ready_replicas=sum(len(s.ready_pods(name)) for name in names),
         selector=f"{SERVICE_LABEL}={s.key.name}{one}",
@@ -67,18 +66,16 @@ def _figures(c: Context, sample: Sample | None) -> Figures:
     )
 
 
-def _kept(c: Context, kind: str, question: Question, before: str | None) -> str | None:
-    """Return the name of the InferencePool or HTTPRoute to write to the status, or None.
+def _inference_pool(c: Context) -> str | None:
+    """Return the name of the InferencePool to write to the status, or None.
 
-    Keep the name until the object's deletion is observed, so that a restarted operator finds the object.
+    Keep the name until the pool's deletion is observed, so that a restarted operator finds the pool.
     """
     s = c.snapshot
-    there = {name: one.owned for (its, name), one in s.objects.items() if its == kind}
-    pool, route = c.spec.inference_pool is not None, c.spec.route is not None
-    wanted = pool and s.server.inference_pools if kind == "InferencePool" else route and s.server.http_routes
-    # Leave the name out if the existing object has another owner.
-    asked = wanted and there.get(s.key.name, True)
-    kept = s.unread(question) is not None and before is not None
+    there = {name: one.owned for (kind, name), one in s.objects.items() if kind == "InferencePool"}
+    # Leave the name out if the existing pool has another owner.
+    asked = c.spec.inference_pool is not None and s.server.inference_pools and there.get(s.key.name, True)
+    kept = s.unread(Question.POOLS) is not None and c.before.inference_pool is not None
     return s.key.name if asked or any(there.values()) or kept else None
 
 

@@ -102,7 +102,7 @@ def traffic_plan(s: Snapshot, spec: Spec, begun: TrafficMode | None, replaces_on
         return _probe_only(f"with {replicas} replicas, two revisions cannot share traffic: the canary's probes decide")
     if begun == TrafficMode.PROBE_ONLY:
         return _probe_only("its probes alone decide")
-    if begun == TrafficMode.HTTP_ROUTE or (begun is None and spec.route_of(s.key.name) is not None):
+    if begun == TrafficMode.HTTP_ROUTE or (begun is None and spec.canary.route_ref is not None):
         return _by_route(s, spec, pods, most)
     return _by_ratio(spec, pods, most)
 
@@ -112,9 +112,9 @@ def _probe_only(message: str) -> TrafficPlan:
 
 
 def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> TrafficPlan:
-    held = route.route_fault(s, spec)
-    if held is not None:
-        return TrafficPlan(TrafficMode.HTTP_ROUTE, held=f"{route.field_of(spec)}{held}")
+    ref, held = spec.canary.route_ref, route.route_fault(s, spec)
+    if ref is None or held is not None:
+        return TrafficPlan(TrafficMode.HTTP_ROUTE, held=held)
     steps = tuple(
         TrafficStep(
             i,
@@ -126,7 +126,7 @@ def _by_route(s: Snapshot, spec: Spec, pods: int, most: int) -> TrafficPlan:
         for i, one in enumerate(spec.canary.steps)
         if one.weight_percent < 100
     )
-    return TrafficPlan(TrafficMode.HTTP_ROUTE, steps, f"by weights of HTTPRoute {spec.route_of(s.key.name)}")
+    return TrafficPlan(TrafficMode.HTTP_ROUTE, steps, f"by weights of HTTPRoute {ref.name}")
 
 
 def _by_ratio(spec: Spec, pods: int, most: int) -> TrafficPlan:

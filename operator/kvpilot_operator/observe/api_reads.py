@@ -44,7 +44,7 @@ class ApiReads:
 
     async def server(self, spec: Spec | None) -> ServerFacts:
         """Return the optional APIs that the spec needs and the server serves."""
-        named = spec is not None and spec.route_of("") is not None
+        named = spec is not None and spec.canary.route_ref is not None
         routes = named and await self._serves(HTTP_ROUTE_API)
         pools = spec is not None and spec.inference_pool is not None and await self._serves(INFERENCE_POOL_API)
         return replace(self.always, http_routes=routes, inference_pools=pools)

@@ -27,7 +27,7 @@ from kvpilot_operator.observe.pod_metrics import PodMetrics
 from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
 from kvpilot_operator.observe.scrape import Scraper, ScrapeThrottle
-from kvpilot_operator.observe.views import named_view, pool_view, route_view, together
+from kvpilot_operator.observe.views import pool_view, route_view, together
 from kvpilot_operator.observe.windows import Windows, retention_of
 from kvpilot_operator.state.decision import ProbeResult
 from kvpilot_operator.state.objects import ObjectView, PodView, RouteView
@@ -81,7 +81,7 @@ class Observer:
         # Send all requests first, so that everything read from the cache afterwards has the same age.
         failed: list[Unanswered] = []
         server = await _observed(Question.ROUTE, self._reads.server(spec), self.server, failed)
-        route, routes = await _observed(Question.ROUTE, self._route(known, service, server), (None, {}), failed)
+        route = await _observed(Question.ROUTE, self._route(key, spec, server), None, failed)
         pools = await _observed(Question.POOLS, self._pools(known, service, server), {}, failed)
         probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
         job = read_prefetch(self.cluster, self.scraper, key, service)
@@ -102,7 +102,7 @@ class Observer:
             if objects[placed.kind, placed.name].owned
             and placed.name == deployment_name(key.name, placed.view.revision)
         }
-        objects.update(pools | routes)
+        objects.update(pools)
         service_view, pool = objects.get(("Service", key.name)), pools.get(("InferencePool", key.name))
         selects = service_view.selects if service_view is not None and service_view.owned else None
         # A pool that could not be read may select any revision.
@@ -191,23 +191,13 @@ class Observer:
         found = {(pool.kind, pool.name): await self.cluster.find(pool) for pool in pools}
         return {what: pool_view(one, known.uid) for what, one in found.items() if one is not None}
 
-    async def _route(
-        self, known: Observations, service: ServiceView, server: ServerFacts
-    ) -> tuple[RouteView | None, Objects]:
-        """Return the route that sends a canary its share, and the view of our own route while that exists."""
-        key, spec, kept = known.key, service.spec, service.status.route is not None
-        own = Ref(HTTP_ROUTE_API, "HTTPRoute", key.namespace, key.name)
-        asked = spec is not None and spec.route is not None
-        ours = await self.cluster.find(own) if kept or (asked and server.http_routes) else None
-        views: Objects = {}
-        if ours is not None:
-            views["HTTPRoute", key.name] = named_view("HTTPRoute", ours, known.uid)
-        if asked or spec is None:
-            owned = bool(views) and views["HTTPRoute", key.name].owned
-            return route_view(ours if owned else None, key), views
-        name = spec.route_of(key.name)
-        theirs = await self.cluster.find(own._replace(name=name)) if name is not None and server.http_routes else None
-        return route_view(theirs, key), views
+    async def _route(self, key: ServiceKey, spec: Spec | None, server: ServerFacts) -> RouteView | None:
+        """Return the user's route that sends a canary its share. Return None if there is none."""
+        ref = spec.canary.route_ref if spec is not None else None
+        if ref is None or not server.http_routes:
+            return None
+        found = await self.cluster.find(Ref(HTTP_ROUTE_API, "HTTPRoute", key.namespace, ref.name))
+        return route_view(found) if found is not None else None
 
     async def _probe_plan(self, known: Observations, spec: Spec | None) -> ProbePlan:
         if spec is None:

@@ -11,8 +11,7 @@ from kvpilot_formats.untrusted import lines, shown
 from kvpilot_operator.api import names
 from kvpilot_operator.cluster.objects import version_of
 from kvpilot_operator.render.workloads import KINDS, leader_of, makes
-from kvpilot_operator.state.objects import ON_ITS_WAY, DeploymentView, ObjectView, Parent, PodView, RouteView
-from kvpilot_operator.state.snapshot import ServiceKey
+from kvpilot_operator.state.objects import ON_ITS_WAY, DeploymentView, ObjectView, PodView, RouteView
 
 Object = Mapping[str, Any]
 
@@ -178,43 +177,10 @@ def _selected(service: Object, selector: Object) -> str | None:
     return str(selector.get(names.REVISION_LABEL, ""))
 
 
-def route_view(route: Object | None, key: ServiceKey) -> RouteView | None:
-    """Return the view of an HTTPRoute, with the answers of its parents."""
-    if route is None:
-        return None
-    rules = tuple((route.get("spec") or {}).get("rules") or ())
-    metadata = route["metadata"]
-    return RouteView(metadata["name"], metadata.get("resourceVersion", ""), rules, _parents(route, key))
-
-
-def _parents(route: Object, key: ServiceKey) -> tuple[Parent, ...]:
-    answers = (route.get("status") or {}).get("parents") or ()
-    found = []
-    for ref in (route.get("spec") or {}).get("parentRefs") or ():
-        said = [one for one in answers if _parent(one.get("parentRef") or {}, key) == _parent(ref, key)]
-        conditions = [condition for one in said for condition in one.get("conditions") or ()]
-        found.append(_answer(_parent_name(ref, key), conditions, route["metadata"].get("generation", 0)))
-    return tuple(found)
-
-
-def _answer(name: str, conditions: Sequence[Object], generation: int) -> Parent:
-    """Return a parent's answer to the current generation of the route. Ignore conditions about older ones."""
-    now = [one for one in conditions if one.get("observedGeneration", generation) >= generation]
-    for one in now:
-        if one.get("type") in ("Accepted", "ResolvedRefs") and one.get("status") == "False":
-            return Parent(name, False, shown(f"{one.get('reason')}: {one.get('message') or 'no reason is given'}"))
-    accepted = any(one.get("type") == "Accepted" and one.get("status") == "True" for one in now)
-    return Parent(name, True if accepted else None)
-
-
-def _parent(ref: Object, key: ServiceKey) -> tuple[object, ...]:
-    kind, namespace = ref.get("kind", "Gateway"), ref.get("namespace", key.namespace)
-    return kind, namespace, ref.get("name"), ref.get("sectionName"), ref.get("port")
-
-
-def _parent_name(ref: Object, key: ServiceKey) -> str:
-    section = f", listener {ref['sectionName']}" if ref.get("sectionName") else ""
-    return f"{ref.get('kind', 'Gateway')} {ref.get('namespace', key.namespace)}/{ref.get('name')}{section}"
+def route_view(route: Object) -> RouteView:
+    """Return the view of an HTTPRoute."""
+    metadata, rules = route["metadata"], (route.get("spec") or {}).get("rules") or ()
+    return RouteView(metadata["name"], metadata.get("resourceVersion", ""), tuple(rules))
 
 
 def _named(containers: Sequence[Object], name: str) -> Object:

@@ -22,16 +22,19 @@ _STEP_BUCKETS = 40
 # Longest time, in seconds, whose samples the near window (`SampleRetention`) merges into one. With a longer one, two
 # samples could be 60 s (`STALE_SECONDS`) apart, which counts as a gap.
 _LONGEST_BUCKET_SECONDS = 45.0
-# Largest number of samples in the near window, which may last a day, and in the far window.
+# Largest number of samples in the near window, which may last a day.
 _MOST_BUCKETS = 2400
-_FAR_BUCKETS = 24
+# Samples beyond the near window are merged, as long as a merged sample spans at most this share of its age. A trial
+# needs shorter ones: a traffic step is judged by the same stretch of time until that is as old as it is long, and a
+# merged sample that lies across an end of the stretch does not count.
+_SPAN, _TRIAL_SPAN = 1 / 12, 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRetention:
     """Rules for which samples of a service to keep. All times are in seconds.
 
-    Up to the age `near`, one sample per `bucket` is kept. Up to the age `far`, one per `far_bucket` is kept.
+    Up to the age `near`, one sample per `bucket` is kept. Up to the age `far`, samples get fewer with their age.
     """
 
     near: float = 600.0
@@ -44,21 +47,18 @@ class SampleRetention:
     latencies: bool = False
     """Keep latency histograms even without a trial, because the spec has latency objectives."""
 
-    @property
-    def far_bucket(self) -> float:
-        """Seconds between two samples that are older than `near`."""
-        return max(self.bucket, self.far / _FAR_BUCKETS)
-
 
 def retention_of(spec: Spec, *, trial: bool) -> SampleRetention:
     """Return the retention that a spec's decisions need.
 
-    `near` covers the pressure window and the stabilization of scale-downs, `far` the longest traffic step of a canary.
+    `near` covers the pressure window and the stabilization of scale-downs, `far` a canary's longest traffic step up to
+    its deadline.
     """
     canary, sustained = spec.canary, spec.kv_cache.pressure.sustained_seconds
     holds = [step.hold_seconds for step in canary.steps if step.hold_seconds]
+    longest = max(holds, default=0) + canary.warm_up_seconds + canary.progress_deadline_seconds
     near = max(sustained, spec.scaling.scale_down_stabilization_seconds)
-    far = max(near, canary.progress_deadline_seconds, *(hold + canary.warm_up_seconds for hold in holds))
+    far = max(near, longest)
     bucket = min(sustained / _PRESSURE_BUCKETS, _LONGEST_BUCKET_SECONDS, *(hold / _STEP_BUCKETS for hold in holds))
     return SampleRetention(
         near, far, max(bucket, near / _MOST_BUCKETS), sustained, trial, bool(spec.scaling.objectives)
@@ -130,9 +130,22 @@ class _Series:
         if not retention.trial:
             self._thin(sample.time, retention.pressure)
         while _age(self.near[0], sample.time) > retention.near:
-            _append(self.far, self.near.popleft(), retention.far_bucket)
+            self.far.append(self.near.popleft())
+            self._widen(sample.time, _TRIAL_SPAN if retention.trial else _SPAN)
         while self.far and _age(self.far[0], sample.time) > retention.far:
             self.far.popleft()
+
+    def _widen(self, now: datetime, span: float) -> None:
+        """Merge far samples with their neighbours, as long as a merged sample spans at most `span` of its age."""
+        wider: deque[_Merged] = deque()
+        for bucket in self.far:
+            # The increments of a sample begin at the sample before it.
+            begin = wider[-2].sample.time if len(wider) > 1 else None
+            if begin is not None and (bucket.sample.time - begin).total_seconds() <= span * _age(bucket, now):
+                wider[-1].merge(bucket)
+            else:
+                wider.append(bucket)
+        self.far = wider
 
     def _thin(self, now: datetime, seconds: float) -> None:
         """Drop the histograms of samples older than `seconds`, because they take most of the memory."""

@@ -214,8 +214,6 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--kv-offloading-size={spec.kv_cache.offload.cpu_memory_gib}")
         if (disk := spec.kv_cache.offload.disk) is not None:
             arguments += [f"--kv-offloading-disk-path={_OFFLOAD_PATH}", f"--kv-offloading-disk-size={disk.size_gib}"]
-    if (kept := spec.kv_cache.retention) is not None:
-        arguments.append(f"--retention={kept.sink_tokens}:{kept.window_tokens}")
     return [*arguments, *workloads.group_arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
 
 

@@ -6,15 +6,13 @@ from datetime import datetime
 from typing import Any
 
 from kvpilot_operator.api import names
-from kvpilot_operator.api.gateways import EndpointPickerRef, Route
+from kvpilot_operator.api.gateways import EndpointPickerRef
 from kvpilot_operator.api.pods import Claim
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.render.workloads import group_spec, kind_for
 from kvpilot_operator.state.objects import PodView, RouteView
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.times import utc
-
-_GATEWAYS = names.HTTP_ROUTE_API.partition("/")[0]
 
 
 def owned(
@@ -129,14 +127,6 @@ def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) 
     }
     metadata = {"name": pod.name, "namespace": key.namespace, "uid": pod.uid}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": {"conditions": [condition]}}
-
-
-def http_route(key: ServiceKey, uid: str, asked: Route, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the manifest of kvpilot's own HTTPRoute with these rules."""
-    parents = [{"group": _GATEWAYS, "kind": "Gateway", **parent.as_written()} for parent in asked.parent_refs]
-    hostnames = {"hostnames": list(asked.hostnames)} if asked.hostnames else {}
-    spec = {"parentRefs": parents, **hostnames, "rules": [dict(rule) for rule in rules]}
-    return owned(key, uid, (names.HTTP_ROUTE_API, "HTTPRoute", key.name), spec=spec)
 
 
 def route_rules(key: ServiceKey, route: RouteView, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -63,28 +63,6 @@ def weighted(rules: Sequence[Rule], ours: Backend, share: int, mirrored: int = 0
     return tuple(_with(rule, ours, share) for rule in written) if share else written
 
 
-def own_rules(s: Snapshot) -> tuple[Rule, ...] | None:
-    """Return the rules of our own route without a canary. They name the pool if it exists, else the Service.
-
-    Return None if neither object is ours, or if pools could not be read.
-    """
-    if s.spec is None or s.unread(Question.POOLS) is not None:
-        return None
-    there = {kind: s.objects.get((kind, s.key.name)) for kind in ("InferencePool", "Service")}
-    ours = {kind for kind, one in there.items() if one is not None and one.owned}
-    if s.spec.inference_pool is not None and "InferencePool" in ours:
-        ref = {"group": INFERENCE_POOL_API.partition("/")[0], "kind": "InferencePool", "name": s.key.name}
-        return ({"backendRefs": [ref]},)
-    return ({"backendRefs": [{"name": s.key.name, "port": SERVICE_PORT}]},) if "Service" in ours else None
-
-
-def field_of(spec: Spec) -> str:
-    """Return the field that asks for the route; both fields if neither is set."""
-    if spec.route is not None:
-        return "spec.route"
-    return "spec.canary.routeRef" if spec.canary.route_ref is not None else "spec.route or spec.canary.routeRef"
-
-
 def carries(route: RouteView | None, named: Backend) -> bool:
     """Return True if a rule of the route names the backend, or copies requests to it."""
     rules = route.rules if route is not None else ()
@@ -94,49 +72,43 @@ def carries(route: RouteView | None, named: Backend) -> bool:
 def route_fault(s: Snapshot, spec: Spec) -> str | None:
     """Return the reason why the route cannot hold a canary's share, with the remedy, or None.
 
-    The text continues after the name of the field in the spec (`field_of`).
+    The text begins with the name of the field in the spec.
     """
-    name, service, lent = spec.route_of(s.key.name), s.key.name, canary_service(s.key.name)
-    remove = "remove route" if spec.route is not None else "remove routeRef"
-    if name is None:
-        return " was removed during the trial; put it back, or end the trial"
+    field, ref, service, lent = "spec.canary.routeRef", spec.canary.route_ref, s.key.name, canary_service(s.key.name)
+    if ref is None:
+        return f"{field} was removed during the trial; put it back, or end the trial"
     if len(lent) > _MAX_NAME:
         long = f"the Service {lent} would have a name of more than {_MAX_NAME} characters"
-        return f": {long}; give the service a shorter name, or {remove}"
+        return f"{field}: {long}; give the service a shorter name, or remove routeRef"
     unread = s.unread(Question.ROUTE)
     if unread is not None:
-        return f": HTTPRoute {name} could not be read: {unread}"
+        return f"{field}: HTTPRoute {ref.name} could not be read: {unread}"
     if not s.server.http_routes:
         missing = f"this API server does not serve {HTTP_ROUTE_API}"
-        return f": {missing}; install the Gateway API, or {remove}"
+        return f"{field}: {missing}; install the Gateway API, or remove routeRef"
     if spec.inference_pool is not None and not s.server.inference_pools:
         missing = f"this API server does not serve {INFERENCE_POOL_API}, which spec.inferencePool needs"
-        return f": {missing}; install the Gateway API Inference Extension, or remove spec.inferencePool"
+        return f"{field}: {missing}; install the Gateway API Inference Extension, or remove spec.inferencePool"
     refused = next((pool for pool in (service, lent) if s.rejection("InferencePool", pool) is not None), None)
     if spec.inference_pool is not None and refused is not None:
-        return f": InferencePool {refused}, a backend of the route, is refused; the condition Stalled has the remedy"
-    if s.route is None and spec.route is not None:
-        return f": HTTPRoute {name} does not exist yet; if it stays so, the condition Stalled has the reason"
+        why = f"InferencePool {refused}, a backend of the route, is refused"
+        return f"{field}: {why}; the condition Stalled has the remedy"
     if s.route is None:
-        return f": namespace {s.key.namespace} has no HTTPRoute {name}; create it, or {remove}"
-    # Check only our own route: a Gateway may refuse parts of a user's route that kvpilot does not touch.
-    refused_by = s.route.refusals if spec.route is not None else []
-    if refused_by and len(refused_by) == len(s.route.parents):
-        return f": no Gateway accepts HTTPRoute {name}: {'; '.join(refused_by)}; fix the cause, or {remove}"
+        return f"{field}: namespace {s.key.namespace} has no HTTPRoute {ref.name}; create it, or remove routeRef"
     own = backend(s)
     ours = [rule for rule in weighted(s.route.rules, own, 0) if _sends(rule, own)]
     if not ours:
         alone = own.kinds == SERVICES
         named = "Service" if alone else "Service or InferencePool"
-        none = f"no rule of HTTPRoute {name} sends to {named} {service}"
+        none = f"no rule of HTTPRoute {ref.name} sends to {named} {service}"
         unpooled = alone and carries(s.route, own._replace(kinds=POOLS))
         pools = ", set spec.inferencePool" if unpooled else ""
-        return f": {none}; add it to a rule's backendRefs{pools}, or {remove}"
+        return f"{field}: {none}; add it to a rule's backendRefs{pools}, or remove routeRef"
     largest = max(_weight(ref) for rule in ours for ref in _refs(rule))
     if largest <= MAX_WEIGHT:
         return None
-    heavy = f"HTTPRoute {name} has a weight of {largest} beside {service}"
-    return f": {heavy}; kvpilot can split weights up to {MAX_WEIGHT}: make them smaller"
+    heavy = f"HTTPRoute {ref.name} has a weight of {largest} beside {service}"
+    return f"{field}: {heavy}; kvpilot can split weights up to {MAX_WEIGHT}: make them smaller"
 
 
 def _with(rule: Rule, ours: Backend, share: int) -> Rule:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 ON_ITS_WAY = ("PodInitializing", "ContainerCreating")
 """Waiting reasons of a container that starts normally."""
@@ -117,26 +117,10 @@ class Rejection:
     """(field, message) of each fault."""
 
 
-class Parent(NamedTuple):
-    """A Gateway's answer to a route that names it as a parent."""
-
-    name: str
-    """KIND NAMESPACE/NAME, with the listener if the route names one."""
-    accepted: bool | None
-    """None until the Gateway has answered for the current generation of the route."""
-    message: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class RouteView:
-    """The HTTPRoute that sends a canary its share of the requests: kvpilot's own, or the user's from routeRef."""
+    """The user's HTTPRoute that sends a canary its share of the requests (spec.canary.routeRef)."""
 
     name: str
     resource_version: str
     rules: tuple[Mapping[str, Any], ...]
-    parents: tuple[Parent, ...] = ()
-
-    @property
-    def refusals(self) -> list[str]:
-        """Messages of the Gateways that refuse the route, one for each."""
-        return [f"{one.name} says {one.message}" for one in self.parents if one.accepted is False]

@@ -85,14 +85,14 @@ class Snapshot:
     """Revision that the Service and the InferencePool select. It is "" if they select all revisions or differ from each
     other, and None without a Service of kvpilot."""
     objects: Mapping[tuple[str, str], ObjectView] = field(default_factory=dict)
-    """Workloads and Services with the service's label, and pools and routes with its names. Keys: (kind, name)."""
+    """Workloads and Services with the service's label, and pools with its names. Keys: (kind, name)."""
     rejections: tuple[Rejection, ...] | None = None
     """Objects that the API server refused at their last write. None before the first write."""
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     node: NodeFacts = NodeFacts()
     model: ModelFacts | None = None
     route: RouteView | None = None
-    """Route for a canary's share; None if the spec requests none, or the route does not exist or has another owner."""
+    """Route for a canary's share; None if the spec names none, or the route does not exist."""
     prefetch: PrefetchView | None = None
     """kvpilot's Job that downloads weights; None if it does not exist or is not needed."""
     autoscaler: str | None = None

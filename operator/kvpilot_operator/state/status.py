@@ -260,8 +260,6 @@ class Status(Record, frozen=True, kw_only=True):
     inference_pool: Text | None = None
     """Name of the InferencePool that selects the serving pods. After spec.inferencePool is removed, absent once the
     pool is deleted."""
-    route: Text | None = None
-    """Name of the HTTPRoute that kvpilot keeps. After spec.route is removed, absent once the route is deleted."""
     url: Text | None = None
     """Address in the cluster, http://NAME.NAMESPACE.svc; vLLM's API is below /v1. Absent while the Service does not
     exist or has another owner."""
@@ -288,8 +286,8 @@ class Status(Record, frozen=True, kw_only=True):
     """Ready is True while the service matches its newest spec and no change is under way. Serving is True while
     requests are answered. Reconciling and Stalled are those of kstatus, and never both True. Reconciling is True while
     a change to the newest spec is under way. Stalled is True if only a person can help. The messages of the two list
-    every cause, with field, value and remedy: an invalid spec, objects or pods that the API server refuses, a route
-    that a Gateway refuses, a paused rollout. The other conditions report measurements."""
+    every cause, with field, value and remedy: an invalid spec, objects or pods that the API server refuses, a paused
+    rollout. The other conditions report measurements."""
 
     @property
     def last_trial(self) -> Experience | None:

@@ -210,7 +210,8 @@ class CudaBuilder(PackedBuilder):
         """Return the metadata of one batch. Overwrite the buffers that captured graphs read."""
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
-            # A bounded cache cuts sequences into pieces, and the plan may have room for fewer. Prefill the others.
+            # With chunked attention, vLLM cuts sequences at their chunks, and the plan may have room for fewer pieces.
+            # Prefill the others.
             starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
             decodes = int((starts <= self.plan.rows).sum()) - 1
             decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes
@@ -219,10 +220,9 @@ class CudaBuilder(PackedBuilder):
             prefills = common.num_reqs - decodes
         lens = common.seq_lens[:decodes]
         several, ordinals = self._several(common, decodes, decode_tokens)
-        # Draft tokens, and pieces of a bounded cache, attend to tokens that the same step stores. So let decode overlap
-        # with the stores only in steps without prefills, in which each sequence has one new token.
-        alone = not prefills and several is None and common.max_query_len == 1
-        self.plan.update(lens, overlap=alone, several=several)
+        # Draft tokens attend to tokens that the same step stores. So let decode overlap with the stores only in steps
+        # without prefills, in which each sequence has one new token.
+        self.plan.update(lens, overlap=not prefills and several is None, several=several)
         found, later = self._prefills(common, decodes, decode_tokens) if prefills else (None, None)
         rows = len(ordinals)
         if found:

@@ -29,7 +29,7 @@ from kvpilot_formats.arguments import rules
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.of_engine import calibration_of
-from kvpilot_runtime.config import connectors, offload, retention
+from kvpilot_runtime.config import connectors, offload
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.recent.ring_layers import RecentLayer, Rings, attach
 from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_drafters
@@ -142,11 +142,8 @@ class PackedBackend(OurBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Return True if image tokens may attend in both directions. A bounded cache does not support this.
-
-        Its block tables list only kept pages, so positions in them differ from positions in the prompt.
-        """
-        return retention.asked() is None
+        """Return True: image tokens may attend in both directions."""
+        return True
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

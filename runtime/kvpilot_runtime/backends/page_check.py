@@ -4,9 +4,6 @@ A later vLLM may keep shapes and names but change their meaning: swap blocks and
 count slots differently. So a worker runs this check once it has its KV cache. One layer of each shape stores up to
 three test requests of different lengths, and attends to all of them in one engine step. The result must agree with a
 computation in float64 (`kvpilot_kernels.reference`).
-
-In a bounded cache, the longest request exceeds the bound. The check overwrites its freed pages, so a layer that
-still reads them fails.
 """
 
 import logging
@@ -17,8 +14,6 @@ import torch
 
 from kvpilot_kernels.reference.attention import decode_reference
 from kvpilot_runtime.backends.packed import our_layers
-from kvpilot_runtime.config import retention
-from kvpilot_runtime.config.retention import SinksAndWindow
 from kvpilot_runtime.errors import UnsupportedEngineError
 from kvpilot_runtime.recent.ring_layers import Rings
 from kvpilot_runtime.vllm_api import compat
@@ -27,7 +22,7 @@ WORST = 0.05
 """Largest allowed error, relative to the float64 result. Rounding causes about 0.01, and a misread page about 1."""
 
 LONGEST = 4096
-"""Length limit of a test request, in tokens. So the check never exceeds the bound of a larger bounded cache."""
+"""Length limit of a test request, in tokens. In models with states, a page may have thousands of tokens."""
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
@@ -79,8 +74,8 @@ class _Request:
         return self.pages[at // size] * size + at % size
 
 
-def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) -> list[int]:
-    """Return the lengths of test requests, in tokens: two pages, less than one page, and more than the bound keeps.
+def lengths(blocks: int, size: int, longest: int) -> list[int]:
+    """Return the lengths of test requests, in tokens: two pages, less than one page, and three pages.
 
     Leave out a request for which the cache has no blocks left.
 
@@ -88,15 +83,9 @@ def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) 
         blocks: number of blocks of the cache, with block 0, which vLLM gives to no request.
         size: tokens of a block.
         longest: largest number of tokens of a request.
-        bound: bound of the cache; None if it keeps all tokens.
     """
-    asked = [size + 3, min(5, size)]
-    if bound is not None:
-        asked.append(bound.window + (bound.sink_pages(size) + 2) * size + 3)
-    else:
-        asked.append(2 * size + 1)
     found, left = [], blocks - 1
-    for tokens in asked:
+    for tokens in (size + 3, min(5, size), 2 * size + 1):
         if (pages := -(-tokens // size)) <= left and tokens <= min(longest, LONGEST):
             found.append(tokens)
             left -= pages
@@ -106,10 +95,10 @@ def lengths(blocks: int, size: int, longest: int, bound: SinksAndWindow | None) 
 @torch.inference_mode()
 def _off(config: Any, layer: Any) -> float:
     """Return the largest error of the layer's outputs for requests' last tokens, relative to the float64 result."""
-    cache, bound = layer.kv_cache, retention.asked()
+    cache = layer.kv_cache
     size = cache.shape[2]  # the configured block size may differ, if KV-cache groups share pages
     scheduler = config.scheduler_config
-    wanted = lengths(cache.shape[0], size, config.model_config.max_model_len, bound)[: scheduler.max_num_seqs]
+    wanted = lengths(cache.shape[0], size, config.model_config.max_model_len)[: scheduler.max_num_seqs]
     requests = _requests(config, layer, wanted)
     used = torch.cat([request.pages for request in requests])
     table = torch.nn.utils.rnn.pad_sequence([request.pages.int() for request in requests], batch_first=True)
@@ -119,15 +108,11 @@ def _off(config: Any, layer: Any) -> float:
             for begin in range(0, request.tokens - 1, scheduler.max_num_batched_tokens):
                 end = min(begin + scheduler.max_num_batched_tokens, request.tokens - 1)
                 _step(config, layer, [(request, begin, end)], table[row : row + 1])
-        for row, request in enumerate(requests):
-            gone = [at for at in range(len(request.pages)) if not _kept(bound, at, request.tokens - 1, size)]
-            table[row, gone] = 0
-            cache[request.pages[gone]] = 255
         out = _step(config, layer, [(x, x.tokens - 1, x.tokens) for x in requests], table)
     finally:
         cache[used] = saved
     answers = out.view(len(requests), layer.num_heads, layer.head_size)
-    return max(_differs(layer, request, bound, found) for request, found in zip(requests, answers, strict=True))
+    return max(_differs(layer, request, found) for request, found in zip(requests, answers, strict=True))
 
 
 def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
@@ -144,20 +129,12 @@ def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
     return found
 
 
-def _kept(bound: SinksAndWindow | None, page: int, position: int, size: int) -> bool:
-    """Return True if the token at `position` attends to page number `page` of its sequence."""
-    if bound is None:
-        return True
-    return page < bound.sink_pages(size) or page >= bound.first_page(position, size)
-
-
-def _differs(layer: Any, request: _Request, bound: SinksAndWindow | None, found: torch.Tensor) -> float:
+def _differs(layer: Any, request: _Request, found: torch.Tensor) -> float:
     """Return the error of `found`, the layer's output for a request's last token, relative to the float64 result."""
-    cpu, impl, size = torch.device("cpu"), layer.impl, layer.kv_cache.shape[2]
+    cpu, impl = torch.device("cpu"), layer.impl
     query, key, value = (x.to(cpu) for x in request.new)
-    kept = [at for at in range(request.tokens) if _kept(bound, at // size, request.tokens - 1, size)]
     wanted = decode_reference(
-        query[-1], key[kept], value[kept], impl.fmt, impl.scale, impl.factors(layer, layer.kv_cache.device).to(cpu),
+        query[-1], key, value, impl.fmt, impl.scale, impl.factors(layer, layer.kv_cache.device).to(cpu),
         softcap=impl.softcap, sinks=None if impl.sinks is None else impl.sinks.to(cpu),
     )  # fmt: skip
     return float((found.to(cpu, torch.float64) - wanted).norm() / wanted.norm())

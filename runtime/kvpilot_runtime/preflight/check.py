@@ -12,7 +12,7 @@ from kvpilot_formats.arguments.drafts import DRAFT_MODELS, speculation
 from kvpilot_formats.dtypes import Dtype
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import bounded, elsewhere, hub, installed, machine, memory, own_dtypes
+from kvpilot_runtime.preflight import elsewhere, hub, installed, machine, memory, own_dtypes
 from kvpilot_runtime.preflight.modelconfig import read_config, weight_bytes
 from kvpilot_runtime.preflight.request import Findings, Request, model_folder
 from kvpilot_runtime.transfer import disk_file
@@ -49,10 +49,6 @@ def check(request: Request) -> Findings:
     own_dtypes.check_window(fmt, request, findings)
     if config is None and left.config is None:
         _ask_hub(request, left, findings)
-    findings.warnings += bounded.check(fmt, findings.config, request)
-    findings.disable_window = (
-        request.retention is not None and findings.config is not None and findings.config.idle_window
-    )
     if isinstance(fmt, latent.LatentFormat):
         own_dtypes.check_latent(fmt, findings.config, request)
     elif fmt.ours and findings.config is not None:

@@ -66,13 +66,8 @@ def check(
     # Divide a request's cache by the ranks that share it. But every tensor-parallel rank holds all latents, and with
     # more ranks than KV heads each rank holds one whole head.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
-    held = length or 0
-    if request.retention is not None:
-        held = min(held, request.retention.kept(BLOCK_TOKENS[platform]))
-    wanted = (held * per_token + ring) // shares
+    wanted = ((length or 0) * per_token + ring) // shares
     if request.kv_bytes is not None and wanted > request.kv_bytes:
-        if request.retention is not None and held < (length or 0):
-            raise PreflightError("DoesNotFit", f"one request needs {_mib(wanted)} of KV cache in {fmt.name!r} for the {held} tokens that it keeps ({per_token} bytes each), and the KV cache has {_mib(request.kv_bytes)}; make the window of --retention smaller, or give the cache more")  # fmt: skip  # noqa: E501
         most = max((request.kv_bytes * shares - ring) // per_token, 0)
         window = f", {_mib(ring)} of it for the recent window" if ring else ""
         raise PreflightError(
@@ -195,10 +190,8 @@ def _ring_tokens(
     platform: machine.Platform,
 ) -> int:  # fmt: skip
     """Return the size of a request's ring, in tokens: its pages times the platform's default block size."""
-    unlike = config.state_layers or config.chunked_layers
-    if isinstance(fmt, LatentFormat) or not fmt.ours or unlike or request.retention is not None:
-        # Models with states or chunks (docs/model-kinds.md) and bounded caches (docs/retention.md) have no rings.
-        return 0
+    if isinstance(fmt, LatentFormat) or not fmt.ours or config.state_layers or config.chunked_layers:
+        return 0  # models with states or chunks have no rings (docs/model-kinds.md)
     block = BLOCK_TOKENS[platform]
     recent = fmt.recent_tokens(request.recent, context)
     kept = recent + drafts(request.arguments) if recent else 0

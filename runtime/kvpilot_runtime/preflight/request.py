@@ -5,7 +5,6 @@ from pathlib import Path
 
 from kvpilot_formats import models
 from kvpilot_formats.arguments import Arguments, read
-from kvpilot_runtime.config.retention import SinksAndWindow
 
 CALIBRATION_OFF = "off"
 """Value of `--calibration` that turns factors off."""
@@ -24,7 +23,6 @@ class Request:
         calibration: calibration file or `off`; None if not given.
         others: arguments of `vllm serve` that are not fields here.
         recent: tokens of the recent window; None if not given.
-        retention: bound of the cache; None keeps all tokens.
         disk_path, disk_bytes: folder and size of the file for pages that host memory evicts; one file per engine.
         fit_length: True if vLLM chooses the longest context that fits.
     """
@@ -41,7 +39,6 @@ class Request:
     revision: str | None = None
     others: tuple[str, ...] = ()
     recent: int | None = None
-    retention: SinksAndWindow | None = None
     disk_path: str | None = None
     disk_bytes: int | None = None
     fit_length: bool = False

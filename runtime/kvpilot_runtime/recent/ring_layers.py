@@ -16,7 +16,6 @@ import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvpilot_formats import formats
-from kvpilot_runtime.config import retention
 from kvpilot_runtime.errors import UnsupportedModelError
 from kvpilot_runtime.metrics.worker_info import RECENT_WINDOW
 from kvpilot_runtime.speculation import drafts, spares
@@ -154,8 +153,6 @@ def _cannot(config: Any, layers: dict[str, Any]) -> str:
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
-    if retention.asked() is not None:
-        return "BoundedCache"
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return "HybridManagerOff"
     every = get_layers_from_vllm_config(config, AttentionLayerBase).values()

@@ -15,7 +15,7 @@ KV connectors (`config.connectors`) and disks for offloaded pages require it: vL
 """
 
 OLDEST, NEWEST = PINNED, (0, 33)
-"""Range of supported versions. Older ones are refused. Newer ones serve our dtypes, but not bounded caches."""
+"""Range of supported versions. Older ones are refused. Newer ones serve our dtypes with a warning."""
 
 RUN_ON = {"cpu": (PINNED,), "cuda": (PINNED, NEWEST)}
 """Tested versions, by platform: on a CPU with tests/runtime, on a GPU with benchmarks/accuracy/gpu_versions.py."""
@@ -65,15 +65,15 @@ def unsupported_on(platform: str) -> str:
 def lacks(newest: tuple[int, int] | None = None) -> str:
     """Return the versions of vLLM that are needed, as text, if the installed one is not among them; else "".
 
-    Needed are versions from `OLDEST` to `newest`; without `newest`, all from `OLDEST` on. If vLLM is absent, return an
-    empty string, too.
+    Needed are all versions from `OLDEST` on; with `newest`, which is `PINNED`, only that one. If vLLM is absent, return
+    an empty string, too.
     """
     try:
         if OLDEST <= vllm_version() <= (newest or _BUILD):
             return ""
     except UnsupportedEngineError:
         return ""
-    until = "" if newest == OLDEST else " or newer" if newest is None else f" to {shown(newest)}"
+    until = " or newer" if newest is None else ""
     return f"vLLM {shown(OLDEST)}{until} (here is {version_text()})"
 
 

@@ -35,14 +35,6 @@ def refuse(dtype: str) -> None:
         )
 
 
-def refuse_bound(bound: str) -> None:
-    """Raise UnsupportedEngineError if bounded caches are not tested with this vLLM."""
-    if lacks := compat.lacks(compat.NEWEST):
-        raise UnsupportedEngineError(
-            f"--retention {bound} needs {lacks}; leave it out, or use a runtime image with vllm {compat.ADVISED}"
-        )
-
-
 @contextmanager
 def needed(dtype: str) -> Iterator[None]:
     """Turn ImportError and AttributeError within the context into UnsupportedEngineError: vLLM lacks a part we need."""

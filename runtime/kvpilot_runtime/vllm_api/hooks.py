@@ -138,22 +138,6 @@ def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None])
     wrap("vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", initialize_from_config)
 
 
-def around_attention(spec_of: Callable[[Any, Any, Any], Any], backend_of: Callable[[Any, Any], Any]) -> None:
-    """Let `spec_of` and `backend_of` choose the page specs and the backends of attention layers.
-
-    `spec_of` gets the layer, vLLM's choice and vLLM's configuration. `backend_of` gets the layer and vLLM's choice.
-    """
-
-    def get_kv_cache_spec(stock: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        return spec_of(self, stock(self, vllm_config, *args, **kwargs), vllm_config)
-
-    def get_attn_backend(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        return backend_of(self, stock(self, *args, **kwargs))
-
-    wrap("vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", get_kv_cache_spec)
-    wrap("vllm.model_executor.layers.attention:Attention.get_attn_backend", get_attn_backend)
-
-
 def around_connectors(ours: Callable[[Any], Any]) -> None:
     """Let `ours` choose a connector's class by vLLM's configuration. If it returns None, vLLM chooses."""
 

@@ -126,7 +126,7 @@ def _verified(c: Context) -> Line:
     noisy = reference_fault(c)
     if noisy is not None and stable.revision == c.reference:
         return Line("False", *noisy)
-    if stable.dtype == spec.kv_cache.baseline and spec.kv_cache.retention is None:
+    if stable.dtype == spec.kv_cache.baseline:
         return Line("True", Reason.REFERENCE, f"{stable.dtype} is the baseline for all other dtypes")
     last, runs = accuracy.last, f"of {spec.accuracy.failure_limit} runs in a row failed"
     probed = last is not None and last.revision == stable.revision

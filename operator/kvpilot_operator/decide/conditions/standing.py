@@ -18,7 +18,6 @@ from kvpilot_operator.decide.rejections import finding, of_workload, rejected
 from kvpilot_operator.decide.rollout.starting import held_up_by, start_fault, turn
 from kvpilot_operator.decide.steps.ladder import ACCURACY_REASONS
 from kvpilot_operator.state.decision import Cause
-from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.status import MAX_MESSAGE, Canary, clip
 
 BOTH = (ConditionType.RECONCILING, ConditionType.STALLED)
@@ -73,23 +72,16 @@ class Problems(NamedTuple):
     """Objects and pods that the API server refuses."""
     probes: Cause | None
     """Probe sets that cannot be used."""
-    route: Cause | None
-    """A route that Gateways refuse."""
-    silent: Cause | None
-    """A route that Gateways have not accepted yet."""
     progress: Line
     """State of the rollout: True while it progresses by itself, False if it is on hold or complete."""
 
 
 def problems(c: Context) -> Problems:
     """Find everything that may keep the service from its newest spec."""
-    refused, fault, route = rejected(c.snapshot), c.snapshot.probes.fault, _route(c)
-    accepted = route is None or route.status == "Unknown"
+    refused, fault = rejected(c.snapshot), c.snapshot.probes.fault
     return Problems(
         objects=finding(refused) if refused else None,
         probes=Cause(Reason.PROBE_SET_INVALID, fault) if fault is not None else None,
-        route=None if route is None or accepted else route.cause,
-        silent=route.cause if route is not None and accepted else None,
         progress=_progress(c),
     )
 
@@ -107,7 +99,7 @@ def lines(c: Context, found: Problems, serving: Line) -> dict[ConditionType, Lin
     under_way = _under_way(c, found, serving)
     if under_way is None:
         return both()
-    causes = (under_way, found.objects, found.probes, found.route, found.silent)
+    causes = (under_way, found.objects, found.probes)
     return both(ConditionType.RECONCILING, _joined([one for one in causes if one is not None]))
 
 
@@ -174,7 +166,7 @@ def _stalled(c: Context, found: Problems) -> list[Cause | None]:
     if c.canary is not None:
         return [] if held is None else [held, found.objects, found.probes]
     failure = engine_failure(c.snapshot.pods_of(c.stable.revision)) if c.stable is not None else None
-    return [found.objects, found.probes, None if _reached(c) else held, found.route, failure]
+    return [found.objects, found.probes, None if _reached(c) else held, failure]
 
 
 def _under_way(c: Context, found: Problems, serving: Line) -> Cause | None:
@@ -195,8 +187,6 @@ def _under_way(c: Context, found: Problems, serving: Line) -> Cause | None:
         return Cause(Reason.SCALING, f"{ready} of {replicas} replicas answer{f': {why.message}' if why else ''}")
     if s.traffic != stable.revision:
         return Cause(Reason.TRAFFIC_MOVING, f"the Service does not select revision {stable.revision} alone yet")
-    if found.silent is not None:
-        return found.silent
     leaving = traffic.orphans(c)
     text = f"{len(leaving)} workloads or pods of other revisions still exist: {leaving[0]}" if leaving else ""
     return Cause(Reason.TRAFFIC_MOVING, text) if leaving else None
@@ -208,24 +198,6 @@ def _reached(c: Context) -> bool:
         return False
     standing = c.denial(c.stable.dtype)
     return standing is None or standing.reason not in ACCURACY_REASONS
-
-
-def _route(c: Context) -> Line | None:
-    """Report that Gateways refuse kvpilot's HTTPRoute, or have not answered yet. Return None if all accept it, or the
-    spec has no route."""
-    s, name = c.snapshot, c.snapshot.key.name
-    if c.spec.route is None or s.unread(Question.ROUTE) is not None:
-        return None
-    if s.route is None:
-        return Line("Unknown", Reason.ROUTE_WAITING, f"HTTPRoute {name} does not exist yet")
-    if s.route.refusals:
-        return Line("False", Reason.ROUTE_UNUSABLE, f"HTTPRoute {name}: {'; '.join(s.route.refusals)}")
-    silent = [one.name for one in s.route.parents if one.accepted is None]
-    if silent or not s.route.parents:
-        who = ", ".join(silent) or "no Gateway"
-        text = f"HTTPRoute {name}: {who} has not answered yet. If it stays so, the Gateway does not exist, or no "
-        return Line("Unknown", Reason.ROUTE_WAITING, f"{text}controller serves its GatewayClass")
-    return None
 
 
 def _progress(c: Context) -> Line:

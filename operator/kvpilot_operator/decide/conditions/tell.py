@@ -34,9 +34,9 @@ def tell(c: Context) -> Context:
         ConditionType.ACCURACY_VERIFIED: verified,
     }
     c = _written(c, lines)
-    # Announce only these two: the journal entries of all other problems already post events.
-    for cause in (problems.objects, problems.route):
-        c = c if cause is None else _announce(c, cause, standing.BOTH)
+    # Announce only refused objects: the journal entries of all other problems already post events.
+    if problems.objects is not None:
+        c = _announce(c, problems.objects, standing.BOTH)
     if verified.reason in (*NOT_OF_THE_DTYPE, Reason.MIXED_FACTORS) and verified.status == "False":
         c = _announce(c, verified.cause, (ConditionType.ACCURACY_VERIFIED,))
     return c

@@ -9,13 +9,7 @@ from datetime import timedelta
 
 import msgspec
 
-from kvpilot_operator.api.names import (
-    HTTP_ROUTE_API,
-    INFERENCE_POOL_API,
-    REVISION_LABEL,
-    SPEC_ANNOTATION,
-    canary_service,
-)
+from kvpilot_operator.api.names import INFERENCE_POOL_API, REVISION_LABEL, SPEC_ANNOTATION, canary_service
 from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.context import Context, Placed, in_flight
@@ -23,7 +17,7 @@ from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.rejections import of_workload
 from kvpilot_operator.decide.traffic_plan import counts, floor, rolling_step, total
 from kvpilot_operator.render import objects as render
-from kvpilot_operator.render.route import POOLS, Backend, backend, carries, own_rules, weighted
+from kvpilot_operator.render.route import backend, weighted
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
 from kvpilot_operator.state.decision import Manifest, Objects, Ref
 from kvpilot_operator.state.questions import Question
@@ -112,8 +106,10 @@ def deployments(c: Context) -> Context:
     if c.stable is None:
         return c
     s, engine, there = c.snapshot, c.spec.engine, c.snapshot.deployments
-    dtypes = {c.target.dtype, c.stable.dtype, *((c.canary.dtype,) if c.canary is not None else ())}
-    rendered = dict([*(c.render(dtype) for dtype in sorted(dtypes)), c.sixteen_bits])
+    dtypes = {c.target.dtype, c.stable.dtype, c.spec.kv_cache.baseline}
+    if c.canary is not None:
+        dtypes.add(c.canary.dtype)
+    rendered = dict(c.render(dtype) for dtype in sorted(dtypes))
     engines, seconds, nodes = {}, engine.startup_timeout_seconds, engine.nodes
     note = msgspec.json.encode({"generation": s.generation, "spec": c.spec.as_written()}).decode()
     for name, count in c.wanted.items():
@@ -153,7 +149,7 @@ def own_service(c: Context) -> Context:
 
 
 def share_traffic(c: Context) -> Context:
-    """Render the canary's Service and InferencePool, and the HTTPRoute (kvpilot's or the user's) with its share."""
+    """Render the canary's Service and InferencePool, and the user's HTTPRoute with its share."""
     if c.stable is None:
         return c
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
@@ -166,20 +162,17 @@ def share_traffic(c: Context) -> Context:
     # After the trial a gateway may still send requests to the canary's Service, so it then selects the stable revision.
     if shifts or _lingers(c):
         apply.append(render.service(s.key, s.uid, lent, selected))
-    elif c.spec.route_of(s.key.name) is not None and s.unread(Question.ROUTE) is None:
+    elif c.spec.canary.route_ref is not None and s.unread(Question.ROUTE) is None:
         absent = (("v1", "Service", lent),)
     apply += [_canary_pool(c, selected), _route(c, percent)]
     absent += _pools_left_over(c)
-    left = s.objects.get(("HTTPRoute", s.key.name))
-    if c.spec.route is None and left is not None and left.owned:
-        absent += ((HTTP_ROUTE_API, "HTTPRoute", s.key.name),)
     return replace(c, shared=Placed(tuple(one for one in apply if one is not None), absent))
 
 
 def _canary_pool(c: Context, selected: str) -> Manifest | None:
     """Render the canary's InferencePool (decision 31). It exists before any trial: gateways need time to notice it."""
     s, asked, name = c.snapshot, c.spec.inference_pool, canary_service(c.snapshot.key.name)
-    routed, there = c.spec.route_of(s.key.name) is not None, s.objects.get(("InferencePool", name))
+    routed, there = c.spec.canary.route_ref is not None, s.objects.get(("InferencePool", name))
     if asked is None or not s.server.inference_pools or not (routed or there is not None):
         return None
     made = render.inference_pool(s.key, s.uid, name, selected, asked.canary_endpoint_picker_ref)
@@ -196,24 +189,17 @@ def _pools_left_over(c: Context) -> tuple[Ref, ...]:
     if c.spec.inference_pool is not None:
         return ()
     pools = [name for kind, name in s.objects if kind == "InferencePool" and s.objects[kind, name].owned]
-    named = {canary_service(s.key.name)} if traffic.routed(s) else set()
-    if c.spec.route is not None and carries(s.route, Backend(*s.key, POOLS)):
-        named.add(s.key.name)
-    return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name not in named)
+    named = canary_service(s.key.name) if traffic.routed(s) else None
+    return tuple((INFERENCE_POOL_API, "InferencePool", name) for name in pools if name != named)
 
 
 def _route(c: Context, percent: tuple[int, int]) -> Manifest | None:
-    """Render the HTTPRoute with the canary's percentages: kvpilot's own route always, a user's only on a change."""
-    s, asked = c.snapshot, c.spec.route
-    there = s.route.rules if s.route is not None else None
-    # Leave our route unchanged while its backend is unknown.
-    rules = there if asked is None else own_rules(s) or there
-    if rules is None or (asked is not None and not s.server.http_routes):
+    """Render the user's HTTPRoute with the canary's percentages, if they change its rules."""
+    s = c.snapshot
+    if s.route is None:
         return None
-    shared = weighted(rules, backend(s), *percent)
-    if asked is not None:
-        return render.http_route(s.key, s.uid, asked, shared)
-    return render.route_rules(s.key, s.route, shared) if s.route is not None and shared != tuple(rules) else None
+    shared = weighted(s.route.rules, backend(s), *percent)
+    return render.route_rules(s.key, s.route, shared) if shared != s.route.rules else None
 
 
 def _lingers(c: Context) -> bool:
@@ -228,7 +214,7 @@ def _lingers(c: Context) -> bool:
     # kvpilot does not read a route that the spec no longer names. That route may still use the canary's Service, so
     # keep the Service.
     left = last.time + timedelta(seconds=c.spec.drain.pre_stop_seconds)
-    return c.spec.route_of(s.key.name) is None or c.now < left
+    return c.spec.canary.route_ref is None or c.now < left
 
 
 def _replicas_on_trial(c: Context, stable: Stable) -> Mapping[str, int]:

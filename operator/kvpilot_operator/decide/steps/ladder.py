@@ -54,8 +54,8 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
         return fault
     if stored.calibrated_only and uncalibrated(spec):
         return f"{dtype} is not accurate without calibration: leave --calibration and KVPILOT_CALIBRATION out"
-    if stored.latent and (spec.offloads or spec.kv_cache.retention is not None):
-        return f"{dtype} does not go together with kvCache.{'offload' if spec.offloads else 'retention'}"
+    if stored.latent and spec.offloads:
+        return f"{dtype} does not go together with kvCache.offload"
     if (unfit := _unfit_option(dtype, spec)) is not None:
         return unfit
     if model is None or stored.bits_per_element() >= 16:

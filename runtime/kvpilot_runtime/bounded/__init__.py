@@ -1,1 +1,0 @@
-"""Bounded caches (`--retention`): vLLM's scheduler frees pages of a sequence, and attention reads the kept pages."""

@@ -1,0 +1,64 @@
+"""The program that runs many gates on one GPU: verdicts and figures of pairs of engines."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.gate import gpu
+from benchmarks.gate.gpu import Pair, Record, seeded
+from kvpilot_probes import packs
+from support.probe_engine import Body, Handler, Writer, counting, engine, noisy, reading
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setattr(gpu, "versions", dict)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--model", "m", "--out", str(tmp_path / "gates.json")])
+    return gpu.arguments()
+
+
+def judged(args: Any, canary: Handler) -> dict[str, Any]:
+    """Run one gate between a sound engine and this one, and return what the file then has of it."""
+
+    async def story() -> None:
+        async with engine(reading(2048)) as stable, engine(reading(2048, canary)) as other:
+            pair = Pair(args, Record(args), stable, other)
+            await pair.gate(22)
+            await pair.scraper.close()
+
+    asyncio.run(story())
+    (gate,) = json.loads(args.out.read_text())["gates"]
+    return dict(gate)
+
+
+def test_a_sound_canary_passes_every_stage_and_a_damaged_one_ends_before_the_pressure(options: Any) -> None:
+    sound, damaged = judged(options, counting), judged(options, noisy)
+    assert (sound["verdict"], damaged["verdict"]) == ("Passed", "Failed")
+    assert list(sound["stages"]) == ["capture", "control", "measure", "pressure"]
+    assert "pressure" not in damaged["stages"]
+    low, high = damaged["bounds"]
+    assert low < damaged["excess_kl_millinats"] < high
+    assert sound["excess_kl_millinats"] == 0
+    assert sum(bucket["judged"] for bucket in sound["buckets"].values()) == sound["prompts"]
+
+
+def test_an_engine_that_refuses_is_an_error_of_its_gate_alone(options: Any) -> None:
+    async def refusing(path: str, body: Body, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 500 Internal Server Error\r\nconnection: close\r\n\r\n")
+
+    gate = judged(options, refusing)
+    assert (gate["verdict"], gate["reason"]) == ("Error", "EngineRefused")
+
+
+def test_each_seed_gives_every_written_prompt_another_beginning() -> None:
+    plain = packs.load(["builtin/general", "builtin/structured"])
+    first, second = seeded(plain, 20), seeded(plain, 22)
+    for one, other, before in zip(first, second, plain, strict=True):
+        assert one.messages[0].content != other.messages[0].content
+        assert one.messages[-1].content.endswith(before.messages[-1].content)
