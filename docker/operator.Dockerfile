@@ -1,5 +1,6 @@
-# The operator: our wheel with its extras `operator` and `tracing`, installed by the hashes in operator.lock. No torch,
-# no vLLM, no compiler. A tag pins no base image: a release fails while PYTHON_DIGEST is empty (docs/releasing.md).
+# The operator: our wheel with the extras `operator` and `tracing`, installed by the hashes in operator.lock. The image
+# has no torch, no vLLM and no compiler. Tags do not fix the base image, so a release fails while PYTHON_DIGEST is empty
+# (docs/releasing.md).
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
 ARG PYTHON_DIGEST=
 
@@ -14,8 +15,8 @@ RUN python3 -m venv /build \
         --require-hashes --requirement docker/operator.lock \
     && /build/bin/python -m pip --python /opt/kvpilot/bin/python install --no-cache-dir --no-index --no-deps /dist/*.whl \
     && /build/bin/python -m pip --python /opt/kvpilot/bin/python check
-# The operator uses only connections and credentials of the Kubernetes client. Its generated API classes, 74 MB without
-# bytecode, are loaded on demand, and nothing loads them.
+# The operator uses only connections and credentials of the Kubernetes client. The client's generated API classes (74 MB
+# without bytecode) are imported on demand, and nothing imports them, so remove them.
 RUN client=$(echo /opt/kvpilot/lib/python3.*/site-packages/kubernetes) \
     && find "${client}/client/api" "${client}/client/models" "${client}/aio/client/api" "${client}/aio/client/models" \
         -type f ! -name __init__.py -delete \
@@ -38,7 +39,7 @@ COPY --from=build /opt/kvpilot /opt/kvpilot
 ENV PATH=/opt/kvpilot/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
-# A number, so that a kubelet can see that it is not root. It owns no file of the image.
+# Use a number, so that a kubelet can see that the user is not root. The user owns no file of the image.
 USER 65532:65532
 EXPOSE 8080
 ENTRYPOINT ["kvpilot-operator"]

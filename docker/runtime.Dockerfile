@@ -1,6 +1,7 @@
-# The engine: vLLM's own image and our wheel without dependencies, which vLLM brings.
-# requirements.lock pins the vLLM that `make test` runs; VLLM_IMAGE may be one of 0.33 (docs/serving.md).
-# Tags pin no base image: a release fails while VLLM_DIGEST or PYTHON_DIGEST is empty (docs/releasing.md).
+# The engine: vLLM's own image, and our wheel without its dependencies, which vLLM's image has already.
+# requirements.lock has the version of vLLM that `make test` runs. VLLM_IMAGE may also be a version 0.33
+# (docs/serving.md).
+# Tags do not fix base images, so a release fails while VLLM_DIGEST or PYTHON_DIGEST is empty (docs/releasing.md).
 ARG VLLM_IMAGE=docker.io/vllm/vllm-openai:v0.32.0
 ARG VLLM_DIGEST=
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
@@ -27,7 +28,7 @@ LABEL org.opencontainers.image.title="kvpilot runtime" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.base.name="${VLLM_IMAGE}"
 COPY --from=build /dist /tmp/dist
-# torch and vLLM need a user with a name and a home. Caches go there unless a claim takes them.
+# torch and vLLM need a user with a name and a home folder. Caches are written there, unless a claim holds them.
 # OpenShift runs the image as a user without a name, in group 0.
 RUN python3 -m pip install --no-cache-dir --no-index --no-deps --break-system-packages /tmp/dist/*.whl \
     && rm -r /tmp/dist \

@@ -8,8 +8,8 @@ bf16 cache. The control compares two runs of the model in bf16 that differ only 
 needle task instead of the texts. accuracy_report.py makes the page. A row takes some seconds on a GPU, and two minutes
 or more on one core.
 
-On a machine without the documents, first run `--cut` elsewhere, which writes the texts' tokens to a file. Then give
-this file as `--texts`. There `--model` may be the model's folder.
+If this machine lacks the documents, first run the program with `--cut` on a machine that has them. It writes the tokens
+of the texts to a file, which `--texts` reads here. `--model` may then be the model's folder.
 """
 
 import argparse
@@ -151,10 +151,10 @@ def compare(probe: Probe, texts: list[Sequence], rows: dict[str, Reading], raw: 
     Args:
         probe: the model.
         texts: the sequences.
-        rows: by name, how each row reads its cache.
-        raw: folder that keeps the result of each row on each sequence. With it, a stopped run can continue, and several
+        rows: how each row reads its cache, by name.
+        raw: folder that keeps the result of each row on each sequence. So a stopped run can continue, and several
             processes can share the work.
-        done: callback that gets the figures so far of all rows after each sequence.
+        done: callback that gets the figures of all rows so far, after each sequence.
     """
     tallies = {name: Tally() for name in rows}
     base_codec = plain.bf16()
@@ -185,7 +185,7 @@ def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
 
 
 def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
-    """Return the tokens of every text that the benchmark reads.
+    """Return the tokens of all texts that the benchmark reads.
 
     The keys are `evaluation`, `needle`, and one for each calibration.
     """
@@ -201,7 +201,7 @@ def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str
     Args:
         folder: the model.
         texts: the result of `cut`.
-        labels: calibrations to create. Labels that are not in `CALIBRATION` are ignored.
+        labels: names of the calibrations to create. Labels that are not in `CALIBRATION` are ignored.
         where: folder for the files.
     """
     tokenizer, made = AutoTokenizer.from_pretrained(folder), {}
@@ -229,16 +229,20 @@ def main() -> None:
     """Evaluate the rows, or run the needle task, as the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--codecs", nargs="*", help="rows to run, `control` among them; default: all")
-    parser.add_argument("--calibration", nargs="*", help="LABEL=FILE: rows `k4v4+LABEL`; default: calibrate anew")
+    parser.add_argument("--codecs", nargs="*", help="rows to run, such as `control` (default: all)")
+    parser.add_argument(
+        "--calibration",
+        nargs="*",
+        help="LABEL=FILE: calibration file for rows such as `k4v4+LABEL` (default: create it)",
+    )
     parser.add_argument("--raw", type=Path, default=Path(tempfile.gettempdir(), "kvpilot-accuracy"),
-                        help="where partial results are kept (default %(default)s)")  # fmt: skip
+                        help="folder for partial results (default %(default)s)")  # fmt: skip
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="where to compute (default here: %(default)s)")  # fmt: skip
+                        help="device to compute on (default: %(default)s)")  # fmt: skip
     parser.add_argument("--model", default=SMOLLM2, help="smollm2-135m, gemma3-270m, or such a model's folder")
-    parser.add_argument("--texts", type=Path, help="what --cut has written, for a machine without the documents")
-    parser.add_argument("--cut", type=Path, help="write the texts' tokens to this file, and do nothing else")
-    parser.add_argument("--needle", action="store_true", help="the needle task instead of the texts")
+    parser.add_argument("--texts", type=Path, help="file that --cut has written, for a machine without the documents")
+    parser.add_argument("--cut", type=Path, help="write the tokens of the texts to this file, and do nothing else")
+    parser.add_argument("--needle", action="store_true", help="run the needle task instead of the texts")
     options = parser.parse_args()
     folder = MODELS[options.model](None) if options.model in MODELS else Path(options.model)
     if options.cut:

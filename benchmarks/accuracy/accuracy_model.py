@@ -1,8 +1,8 @@
-"""Model in transformers whose attention gets the keys and values that a KV cache would return.
+"""Model in transformers whose attention reads the keys and values that a KV cache would return.
 
-For each row of the table, a `Reading` determines how attention gets keys (after RoPE) and values, including those of
-the query's own token. So one pass over a text computes the result of a decode step at every position. Layers with a
-sliding window use a 16-bit cache, as in an engine with default settings.
+For each row of the table, a `Reading` determines which keys (after RoPE) and values attention reads. The query's own
+token is read in the same way. So one pass over a text computes the result of a decode step at every position. Layers
+with a sliding window use a 16-bit cache, as in an engine with default settings.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _PIECE = 512
 
 
 class Probe:
-    """Transformers model whose attention reads keys and values as a `Reading` says."""
+    """Transformers model whose attention reads keys and values by the rules of a `Reading`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         hook = f"kvpilot_probe_{id(self)}"
@@ -38,7 +38,7 @@ class Probe:
         self._seen: dict[int, Observed] | None = None
         self._lone = False
         self.rounded = False
-        """True to round scores and probabilities to the model's dtype, as another attention kernel would."""
+        """True to round scores and probabilities to the model's dtype, as other attention kernels do."""
 
     @torch.inference_mode()
     def hidden(self, tokens: torch.Tensor, reading: Reading | None) -> torch.Tensor:
@@ -72,7 +72,7 @@ class Probe:
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """Compute attention, as a hook of transformers.
+        """Compute attention. Transformers calls this function as a hook.
 
         Args:
             query: [1, heads, tokens, D].
@@ -101,7 +101,7 @@ def _read(query: torch.Tensor, fresh: Sides, reading: Reading, layer: int, scale
     Args:
         query: [1, heads, tokens, D].
         fresh: exact keys and values, each [1, kv_heads, tokens, D].
-        reading: how the cache stores and returns them.
+        reading: rules by which the cache stores and returns them.
         layer: index of the layer, which selects its codec.
         scale: factor on scores.
     """
@@ -149,7 +149,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
 def _rounded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
 ) -> torch.Tensor:
-    """Compute the same as `_causal`, with scores and probabilities rounded to the dtype of `q`."""
+    """Compute the same as `_causal`, but round scores and probabilities to the dtype of `q`."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     outs = []
     for i in range(0, q.shape[2], _PIECE):

@@ -19,15 +19,16 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 CITIES = ("Lisbon", "Oslo", "Vienna", "Dublin", "Prague")
 SEEDS = (1, 2, 3, 4)
 TEXT = [("opticks", len(SEEDS) * max(LENGTHS), 1)]
-"""Text that hides the needles: name, tokens, number of sequences. Each seed uses another section of it."""
+"""Text in which the needles are hidden: name, tokens, number of sequences. Each seed uses another section of it."""
 
 
 def needles(
     probe: Probe, reading: Reading | None, text: torch.Tensor, lengths: Sequence[int] = LENGTHS
 ) -> dict[str, Any]:
-    """Ask for every hidden fact (needle). Return how many were found, of how many, and mean log-probabilities.
+    """Ask for every hidden fact (needle). Return how many were found, how many were hidden, and log-probabilities.
 
-    Needles are counted by context length and depth. The log-probability of a whole number is a mean by context length.
+    Needles are counted by context length and depth. A log-probability is that of all tokens of a fact's number,
+    averaged over the facts of a context length.
 
     Args:
         text: tokens of the text that hides the needles (`TEXT`).
@@ -57,7 +58,7 @@ def needles(
 def _prompt(
     probe: Probe, text: torch.Tensor, length: int, seed: int
 ) -> tuple[torch.Tensor, dict[float, tuple[int, int]]]:
-    """Return a prompt of about `length` token IDs, and for each depth the first and the end position of its number.
+    """Return a prompt of about `length` token IDs, and the positions [begin, end) of the number at each depth.
 
     `seed` selects the section of the text, the numbers and the order of the questions.
     """

@@ -1,4 +1,4 @@
-"""Write the pages of accuracy.py beside its JSON files.
+"""Write a page for each JSON file of accuracy.py, beside the file.
 
 python -m benchmarks.accuracy.accuracy_report FIGURES.json...
 """
@@ -52,7 +52,7 @@ class Model:
         page: file name of the page.
         option: the benchmark's option that selects the model.
         about: text about the model.
-        rows: text about the way in which the rows were computed.
+        rows: text about how the rows were computed.
         head_dim: the model's head dimension.
     """
 
@@ -185,7 +185,7 @@ def _label(name: str) -> str:
 
 
 def _figure(value: float | None) -> str:
-    """Return a number of a row as text; "-" if it is missing, because the row's run was stopped early."""
+    """Return a figure of a row as text, or "-" if it is missing because the run of the row was stopped early."""
     return "-" if value is None else f"{value:.1f}"
 
 

@@ -1,11 +1,11 @@
-"""Rows of the accuracy table: the ways of storing and reading a KV cache, and its size.
+"""Rows of the accuracy table. A row is a way of storing and reading a KV cache, and has a size in bits.
 
 A row's name is a codec's name, followed by options after `+`:
 
 - `self`: use factors that an engine computes at start.
 - `calibrated`: use factors from a file of `kvpilot calibrate`.
 - `wN`: read a recent window of N tokens, as the ring keeps it.
-- `firstN`: keep a sequence's first N tokens in 16 bits, for comparison with engines that do this. Our engines never do.
+- `firstN`: keep a sequence's first N tokens in 16 bits, for comparison with engines that do so. Our engines never do.
 """
 
 import re
@@ -34,21 +34,22 @@ def _served(fmt: formats.Format) -> list[str]:
 
 
 SERVED = tuple(row for name in formats.own_names() for row in _served(formats.parse(name)))
-"""Rows of our formats as engines use them, with the default window and factors computed at start. Formats whose keys
-have less than 8 bits have a second row with factors from a file.
+"""Rows of our formats as engines use them, with the default window and factors that are computed at start.
+
+Formats whose keys have less than 8 bits have a second row with factors from a file.
 """
 
 OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
 """Rows with a window other than the default."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
-"""Rows for a comparison with `kvarn_k4v4+exact`, which keeps the first 128 tokens and the open tile in 16 bits."""
+"""Rows to compare with `kvarn_k4v4+exact`, which keeps the first 128 tokens and the open tile in 16 bits."""
 
 CONTEXT = 4096
-"""Length of the context, in tokens, over which bits per element spread data that are not in pages, such as the ring."""
+"""Context in tokens, over which bits per element spread data outside pages, such as the ring."""
 
 _PAGE = 64
-"""Number of tokens in a page, from which the size of a ring follows."""
+"""Number of tokens in a page, which determines the size of a ring."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Reading:
 
     Attributes:
         pages: function that returns a layer's codec for pages.
-        recent: number of a query's last tokens, its own included, that are read by the codec `fine`.
+        recent: number of last tokens, including the query's own, that are read by the codec `fine`.
         fine: function that returns a layer's codec for these tokens; None for 16 bits.
         first: number of a sequence's first tokens that are kept in 16 bits.
         hit: number of a sequence's first tokens that come from the prefix cache. Their own queries attend in 16 bits,
@@ -72,7 +73,7 @@ class Reading:
 
 
 def rivals() -> dict[str, Codec]:
-    """Return the codecs of other projects by name. They are the same for all layers."""
+    """Return the codecs of other projects by name. Each serves all layers."""
     found = [plain.fp8_e4m3(), plain.int4_raw(), plain.int4_per_token_head(), turboquant(4), turboquant(3), kivi(2)]
     found += [kvarn(4, v, exact_ends=exact) for v in (4, 2) for exact in (False, True)]
     return {codec.name: codec for codec in found}
@@ -85,7 +86,7 @@ def every_name(labels: Sequence[str]) -> list[str]:
 
 
 def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
-    """Return how the row `name` reads its cache. `factors` has calibration factors by label and layer.
+    """Return the rules by which the row `name` reads its cache. `factors` has calibration factors by label and layer.
 
     Raises:
         ValueError: there is no such row, or its factors are missing.
@@ -108,7 +109,7 @@ def engine(name: str) -> tuple[str, dict[str, str]]:
     """Return the KV-cache dtype and the environment of a vLLM engine that stores its cache like the row `name`.
 
     Raises:
-        ValueError: no engine without a calibration file can do that.
+        ValueError: no engine without a calibration file can store its cache in this way.
     """
     if name == "fp8_e4m3":
         return name, {}
@@ -124,7 +125,7 @@ def bits(name: str, head_dim: int) -> float:
     known = rivals()
     if name in known:
         codec = known[name]
-        kept = 2 * codec.tile if codec.exact_ends else 0  # in 16 bits: the first tile and the unfinished one
+        kept = 2 * codec.tile if codec.exact_ends else 0  # The first tile and the unfinished one are in 16 bits.
         return _mixed(codec.bits(head_dim), kept)
     fmt, _, recent, first = _parts(name)
     pages = fmt.bits_per_element(head_dim)

@@ -74,7 +74,7 @@ def text(name: str) -> str:
 
 def _read(paths: list[Path], package: str) -> str:
     if not paths or not paths[0].exists():
-        raise FileNotFoundError(f"{package} is not installed here, and its text is one of the benchmark's")
+        raise FileNotFoundError(f"{package} is not installed here, and the benchmark uses its text")
     opened = (path.read_bytes() for path in paths)
     return b"".join(gzip.decompress(x) if x[:2] == b"\x1f\x8b" else x for x in opened).decode(errors="replace")
 
@@ -105,7 +105,7 @@ def sequences(tokenizer: Any, plan: list[tuple[str, int, int]]) -> list[Sequence
         for _ in range(count):
             piece = torch.cat([begin, tokens[name][at[name] : at[name] + length - begin.numel()]])
             if piece.numel() < length:
-                raise ValueError(f"text {name!r} has no {length} tokens left after {at[name]}; ask for less of it")
+                raise ValueError(f"text {name!r} has no {length} tokens left after {at[name]}; use less of it")
             at[name] += length - begin.numel()
             cut.append((name, piece))
     return cut

@@ -1,8 +1,8 @@
-"""Interface of the accuracy table's codecs: a round trip through a cache, and the number of bits that it needs.
+"""Interface of the accuracy table's codecs: a round trip through a cache, and the number of bits that the cache needs.
 
-The table judges a codec by its effect on attention. `key` and `value` take the exact vectors of one layer and one
-sequence in order, and return the vectors that the codec's cache would return. The order matters only for codecs that
-quantize several tokens together.
+The table judges a codec by its effect on attention. The functions `key` and `value` take the exact vectors of one layer
+and one sequence in order, and return the vectors that the codec's cache would return. The order matters only for codecs
+that quantize several tokens together.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Codec:
 
 
 def min_max(x: torch.Tensor, bits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize asymmetrically over `dim`, to the nearest code. Return codes (float), step and minimum.
+    """Quantize asymmetrically over the dimension `dim`, to the nearest code. Return codes (float), step and minimum.
 
     Step and minimum keep the dimension `dim`, with length 1.
 
@@ -62,7 +62,7 @@ def half(x: torch.Tensor) -> torch.Tensor:
 
 
 def own(fmt: Format, factors: Factors | None = None, recent: bool = False) -> Codec:
-    """Return one layer's codec of our format `fmt`. With `recent`, it includes the residuals of the ring."""
+    """Return the codec of our format `fmt` for one layer. With `recent`, it includes the residuals of the ring."""
     return Codec(
         fmt.name + ("+calibrated" if factors else ""),
         lambda x: _read_back(x, fmt, "key", factors, recent),

@@ -2,16 +2,16 @@
 
     python -m benchmarks.accuracy.engine_kl --out FILE
 
-The accuracy table (accuracy.py) models an engine; this program runs one. It feeds the table's texts to vLLM token by
-token, so that every position is a decode step over pages. A second engine with a 16-bit cache gets the same texts. The
-program records the hidden state after the last norm at every position. From the states of both engines it computes
-their distributions over the whole vocabulary, and the KL divergence. As a check, it compares the distributions with the
-log-probabilities that the engines report.
+The accuracy table (accuracy.py) models an engine, whereas this program runs a real one. It feeds the table's texts to
+vLLM token by token, so that every position is a decode step over pages. A second engine with a 16-bit cache gets the
+same texts. The program records the hidden state after the last norm at every position. From the states of both engines
+it computes their distributions over the whole vocabulary, and the KL divergence. As a check, it compares the
+distributions with the log-probabilities that the engines report.
 
-Rows have the names of the table, and also show the table's figure for the same tokens. The control is the 16-bit engine
-again, with each text in one prefill. If an engine fails, the program reports it and writes the other rows. On a GPU
-`fp8_e4m3` needs `--dtype bfloat16`. `--hit N` measures the 64 tokens after a hit of N tokens in the prefix cache.
-engine_kl_report.py makes the page.
+Rows have the names of the table's rows, and also show the table's figure for the same tokens. The control is a second
+run of the 16-bit engine, which prefills each text at once. If an engine fails, the program reports it and writes the
+other rows. On a GPU `fp8_e4m3` needs `--dtype bfloat16`. `--hit N` measures the 64 tokens after a hit of N tokens in
+the prefix cache. engine_kl_report.py makes the page.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Number of measured tokens after a prefix hit. For them, even the shortest window is only partly in the ring."""
+"""Number of tokens to measure after a prefix hit. Even the shortest window still reaches back into the hit for them."""
 
 CONTEXT = 8192
 """Largest context that the engines serve, in tokens."""
@@ -53,19 +53,29 @@ MEMORY = 2 << 30
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON that the figures are merged into")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file into which the figures are merged")
     parser.add_argument("--rows", default=ROWS, help="comma-separated (default: %(default)s)")
-    parser.add_argument("--hit", type=int, default=0, help="tokens that come from the prefix cache; whole blocks")
-    parser.add_argument("--sequences", type=int, help="of the table's texts, the first ones (default: all)")
-    parser.add_argument("--tokens", type=int, default=CONTEXT, help="of a text, at most (default: %(default)s)")
-    parser.add_argument("--dtype", help="of weights and 16-bit cache (default: float16 on a GPU, float32 on a CPU)")
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens an engine calibrates on (default: %(default)s)")
-    parser.add_argument("--at-once", type=int, default=1, help="engines that run beside each other")
+    parser.add_argument("--hit", type=int, default=0, help="number of tokens from the prefix cache, in whole blocks")
+    parser.add_argument("--sequences", type=int, help="number of the table's texts to use (default: all)")
+    parser.add_argument(
+        "--tokens", type=int, default=CONTEXT, help="largest number of tokens of a text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", help="dtype of weights and baseline cache (default: float16 on a GPU, float32 on a CPU)"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=8192, help="number of tokens that an engine calibrates on (default: %(default)s)"
+    )
+    parser.add_argument("--at-once", type=int, default=1, help="number of engines that run at the same time")
     parser.add_argument("--model", type=Path, help="folder of the model (default: SmolLM2-135M, made once)")
-    parser.add_argument("--texts", type=Path, help="what accuracy.py --cut has written")
-    parser.add_argument("--limit", type=float, default=1800, help="seconds an engine may take (default: %(default)s)")
-    parser.add_argument("--raw", type=Path, help="keep each engine's answers here, and do not ask again for those kept")
-    parser.add_argument("--engine-args", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--texts", type=Path, help="file that accuracy.py --cut has written")
+    parser.add_argument(
+        "--limit", type=float, default=1800, help="seconds that an engine may take (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--raw", type=Path, help="folder that keeps each engine's answers; kept answers are not computed again"
+    )
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     return parser.parse_args()
 
 
@@ -102,7 +112,7 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """Check an engine's hidden states by its own log-probabilities, after the first `hit` tokens of each text.
+    """Check an engine's hidden states against its own log-probabilities, after the first `hit` tokens of each text.
 
     Return the largest difference, in nats, between the log-probabilities that the engine reported and those that
     follow from its states.
@@ -115,7 +125,7 @@ def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int)
 
 
 def modelled(probe: Probe, row: Reading, texts: list[Sequence], hit: int) -> dict[str, Any]:
-    """Return the results of the accuracy table's model for the tokens after the first `hit` of each text."""
+    """Return the results of the accuracy table's model for the tokens of each text after the first `hit` tokens."""
     tally, base_codec = Tally(), plain.bf16()
     base_row = Reading(lambda _layer: base_codec)
     for text, tokens in texts:
@@ -134,7 +144,7 @@ def compared(probe: Probe, found: dict[str, Any], base: dict[str, Any], texts: l
 
 
 def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
-    """Return the texts. With `--hit`, cut them into pieces of the hit and `AFTER_HIT` tokens, without remainders."""
+    """Return the texts. With `--hit`, cut them into pieces of as many tokens as the hit and `AFTER_HIT` together."""
     whole = torch.load(args.texts)["evaluation"] if args.texts else sequences(probe.tokenizer, PLAN)
     whole = [(name, tokens[: args.tokens].to(args.device)) for name, tokens in whole[: args.sequences]]
     if not args.hit:
@@ -144,7 +154,7 @@ def cut(args: argparse.Namespace, probe: Probe) -> list[Sequence]:
 
 
 def command_line(words: list[str]) -> str:
-    """Return the command line, without names of this machine's folders."""
+    """Return the command line without the names of this machine's folders."""
     kept = list(words)
     for option in ("--out", "--model", "--texts", "--raw"):
         if option in kept:
@@ -165,7 +175,7 @@ def main() -> None:
     args.context = min(CONTEXT, probe.model.config.max_position_embeddings)
     texts = cut(args, probe)
     rows = args.rows.split(",")
-    chosen = {name: engine(name) for name in rows}  # find rows that no engine can serve before any starts
+    chosen = {name: engine(name) for name in rows}  # Find rows that no engine can serve before any engine starts.
     with ThreadPoolExecutor(args.at_once) as pool:
         names = ["base", *([] if args.hit else ["control"]), *chosen]
         found = dict(zip(names, pool.map(lambda name: answers(args, name, texts), names), strict=True))

@@ -1,4 +1,4 @@
-"""Write the page of engine_kl.py: `python -m benchmarks.accuracy.engine_kl_report docs/benchmarks/engine-kl.json`."""
+"""Write the page on engine_kl.py: `python -m benchmarks.accuracy.engine_kl_report docs/benchmarks/engine-kl.json`."""
 
 import textwrap
 from typing import Any

@@ -1,6 +1,4 @@
-"""Child process of engine_kl.py: run one engine on texts, and record the hidden state after the last norm of each
-token.
-"""
+"""Child process of engine_kl.py: run one engine on texts, and record the last norm's output for each token."""
 
 import json
 import os
@@ -33,7 +31,7 @@ class Job:
 
 
 class States:
-    """Recorder of the last norm's output for each token, by request."""
+    """Recorder of the last norm's output (the hidden state) for each token, by request."""
 
     def __init__(self, llm: Any, decoded: bool) -> None:
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -55,10 +53,11 @@ class States:
         self.steps.append((inputs["input_ids"].clone(), inputs["positions"].clone(), states.clone()))
 
     def _sort(self, tokens: dict[str, int]) -> None:
-        """Divide the last step's output among its requests."""
+        """Divide the last step's output among the requests of the step."""
         ((ids, positions, states),) = self.steps
         self.steps.clear()
-        # vLLM's first model runner keeps the batch of the last step, and its second one passes it to sampling.
+        # vLLM's first model runner keeps the batch of the last step, and its second model runner passes the batch to
+        # sampling.
         runner = self.runner
         batch = runner.input_batch if hasattr(runner, "input_batch") else runner.execute_model_state.input_batch
         start = 0
@@ -71,11 +70,11 @@ class States:
         """Return the states [tokens after the hit, hidden] of a request.
 
         Raises:
-            RuntimeError: the engine computed another text, or computed it in another way than requested.
+            RuntimeError: the engine computed another text, or computed the text in another way than requested.
         """
         import torch
 
-        # vLLM in a single process appends a suffix to a request's id.
+        # In a single process, vLLM appends a suffix to a request's id.
         ((_, parts),) = [item for item in self.found.items() if item[0].split("-")[0] == request]
         ids, positions, states = (torch.cat(x).cpu() for x in zip(*parts, strict=True))
         steps = [len(part[0]) for part in parts][: len(text) - hit]
@@ -104,8 +103,8 @@ def main() -> NoReturn:
             llm.generate({"prompt_token_ids": text[: job.hit]}, SamplingParams(**one), use_tqdm=False)
     states = States(llm, job.decoded)
     params = SamplingParams(**one, prompt_logprobs=0, skip_reading_prefix_cache=False)
-    # vLLM would also prefill the end of the longest text at once, alone in the batch. So send that text twice, and
-    # ignore the second answer.
+    # vLLM would also prefill the end of the longest text at once, because it is then alone in the batch. So send that
+    # text twice, and ignore the second answer.
     asked = [*job.texts, max(job.texts, key=len)] if job.decoded else job.texts
     prompts = [{"prompt_token_ids": text} for text in asked]
     batches = [prompts] if job.decoded else [[prompt] for prompt in prompts]

@@ -1,9 +1,9 @@
 """KL divergence of each KV-cache dtype, prompt by prompt: `python -m benchmarks.accuracy.gate_prompts`.
 
-One vLLM after the other serves SmolLM2-135M on the CPU. The first one has a 16-bit cache and records the baseline.
+One vLLM after another serves SmolLM2-135M on the CPU. The first vLLM has a 16-bit cache and records the baseline.
 Besides the default packs, 28 prompts ask for a summary of a piece of our documentation. The program writes
-docs/benchmarks/gate-prompts.json. tests/unit/test_probe_sequential.py draws from this file to check the error rates of
-verdicts.
+docs/benchmarks/gate-prompts.json. tests/unit/test_probe_sequential.py draws samples from this file to check the error
+rates of verdicts.
 """
 
 import asyncio

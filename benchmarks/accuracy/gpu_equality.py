@@ -6,10 +6,10 @@ For each KV-cache dtype an engine answers the same prompts greedily in several w
 - *Crowded*: many prompts at once, with CUDA graphs, prefix caching, small chunks, and a cache so small that requests
   are preempted.
 
-`--tp N` adds crowded runs on N GPUs, and `--drafters` adds crowded runs with a draft model. The control is `auto`: its
-alone and crowded answers differ too, because batches of another shape round differently. Each dtype's answers *alone*
-are also compared with those of `auto`. The program writes OUT/equality-MODEL.json, from which `gpu_equality_page.py`
-makes the page.
+`--tp N` adds crowded runs on N GPUs, and `--drafters` adds crowded runs with a draft model. The control is the dtype
+`auto`: even its *alone* and *crowded* answers differ, because batches of another shape round differently. Each dtype's
+answers *alone* are also compared with those of `auto`. The program writes OUT/equality-MODEL.json, from which
+`gpu_equality_page.py` makes the page.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SHARED_PREFIX = 256
 """Number of tokens with which every second prompt begins, so that the prefix cache has hits."""
 
 DRAFTERS, MTP = ("draft_model", "eagle", "eagle3"), "mtp"
-"""Methods of speculation with a draft model. MTP needs a target model that has a draft layer of its own."""
+"""Methods of speculation with a draft model. MTP needs a target model that has its own draft layer."""
 
 
 def methods(text: str) -> list[str]:
@@ -45,22 +45,24 @@ def methods(text: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", default="auto,k4v4", help="comma-separated, `auto` first (default: %(default)s)")
-    parser.add_argument("--model", type=Path, help="a model folder with weights and tokenizer (default: a random one)")
-    parser.add_argument("--latent", action="store_true", help="a random model with multi-head latent attention")
+    parser.add_argument(
+        "--dtypes", default="auto,k4v4", help="KV-cache dtypes, comma-separated, `auto` first (default: %(default)s)"
+    )
+    parser.add_argument("--model", type=Path, help="model folder with weights and tokenizer (default: a random model)")
+    parser.add_argument("--latent", action="store_true", help="use a random model with multi-head latent attention")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and activations")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs of a third, tensor-parallel run")
+    parser.add_argument("--tp", type=int, default=1, help="number of GPUs of an additional, tensor-parallel run")
     parser.add_argument("--drafters", type=methods, default=[], help="of further runs of a random model, "
                         f"comma-separated: {', '.join(DRAFTERS)}, or {MTP} alone")  # fmt: skip
-    parser.add_argument("--drafts", type=int, default=3, help="tokens that they draft")
+    parser.add_argument("--drafts", type=int, default=3, help="number of draft tokens in these runs")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=48, help="tokens generated per prompt")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--kv-tokens", type=int, default=2048, help="tokens in the crowded engine's cache")
+    parser.add_argument("--kv-tokens", type=int, default=2048, help="number of tokens in the crowded engine's cache")
     parser.add_argument("--chunk", type=int, default=128, help="max_num_batched_tokens of the crowded engine")
-    parser.add_argument("--from-pages", action="store_true", help="chunks read themselves back from their pages")
+    parser.add_argument("--from-pages", action="store_true", help="let prefill read a chunk's own tokens from pages")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
-    parser.add_argument("--limit", type=float, default=180, help="seconds that one engine may take")
+    parser.add_argument("--limit", type=float, default=180, help="time limit of an engine, in seconds")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser.parse_args()
 
@@ -99,7 +101,7 @@ def random_model(folder: Path, latent: bool, mtp: bool) -> Path:
         model = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=128, **common))
     with torch.no_grad():
         # As in a trained model, a token's embedding must outweigh the output of a layer, and predictions must be sharp.
-        # Otherwise the layers would amplify rounding errors so much that they hide every other difference.
+        # Otherwise the layers would amplify rounding errors so much that other differences could not be seen.
         model.model.embed_tokens.weight.mul_(10)
         model.lm_head.weight.mul_(4)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -138,7 +140,7 @@ def token_stream(model: Path) -> list[int]:
 
 
 def prompts_of(model: Path, count: int) -> list[list[int]]:
-    """Return prompts of 64 to 463 tokens. Every second one begins with the same 256 tokens."""
+    """Return prompts of 64 to 463 tokens. Every second prompt begins with the same 256 tokens."""
     stream = token_stream(model)
     lengths = [64 + 97 * i % 400 for i in range(count)]
     starts = [SHARED_PREFIX + i * (len(stream) - 1000) // count for i in range(count)]
@@ -147,7 +149,7 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
 
 
 def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """Return the variants by name. Each has True if it sends all prompts at once, and its engine arguments."""
+    """Return the variants by name: True if the variant sends all prompts at once, and its engine arguments."""
     alone = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 1,
              "max_num_batched_tokens": MAX_MODEL_LEN}  # fmt: skip
     # vLLM keeps one block for itself, so add one.
@@ -163,7 +165,7 @@ def variants(args: argparse.Namespace, model: Path) -> dict[str, tuple[bool, dic
 
 
 def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the answers of every dtype and variant, or the error, by "dtype/variant"."""
+    """Return the answers (or the error) of each dtype and variant, by "dtype/variant"."""
     prompts, found, runs = prompts_of(model, args.prompts), {}, variants(args, model)
     for dtype in args.dtypes.split(","):
         for variant, (at_once, options) in runs.items():
@@ -186,8 +188,8 @@ def answer(args: argparse.Namespace, model: Path, scratch: Path, env: dict[str, 
 def compare(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row of figures for each compared pair of runs.
 
-    A dtype's run *alone* is compared with that of `auto`. A run on several GPUs is compared with the crowded run of its
-    dtype, and every other run with the run alone.
+    A dtype's run *alone* is compared with the run *alone* of `auto`. A run on several GPUs is compared with the crowded
+    run of its dtype, and every other run with the run *alone* of its dtype.
     """
     rows = []
     for name, run in found.items():

@@ -1,8 +1,8 @@
 """Agreement of two greedy runs on the same prompts, up to the first different token.
 
-Logprobs are compared up to and including that position, because up to there the two engines predict from the same
-tokens. The KL divergence is over the tokens that are in both lists of most likely tokens, with one event for all other
-tokens. It is a lower bound of the divergence over the full vocabulary.
+Logprobs are compared up to and including that position, because the two engines predict from the same tokens until
+then. The KL divergence covers the tokens that are in both engines' lists of most likely tokens, and one event for all
+other tokens. It is a lower bound of the divergence over the full vocabulary.
 """
 
 import math
@@ -10,7 +10,8 @@ import statistics
 from typing import Any
 
 Answer = dict[str, Any]
-"""Greedy answer: its `tokens`, and for each token `logprobs`, a map from token ID (as text) to log-probability."""
+"""Greedy answer: its `tokens`, and for each token its `logprobs`, a mapping from token ID (as text) to log-probability.
+"""
 
 
 def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def agreement(reference: list[Answer], other: list[Answer]) -> dict[str, Any]:
     - `answers_equal`: share of answers in which all tokens are equal.
     - `tokens_equal`: share of tokens that come before the first difference in their answer.
     - `top1_equal`: share of positions at which the most likely token is the same.
-    - `mean_logprob_difference`: mean difference of the logprob of the first run's token, in nats.
+    - `mean_logprob_difference`: mean difference between both runs' logprobs of the first run's token, in nats.
     - `mean_kl`, `p99_kl`: KL divergence over `positions` positions, in nats.
     - `not_a_number`: positions that are left out because an engine returned NaN, which a correct engine never does.
     """

@@ -1,6 +1,7 @@
-"""Write the page of the equality runs: `gpu_equality_page.py RAW.json ... [--out docs/benchmarks]`.
+"""Write the page about runs of gpu_equality.py: `gpu_equality_page.py RAW.json ... [--out docs/benchmarks]`.
 
-It reads the files of gpu_equality.py. It writes OUT/h200-equality.md, and OUT/h200-equality.json with all runs.
+RAW are files that gpu_equality.py has written. The program writes OUT/h200-equality.md, and OUT/h200-equality.json with
+all runs.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Model families in real vLLM, `k4v4` next to `auto`: `python -m benchmarks.accuracy.gpu_families --out DIR`.
+"""Compare `k4v4` with `auto` for model families in real vLLM: `python -m benchmarks.accuracy.gpu_families --out DIR`.
 
 A small random model of each family (kvpilot_smallmodels.families) answers the same prompts greedily in five engines:
 
 - `auto`, crowded and alone.
 - `k4v4` with its default window and its own calibration, crowded and alone.
-- The bare *codec*, crowded: `k4v4` without window and factors, whose prefill reads quantized pages. Apart from
-  rounding, it must predict like plain transformers with the same codec.
+- The bare *codec*, crowded: `k4v4` without window and factors, whose prefill reads quantized pages. Except for
+  rounding, it must predict the same as plain transformers with the same codec.
 
 *Crowded* means many prompts at once, with CUDA graphs, prefix caching, chunks, and a cache so small that requests are
 preempted. *Alone* means one prompt at a time, eager, in one chunk and without prefix caching.
@@ -36,9 +36,9 @@ RUNS: dict[str, tuple[str, bool, dict[str, str]]] = {
     "k4v4/codec": ("k4v4", True, CODEC), "auto/crowded": ("auto", True, {}), "k4v4/crowded": ("k4v4", True, {}),
     "k4v4/alone": ("k4v4", False, {}), "auto/alone": ("auto", False, {}),
 }  # fmt: skip
-"""Runs by name: KV-cache dtype, True for a crowded run, and environment variables."""
+"""Kinds of runs by name: KV-cache dtype, True for a crowded run, and environment variables."""
 OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Environment that keeps the engine core in the benchmark's process, which can then take away blocks of its cache."""
+"""Environment that keeps the engine core in this process, so that the benchmark can take away blocks of its cache."""
 LINES, LINE = 150, 500
 """Limits for the log of a failed engine: number of lines, and characters of each. vLLM prints whole configurations."""
 CHUNK = 128
@@ -102,18 +102,20 @@ def arguments() -> argparse.Namespace:
 
 
 def shared_arguments(parser: argparse.ArgumentParser, engines: int) -> None:
-    """Add the command-line options that gpu_options.py has, too."""
+    """Add the command-line options that gpu_options.py has in common with this program."""
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=24, help="tokens generated per prompt")
-    parser.add_argument("--at-once", type=int, default=engines, help="engines beside each other (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that one engine may take")
-    parser.add_argument("--within", type=float, default=600, help="seconds that all engines may take")
+    parser.add_argument(
+        "--at-once", type=int, default=engines, help="number of engines at the same time (default: %(default)s)"
+    )
+    parser.add_argument("--limit", type=float, default=120, help="time limit of an engine, in seconds")
+    parser.add_argument("--within", type=float, default=600, help="time limit of all engines, in seconds")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--out", type=Path, default=Path("out"))
 
 
 def engine_options(model: Path, dtype: str, crowded: bool) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM`. All engines have the same chunk size, as calibration factors depend on it."""
+    """Return arguments of `vllm.LLM`. All engines have the same chunk size, because calibration depends on it."""
     both: dict[str, Any] = {
         "model": str(model), "kv_cache_dtype": dtype, "block_size": 64, "skip_tokenizer_init": True,
         "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN, "kv_cache_memory_bytes": 256 << 20,
@@ -129,8 +131,8 @@ def asked(args: argparse.Namespace, name: str, run: str, model: Path, out: Path)
     """Return the job (engine arguments and requests) of one engine for a model family.
 
     Args:
-        name: the family, a key of `CASES`.
-        run: the kind of run, a key of `RUNS`.
+        name: name of the family, a key of `CASES`.
+        run: kind of run, a key of `RUNS`.
         model: folder of the family's model.
         out: folder for the answers.
     """
@@ -151,7 +153,7 @@ def made(names: list[str], folder: Path) -> tuple[dict[str, Path], dict[str, str
     for name in names:
         try:
             found[name] = make(name, folder / name, fields=CASES[name].fields)
-        except Exception as error:  # a version of transformers may have renamed a class; then only that family fails
+        except Exception as error:  # A version of transformers may have renamed a class. Then only this family fails.
             failed[name] = f"{type(error).__name__}: {error}"
     return found, failed
 

@@ -1,4 +1,4 @@
-"""One engine of gpu_families.py or gpu_options.py in its own process: start it, send requests, and shut it down."""
+"""Start one engine of gpu_families.py or gpu_options.py in its own process, send requests to it, and shut it down."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,10 +22,10 @@ class Asked(Job):
 
     Attributes:
         env: additional environment variables.
-        room: number of requests of the largest length that the cache can hold, so that requests are preempted. Other
-            blocks are taken away. 0 leaves the whole cache.
+        room: number of requests of the largest length for which the cache keeps blocks. The other blocks are taken
+            away, so that requests are preempted. 0 leaves the whole cache.
         how: kind of requests, a key of `HOW`.
-        more: arguments for that kind.
+        more: arguments for this kind of requests.
     """
 
     env: dict[str, str]
@@ -72,7 +72,7 @@ def adapted(asked: Asked) -> dict[str, Any]:
 
 
 def slept(asked: Asked) -> dict[str, Any]:
-    """Return greedy answers three times: at first, again, and after sleep (level 1) and wake-up."""
+    """Return greedy answers three times: at first, in a repeat, and after sleep (level 1) and wake-up."""
     llm, facts = start(asked)
     first, again = answered(llm, asked), answered(llm, asked)
     llm.sleep(level=1)
@@ -97,7 +97,7 @@ def details(asked: Asked) -> dict[str, Any]:
 
     def text(one: Any) -> str:
         # Decode the answer alone. If a random prompt ends inside a UTF-8 character, vLLM's own text of the answer also
-        # has the end of the prompt.
+        # contains the end of the prompt.
         found: str = llm.get_tokenizer().decode(one.outputs[0].token_ids, skip_special_tokens=True)
         return found
 

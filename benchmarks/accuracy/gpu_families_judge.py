@@ -1,8 +1,8 @@
-"""Verdict on a family's answers, from comparisons with plain transformers and between engines.
+"""Judge a family's answers by comparisons with plain transformers, and between engines.
 
-All divergences are means over tokens, in nats. An *oracle* is plain transformers on the same tokens
-(kvpilot_smallmodels.oracle), without the codec (`auto`) or with it (`k4v4`). A divergence *from an oracle* compares an
-engine's predictions with those of the oracle, for every token of every answer.
+All divergences are means over tokens, in nats. An *oracle* is plain transformers on the same tokens, without the codec
+(`auto`) or with it (`k4v4`); see kvpilot_smallmodels.oracle. A divergence *from an oracle* compares an engine's
+predictions with those of the oracle, for every token of every answer.
 
 With the default window and factors, answers of `k4v4` depend on a request's history: the tokens in the window, and the
 part of a prompt that was read back from pages. The oracle does not know this history. So the verdict compares the
@@ -21,12 +21,11 @@ from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergen
 from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
-"""Largest allowed divergence of an engine from the oracle of its own dtype, relative to its divergence from the other
-oracle.
-"""
+"""Largest allowed divergence of an engine from its dtype's oracle, relative to that from the other oracle."""
 ROUNDED = 3.0
-"""Allowed divergence of the bare codec from its oracle, relative to the sum of two others: the divergence that rounding
-of codes causes, and that of `auto` from its own oracle.
+"""Largest allowed divergence of the bare codec from its oracle, relative to the sum of two other divergences.
+
+One is the divergence that rounding of codes causes, the other that of `auto` from its own oracle.
 
 A value near the edge between two codes may round to either code. If a group's scale changes by one step, all its codes
 may change.
@@ -37,14 +36,15 @@ SERVED = 1.25
 FAULT = 0.5
 """Largest allowed divergence of an engine from its oracle, relative to that from an oracle that misreads a block."""
 CROWD = 3.0
-"""Allowed divergence of a crowded run from the run alone: the dtype's own damage, plus this many times the divergence
-between the two runs of `auto`.
+"""Factor in the largest allowed divergence of a crowded run from the run alone.
+
+The limit is the dtype's own damage, plus this many times the divergence between the two runs of `auto`.
 """
 BLOCK = 16
 """Number of tokens that the faulty oracle misreads."""
 RIGHT = "served and right"
 COMPUTED = "transformers in bfloat16 from float32"
-"""Name of the figure for the divergence that bfloat16 arithmetic alone causes. `auto` may diverge as far."""
+"""Name of the figure for the divergence that bfloat16 arithmetic alone causes. `auto` may diverge as much."""
 
 Figures = dict[str, Any]
 PAIRS = (("auto/crowded", "auto/alone"), ("k4v4/alone", "auto/alone"), ("k4v4/crowded", "k4v4/alone"))
@@ -70,9 +70,9 @@ def from_oracle(oracle: Oracle, prompts: list[list[int]], answers: list[Answer],
 
 
 def of_rounding(oracle: Oracle, prompts: list[list[int]], answers: list[Answer], dtype: str) -> float:
-    """Return the mean KL divergence, in nats, of an oracle from itself with keys and values moved by rounding errors.
+    """Return the mean KL divergence, in nats, of an oracle from itself with rounding errors in keys and values.
 
-    The errors are those of rounding to `dtype`.
+    The errors have the size of errors from rounding to `dtype`.
     """
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -96,7 +96,7 @@ def of_computing(model: Path, oracle: Oracle, prompts: list[list[int]], answers:
 
 
 def judge(model: Path, dtype: str, runs: dict[str, dict[str, Any]]) -> Figures:
-    """Return the figures and the verdict for a family. `runs` has the answers of gpu_families.py's engines by run."""
+    """Return the figures and the verdict for a family. `runs` has the answers of its engines by run."""
     prompts = next(iter(runs.values()))["prompts"]
     errors = {name: run["error"] for name, run in runs.items() if "error" in run}
     figures: Figures = {
@@ -130,7 +130,7 @@ def far(figures: Figures, name: str) -> float:
 
 
 def verdict(figures: Figures) -> str:
-    """Return `served and right`, or the faults. Compare the crowded run only if the run alone has answered."""
+    """Return `served and right`, or the faults. Compare the crowded run only if the run alone has answers."""
     errors = {name: error for name, error in figures["errors"].items() if not name.endswith("/alone")}
     if errors:
         return "not served: " + "; ".join(f"{name}: {error}" for name, error in errors.items())

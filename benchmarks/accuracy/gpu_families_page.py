@@ -1,7 +1,7 @@
 """Judge the answers of gpu_families.py and gpu_options.py, and write a page: `gpu_families_page.py ANSWERS ... OUT.md`.
 
-ANSWERS are result files of these programs. This program creates the models again. Their weights must equal those of the
-models that answered. A JSON file beside OUT gets all figures.
+ANSWERS are result files of these programs. This program creates the models again, and their weights must equal the
+weights of the models that answered. It writes all figures to a JSON file beside OUT.
 """
 
 import gzip

@@ -1,7 +1,7 @@
 """Child process of gpu_families.py and gpu_options.py: run several engines at the same time on one GPU.
 
 Each engine has its own process and its own log. The process is forked from a process that has only imported vLLM. If an
-engine fails, its file has the error in place of answers.
+engine fails, its file contains the error instead of answers.
 """
 
 import json
@@ -19,7 +19,7 @@ from benchmarks.engine.gpu_engine_process import attention_lines, end_with_paren
 
 
 def serve(asked: Asked) -> NoReturn:
-    """Run one engine: start it, write its answers and its log into one folder, and exit."""
+    """Start one engine, write its answers and its log into one folder, and exit."""
     os.environ.update(asked.env)
     out = Path(asked.out)
     log = out.with_suffix(".log")
@@ -36,7 +36,7 @@ def serve(asked: Asked) -> NoReturn:
         found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
     sys.stdout.flush()
     out.write_text(json.dumps(found))
-    os._exit(0)  # skip vLLM's own shutdown, as gpu_engine_measure.py does
+    os._exit(0)  # Skip vLLM's own shutdown, as gpu_engine_measure.py does.
 
 
 def inspect_here() -> None:
@@ -68,7 +68,7 @@ def run(context: Any, limit: float, asked: Asked) -> None:
 
 
 def start_cuda() -> None:
-    """Start CUDA. This fails if the parent had started CUDA before it forked this process."""
+    """Start CUDA. This fails if the parent process had started CUDA before it forked this process."""
     import torch
 
     if torch.cuda.is_available():
@@ -76,7 +76,7 @@ def start_cuda() -> None:
 
 
 def processes() -> Any:
-    """Return a context to create processes: fork them after the import of vLLM, unless that import starts CUDA."""
+    """Return the context for new processes: fork them after the import of vLLM, unless that import starts CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm.entrypoints.llm"])
     tried = context.Process(target=start_cuda)

@@ -1,8 +1,9 @@
 """Features of vLLM with `k4v4` on GPUs: `python -m benchmarks.accuracy.gpu_options --out DIR [--gpus 2]`.
 
-On one GPU it runs fp8 weights (quantized at start), sleep mode, a LoRA adapter, prompt logprobs, parallel samples and
-structured output. On two GPUs it runs tensor, pipeline and data parallelism, and expert parallelism with a small MoE
-model. Each is compared with the same model on one GPU. Models and prompts are small and random, as in gpu_families.py.
+On one GPU the program tests fp8 weights (quantized at start), sleep mode, a LoRA adapter, prompt logprobs, parallel
+samples and structured output. On two GPUs it tests tensor, pipeline and data parallelism, and expert parallelism with a
+small MoE model. It compares each run on two GPUs with a run of the same model on one GPU. Models and prompts are small
+and random, as in gpu_families.py.
 
 The program writes DIR/options-answers.json.gz, or options-2-answers.json.gz on two GPUs. gpu_families_page.py judges
 the answers. The program needs `smallmodels`, `formats`, `kernels` and `runtime` on PYTHONPATH.
@@ -30,7 +31,7 @@ SPREAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "data parallel": (MODEL, "data_parallel", {"data_parallel_size": WIDTH}),
     "expert parallel": (EXPERTS, "answers", {"tensor_parallel_size": WIDTH, "enable_expert_parallel": True}),
 }
-"""Runs on several GPUs by name: the model, the kind of requests, and the options of the engine on one GPU."""
+"""Runs on several GPUs by name: the model, the kind of requests, and the engine's options on one GPU."""
 ON_ONE = ("fp8", "sleep", "adapter", "details")
 Rows = dict[str, dict[str, Any]]
 ON_TWO = ("auto/crowded", "k4v4/crowded", "k4v4/codec")

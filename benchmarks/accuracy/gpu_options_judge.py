@@ -1,4 +1,4 @@
-"""Verdicts on the answers of gpu_options.py: one row of figures for each feature.
+"""Judge the answers of gpu_options.py. Each feature gets a row of figures and a verdict.
 
 Divergences are in nats. The limits are those of gpu_families_judge.py.
 """
@@ -34,7 +34,7 @@ def pair(runs: Runs, name: str, against: Runs, reference: str) -> dict[str, Any]
 
 
 def fp8_row(fp8: Runs, plain: Runs) -> dict[str, Any]:
-    """Judge fp8 weights: the cache's damage must be about the same as with 16-bit weights, crowded and alone."""
+    """Judge fp8 weights: the cache must do about the same damage as with 16-bit weights, crowded and alone."""
     if error := failed(fp8, plain):
         return {"verdict": f"not served: {error}"}
     figures = {
@@ -85,7 +85,7 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge a run on several GPUs: it must differ from the run on one GPU by much less than the codec's damage."""
+    """Judge a run on several GPUs: it may differ from the run on one GPU only by much less than the codec's damage."""
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}
     figures = {f"{name} from one GPU": pair(two, name, one, name) for name in two}

@@ -1,4 +1,4 @@
-"""Answers of every dtype, to compare versions of vLLM: `python -m benchmarks.accuracy.gpu_versions --out a.json`.
+"""Record answers of each dtype, to compare versions of vLLM: `python -m benchmarks.accuracy.gpu_versions --out A.json`.
 
 Each case of `CASES` gets an engine in its own process, with a small random model, CUDA graphs and prefix caching. The
 engine answers prompts of several lengths greedily in one batch, and once more from the prefix cache. The JSON file has
@@ -30,14 +30,16 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--gpu", default="0", help="the GPU that engines run on, one after the other")
+    parser.add_argument("--gpu", default="0", help="GPU on which the engines run, one after the other")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
-    parser.add_argument("--enforce-eager", action="store_true", help="without compilation and CUDA graphs")
+    parser.add_argument("--enforce-eager", action="store_true", help="run without compilation and CUDA graphs")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
-    parser.add_argument("--limit", type=float, default=280, help="seconds that one engine may take")
+    parser.add_argument("--limit", type=float, default=280, help="time limit of an engine, in seconds")
     parser.add_argument("--out", type=Path, default=Path("versions.json"))
-    parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="two documents; no engine is started")
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar="FILE", help="compare two result files, and start no engine"
+    )
     return parser.parse_args()
 
 
@@ -48,7 +50,7 @@ def prompts(vocabulary: int) -> list[list[int]]:
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Print the share of equal answers for each case that is in both documents. Return True if all are equal."""
+    """Print the share of equal answers for each case that is in both files. Return True if all are equal."""
     print(f"vLLM {one['vllm']} on {one['device']} and vLLM {other['vllm']} on {other['device']}")
     alike = True
     for name in (name for name in one["cases"] if name in other["cases"]):
@@ -69,7 +71,7 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Run every case and write the document. Return 1 if an engine ended with an error."""
+    """Run every case and write the results. Return 1 if an engine ended with an error."""
     args = arguments()
     if args.compare:
         return int(not compare(*(json.loads(path.read_text()) for path in args.compare)))

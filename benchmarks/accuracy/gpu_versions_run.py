@@ -1,4 +1,4 @@
-"""Child process of gpu_versions.py: send prompts twice to one engine, and list functions that kvpilot replaced."""
+"""Child process of gpu_versions.py: send prompts twice to one engine, and list the functions that kvpilot replaced."""
 
 import json
 import os

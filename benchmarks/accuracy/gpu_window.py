@@ -1,4 +1,4 @@
-"""The recent window in real vLLM: `python -m benchmarks.accuracy.gpu_window [--model PATH]`.
+"""Test the recent window in real vLLM: `python -m benchmarks.accuracy.gpu_window [--model PATH]`.
 
 Several engines answer the same prompts greedily, in the same steps. They have CUDA graphs, prefix caching, small
 chunks, and a cache so small that requests are preempted. Two engines overwrite every ring page that a request gets: one
@@ -26,20 +26,22 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="k4v4", help="comma-separated (default: %(default)s)")
-    parser.add_argument("--model", type=Path, help="a model folder with weights and tokenizer (default: a random one)")
+    parser.add_argument("--model", type=Path, help="model folder with weights and tokenizer (default: a random model)")
     parser.add_argument("--recent", type=int, default=64, help="tokens of the window")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=96, help="tokens generated per prompt")
-    parser.add_argument("--blocks", type=int, default=80, help="of 64 tokens, one of them vLLM's own")
+    parser.add_argument(
+        "--blocks", type=int, default=80, help="number of blocks of 64 tokens; vLLM keeps one of them for itself"
+    )
     parser.add_argument("--chunk", type=int, default=128, help="max_num_batched_tokens")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that one engine may take")
+    parser.add_argument("--limit", type=float, default=120, help="time limit of an engine, in seconds")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run all engines, compare, print and write. Return 1 if a run failed or used another token's residuals."""
+    """Run all engines, compare their answers, and write the result. Return 1 if a run failed or read a wrong row."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
@@ -80,7 +82,7 @@ def main() -> int:
 
 
 def compare(found: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare every run with the 16-bit run. `same` is True if both runs with overwritten rings answered equally."""
+    """Compare every run with the 16-bit run. `same` is True if both runs with overwritten rings gave equal answers."""
     pairs = [(name, "auto/0") for name in found if name != "auto/0"]
     for dtype in args.dtypes.split(","):
         pairs.append((f"{dtype}/{args.recent}/others", f"{dtype}/{args.recent}/zeros"))

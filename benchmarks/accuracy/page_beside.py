@@ -1,4 +1,4 @@
-"""Common code of programs that make a page from a JSON file."""
+"""Write pages beside the JSON files that they are made from."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write(markdown: Callable[[dict[str, Any]], str]) -> None:
-    """Make a page of each JSON file that the command line names, and write it beside that file."""
+    """Make a page from each JSON file that the command line names, and write it beside the file."""
     for name in sys.argv[1:]:
         figures = Path(name)
         figures.with_suffix(".md").write_text(markdown(json.loads(figures.read_text())))

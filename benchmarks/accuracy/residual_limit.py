@@ -1,33 +1,34 @@
-"""Limit on the share of the cached tokens that a step reads at 8 bits, from the engine's own step times.
+"""Limit on the share of cached tokens that an engine step reads at 8 bits. It follows from the engine's step times.
 
-A request meets its ITL objective by the mean of its gaps, and each gap is a step. So the rule compares means of the
-last steps with fractions of the objective. A fast mean lowers the share before steps reach the objective. A slow mean
-keeps the share low after a busy time, because more tokens at 8 bits would delay the next peak's requests.
+A request meets its objective for inter-token latency (ITL) if the mean of its gaps between tokens is small enough. Each
+gap is one step. So the rule compares means over the last steps with fractions of the objective. A fast mean lowers the
+share before step times reach the objective. A slow mean keeps the share low after a busy time, because more tokens at 8
+bits would delay the requests of the next peak.
 """
 
 from dataclasses import dataclass, replace
 from math import exp
 
 FULL, NONE = 0.25, 0.3
-"""Limits of the mean step time, as fractions of the ITL objective.
+"""Two limits on the mean step time, as fractions of the ITL objective.
 
-Up to FULL, steps read everything at 8 bits. From NONE on, they read only the floor at 8 bits.
+If the mean is at most FULL, steps read all tokens at 8 bits. If it is NONE or more, they read only the floor at 8 bits.
 """
 
 FAST, SLOW = 256, 32768
-"""Number of further steps after which a step's weight has fallen to 1/e, in the fast and in the slow mean."""
+"""Number of steps after which the weight of a step has fallen to 1/e, in the fast and in the slow mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Limit after the steps so far. Times are in seconds."""
+    """State of the limit after the steps so far. Times are in seconds."""
 
     objective: float
-    """Largest mean gap between the tokens of a good request."""
+    """Objective of a request: the largest mean gap between tokens."""
     fast: float = 0.0
-    """Mean over the last FAST steps."""
+    """Exponential moving average of the step time over about FAST steps."""
     slow: float = 0.0
-    """Mean over the last SLOW steps."""
+    """Exponential moving average of the step time over about SLOW steps."""
 
     @property
     def share(self) -> float:

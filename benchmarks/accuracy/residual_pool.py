@@ -3,7 +3,8 @@
     python -m benchmarks.accuracy.residual_pool --out FILE
 
 Every new block gets a residual page if one is free, and residual pages are freed before a request is preempted. The
-newest two blocks of a running request, its floor, always keep their residuals. Residuals take these pages:
+newest two blocks of a running request (its *floor*) always keep their residuals. Which pages residuals may take depends
+on the row:
 
 - row `elastic`: only empty pages;
 - row `elastic-60`: also pages of a cached prefix that was idle for 60 seconds;
@@ -34,7 +35,7 @@ from kvpilot_cli.backtest.loads import cut, synthetic
 from kvpilot_cli.backtest.service import Objective, Service
 
 ELASTIC = {"elastic": inf, "elastic-60": 60.0, "elastic-seen": None, "elastic-limit": None}
-"""Seconds after which an idle prefix gives way to residuals, by row; None to learn this time, starting at WARM_UP."""
+"""Seconds after which a cached prefix counts as idle and gives way to residuals, by row; None to learn this time."""
 
 FLOOR = 2
 """Number of newest blocks of a running request that keep their residuals."""
@@ -49,7 +50,7 @@ class Case:
     load: str
     """Kind of load, such as `agents`."""
     size: float
-    """Factor on the load's arrival rate."""
+    """Factor by which the load's arrival rate is multiplied."""
     row: str
     itl: float = 0.06
     """ITL objective in seconds."""
@@ -62,7 +63,7 @@ class Case:
 
 
 class Pool(Blocks):
-    """Pool of the engine's pages. `_empty` also counts pages with residuals, because they can be freed."""
+    """Pool of the engine's pages. `_empty` also counts pages with residuals, because these can be freed."""
 
     def __init__(self, engine: Engine, idle: float | None, firm: int) -> None:
         super().__init__(engine.blocks.total)
@@ -99,7 +100,7 @@ class Pool(Blocks):
         return self.share * (self.total - self._empty - count) + count
 
     def reuse(self, session: int, count: int) -> None:
-        """Take a prefix, and learn from its idle time. The learnt time shrinks by 0.1% with each reuse."""
+        """Reuse a prefix. Lower the learnt idle time by 0.1%, or raise it to twice the idle time of this prefix."""
         if count and self._learns:
             self._idle = max(0.999 * self._idle, 2 * (self._engine.now - self._since[session]))
         super().reuse(session, count)
@@ -123,20 +124,20 @@ class Elastic(Engine):
         self.forget()
 
     def forget(self) -> None:
-        """Set all sums over steps to 0, such as the tokens read."""
+        """Reset all sums over steps, such as the number of tokens read."""
         self.read = self.fine = 0.0
         self.counted = self.floors = 0.0
 
     @property
     def share(self) -> float:
-        """Share of the tokens that the next step reads at 8 bits. The limit does not apply to floors."""
+        """Share of the tokens that the next step reads at 8 bits. Floors are always read at 8 bits."""
         if self._limit is None:
             return self.blocks.share
         floor = FLOOR * self.costs.block_size * len(self.decoding) / max(self.decoding.tokens, 1)
         return min(self.blocks.share, max(self._limit.share, floor))
 
     def alike(self, until: float) -> int:
-        """Return how many equal steps come next until the time `until`, and count the tokens that they read."""
+        """Return how many equal steps follow until the time `until`, and count the tokens that they read."""
         share, (low, high) = self.share, self._range
         self.costs = replace(self.costs, per_kv_token=low + share * (high - low))
         steps = super().alike(until)
@@ -163,7 +164,8 @@ def simulate(profile: Profile, case: Case) -> dict[str, Any]:
     """Simulate one engine under the load of the day's busiest hour.
 
     Return the case with the numbers of good and of all requests, latencies in seconds, preemptions, and the share of
-    prompt tokens that hit the prefix cache. An elastic row also has the share of tokens that were read at 8 bits.
+    prompt tokens that hit the prefix cache. For an elastic row, also return the share of tokens that were read at 8
+    bits.
     """
     load, dtype = cut(synthetic(case.load, 1.0, case.seed, case.size), HOUR, END), case.row
     dtype = "k4v4" if dtype in ELASTIC else dtype
@@ -196,7 +198,7 @@ def simulate(profile: Profile, case: Case) -> dict[str, Any]:
 def cases() -> Iterator[Case]:
     """Yield the cases of the page's table, and then variants of it.
 
-    The variants have a tighter objective, other seeds, or floors that give way to cached prefixes.
+    A variant has a tighter objective, another seed, or floors whose pages cached prefixes may take.
     """
     every = list(product(("agents", "chat"), (0.1, 0.2, 0.4, 0.6, 0.8)))
     rivals = ("k4v4", "elastic-limit")
@@ -211,7 +213,7 @@ def cases() -> Iterator[Case]:
 
 
 def main() -> None:
-    """Write a row for each case, and the KV capacity at full pressure, relative to that of a bf16 cache."""
+    """Write a row for each case. Also write the KV capacity at full pressure, relative to that of a bf16 cache."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     asked, profile, rows = parser.parse_args(), load_profile(), []

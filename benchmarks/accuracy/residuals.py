@@ -1,18 +1,18 @@
-"""Damage of a `k4v4` cache that keeps the residuals of some blocks.
+"""Measure the damage of a `k4v4` cache that keeps the residuals of some blocks.
 
     python -m benchmarks.accuracy.residuals --texts FOLDER --out FILE
 
 A block of 64 tokens has a base page, and may have a residual page that refines it to 8 bits. A query always reads the
-newest blocks (`--floors`, its own block included) at 8 bits. Of all older blocks, a share keeps its residuals. An order
-says which residuals are freed first:
+newest blocks, including its own block, at 8 bits (`--floors` sets their number). Of all older blocks, only a share
+keeps its residuals. The *order* decides which residuals are freed first:
 
 - `oldest`: residuals of the oldest blocks.
 - `values`: residuals of all values, the oldest first; then residuals of keys, the oldest first.
 
 The model computes in float32, on the texts of accuracy.py, with factors that an engine computes at start. The row
 `today` is the recent window as a ring keeps it. Rows `hit` cover the 64 tokens after a hit in the prefix cache. Rows
-that FILE has already are not computed again. FOLDER keeps the texts' tokens, for a machine without the documents;
-`--cut` only writes these tokens.
+that are already in FILE are not computed again. FOLDER holds the tokens of the texts, for machines without the
+documents. `--cut` only writes these tokens.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _AT_ONCE = 9216
 
 TODAY = "today"
 Kept = torch.Tensor | str | None
-"""Blocks that are read at 8 bits, bool [sides, query blocks, key blocks]; or TODAY; or None for a 16-bit cache."""
+"""Blocks to read at 8 bits, bool [sides, query blocks, key blocks]; TODAY for a ring; None for a 16-bit cache."""
 Rule = tuple[str, float, int]
 """Order in which residuals are freed, share of the older blocks that keep residuals, and floor in blocks."""
 
@@ -101,7 +101,7 @@ def _read_back(codec: Codec, fresh: Sides) -> Sides:
 
 
 def mixed(query: torch.Tensor, base: Sides, fine: Sides, kept: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute causal attention that reads some blocks with their residuals.
+    """Compute causal attention that reads some blocks with residuals and the other blocks without.
 
     Args:
         query: [sequences, heads, tokens, D].
@@ -126,7 +126,8 @@ def mixed(query: torch.Tensor, base: Sides, fine: Sides, kept: torch.Tensor, sca
 def keep(order: str, share: float, floor: int, count: int) -> tuple[torch.Tensor, float]:
     """Return the `Kept` of `count` blocks, and the share of residuals that blocks older than the floor keep.
 
-    `order`, `share` and `floor` are those of a `Rule`. The returned share differs by rounding to whole blocks.
+    `order`, `share` and `floor` are those of a `Rule`. The returned share differs from `share` by rounding to whole
+    blocks.
     """
     query, block = torch.arange(count)[:, None], torch.arange(count)
     older = (query + 1 - floor).clamp_min(0)
@@ -177,7 +178,7 @@ def measure(out: Path, model: str, name: str, probe: Elastic, batches: list[Batc
         name: the row's name.
         probe: the model.
         batches: the sequences, with the results of a 16-bit cache.
-        rule: which residuals are kept; None measures TODAY.
+        rule: rule by which residuals are kept; None measures TODAY.
     """
     if not batches or (out.exists() and name in json.loads(out.read_text()).get(model, {})):
         return
@@ -201,10 +202,10 @@ def main() -> None:
     add("--models", nargs="+", default=["smollm2-135m", "gemma3-270m"], choices=sorted(MODELS))
     add("--orders", nargs="+", default=list(ORDERS), choices=ORDERS)
     add("--shares", nargs="+", type=float, default=[0, 0.125, 0.25, 0.5, 0.75, 1])
-    add("--floors", nargs="+", type=int, default=[1, 2], help="newest blocks that keep their residuals")
-    add("--texts", type=Path, required=True, help="folder of the texts' tokens; made if it is missing")
-    add("--cut", action="store_true", help="make the folder of --texts, and do nothing else")
-    add("--tokens", type=int, help="longest sequence, to try the program")
+    add("--floors", nargs="+", type=int, default=[1, 2], help="number of newest blocks that keep their residuals")
+    add("--texts", type=Path, required=True, help="folder of the tokens of the texts; created if it is missing")
+    add("--cut", action="store_true", help="create the folder of --texts, and do nothing else")
+    add("--tokens", type=int, help="largest number of tokens of a sequence, to try the program")
     add("--sequences", type=int, help="number of sequences, to try the program")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     asked = parser.parse_args()

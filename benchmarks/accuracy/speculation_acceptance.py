@@ -1,13 +1,13 @@
-"""Share of accepted n-gram drafts, by KV-cache dtype: `python -m benchmarks.accuracy.speculation_acceptance`.
+"""Measure the share of accepted n-gram drafts by dtype: `python -m benchmarks.accuracy.speculation_acceptance`.
 
 SmolLM2-135M, with its real weights, answers greedily. A prompt is a piece of a text of docs/benchmarks/accuracy.md,
 followed by the beginning of that piece. So the model quotes the rest, which is the typical use of n-gram speculation.
 Our dtypes have their defaults: calibration by the engine, and their recent window. Each dtype runs in its own process.
 Answers and drafts depend on the dtype, so `accepted` counts each dtype's own drafts.
 
-On a machine without the documents, first run `--cut` elsewhere, which writes the prompts to a file. Then give this file
-as `--texts`. There `--model` may be the model's folder. The program writes OUT/speculation-acceptance.json, from which
-speculation_acceptance_report.py makes the page.
+If this machine lacks the documents, first run the program with `--cut` on a machine that has them. It writes the
+prompts to a file, which `--texts` reads here. `--model` may then be the model's folder. The program writes
+OUT/speculation-acceptance.json, from which speculation_acceptance_report.py makes the page.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def machine() -> str:
 
 
 def alike(answers: list[list[int]], others: list[list[int]]) -> float:
-    """Compare two lists of answers. Return the share of tokens before the first difference in their answer, 0 to 1."""
+    """Return the share of tokens, 0 to 1, before the first difference between an answer and its counterpart."""
     same = 0
     for one, other in zip(answers, others, strict=True):
         same += next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
@@ -80,7 +80,7 @@ def alike(answers: list[list[int]], others: list[list[int]]) -> float:
 
 
 def main() -> int:
-    """Run each dtype, compare all with the first one, and write the results."""
+    """Run each dtype, compare all answers with those of the first dtype, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--dtypes", nargs="+", default=["auto", "fp8", "k8v4", "k4v4"])
@@ -88,8 +88,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--drafts", type=int, default=4, help="draft tokens of a sequence in a step")
     parser.add_argument("--dtype", default="float32", help="of weights and activations")
-    parser.add_argument("--model", type=Path, help="its folder (default: it is fetched)")
-    parser.add_argument("--cut", type=Path, help="write the prompts to this file, and end")
+    parser.add_argument("--model", type=Path, help="folder of the model (default: it is downloaded)")
+    parser.add_argument("--cut", type=Path, help="write the prompts to this file, and do nothing else")
     parser.add_argument("--texts", type=Path, help="read them from it")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()

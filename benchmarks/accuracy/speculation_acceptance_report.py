@@ -1,4 +1,4 @@
-"""Write the page of speculation_acceptance.py: `speculation_acceptance_report.py FIGURES.json`."""
+"""Write the page about speculation_acceptance.py: `speculation_acceptance_report.py FIGURES.json`."""
 
 import math
 import textwrap

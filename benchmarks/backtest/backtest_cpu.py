@@ -1,9 +1,9 @@
-"""Comparison of the simulated engine with a real one: `python -m benchmarks.backtest.backtest_cpu`.
+"""Compare the simulated engine with a real one: `python -m benchmarks.backtest.backtest_cpu`.
 
 The real engine is vLLM on this machine's CPU with SmolLM2-135M, eager, with one thread, and with a KV cache so small
-that it becomes full. The program fits the simulation's costs to steps with known batches and contexts. Then it replays
-one trace of requests several times on the engine and once in the simulation, and compares the results. It writes
-docs/benchmarks/backtest-cpu.json.
+that it becomes full. The program fits the simulation's costs to engine steps with known batches and contexts. Then it
+replays one trace of requests several times on the engine and once in the simulation, and compares latencies,
+preemptions and rates. It writes docs/benchmarks/backtest-cpu.json.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def trace(seed: int = 4) -> list[Request]:
 
 
 def tokens(chance: random.Random, length: int) -> list[int]:
-    """Return a prompt of `length` random tokens, of which the prefix cache has no part."""
+    """Return a prompt of `length` random tokens, so that the prefix cache has no hit."""
     return [chance.randint(1000, 40000) for _ in range(length)]
 
 
@@ -87,7 +87,7 @@ async def steps(running: RealEngine) -> dict[str, Any]:
 
 
 def fit(measured: dict[str, Any], kv_tokens: int) -> Costs:
-    """Fit the simulation's costs by least squares of relative errors. A cost that would be negative becomes 0."""
+    """Fit the simulation's costs by least squares of relative errors. Set a cost that would be negative to 0."""
     rows = [(1, d["batch"], d["batch"] * d["context"], 0, 0) for d in measured["decode"]]
     rows += [(1, 0, 0, p["tokens"], p["tokens"] ** 2 / 2) for p in measured["prefill"]]
     seconds = np.array([d["seconds"] for d in measured["decode"]] + [p["seconds"] for p in measured["prefill"]])

@@ -1,8 +1,8 @@
-"""Comparison of the interval model with the request-level engine: `python -m benchmarks.backtest.backtest_interval`.
+"""Compare the interval model with the request-level engine: `python -m benchmarks.backtest.backtest_interval`.
 
-It runs the same load with a fixed number of replicas twice: once request by request, and once as 16 copies of the
-interval (fluid) model. For each load, dtype and number of replicas it prints two lines of Markdown, one for each
-simulation. Their figures are finished and lost requests, KV use and waiting requests in the second half of the time,
+The program simulates the same load with a fixed number of replicas twice: once request by request, and once as 16
+copies of the interval (fluid) model. For each load, dtype and number of replicas it prints two lines of Markdown, one
+for each simulation. A line has finished and lost requests, KV use and waiting requests in the second half of the time,
 preemptions, and latencies.
 """
 
@@ -76,10 +76,8 @@ def line(
 
     Args:
         kind: the simulation, `requests` or `fluid`.
-        name: the load.
-        finished, lost, preemptions: numbers over the whole time.
-        use, waiting: KV use and waiting requests, one value a minute. The line has their means over the second half.
-        ttft, itl: seconds.
+        name: the load. finished, lost, preemptions: numbers over the whole time. use, waiting: KV use and number of
+        waiting requests, one value a minute. The line has means over the second half. ttft, itl: seconds.
     """
     half = len(use) // 2
     print(f"| {name} | {dtype}, {replicas} | {kind} | {finished:.0f} | {lost:.0f} | {mean(use[half:]):.0%} "

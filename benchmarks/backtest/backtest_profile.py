@@ -1,8 +1,8 @@
 """Fit the backtest's built-in cost profile to the H200 benchmark: `python -m benchmarks.backtest.backtest_profile`.
 
 The program reads docs/benchmarks/h200-engine.json (real vLLM). If h200-engine-window.json has a complete run of a dtype
-(with later kernels and the default window), it uses that run instead. It writes the profile into the package, and
-prints the error of every measured point.
+(with later kernels and the default window), the program uses that run instead. It writes the profile into the package,
+and prints the error of every measured point.
 """
 
 import json
@@ -23,7 +23,7 @@ MODEL = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=0, mla=Fal
 def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
     """Return every measured time of one dtype as (name, factors, seconds).
 
-    The factors are those of the five constants in `Costs`, whose weighted sum is the time.
+    The time is the sum of the five constants in `Costs`, each multiplied by its factor.
     """
     found: list[tuple[str, tuple[float, ...], float]] = []
     for name, case in run["cases"].items():
@@ -46,7 +46,7 @@ def points(run: dict[str, Any]) -> list[tuple[str, tuple[float, ...], float]]:
 def newest() -> list[dict[str, Any]]:
     """Return every dtype's newest complete run.
 
-    A later run counts as complete if it has a prompt of 64K tokens, because the cost of context is fitted to it.
+    A run counts as complete if it has a prompt of 64K tokens, because the cost of context is fitted to this prompt.
     """
     first = json.loads((BENCHMARKS / "h200-engine.json").read_text())
     later = json.loads((BENCHMARKS / "h200-engine-window.json").read_text())

@@ -34,7 +34,7 @@ class Crew:
             samples.append(self._sample(i, minute, float(pods[i])))
 
     def flipped(self, i: int, dtype: str) -> None:
-        """Record that service `i` changed its dtype. Drop its earlier metrics, which describe the old dtype."""
+        """Record that service `i` has changed its dtype. Drop its earlier metrics, which describe the old dtype."""
         self.pilots[i].dtype = dtype
         self.pilots[i].dtype_changed = self._now()
         self._samples[i].clear()
@@ -47,7 +47,7 @@ class Crew:
         """Let every pilot decide. Yield the index of each service whose decision is not Stay, and the decision.
 
         Args:
-            asked: replicas of each service, with starting ones.
+            asked: replicas of each service, including those that start.
             ready: ready replicas of each service.
             busy: True for services with a canary, whose pilots must not change anything.
         """

@@ -1,4 +1,4 @@
-"""A fleet of services over weeks, a minute at a time, under each policy.
+"""Simulate a fleet of services over days or weeks, minute by minute, under each policy.
 
 python -m benchmarks.backtest.fleet --services 1000 --days 3
 """
@@ -54,11 +54,11 @@ class FleetRow:
     flips: int
     scalings: int
     asked: int = 0
-    """Number of decisions by pilots."""
+    """Number of decisions that pilots made."""
 
 
 def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
-    """Return the loads of `count` services from number `first` on: four kinds in turn, with random sizes and zones."""
+    """Return loads of `count` services from number `first` on: four kinds in turn, with random sizes and zones."""
     loads = []
     for i in range(first, first + count):
         chance = np.random.default_rng((seed, i))
@@ -70,7 +70,7 @@ def services(count: int, days: float, seed: int, first: int = 0) -> list[Load]:
 
 
 class Pods:
-    """Replicas of each service: the number of ready ones, and of starting ones by the minutes until they are ready."""
+    """Replicas of each service: the number of ready ones, and the number of starting ones by minutes until ready."""
 
     def __init__(self, replicas: NDArray[np.int64]) -> None:
         self.ready = replicas.copy()
@@ -78,7 +78,7 @@ class Pods:
 
     @property
     def asked(self) -> NDArray[np.int64]:
-        """Return the number of replicas of each service, ready or starting."""
+        """Return the number of replicas of each service, whether ready or starting."""
         return np.asarray(self.ready + self._starting.sum(axis=0))
 
     def pass_minute(self) -> None:
@@ -202,12 +202,12 @@ def _rows(
 def part(
     count: int, first: int, days: float, seed: int, policy: str, spec: Spec, profile: Profile, objective: Objective
 ) -> list[FleetRow]:
-    """Simulate `count` services from number `first` on, the share of one process."""
+    """Simulate `count` services from number `first` on, which are the share of one process."""
     return run_fleet(services(count, days, seed, first), policy, spec, profile, objective, seed + first)
 
 
 def main() -> None:
-    """Run the fleet under each policy, and print a table. `--json` writes the figures after each policy."""
+    """Simulate the fleet under each policy, and print a table. With `--json`, write the figures after each policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--services", type=int, default=100, metavar="N", help="at least 4, one of each kind of load")
     parser.add_argument("--days", type=float, default=1.0)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-TOLERANCE = 0.1 + 1e-9  # 0.55 / 0.5 is slightly above 1.1 in floating point, and must be within the tolerance
+TOLERANCE = 0.1 + 1e-9  # 0.55 / 0.5 is slightly above 1.1 in floating point, but must be within the tolerance.
 STABILIZATION_SECONDS = 300.0
 
 
@@ -22,15 +22,16 @@ def recommend(use: Floats, ready: Ints, replicas: Ints, target: float) -> Ints:
     """Return the number of replicas by the HPA's formula, before its limits on the speed of changes.
 
     Args:
-        use: mean KV cache usage of each service's ready pods, 0 to 1.
+        use: mean KV-cache usage of each service's ready pods, 0 to 1.
         ready: number of ready pods of each service.
         replicas: number of all pods of each service.
-        target: usage that the HPA keeps.
+        target: KV-cache usage that the HPA aims at, 0 to 1.
     """
     ratio = use / target
     pending = replicas - ready
     plain = np.where(np.abs(ratio - 1) <= TOLERANCE, replicas, _ceil(ratio * ready))
-    # In a scale-out, pods that are not ready count as 0% used. If that would turn it into a scale-in, change nothing.
+    # In a scale-out, pods that are not ready count as 0% used. If that would turn the scale-out into a scale-in, change
+    # nothing.
     ratio_all = use * ready / (target * np.maximum(replicas, 1))
     damped = np.where((np.abs(ratio_all - 1) <= TOLERANCE) | (ratio_all < 1), replicas, _ceil(ratio_all * replicas))
     wanted = np.where((pending > 0) & (ratio > 1), np.maximum(damped, replicas), plain)

@@ -1,4 +1,4 @@
-"""Simulate many services in steps of ten seconds by a fluid model. In contrast, `engine` simulates single requests.
+"""Simulate many services in steps of ten seconds by a fluid model. The module `engine` simulates single requests.
 
 A service is a closed network of sessions. A session pauses, sends a request, waits, runs and pauses again. New sessions
 arrive as a Poisson process. KV memory, max_num_seqs and the speed of prefill limit the running requests. Prefill takes
@@ -18,17 +18,17 @@ from kvpilot_cli.backtest.costs import Costs, Profile
 
 SUBSTEP = 10.0
 _FILL = 0.985
-"""KV cache usage at which no further prompt fits, as measured in the request-level simulation (`engine`)."""
+"""KV-cache usage at which no further prompt fits, as measured in the request-level simulation (`engine`)."""
 _PREEMPTED = 0.3
 """Preemptions per finished request while KV memory is the limit, if prompt and answer have equal lengths.
 
-It is measured in the request-level simulation (`engine`).
+The number was measured in the request-level simulation (`engine`).
 """
 
 
 @dataclass(slots=True)
 class Minute:
-    """Results of one call of `Fleet.step` for each service: gauges at the end of the call, and sums over it."""
+    """Results of one call of `Fleet.step` for each service: gauges at the end of the call, and sums over the call."""
 
     usage: Array
     running: Array
@@ -41,7 +41,7 @@ class Minute:
     prefill_seconds: Array
     decode_seconds: Array
     step_seconds: Array
-    """Mean time of a decode step."""
+    """Mean time of a decode step in seconds."""
 
 
 class Fleet:
@@ -94,7 +94,7 @@ class Fleet:
         pods = np.maximum(ready, 1.0)
         for _ in range(substeps):
             usage, wait, last = self._substep(starts, ready, pods, costs, sums)
-        # All requests of a call get the latencies of its last substep, because latencies change slowly.
+        # Latencies change slowly, so all requests of a call get the latencies of its last substep.
         sums["good"] = self._latencies(sums["finished"], wait, *last, costs)
         for name in ("finished", "lost", "good", "preemptions"):
             self.total[name] += sums[name]
@@ -164,7 +164,7 @@ class Fleet:
     def _youth(self) -> Array:
         """Return the mean context length of running requests, relative to a load in which no request is lost.
 
-        A lost request ends its session early, so fewer requests have a long context.
+        A lost request ends its session early, so with losses fewer requests have a long context.
         """
         m = self._m
         usual = m["turns"] - 1
@@ -174,12 +174,12 @@ class Fleet:
         return np.asarray(np.where(usual > 0.01, first + (1 - first) * age / np.maximum(usual, 0.01), 1.0))
 
     def _kinds(self) -> tuple[Array, Array, Array]:
-        """Return the shares of requests that are a first turn, or a later turn with or without a cached prefix."""
+        """Return the shares of requests that are a first turn, a later turn with a cached prefix, or one without."""
         later = self._m["reusable"]
         return 1 - later, self.hit, np.maximum(later - self.hit, 0.0)
 
     def _work(self, costs: dict[str, Array], young: Array) -> tuple[Array, Array]:
-        """Return the mean prefill of a request, in seconds and in tokens. `young` is what `_youth` returns."""
+        """Return the mean prefill work of a request, in seconds and in tokens. `young` is the result of `_youth`."""
         m, token, pair = self._m, costs["per_prefill_token"], costs["per_prefill_pair"]
         new, hit, miss = self._kinds()
         tokens = new * m["new_tokens"] + hit * m["hit_tokens"] + miss * m["miss_tokens"] * young
@@ -187,7 +187,7 @@ class Fleet:
         return token * tokens + pair * pairs, tokens
 
     def _prefill_share(self, running: Array, plain: Array, work: Array) -> Array:
-        """Return the share y of a replica's time that prefill takes if `running` requests share the replica.
+        """Return the share y of its time that a replica spends on prefill while it runs `running` requests.
 
         A request takes `output` steps of plain / (1 - y) seconds, and `work` seconds of prefill. A replica finishes x =
         y / work requests a second. By Little's law, running = x (output * plain / (1 - y) + work), a quadratic equation
@@ -199,10 +199,10 @@ class Fleet:
     def _remember(self, rate: Array, held: Array, costs: dict[str, Array], pods: Array, young: Array) -> None:
         """Update the share of requests that find their prefix in the cache.
 
-        Blocks that a finished request frees wait in a queue to be overwritten. If the session returns in time, its
-        blocks leave the queue. Let F tokens be free, and each of x requests a second free H tokens. A prefix then
-        survives T seconds, where F / (x H) is the integral over 0..T of the share of sessions that have not returned.
-        Newton's method finds T from the T of the last substep (the integral is concave in T).
+        When a request finishes, its blocks enter a queue to be overwritten. If the session returns in time, its blocks
+        leave the queue. Let F tokens be free, and let x requests a second free H tokens each. A prefix then survives T
+        seconds, where F / (x H) is the integral over 0..T of the share of sessions that have not returned. Newton's
+        method finds T from the T of the last substep (the integral is concave in T).
 
         Args:
             rate: finished requests per second.
@@ -236,7 +236,7 @@ class Fleet:
             work: seconds of a request's prefill.
             chunk: seconds of the prefill in a step that has a chunk of a prompt.
             plain: seconds of a decode step without such a chunk.
-            share: share of the time that prefill takes, 0 to 1.
+            share: share of a replica's time that prefill takes, 0 to 1.
             costs: `Costs` of each service's dtype.
         """
         slow = 1 / (1 - share)
@@ -251,7 +251,7 @@ class Fleet:
         count = kinds * WEIGHTS * finished[:, None]
         self._count(self.ttft, ttft, count)
         good = (count * (ttft <= self._objective[0])).sum(axis=(0, 2)) * (self.step_seconds <= self._objective[1])
-        # Prompts are prefilled in chunks. Steps with a chunk take longer, so count their gaps apart.
+        # Prompts are prefilled in chunks. Steps with a chunk take longer, so count their gaps separately.
         steps = (1 - share) / plain
         mixed = np.minimum(share / np.maximum(chunk, 1e-9) / np.maximum(steps, 1e-9), 1.0)
         tokens = finished * self._m["output"]

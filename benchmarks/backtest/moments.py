@@ -10,7 +10,7 @@ from kvpilot_cli.backtest.loads import STEP, Load
 
 Array = NDArray[np.float64]
 POINTS = np.array([0.1, 0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99])
-"""Quantiles of prefill work that stand for its distribution. WEIGHTS has the share of requests for each of them."""
+"""Quantiles of prefill work that represent its distribution. Each stands for the share of requests in WEIGHTS."""
 WEIGHTS = np.array([0.2, 0.2, 0.2, 0.18, 0.12, 0.05, 0.03, 0.02])
 
 
@@ -33,9 +33,9 @@ class Moments:
     held_cv: float
     """Coefficient of variation (standard deviation over mean) of the numbers of tokens whose mean is `held`."""
     first: float
-    """Mean number of tokens in the KV cache of a request in a session's first turn."""
+    """Mean number of tokens in the KV cache of a request that is its session's first turn."""
     reusable: float
-    """Share of requests that have an earlier turn, whose prefix they could reuse."""
+    """Share of requests that are not a first turn, and so could reuse a prefix."""
     new_tokens: float
     new_pairs: float
     hit_tokens: float

@@ -1,7 +1,7 @@
-"""Comparison of the pilot with other autoscalers: `python -m benchmarks.backtest.rivals`.
+"""Compare the pilot with other autoscalers: `python -m benchmarks.backtest.rivals`.
 
-It takes the options of `kvpilot backtest` and prints Markdown. The other autoscalers are Kubernetes'
-HorizontalPodAutoscaler and llm-d's Workload Variant Autoscaler, each with a fixed dtype.
+The program takes the options of `kvpilot backtest` and prints Markdown. The other autoscalers are Kubernetes'
+HorizontalPodAutoscaler (HPA) and llm-d's Workload Variant Autoscaler (WVA), each with a fixed dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,9 @@ from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.samples import Sample
 
 HPA_TARGET = 0.5
-"""Target of the HPA for mean KV cache usage. The usual 0.8 would be an unfair rival, because far fewer requests would
-meet the latency objective.
+"""Target of the HPA for mean KV-cache usage.
+
+The usual target of 0.8 would be an unfair rival, because far fewer requests would meet the latency objective.
 """
 REQUESTS_TARGET = 16.0
 """Target of the HPA for running plus waiting requests per replica."""
@@ -35,7 +36,7 @@ Wanted = Callable[[Service, Sample | None], int]
 
 @dataclass
 class Scaled:
-    """Policy with a fixed dtype, whose number of replicas the function `wanted` sets."""
+    """Policy with a fixed dtype. The function `wanted` sets the number of replicas."""
 
     dtype: str
     wanted: Wanted
@@ -48,17 +49,17 @@ class Scaled:
 
 
 def use(sample: Sample) -> float:
-    """Return the mean KV cache usage over replicas, from 0 to 1."""
+    """Return the mean KV-cache usage of all replicas, from 0 to 1."""
     return sample.usage
 
 
 def in_hand(sample: Sample) -> float:
-    """Return the number of running and waiting requests per replica."""
+    """Return the number of running and waiting requests together, per replica."""
     return (sample.running + sample.waiting) / sample.pods
 
 
 def gauges(service: Service, dtype: str) -> list[tuple[float, float]]:
-    """Return KV cache usage and waiting requests of each answering replica, the oldest first."""
+    """Return KV-cache usage and number of waiting requests of each replica that answers, the oldest replica first."""
     engines = [replica.engine for replica in service.ready(dtype)]
     return [(one.blocks.used / one.blocks.total, float(len(one.waiting))) for one in engines]
 
@@ -88,7 +89,7 @@ def by_hpa(
 
 
 def by_wva(spec: Spec, _profile: Profile, _objective: Objective, *, dtype: str) -> Start:
-    """Return a policy that scales as llm-d's WVA, and the dtype and number of replicas at its start."""
+    """Return a policy that scales as llm-d's WVA does, and the dtype and number of replicas at its start."""
     lowest, highest = max(1, spec.scaling.min_replicas), spec.scaling.max_replicas
     wva = Wva(minimum=lowest, maximum=highest, sync_seconds=SCRAPE)
 
@@ -110,7 +111,7 @@ def _rivals(name: str, dtype: str) -> dict[str, Starter]:
 
 
 RIVALS: Mapping[str, Starter] = {**_rivals("bf16", "auto"), **_rivals("fp8", "fp8")}
-"""Policies by name. A name has the dtype and the autoscaler, and may have a target other than REQUESTS_TARGET."""
+"""Policies by name. A name consists of dtype, autoscaler, and the target if it is not REQUESTS_TARGET."""
 
 
 def markdown(rows: Sequence[Row], objective: Objective) -> str:

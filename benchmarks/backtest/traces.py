@@ -1,6 +1,6 @@
 """Convert a published trace to the CSV of `kvpilot backtest --recorded`: `python -m benchmarks.backtest.traces FILE`.
 
-It reads Azure's CSV and Mooncake's JSON lines, and prints the CSV.
+The program reads Azure's CSV format or Mooncake's JSON lines, and prints the converted CSV.
 """
 
 import csv
@@ -22,7 +22,7 @@ def requests(file: Path) -> Iterator[tuple[float, int, int]]:
             return
         for row in csv.DictReader(lines):
             time = datetime.fromisoformat(row["TIMESTAMP"])
-            # Any time zone will do, because only differences between times matter.
+            # The time zone does not matter, because only differences between times count.
             seconds = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
             yield seconds, int(row["ContextTokens"]), int(row["GeneratedTokens"])
 

@@ -1,4 +1,4 @@
-"""Judge if the pilot is ahead of other policies, on each load and over all loads."""
+"""Judge whether the pilot is ahead of other policies, on each load and over all loads."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from kvpilot_cli.backtest.compare import Row
 
 EVEN_PERCENT = 2.0
-"""Largest difference of two prices (GPU-hours per good request), in percent, at which they count as equal."""
+"""Largest difference between two prices (GPU-hours per good request), in percent, at which they count as equal."""
 MORE_PERCENT = 1.0
-"""Difference of two policies' good requests, in percent of all requests, above which the policy with more is ahead."""
+"""Difference in good requests, in percent of all requests, above which the policy with more of them is ahead."""
 _WORDS = {"ahead": "ahead of", "equal": "equal to", "behind": "behind"}
 SERVED_PERCENT = 99.0
-"""Smallest percentage of good requests at which a policy counts as able to serve the load."""
+"""Smallest percentage of good requests with which a policy counts as able to serve the load."""
 RULE = (
     f"A load is served from {SERVED_PERCENT:g}% good requests on; among policies that serve it, fewer GPU-hours for a "
     "million good requests are ahead."
@@ -21,7 +21,7 @@ RULE = (
 def judge(pilot: Row, other: Row) -> str:
     """Return whether the pilot is `ahead` of, `equal` to or `behind` the other policy.
 
-    - If only one policy has SERVED_PERCENT of good requests, it is ahead.
+    - If only one policy has SERVED_PERCENT of good requests or more, it is ahead.
     - If both have less, and their good requests differ by more than MORE_PERCENT of all requests, the one with more is
       ahead.
     - Otherwise the policy with fewer GPU-hours per good request is ahead.
@@ -40,7 +40,7 @@ def judge(pilot: Row, other: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return a sentence that compares the pilot with each other policy on one load; empty if either is missing."""
+    """Return a sentence that compares the pilot with each other policy on one load; empty if one side is missing."""
     pilot = next((r for r in rows if r.policy == "pilot"), None)
     if pilot is None or len(rows) == 1:
         return ""

@@ -26,9 +26,9 @@ Gauges = tuple[float, float]
 
 
 def recommend(peaks: Sequence[Gauges], replicas: int) -> int:
-    """Return the number of replicas that the rules recommend, from the peaks of the answering replicas.
+    """Return the number of replicas that the rules recommend, from the peaks of the replicas that answer.
 
-    `replicas` includes starting ones.
+    `replicas` is the number of all replicas, including those that start.
     """
     room = [(KV_THRESHOLD - kv, QUEUE_THRESHOLD - queue) for kv, queue in peaks]
     room = [(kv, queue) for kv, queue in room if kv > 0 and queue > 0]
@@ -44,7 +44,7 @@ def recommend(peaks: Sequence[Gauges], replicas: int) -> int:
 
 
 class Wva:
-    """Simulated WVA of one service, with the HPA behind it. Call `judge` every `sync_seconds`."""
+    """Simulated WVA of one service, whose recommendations an HPA applies. Call `judge` every `sync_seconds`."""
 
     def __init__(self, *, minimum: int, maximum: int, sync_seconds: float) -> None:
         self.minimum, self.maximum = minimum, maximum

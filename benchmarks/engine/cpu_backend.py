@@ -1,10 +1,10 @@
-"""Comparison of our CPU backend with vLLM's own: speed and accuracy in one run.
+"""Compare speed and accuracy of our CPU backend with those of vLLM's own backend.
 
     python -m benchmarks.engine.cpu_backend
 
 Each dtype gets its own engine of SmolLM2-135M (eager, one thread, 256 MiB of KV cache). First the operator's accuracy
-probe compares the engine's answers with those of the `auto` engine (general and multi-turn packs). Then each of some
-users sends prompts of 400 tokens, one after another, and gets 33 to 96 tokens. The program writes
+probe compares the engine's answers with those of the `auto` engine (general and multi-turn packs). Then simulated users
+send prompts of 400 tokens. Each user waits for the answer of 33 to 96 tokens before the next prompt. The program writes
 docs/benchmarks/cpu-backend.json and .md.
 """
 
@@ -35,7 +35,7 @@ OUT = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 async def speed(running: Engine, users: int) -> float:
-    """Return the tokens per second that the engine generates for `users` users after a warm-up, by its own counter."""
+    """Return how many tokens per second the engine generates for `users` users after a warm-up, by its own counter."""
     load = Load(running.url, "m", users=users, prompt_tokens=400, output_tokens=64)
     await load.start()
     await asyncio.sleep(WARM_SECONDS)
@@ -52,7 +52,7 @@ async def speed(running: Engine, users: int) -> float:
 async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[Baseline, dict[str, Any]]:
     """Return the baseline and the engine's figures: the probe's results, and tokens per second by number of users.
 
-    Without a baseline, record one, and compare the engine with itself (control).
+    Without a `baseline`, record one, and compare the engine with itself (the control).
     """
     if baseline is None:
         prompts = packs.load(["builtin/general", "builtin/multi-turn"])
@@ -71,7 +71,7 @@ async def both(running: Engine, dtype: str, baseline: Baseline | None) -> tuple[
 
 
 def main() -> int:
-    """Run every dtype and write the page. Ratios are over `auto` of the same run. `--page` only writes the page."""
+    """Run every dtype and write the page. Ratios are to `auto` in the same run. `--page` only writes the page."""
     if "--page" in sys.argv[1:]:
         (OUT / "cpu-backend.md").write_text(table(json.loads((OUT / "cpu-backend.json").read_text())))
         return 0

@@ -1,8 +1,8 @@
 """Measure an engine step that prefills a new turn of one conversation while other sequences decode.
 
-The figures are wall time, kernel time and time of host functions. `gpu_engine.py --beside 100,400` runs this in the
-engine's process. To users of the other sequences, such a step is one long pause between two tokens. So its wall time is
-the longest gap between two results after the request's arrival.
+The figures are wall time, kernel time and time of host functions. `gpu_engine.py --beside 100,400` runs this
+measurement in the engine's process. Users of the other sequences notice such a step as one long pause between two
+tokens. So its wall time is the longest gap between two results after the request's arrival.
 """
 
 import cProfile
@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks.engine.gpu_engine_driver import WARM_STEPS, DriveError, Driver, prompt
 
 SEQUENCES, CONTEXT = 16, 8192
-"""Number of sequences that decode, and cached tokens of each of them and of the conversation with the new turn."""
+"""Number of sequences that decode, and number of cached tokens of each of them and of the conversation."""
 REPEATS = 7
 WARM = 8
-"""Number of first arrivals that are not measured, because they compile kernels."""
+"""Number of arrivals at the beginning that are not measured, because they compile kernels."""
 STEPS = 6
 """Number of engine steps to observe after an arrival. The request runs in one of the first two steps."""
 SHOWN = 30
@@ -67,7 +67,7 @@ class Beside:
         return tokens
 
     def arrive(self, tokens: list[int], new: int) -> None:
-        """Submit a request whose prompt is these cached tokens, followed by `new` other tokens."""
+        """Submit a request. Its prompt is `tokens`, which are cached, followed by `new` other tokens."""
         self._driver.submit([tokens + self._fresh(new)], 1)
 
     def _fresh(self, count: int) -> list[int]:
@@ -81,7 +81,7 @@ def beside_case(driver: Driver, vocab: int, new: int) -> dict[str, Any]:
 
     - `step_ms`, `kernels_ms`: wall time of such a step, and time of its kernels.
     - `gaps_ms_of_repeats`: gaps between results after each arrival.
-    - `decode_ms`, `decode_kernels_ms`: the times of a step without the request.
+    - `decode_ms`, `decode_kernels_ms`: the same times of a step without the request.
     - `host`: slowest functions in the call that launches the step. cProfile slows Python down, so only their shares are
       meaningful.
     """

@@ -1,4 +1,4 @@
-"""Prefill on one GPU and decode on another in real vLLM: `python -m benchmarks.engine.gpu_disaggregated`.
+"""Measure prefill on one GPU and decode on another in real vLLM: `python -m benchmarks.engine.gpu_disaggregated`.
 
 Each dtype has two engines (dummy weights) with vLLM's NixlConnector. `DTYPE/window` is one of our dtypes with its
 recent window, and `DTYPE` has no window. A suffix `@LAYOUT` names vLLM's layout for their KV cache, instead of the
@@ -7,7 +7,7 @@ connector's choice. GPU 0 prefills prompts one by one, and GPU 1 answers them. T
 - the bytes transferred, and NIXL's copies (adjacent blocks on both sides count as one),
 - the transfer time, and the time to the first token,
 - a comparison of every block's bytes on both sides,
-- the number of answer tokens that equal those of the first engine over the same blocks.
+- the number of answer tokens that equal those of the first engine, which reads the same blocks.
 
 The program writes OUT/disaggregated-SHAPE.json and prints a table.
 """
@@ -37,11 +37,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", default="auto,auto@BHLNC,fp8,k4v4@LBHNC,k4v4,k4v4/window",
                         help="comma-separated (default: %(default)s)")  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")
     parser.add_argument("--prompts", default="4096,16384", help="tokens, comma-separated (default: %(default)s)")
-    parser.add_argument("--each", type=int, default=5, help="prompts of each length (default: %(default)s)")
-    parser.add_argument("--answer", type=int, default=16, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--gpus", default="0,1", help="of prefill and decode; the same twice for one (default: 0,1)")
+    parser.add_argument("--each", type=int, default=5, help="number of prompts of each length (default: %(default)s)")
+    parser.add_argument("--answer", type=int, default=16, help="number of tokens of an answer (default: %(default)s)")
+    parser.add_argument(
+        "--gpus", default="0,1", help="GPUs of prefill and decode, which may be the same (default: 0,1)"
+    )
     parser.add_argument("--engine-args", type=json.loads, default={"enforce_eager": True},
                         help="further arguments of vllm.LLM, as JSON (default: %(default)s)")  # fmt: skip
     parser.add_argument("--limit", type=float, default=150, help="seconds that one dtype may take")
@@ -50,7 +52,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Child:
-    """Connection to a child process, which answers questions. A question or an answer is one line of JSON."""
+    """Connection to a child process, which answers questions. Each question and each answer is one line of JSON."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.line = listener.accept()[0]
@@ -61,7 +63,7 @@ class Child:
         self.line.sendall(json.dumps([what, more]).encode() + b"\n")
 
     def hear(self) -> Any:
-        """Wait for the answer to the last question, and return it."""
+        """Wait for the answer to the oldest open question, and return it."""
         if not (said := self.lines.readline()):
             raise ChildFailedError("an engine has ended; see its log")
         return json.loads(said)
@@ -179,7 +181,7 @@ def spread(of: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run all dtypes, print and write. Return 1 if a run failed or if a block's bytes differ."""
+    """Run all dtypes, print and write the results. Return 1 if a run failed or if the bytes of a block differ."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

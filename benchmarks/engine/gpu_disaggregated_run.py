@@ -53,7 +53,7 @@ def block_sums(layers: dict[str, Any], num_blocks: int, blocks: Sequence[int]) -
 
 
 class Engine:
-    """Engine that answers the parent's questions. A question is the name of a method with its arguments."""
+    """Engine that answers the parent's questions. A question is the name of a method and its arguments."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.requests = job, 0
@@ -95,16 +95,16 @@ class Engine:
         }  # fmt: skip
 
     def sums(self, blocks: Any) -> list[list[int]]:
-        """Return the checksums of `blocks`, which lists the block numbers of each KV-cache group."""
+        """Return the checksums of the blocks in `blocks`, which lists the block numbers of each KV-cache group."""
         return [block_sums(self.layers, self.config.num_blocks, group) for group in blocks]
 
     def serve(self, prompt: list[int], tokens: int, params: Any) -> dict[str, Any]:
         """Answer one random prompt, and return the answer and its figures.
 
         Args:
-            prompt: length and number of the prompt. They are the seed, so all engines get the same prompts. The prompt
-                has one more token, so that the tokens before it fill whole blocks.
-            tokens: tokens of the answer.
+            prompt: length and number of the prompt. Both are the seed, so all engines get the same prompts. The prompt
+                has one token more than this length, so that the tokens before it fill whole blocks.
+            tokens: number of tokens of the answer.
             params: `kv_transfer_params` of the request, or None.
         """
         from vllm import SamplingParams
@@ -133,7 +133,7 @@ class Engine:
         }  # fmt: skip
 
     def hear(self) -> None:
-        """Run one engine step. In it vLLM learns which blocks the other engine has read, and frees these blocks."""
+        """Run one engine step, in which vLLM learns which blocks the other engine has read, and frees them."""
         self.core.step()
 
 

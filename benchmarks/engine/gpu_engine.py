@@ -1,4 +1,4 @@
-"""Step time, prefill rate and capacity of KV-cache dtypes in real vLLM: `python -m benchmarks.engine.gpu_engine`.
+"""Measure step time, prefill rate and capacity of dtypes in real vLLM: `python -m benchmarks.engine.gpu_engine`.
 
 Each dtype gets an engine in its own process: dummy weights, default compilation and CUDA graphs, prefix caching. The
 benchmark measures every case on that engine. If the engine fails or runs out of time, the result holds its error. The
@@ -44,26 +44,29 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default=DTYPES, help="comma-separated (default: %(default)s)")
-    parser.add_argument("--cases", default=CASES, help="batch x context, comma-separated (default: %(default)s)")
-    parser.add_argument("--chunked", type=size, default=65536, help="long prompt of chunked prefill; 0: leave it out")
+    parser.add_argument(
+        "--cases", default=CASES, help="cases as batch x context, comma-separated (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chunked", type=size, default=65536, help="tokens of a long prompt for chunked prefill; 0 for none"
+    )
     parser.add_argument("--mixed", action="store_true",
-                        help="the end of such a prompt beside seven of 512 new tokens over as many, too")  # fmt: skip
+                        help="also time the end of that prompt together with seven short prompts")  # fmt: skip
     parser.add_argument("--beside", type=sizes, default=[], metavar="NEW,NEW",
-                        help="new tokens of a request that arrives beside sequences that decode, comma-separated: the "
-                        "step's wall time, its kernels and the host's functions; the engine then runs in the child "
-                        "itself")  # fmt: skip
+                        help="time also steps in which a request of NEW tokens arrives while others decode: wall time, "
+                        "kernels and host functions; the engine then runs in the child process itself")  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--model", type=Path, help="a model folder with weights, instead of --shape")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--model", type=Path, help="model folder with weights, instead of --shape")
+    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of tensor parallelism")
-    parser.add_argument("--steps", type=int, default=128, help="decode steps of one timing")
-    parser.add_argument("--repeats", type=int, default=3, help="timings per case; the median counts")
+    parser.add_argument("--steps", type=int, default=128, help="number of decode steps of one timing")
+    parser.add_argument("--repeats", type=int, default=3, help="number of timings per case, of which the median counts")
     parser.add_argument("--max-model-len", type=size, default=66560)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.90)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--drafts", type=int, default=0,
-                        help="random tokens drafted for each sequence in each step")  # fmt: skip
+                        help="number of random draft tokens of each sequence in each step")  # fmt: skip
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--limit", type=float, default=280, help="seconds that one dtype may take")
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -102,7 +105,7 @@ def command_line(words: list[str]) -> str:
 
 
 def measure(args: argparse.Namespace, name: str, dtype: str, job: Job, env: dict[str, str]) -> dict[str, Any]:
-    """Run one engine, and return its results with its job. An error is a result, too."""
+    """Run one engine, and return its results together with its job. An error is a result, too."""
     out = Path(job.out)
     log, error = out.with_suffix(".log"), None
     out.unlink(missing_ok=True)

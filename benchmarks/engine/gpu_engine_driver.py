@@ -21,7 +21,7 @@ FIRST_TOKEN = 100
 
 
 class DriveError(RuntimeError):
-    """Error for an engine that violates an assumption of the measurement. The message says what the engine did."""
+    """Error for an engine that breaks an assumption of the measurement. The message says what the engine did."""
 
 
 def prompt(family: str, tokens: int, vocab: int) -> list[int]:
@@ -32,7 +32,7 @@ def prompt(family: str, tokens: int, vocab: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Filled:
-    """Result of a prefill of several prompts: their tokens, the tokens found in the prefix cache, and seconds."""
+    """Result of a prefill of several prompts: tokens, tokens found in the prefix cache, and duration in seconds."""
 
     tokens: int
     cached: int
@@ -61,7 +61,8 @@ class Driver:
         The requests are aborted afterwards. Prompts should be in the prefix cache; otherwise they are prefilled first.
 
         Raises:
-            DriveError: the sequences never all decoded for `steps` steps, because the cache cannot hold them together.
+            DriveError: the sequences never decoded together for `steps` steps, because the cache cannot hold all of
+                them.
         """
         names = self.submit(prompts, self.max_model_len - max(map(len, prompts)))
         marks: list[float] = []

@@ -22,9 +22,9 @@ from benchmarks.engine.gpu_engine_driver import FIRST_TOKEN, WARM_STEPS, DriveEr
 from benchmarks.engine.gpu_engine_process import end_with_parent, say, versions
 
 PROMPTS_AT_ONCE = 8
-"""Number of prompts in one timed prefill. A case with more prompts has several prefills, which show the spread."""
+"""Number of prompts in one timed prefill. A case with more prompts is measured in several prefills."""
 SHORT, SHORTS = 512, 7
-"""Short prompts of a mixed prefill: tokens of each half of a prompt (one cached, one new), and number of prompts."""
+"""Short prompts of a mixed prefill: tokens in each half of a prompt (one half is cached), and number of prompts."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Job:
         engine: keyword arguments of `vllm.LLM`.
         cases: (number of sequences, context tokens) of each decode measurement.
         chunked: tokens of a prompt whose first half is cached and whose second half is prefilled; 0 to skip this case.
-        mixed: True to also prefill the end of such a prompt together with short prompts in one step.
+        mixed: True to also measure a step that prefills the end of such a prompt and short prompts.
         steps, repeats: decode steps in one timing, and timings per case.
         vocab: token IDs are drawn below this number.
         drafts: random draft tokens per sequence and step, almost all of which are rejected. So a step computes 1 +
-            drafts tokens of each sequence, and yields one. 0 turns speculation off.
+            `drafts` tokens of each sequence, and yields one token. 0 turns speculation off.
         out: file for the result.
         beside: for each measurement, new tokens of a request that arrives while other sequences decode.
     """
@@ -57,7 +57,7 @@ class Job:
 
 
 class Result:
-    """JSON file with the results of one engine. It is saved after each case, so a time limit loses at most one case."""
+    """JSON file with the results of one engine. It is saved after each case, so at most one case can be lost."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,7 +92,7 @@ def decode_case(driver: Driver, job: Job, batch: int, context: int) -> dict[str,
 
 
 def prefill_facts(filled: list[Filled]) -> dict[str, Any]:
-    """Return the median tokens per second of prefills without cached tokens. It is None if all had cached tokens."""
+    """Return the median tokens per second of the prefills without cached tokens, or None if there is none."""
     rates = [group.tokens / group.seconds for group in filled if group.cached == 0]
     return {"tokens_per_s": statistics.median(rates) if rates else None, "groups": [asdict(g) for g in filled]}
 
@@ -108,7 +108,7 @@ def chunked_case(driver: Driver, job: Job) -> dict[str, Any]:
 
 
 def first_tokens(job: Job, fills: list[Filled]) -> dict[str, Any]:
-    """Return the time until all prompts of a prefill have their first token: the median, and each repeat."""
+    """Return the time until all prompts of a prefill have their first token, as median and for each repeat."""
     return {
         "tokens": job.chunked,
         "ttft_s": statistics.median(fill.seconds for fill in fills),
@@ -148,7 +148,7 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
     Args:
         what: name of the case.
         capacity: tokens of the KV cache.
-        needed: tokens that the case needs. If they do not fit, do not measure.
+        needed: tokens that the case needs. If they do not fit in the KV cache, return an error.
         measure: function that measures the case.
     """
     if needed > capacity:
@@ -156,7 +156,7 @@ def attempt(what: str, capacity: int, needed: int, measure: Callable[[], dict[st
     began = time.perf_counter()
     try:
         facts = measure()
-    except Exception as error:  # the error is this case's result, and the other cases still run
+    except Exception as error:  # The error is the result of this case. The other cases still run.
         facts = {"error": f"{type(error).__name__}: {error}"}
     shown = facts.get("error") or f"{facts.get('step_ms', facts.get('ttft_s')):.3f}"
     say(f"{what}: {shown} ({time.perf_counter() - began:.1f} s)")

@@ -1,4 +1,4 @@
-"""Run a vLLM engine in a child process: offline, with our plugin and a time limit. All its processes end with it."""
+"""Run a vLLM engine in a child process with our plugin, without network, and with a time limit."""
 
 import contextlib
 import os
@@ -23,12 +23,12 @@ _OFFLINE = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer may be missing, and this benchmark does not sample
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer may be missing, and this benchmark does not sample.
 }
 
 
 class ChildFailedError(RuntimeError):
-    """Error for a child process that failed or exceeded its time limit. The message has the errors of its log."""
+    """Error for a child process that failed or exceeded its time limit. The message has the errors from its log."""
 
 
 def say(text: str) -> None:
@@ -112,7 +112,7 @@ def _tee(source: IO[str], log: Path) -> None:
 
 
 def error_lines(log: Path) -> list[str]:
-    """Return the first and the last exception in a log."""
+    """Return the lines of the first and of the last exception in a log."""
     found = re.findall(r"\b\w*(?:Error|Exception): [^\n]+", log.read_text())
     return list(dict.fromkeys([*found[:1], *found[-1:]]))
 
@@ -125,7 +125,7 @@ def attention_lines(log: Path) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the device's name and the versions for a result. Ask only the driver, which creates no CUDA context."""
+    """Return the device's name and versions for a result. Ask only the driver, so that no CUDA context is created."""
     import torch
     import vllm
     from vllm.platforms import current_platform

@@ -1,4 +1,4 @@
-"""Make the tables of the engine benchmark: results, ratios over `auto` and `fp8`, and the project's targets.
+"""Make the tables of the engine benchmark: results, their ratios to those of `auto` and `fp8`, and targets.
 
 `load` reads the JSON files of gpu_engine.py. Of several runs of the same shape and dtype, the newest one counts.
 """
@@ -15,7 +15,7 @@ Runs = dict[str, Run]
 
 
 def load(paths: Iterable[Path]) -> dict[str, Runs]:
-    """Return the runs in these files by shape, then by dtype. With several GPUs, the shape has their number, too."""
+    """Return the runs in these files by shape and dtype. The name of a shape includes the number of GPUs if > 1."""
     found: dict[str, Runs] = {}
     for run in sorted((run for path in paths for run in _documents(path)), key=lambda run: run["date"]):
         gpus = f", {run['tp']} GPUs" if run["tp"] > 1 else ""
@@ -45,7 +45,7 @@ def prefill(run: Run | None, context: int) -> float | None:
 def attention(run: Run | None, batch: int, context: int) -> float | None:
     """Return how many milliseconds of a decode step attention to the context takes; None if not measured.
 
-    This is the step's time minus the time of a step with 16 tokens of context per sequence.
+    The result is the step's time minus the time of a step with 16 tokens of context per sequence.
     """
     whole, empty = step(run, batch, context), step(run, batch, 16)
     return whole - empty if whole and empty else None
@@ -69,7 +69,7 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Bar:
-    """Target for a figure of the runs: at least `bound`, or with `at_most`, at most `bound`."""
+    """Target for a figure of the runs: the figure must be at least `bound`, or with `at_most` at most `bound`."""
 
     what: str
     measure: Callable[[Runs], float | None]
@@ -78,7 +78,7 @@ class Bar:
     unit: str = "x"
 
     def row(self, runs: Runs) -> str:
-        """Return this target as a row of the Markdown table: target, measured figure and verdict."""
+        """Return this target as a row of the Markdown table: target, measured figure, verdict."""
         value = self.measure(runs)
         sign = "at most" if self.at_most else "at least"
         bound = f"{self.bound:,g}" if self.bound < 1e6 else f"{self.bound:,.0f}"
@@ -133,7 +133,7 @@ def bars_table(shape: str, runs: Runs) -> str:
 
 
 def results_table(runs: Runs) -> str:
-    """Return the table of results by dtype: capacity, milliseconds of steps, and prefill, with ratios (`over`)."""
+    """Return the table of results by dtype: capacity, step times in ms, and prefill, each with ratios (`over`)."""
     sizes = {(c["batch"], c["context"]) for run in runs.values() for c in run["cases"].values() if "batch" in c}
     cases = sorted(sizes, key=lambda case: (-case[0], -case[1]))
     largest, longest = cases[0] if cases else (0, 0)
@@ -161,9 +161,9 @@ def results_table(runs: Runs) -> str:
 
 
 def over(value: float | None, up: float | None, down: float | None, digits: int = 2, other: float | None = None) -> str:
-    """Return a cell: the value, and in brackets how many times better it is than `auto` and, with `other`, `fp8`.
+    """Return a table cell: the value, and how many times better it is than that of `auto` and of `fp8` (`other`).
 
-    The ratio over `auto` is `up` / `down`.
+    The ratio to `auto` is `up` / `down`.
     """
     if value is None:
         return "-"
@@ -186,7 +186,7 @@ def failures(runs: Runs) -> list[str]:
 
 
 def described(runs: Runs) -> str:
-    """Return device, versions and dates of the runs, and vLLM's log lines about its attention backends."""
+    """Return device, versions and dates of the runs, and vLLM's log lines about its attention backends, as text."""
     versions = sorted({versions_of(run["versions"]) for run in runs.values() if "versions" in run})
     dates = sorted({run["date"] for run in runs.values()})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"

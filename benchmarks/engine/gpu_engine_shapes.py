@@ -1,8 +1,8 @@
-"""Shapes of models for the engine benchmark. Each becomes a `config.json`, used with dummy weights.
+"""Shapes of models for the engine benchmark. Each shape becomes a `config.json`, which is used with dummy weights.
 
-A step's time depends only on the shapes, so no checkpoint is needed. Some shapes simplify the model, but keep its
-attention. A mixture of experts becomes a dense FFN as wide as its active experts. The share of one of eight GPUs under
-tensor parallelism becomes a model with an eighth of the heads, FFN and vocabulary.
+The time of a step depends only on the shape, so no checkpoint is needed. Some shapes simplify the model, but keep its
+attention. A mixture of experts becomes a dense FFN as wide as its active experts. One of eight tensor-parallel ranks
+becomes a model with an eighth of the heads, FFN and vocabulary.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers that determine the time of a step: layers, query heads, KV heads, head_dim, and widths."""
+    """Shape of a model: number of layers, query heads and KV heads, head_dim, and widths. It determines step times."""
 
     layers: int
     heads: int
@@ -72,7 +72,7 @@ SHAPES = {
     # With more layers, 32 x 16K tokens in 16 bits would not fit in one H200.
     "hd256": Shape(16, 16, 8, 256, 3584, 14336, 128256),
     "deepseek-v2-lite": latent(27, 16, 128, 128, 2048, 102400),
-    # GLM's own class needs a hidden size that is a multiple of its heads, so use the class of DeepSeek V2.
+    # GLM's own class needs a hidden size that is a multiple of the number of heads, so use the class of DeepSeek V2.
     "glm-4.7-flash": latent(47, 20, 192, 256, 1920, 154880, q_lora_rank=768, num_experts_per_tok=4, n_shared_experts=1),
     "tiny": Shape(2, 4, 2, 64, 128, 256, 4096),
 }

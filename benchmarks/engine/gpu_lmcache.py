@@ -1,4 +1,4 @@
-"""Prompts that one engine computes and another engine loads from LMCache: `python -m benchmarks.engine.gpu_lmcache`.
+"""Let one engine load from LMCache what another computed: `python -m benchmarks.engine.gpu_lmcache`.
 
 The program starts a server of LMCache without a GPU and, for each dtype, two engines (dummy weights), one after the
 other. The first engine computes prompts one by one and stores them. The second engine starts with an empty cache and
@@ -42,12 +42,16 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="auto,k4v4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--prompts", type=int, default=8, help="that are measured (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a prompt, whole chunks (default: %(default)s)")
-    parser.add_argument("--answer", type=int, default=8, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--chunk", type=int, default=256, help="tokens of a chunk (default: %(default)s)")
-    parser.add_argument("--server-gib", type=float, default=8, help="the server's memory (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")
+    parser.add_argument("--prompts", type=int, default=8, help="number of measured prompts (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="number of tokens of a prompt, in whole chunks (default: %(default)s)"
+    )
+    parser.add_argument("--answer", type=int, default=8, help="number of tokens of an answer (default: %(default)s)")
+    parser.add_argument("--chunk", type=int, default=256, help="number of tokens of a chunk (default: %(default)s)")
+    parser.add_argument(
+        "--server-gib", type=float, default=8, help="memory of the server in GiB (default: %(default)s)"
+    )
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one engine may take")
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -56,7 +60,7 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def server(args: argparse.Namespace) -> Iterator[int]:
-    """Run LMCache's server during the block, and yield the port for engines.
+    """Run LMCache's server inside the `with` block, and yield the port for engines.
 
     Raises:
         ChildFailedError: the server did not start; the message has the end of its log.
@@ -164,7 +168,7 @@ def table(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Run all dtypes, print and write. Return 1 if a run failed, a block's bytes differ, or no block arrived."""
+    """Run all dtypes, print and write results. Return 1 if a run failed, bytes differ, or no block arrived."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape, rows = SHAPES[args.shape], []

@@ -51,7 +51,7 @@ class Moves:
         context = adapter.transfer_ctx
         device = next(iter(adapter.kv_caches.values())).device.type
         copy = resolve_device_ops(device).multi_layer_block_kv_transfer
-        # LMCache copies by torch if its compiled kernels do not fit the installed torch, so record which it uses.
+        # LMCache copies by torch if its compiled kernels do not fit the installed torch, so record which way it uses.
         self.how = f"{type(context).__name__}, copies by {'torch' if inspect.ismethod(copy) else 'its kernels'}"
         store, retrieve, message = context.submit_store, context.submit_retrieve, context.engine_driven_context
         prepare, commit = message.prepare_retrieve, message.commit_store
@@ -76,7 +76,7 @@ class Moves:
             self.found["read_bytes"] += sum(chunk.nbytes for chunk in chunks or ())
             return chunks
 
-        def written(key: Any, instance: int, chunks: Any) -> bool:  # on a GPU, LMCache calls this from its own thread
+        def written(key: Any, instance: int, chunks: Any) -> bool:  # On a GPU, LMCache calls this from its own thread.
             began = time.perf_counter()
             done = bool(commit(key, instance, chunks))
             self.found["write_s"] += time.perf_counter() - began
@@ -89,7 +89,7 @@ class Moves:
     def take(self, wait: float) -> dict[str, Any]:
         """Wait at most `wait` seconds for each transfer. Return the figures since the last call.
 
-        `stored` and `loaded` have the block numbers by the block's index in the prompt.
+        `stored` and `loaded` map the index of a block in the prompt to its block number.
         """
         taken: dict[str, Any] = {"stored": {}, "loaded": {}, "failed": 0}
         for what, moves in (("stored", self.stores), ("loaded", self.loads)):
@@ -112,8 +112,8 @@ class Engine:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
-            # vLLM 0.32 on a CPU searches every module for kernels. It crashes on a module of numba, which LMCache
-            # imports, because an object of llvmlite there has no `__dict__`. So give it one.
+            # vLLM 0.32 on a CPU searches every module for kernels, and crashes on a module of numba, which LMCache
+            # imports: an object of llvmlite there has no `__dict__`. So give it one.
             import llvmlite.binding.ffi
 
             llvmlite.binding.ffi.lib._fntab["__dict__"] = {}

@@ -1,12 +1,11 @@
-"""Offloading to host memory under a multi-turn load in real vLLM: `python -m benchmarks.engine.gpu_offload`.
+"""Measure offloading to host memory under a multi-turn load in real vLLM: `python -m benchmarks.engine.gpu_offload`.
 
 Conversations continue in random order, a fixed number at a time. Their histories together are several times larger than
 the GPU's cache. Each dtype has one engine with the host tier and one without (dummy weights). All engines get the same
 load, the same tokens of GPU cache (`--equal bytes`: the same bytes) and the same host memory.
 
 `--check` runs each engine with a tier once more, briefly. It compares every block that returns with the block that
-left, in all layers. `--disk-gib` also runs each dtype with a disk tier of that size below host memory; its blocks have
-checksums. The program writes OUT/offload-SHAPE.json and prints a table.
+left, in all layers. The program writes OUT/offload-SHAPE.json and prints a table.
 """
 
 import argparse
@@ -22,10 +21,9 @@ from benchmarks.engine.gpu_engine_process import ChildFailedError, environment, 
 from benchmarks.engine.gpu_engine_shapes import SHAPES, write
 from benchmarks.engine.gpu_offload_run import Job
 from kvpilot_formats import formats
-from kvpilot_runtime.config import offload
 
 BLOCK = 64
-MOVED = {"loaded": "load", "stored": "store", "the disk gave": "disk_read", "it took": "disk_write"}
+MOVED = {"loaded": "load", "stored": "store"}
 """Titles of the columns for moved bytes, and the child's names for these figures."""
 
 
@@ -34,22 +32,24 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="auto,fp8,k4v4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--gpu-tokens", type=int, default=65536, help="of the GPU's cache (default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")
+    parser.add_argument(
+        "--gpu-tokens", type=int, default=65536, help="number of tokens of the GPU's cache (default: %(default)s)"
+    )
     parser.add_argument("--equal", choices=("tokens", "bytes"), default="tokens",
-                        help="what the caches of all dtypes have alike: tokens, or the bytes of auto's")  # fmt: skip
+                        help="size that all dtypes' caches have in common: tokens, or the bytes of auto")  # fmt: skip
     parser.add_argument("--host-gib", type=float, default=8.5, help="host memory of the tier (default: %(default)s)")
     parser.add_argument("--working-set", type=float, default=4.0, help="times --gpu-tokens (default: %(default)s)")
-    parser.add_argument("--history", type=int, default=4096, help="tokens of a conversation (default: %(default)s)")
-    parser.add_argument("--turn", type=int, default=64, help="new tokens of a request (default: %(default)s)")
-    parser.add_argument("--answer", type=int, default=16, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=256, help="that are measured (default: %(default)s)")
-    parser.add_argument("--at-once", type=int, default=8, help="requests in flight (default: %(default)s)")
+    parser.add_argument(
+        "--history", type=int, default=4096, help="number of tokens of a conversation (default: %(default)s)"
+    )
+    parser.add_argument("--turn", type=int, default=64, help="number of new tokens of a request (default: %(default)s)")
+    parser.add_argument("--answer", type=int, default=16, help="number of tokens of an answer (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=256, help="number of measured requests (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=8, help="number of requests in flight (default: %(default)s)")
     parser.add_argument("--without", action=argparse.BooleanOptionalAction, default=True,
                         help="run each dtype without the tier, too")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="compare the bytes of every block that comes back")
-    parser.add_argument("--disk-gib", type=float, default=0.0, help="size of a file below it (default: no such run)")
-    parser.add_argument("--disk", default="/var/tmp", help="the file's folder (default: %(default)s)")  # noqa: S108
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--limit", type=float, default=240, help="seconds that one engine may take")
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -57,26 +57,17 @@ def arguments() -> argparse.Namespace:
 
 
 def runs_of(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
-    """Return the engines to run, as (KV-cache dtype, lowest tier below the GPU or empty, True to compare bytes)."""
+    """Return the engines to run, as (KV-cache dtype, the tier `offload` or empty, True to compare bytes)."""
     found: list[tuple[str, str, bool]] = []
     for dtype in args.dtypes.split(","):
         found += [(dtype, "", False)] if args.without else []
         found += [(dtype, "offload", False)]
-        found += [(dtype, "disk", False)] if args.disk_gib else []
         found += [(dtype, "offload", True)] if args.check else []
     return found
 
 
-def tiers(args: argparse.Namespace, tier: str) -> dict[str, Any]:
-    """Return engine options for the tiers down to `tier`: `offload` (host memory), `disk`, or empty for none."""
-    host = {"kv_offloading_size": args.host_gib} if tier else {}
-    if tier != "disk":
-        return host
-    return {**host, "kv_transfer_config": offload.below_host(args.disk, int(args.disk_gib * 2**30))}
-
-
 def main() -> int:
-    """Run all dtypes, print and write. Return 1 if a run failed, or if a block came back with other bytes."""
+    """Run all dtypes, print and write the results. Return 1 if a run failed, or a block came back with other bytes."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[args.shape]
@@ -95,7 +86,7 @@ def main() -> int:
                 "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
                 "kv_cache_dtype": dtype, "block_size": BLOCK, "num_gpu_blocks_override": tokens // BLOCK + 1,
                 "max_model_len": longest, "max_num_seqs": args.at_once, "enable_prefix_caching": True,
-                **tiers(args, tier), **args.engine_args,
+                **({"kv_offloading_size": args.host_gib} if tier else {}), **args.engine_args,
             }  # fmt: skip
             job = Job(
                 engine, shape.vocab, int(args.gpu_tokens * args.working_set) // args.history, args.history, args.turn,
@@ -127,7 +118,7 @@ def table(rows: list[dict[str, Any]]) -> None:
         if "error" in row:
             say(f"{row['run']}: {row['error']}")
             continue
-        hits = " ".join(f"{where} {row[f'{where}_hits'] / row['queried']:.1%}" for where in ("gpu", "host", "disk"))
+        hits = " ".join(f"{where} {row[f'{where}_hits'] / row['queried']:.1%}" for where in ("gpu", "host"))
         check = f"; {row['compared']} blocks compared, {row['changed']} changed" if row["checked"] else ""
         moved = ", ".join(
             f"{what} {row[f'{key}_gib']:.2f} GiB in {row[f'{key}_s']:.2f} s" for what, key in MOVED.items()

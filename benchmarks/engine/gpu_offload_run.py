@@ -25,7 +25,7 @@ class Job:
         vocab: token IDs are drawn below this number.
         conversations: number of conversations.
         history, turn, answer: tokens of a conversation's history, of a request, and of its answer.
-        requests: number of measured requests, which follow one unmeasured request in each conversation.
+        requests: number of measured requests. Before them, each conversation has one request that is not measured.
         at_once: number of requests in flight.
         check: True to compare the bytes of loaded blocks with those that were stored.
         out: file for the result.
@@ -125,16 +125,11 @@ def main() -> NoReturn:
         "requests_per_s": job.requests / seconds, "seconds": seconds, "start_s": start_s,
         "ttft_ms": [1e3 * x for x in (statistics.median(firsts), statistics.quantiles(firsts, n=20)[-1])],
         "queried": sum(map(len, prompts)), "gpu_hits": grown.get("vllm:prefix_cache_hits", 0.0),
-        "host_hits": grown.get("vllm:external_prefix_cache_hits", 0.0) - (disk := grown.get("disk", 0.0)),
-        "disk_hits": disk,
+        "host_hits": grown.get("vllm:external_prefix_cache_hits", 0.0),
         "load_gib": grown.get("vllm:kv_offload_load_bytes", 0.0) / 2**30,
         "load_s": grown.get("vllm:kv_offload_load_time", 0.0),
         "store_gib": grown.get("vllm:kv_offload_store_bytes", 0.0) / 2**30,
         "store_s": grown.get("vllm:kv_offload_store_time", 0.0),
-        "disk_read_gib": grown.get("vllm:kv_offload_tiering_read_bytes", 0.0) / 2**30,
-        "disk_read_s": grown.get("vllm:kv_offload_tiering_read_time", 0.0),
-        "disk_write_gib": grown.get("vllm:kv_offload_tiering_write_bytes", 0.0) / 2**30,
-        "disk_write_s": grown.get("vllm:kv_offload_tiering_write_time", 0.0),
         "preemptions": grown.get("vllm:num_preemptions", 0.0),
         "checked": job.check, "compared": checked.compared if checked else 0,
         "changed": checked.changed if checked else 0, "versions": versions(),
@@ -173,17 +168,15 @@ def serve(llm: Any, job: Job, prompts: Sequence[list[int]]) -> list[float]:
 
 
 def counters() -> dict[str, float]:
-    """Return vLLM's counters by name, each summed over its series. `disk` has the prompt tokens loaded from a disk.
+    """Return vLLM's counters by name, each summed over its series.
 
-    Read the registry, because `LLM.get_metrics` truncates seconds to integers.
+    Read the Prometheus registry, because `LLM.get_metrics` truncates seconds to integers.
     """
     found: dict[str, float] = {}
     for family in REGISTRY.collect():
         for sample in family.samples:
             if sample.name == f"{family.name}_total":
                 found[family.name] = found.get(family.name, 0.0) + sample.value
-                if sample.labels.get("source") == "disk":
-                    found["disk"] = sample.value
     return found
 
 

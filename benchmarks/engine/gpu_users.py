@@ -1,9 +1,10 @@
-"""Users per GPU within a latency objective, in real vLLM servers: `python -m benchmarks.engine.gpu_users`.
+"""Find the users per GPU within a latency objective, in real vLLM servers: `python -m benchmarks.engine.gpu_users`.
 
 Each dtype gets a server on its own GPU (dummy weights, default compilation and CUDA graphs, prefix caching). The
-servers run side by side. Users hold long conversations: a history of 6,000 to 12,600 tokens, 400 new tokens, an answer
-of 200, and a pause of 20 s on average. Users are added level by level, until TTFT p95 or ITL p95 misses its objective.
-The program writes OUT/users-SHAPE-DTYPE.json, and prints a table.
+servers run side by side. Users hold long conversations. A request has a history of 6,000 to 12,600 tokens and 400 new
+tokens. The answer has 200 tokens, and the user then pauses for 20 s on average. The program adds users level by level,
+until p95 of the time to first token (TTFT) or of the time between tokens (ITL) misses its objective. The program writes
+OUT/users-SHAPE-DTYPE.json, and prints a table.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from benchmarks.engine.users import Load, Objectives, Users, summary
 
 LEVELS = "auto=75,100 fp8=150,175 k8v4=150,200 k4v4=225,250,275"
 STARTS = 600
-"""Seconds after which a server's start has failed."""
+"""Time in seconds after which a start of a server counts as failed."""
 
 
 def levels(text: str) -> dict[str, list[int]]:
@@ -45,12 +46,14 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--levels", type=levels, default=levels(LEVELS),
-                        help=f"users of each dtype, rising (default: {LEVELS})")  # fmt: skip
+                        help=f"numbers of users of each dtype, in ascending order (default: {LEVELS})")  # fmt: skip
     parser.add_argument("--arrivals", type=float, default=2.5,
-                        help="new users a second; each brings a history to compute (default: 2.5)")  # fmt: skip
+                        help="new users a second, each with a history to compute (default: 2.5)")  # fmt: skip
     parser.add_argument("--settle", type=float, default=20,
-                        help="seconds between the last new user and a measurement (default: 20)")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=50, help="seconds of each measurement (default: 50)")
+                        help="wait in seconds between the last new user and a measurement (default: 20)")  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=50, help="duration of each measurement in seconds (default: 50)"
+    )
     parser.add_argument("--ttft", type=float, default=2.0, help="objective: TTFT p95 in seconds (default: 2)")
     parser.add_argument("--itl", type=float, default=0.05, help="objective: ITL p95 in seconds (default: 0.05)")
     parser.add_argument("--history", type=size, default=6000, help="tokens of a new conversation (default: 6000)")
@@ -59,14 +62,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=size, default=8192)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.90)
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--port", type=int, default=8100, help="of the first server (default: 8100)")
+    parser.add_argument("--port", type=int, default=8100, help="port of the first server (default: 8100)")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser.parse_args()
 
 
 @contextmanager
 def server(model: Path, port: int, place: int, log: Path, options: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """Run `vllm serve` with dummy weights on GPU number `place` during the block. Yield its address and process.
+    """Run `vllm serve` with dummy weights on GPU number `place` inside the `with` block. Yield its address and process.
 
     `options` are further options of `vllm serve`, without dashes. An option without a value has the value True.
     """
@@ -86,7 +89,7 @@ def server(model: Path, port: int, place: int, log: Path, options: Mapping[str, 
 
 
 async def started(session: aiohttp.ClientSession, url: str, child: Any, log: Path) -> None:
-    """Wait until the server answers. Raise RuntimeError if it does not."""
+    """Wait until the server answers. Raise RuntimeError if it does not answer in time."""
     began = time.monotonic()
     while not await healthy(session, url):
         if time.monotonic() - began > STARTS or child.poll() is not None:
@@ -183,7 +186,7 @@ def row(level: dict[str, Any]) -> str:
 def run(args: argparse.Namespace, model: Path, place: int, dtype: str) -> None:
     """Measure one dtype on one GPU, and write its file.
 
-    The file is written after errors and interruptions, too, with the levels that are measured and the error.
+    Even after an error or an interruption, write the levels that were measured, and the error.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the server on SIGTERM, too
     out = result(args, dtype)
@@ -218,7 +221,7 @@ def result(args: argparse.Namespace, dtype: str) -> Path:
 
 
 def run_all(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
-    """Measure all dtypes at the same time. Each has its own process, so that no dtype's load delays another's."""
+    """Measure all dtypes at the same time. Each has its own process, so that its load does not delay the others."""
     spawn = multiprocessing.get_context("spawn")
     children = [spawn.Process(target=run, args=(args, model, *one)) for one in enumerate(args.levels)]
     try:

@@ -1,9 +1,9 @@
-"""Comparison of steps with the physical limit: `python -m benchmarks.engine.growth RAW.json --copy-rate 3.03`.
+"""Compare step times with the physical limit: `python -m benchmarks.engine.growth RAW.json --copy-rate 3.03`.
 
-It reads the results of gpu_engine.py for a shape in every dtype, joined in one file. It prints a table of steps with
-the limit's share of each. The limit is the bytes of cache and weights that a step reads, over the rate of a plain copy
-on that GPU. `--plot` draws step and limit against the total tokens, with a panel for each number of sequences (needs
-matplotlib).
+RAW.json has the results of gpu_engine.py for one shape in every dtype. The program prints a table of step times, with
+the share of each that the limit takes. The limit is the number of bytes of cache and weights that a step reads, divided
+by the rate of a plain copy on that GPU. `--plot` draws step and limit against the total tokens, with a panel for each
+number of sequences (needs matplotlib).
 """
 
 import argparse
@@ -27,7 +27,10 @@ def weights_of(shape: Shape, layers: int) -> int:
 
 
 def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
-    """Return the smallest possible milliseconds of a step, by total tokens. `copy_rate` is in bytes per second."""
+    """Return a function from total tokens to the smallest possible step time in milliseconds.
+
+    `copy_rate` is in bytes per second.
+    """
     name, layers = re.fullmatch(r"(.+?)(?:-(\d+)-layers)?", run["shape"]).groups()  # type: ignore[union-attr]
     shape = SHAPES[name]
     count = int(layers or shape.layers)
@@ -37,13 +40,13 @@ def limits(run: dict[str, Any], copy_rate: float) -> Callable[[int], float]:
 
 
 def steps(run: dict[str, Any]) -> dict[tuple[int, int], float]:
-    """Return the measured milliseconds of a step, by number of sequences and tokens of each."""
+    """Return the measured step times in milliseconds, by (number of sequences, tokens of each)."""
     cases = [case for case in run["cases"].values() if "step_ms" in case]
     return {(case["batch"], case["context"]): case["step_ms"] for case in cases}
 
 
 def table(runs: dict[str, dict[str, Any]], copy_rate: float) -> str:
-    """Return the table of steps, with the most tokens first."""
+    """Return the table of steps, sorted by total tokens in descending order."""
     found = {dtype: (steps(run), limits(run, copy_rate)) for dtype, run in runs.items()}
     every = {case for of, _ in found.values() for case in of}
     heads = ["sequences x tokens", "tokens in all", *(f"`{dtype}`" for dtype in found)]
@@ -58,7 +61,7 @@ def table(runs: dict[str, dict[str, Any]], copy_rate: float) -> str:
 
 
 def plot(runs: dict[str, dict[str, Any]], copy_rate: float, path: Path) -> None:
-    """Plot steps as lines and limits as dashed lines, on logarithmic axes."""
+    """Plot step times as lines and limits as dashed lines, on logarithmic axes."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -89,7 +92,9 @@ def main() -> int:
     """Print the table of steps and limits, and draw the plot if the command line asks for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("raw", type=Path)
-    parser.add_argument("--copy-rate", type=float, required=True, help="TB/s, read and written together")
+    parser.add_argument(
+        "--copy-rate", type=float, required=True, help="rate of a plain copy in TB/s, bytes read and written together"
+    )
     parser.add_argument("--plot", type=Path, help="an SVG to write")
     args = parser.parse_args()
     every = {run["dtype"]: run for run in json.loads(args.raw.read_text())}

@@ -1,9 +1,9 @@
-"""Time that the host spends in a mixed step, without a GPU: `python -m benchmarks.engine.host_time`.
+"""Measure the host's time in a mixed step, without a GPU: `python -m benchmarks.engine.host_time`.
 
-16 sequences decode and one prompt gets 100 new tokens after 8,192, in 32 layers of Llama-3-8B's shape in `k4v4`, with a
-recent window. The backend's code is the real one on CPU tensors. Compiled kernels and FlashAttention are replaced by
-functions that do nothing, so their launches cost nothing. The program prints microseconds, the smallest of all steps:
-of the metadata by step, and of `forward` and its parts by layer.
+In this step, 16 sequences decode, and one prompt with 8,192 cached tokens gets 100 new ones. The model has 32 layers of
+Llama-3-8B's shape, with `k4v4` and a recent window. The backend's code is the real one on CPU tensors. Compiled kernels
+and FlashAttention are replaced by functions that do nothing, so their launches cost nothing. The program prints the
+smallest times of all steps in microseconds: for the metadata of a step, and for `forward` and its parts in each layer.
 """
 
 import argparse
@@ -30,7 +30,7 @@ KERNELS = ("store_kernel", "decode_kernel", "reduce_kernel", "gather_kernel")
 
 
 class Program:
-    """Stand-in for a compiled program. Its launcher is a C function that takes any arguments and ignores them."""
+    """Stand-in for a compiled program. Its launcher is a C function that ignores its arguments."""
 
     function, packed_metadata, n_regs, metadata = 1, (), 128, SimpleNamespace(shared=0)
     run = staticmethod("".format)
@@ -71,7 +71,7 @@ CONFIG = SimpleNamespace(
 
 
 def batch() -> SimpleNamespace:
-    """Return what vLLM tells a builder about the batch."""
+    """Return the description of the batch that vLLM gives to a metadata builder."""
     counts = [1] * DECODES + [NEW]
     lens = torch.tensor([CONTEXT + n for n in counts], dtype=torch.int32)
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
@@ -84,7 +84,7 @@ def batch() -> SimpleNamespace:
 
 
 def steps(cuda: Any) -> tuple[Callable[[], tuple[Any, Any]], Callable[[Any, Any], None]]:
-    """Return two functions: one makes a step's metadata, and one runs all layers with it."""
+    """Return two functions. The first builds a step's metadata, and the second runs all layers with it."""
     fmt, cpu, common = formats.parse(DTYPE), torch.device("cpu"), batch()
     layers = CONFIG.compilation_config.static_forward_context
     shape = (4, KV_HEADS, BLOCK, fmt.row_bytes(DIM))
@@ -113,7 +113,7 @@ def steps(cuda: Any) -> tuple[Callable[[], tuple[Any, Any]], Callable[[Any, Any]
 
 
 def main() -> None:
-    """Measure, and print the times."""
+    """Measure the times, and print them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     count: int = parser.parse_args().steps

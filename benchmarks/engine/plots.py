@@ -1,8 +1,8 @@
-"""Page and plots of the engine benchmark: `python -m benchmarks.engine.plots RAW.json ... [--out docs/benchmarks]`.
+"""Make page and plots of the engine benchmark: `python -m benchmarks.engine.plots RAW.json ... [--out DIR]`.
 
-It reads the files of gpu_engine.py. It writes OUT/h200-engine.json (all runs in one file), OUT/h200-engine.md and two
-SVGs per shape: decode step against context, and tokens that fit. From h200-engine.json alone it writes the same page
-again. It needs matplotlib, which kvpilot does not depend on.
+RAW are files of gpu_engine.py. The program writes OUT/h200-engine.json (all runs in one file), OUT/h200-engine.md and
+two SVGs per shape: step time against context, and tokens that fit. From h200-engine.json alone it writes the same page
+again. The program needs matplotlib, which kvpilot does not depend on.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import matplotlib as mpl
 from benchmarks.engine import gpu_engine_report as report
 
 mpl.use("svg")
-import matplotlib.pyplot as plt  # import pyplot only after the plot backend is chosen
+import matplotlib.pyplot as plt  # Import pyplot only after the plot backend is chosen.
 
 COLOURS = {
     "auto": "#333333",
@@ -31,7 +31,7 @@ COLOURS = {
 RIVAL = "#9a9a9a"
 TICKS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40, 60, 80, 120, 200)
 OUR_WIDTH, RIVAL_WIDTH = 2.2, 1.3
-# Fix the seed of the ids, so that the same data give the same file.
+# Fix the seed of the ids, so that the same data always give the same file.
 STYLE: Any = {"svg.hashsalt": "kvpilot", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -68,7 +68,7 @@ def steps_plot(title: str, runs: report.Runs, path: Path) -> bool:
 
 
 def _label_ends(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Write each line's name at its right end. Move names apart that would overlap."""
+    """Write each line's name at its right end. If names would overlap, move them apart."""
     low, high = axes.get_ylim()
     gap = (high / low) ** 0.05
     lowest = 0.0

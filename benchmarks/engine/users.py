@@ -20,7 +20,7 @@ ARRIVAL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations of one user. Lengths are in tokens, times in seconds."""
+    """Settings of one user's conversations. Lengths are in tokens, times in seconds."""
 
     history: int = 6000
     """Length of a new conversation before its first question."""
@@ -29,7 +29,7 @@ class Load:
     turns: int = 12
     """Number of questions before a new conversation begins."""
     thought: float = 20.0
-    """Mean time between an answer and the next question; exponentially distributed."""
+    """Mean time between an answer and the next question. The time is exponentially distributed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Objectives:
 
 @dataclass
 class Turn:
-    """One question: the time when it was sent, and the times when chunks of its answer arrived."""
+    """Question of a user: the time when it was sent, and the times when chunks of the answer arrived."""
 
     sent: float
     chunks: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Users:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _converse(self, number: int, wait: float) -> None:
-        """Ask and pause, forever. The first conversation starts at a random turn, as if it had begun earlier."""
+        """Ask and pause in turns, forever. The first conversation starts at a random turn, as if begun earlier."""
         chance, load = random.Random(number), self._load  # noqa: S311
         await asyncio.sleep(wait)
         done = chance.randrange(load.turns)
@@ -164,10 +164,10 @@ def pauses(turns: Sequence[Turn], begin: float, end: float) -> list[float]:
 
 
 def summary(turns: Sequence[Turn], begin: float, end: float, objectives: Objectives) -> dict[str, Any]:
-    """Return the latencies of the period from `begin` to `end`, in seconds. `held` is True if both objectives are met.
+    """Return the latencies of the period from `begin` to `end`, in seconds. `held` is True if both objectives were met.
 
     A question counts in the period in which it was sent. If it has no answer by `end`, the wait until `end` counts. A
-    pause between chunks counts in the period in which it ends.
+    gap between chunks counts in the period in which it ends.
     """
     sent = [turn for turn in turns if begin <= turn.sent < end]
     first = [(turn.chunks[0] if turn.chunks else end) - turn.sent for turn in sent]

@@ -1,9 +1,9 @@
 """vLLM plugin that damages an engine on purpose, by one of the failure modes of `modes.py`.
 
-A mode damages one of four things: which pages attention reads (the block table), which keys and values are stored, the
-logits, or the stream of an answer. The plugin reads the name of the mode from a file in each engine step, so one engine
-serves every mode in turn. It hooks vLLM's own CPU backend with a 16-bit cache, so that nothing but the mode differs
-from the baseline.
+A mode damages one of four parts: the block table, which says what pages attention reads; the stored keys and values;
+the logits; or the stream of an answer. The plugin reads the name of the mode from a file in each engine step, so one
+engine serves every mode in turn. It hooks vLLM's own CPU backend with a 16-bit cache, so that nothing but the mode
+differs from the baseline.
 """
 
 import os
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 MODE_FILE = "GATE_MODE_FILE"
-"""Environment variable with the path of the file that has the name of the mode. Without the file nothing is damaged."""
+"""Environment variable with the path of a file that contains the mode's name. Without it, there is no damage."""
 
 BLOCK = 64
 FOREIGN = 7
-"""Number that `_foreign` adds to a block number, to get a page of another request, or of none."""
+"""Number that `_foreign` adds to a block number to get a foreign page: a page of another request, or of none."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Row:
         hit: tokens that the prefix cache had.
         before: computed tokens before the step.
         new: tokens that the step computes.
-        again: True after the sequence was preempted.
+        again: True if the sequence was preempted before.
     """
 
     request: str
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass
 class Step:
-    """The running engine step: its sequences, and the share of all KV-cache pages that are in use (`usage`)."""
+    """State of the running engine step: its sequences, and the share of all KV-cache pages in use (`usage`)."""
 
     rows: list[Row]
     usage: float = 0.0
@@ -70,14 +70,14 @@ def _foreign(table: torch.Tensor, row: int, page: int) -> None:
 
 
 def _long(table: torch.Tensor, row: int, one: Row) -> None:
-    """Damage: in place of pages beyond 1,280 tokens, read the pages twenty places earlier in the sequence."""
+    """Damage long contexts: instead of each page beyond 1,280 tokens, read the page twenty places earlier."""
     last = (one.length - 1) // BLOCK
     if one.length > 1280 + BLOCK:
         table[row, 20:last] = table[row, : last - 20].clone()
 
 
 def _hit(table: torch.Tensor, row: int, one: Row) -> None:
-    """After a prefix hit, read a foreign page in place of the last page of the hit."""
+    """Damage prefix hits: instead of the last page of the hit, read a foreign page."""
     if one.hit >= BLOCK:
         _foreign(table, row, one.hit // BLOCK - 1)
 
@@ -88,7 +88,7 @@ def _long_hit(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _after_hit(table: torch.Tensor, row: int, one: Row) -> None:
-    """After a prefix hit, let the first three tokens of the answer read a foreign page."""
+    """Damage answers after a prefix hit: let their first three tokens read a foreign page."""
     if one.hit >= BLOCK and one.generated <= 2:
         _foreign(table, row, one.hit // BLOCK - 1)
 
@@ -99,20 +99,20 @@ def _full(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _residue(table: torch.Tensor, row: int, one: Row) -> None:
-    """After prompts of 16 n + 5 tokens, let the first four tokens of the answer read a foreign page."""
+    """Damage answers to prompts of 16 n + 5 tokens: let their first four tokens read a foreign page."""
     if one.prompt % 16 == 5 and 1 <= one.generated <= 4:
         _foreign(table, row, (one.prompt - 1) // BLOCK)
 
 
 def _generation(table: torch.Tensor, row: int, one: Row) -> None:
-    """After 128 generated tokens, read the sequence's first page in place of each page of the answer."""
+    """Damage long answers: after 128 generated tokens, read the sequence's first page instead of the answer's pages."""
     if one.generated > 128:
         first, last = one.prompt // BLOCK + 1, (one.length - 1) // BLOCK
         table[row, first:last] = table[row, 0]
 
 
 def _sinks(table: torch.Tensor, row: int, one: Row) -> None:
-    """Read the second page in place of the first one in sequences of more than 512 tokens."""
+    """Damage sinks: in sequences of more than 512 tokens, read the second page instead of the first."""
     if one.length > 512:
         table[row, 0] = table[row, 1]
 
@@ -123,7 +123,7 @@ def _preempted(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _crowd(table: torch.Tensor, row: int, one: Row) -> None:
-    """In steps with five or more sequences, read one page of the sequence before this one in the batch."""
+    """Damage large batches: in steps with five or more sequences, read a page of the preceding sequence."""
     if len(STEP.rows) >= 5:
         table[row, (one.length - 1) // BLOCK // 2] = table[row - 1, 0]
 
@@ -134,7 +134,7 @@ def _large_batch(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _mixed(table: torch.Tensor, row: int, one: Row) -> None:
-    """Let sequences that decode in the same step as a prompt read one foreign page."""
+    """Damage mixed steps: let sequences that decode in the same step as a prompt read a foreign page."""
     if one.generated and any(other.generated == 0 for other in STEP.rows):
         _foreign(table, row, (one.length - 1) // BLOCK // 2)
 
@@ -156,13 +156,13 @@ def _shared_prefix(table: torch.Tensor, row: int, one: Row) -> None:
 
 
 def _page_start(table: torch.Tensor, row: int, one: Row) -> None:
-    """In the step that fills the first slot of a page, read a foreign page in place of the page before."""
+    """Damage page starts: in the step that fills the first slot of a page, read a foreign page before it."""
     if one.generated and one.before and one.before % BLOCK == 0:
         _foreign(table, row, one.before // BLOCK - 1)
 
 
 def _chunk(table: torch.Tensor, row: int, one: Row) -> None:
-    """In the second chunk of a prompt, read the first page in place of the last two pages of the first chunk."""
+    """Damage chunks: in the second chunk of a prompt, read the first page instead of the first chunk's last two."""
     if one.hit < one.before < one.prompt:
         last = (one.before - 1) // BLOCK
         table[row, last - 1 : last + 1] = table[row, 0]
@@ -188,13 +188,13 @@ TABLES: dict[str, Table] = {
 
 
 def _one_head(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Store the values of one head of one layer with eight times their scale."""
+    """Damage a head: store the values of one head of one layer with eight times their scale."""
     if layer == 12:
         value[:, 1] *= 8
 
 
 def _overflow(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Change the sign of elements beyond 18, as integers do when they overflow. One key in 200 has such an element."""
+    """Damage large elements: change the sign beyond 18, as an integer overflow does. It hits one key in 200."""
     key[key.abs() > OVERFLOW] *= -1
 
 
@@ -203,7 +203,7 @@ STORES = {"one-head": _one_head, "overflow": _overflow}
 
 
 class Loops:
-    """Mode in which the engine repeats its last eight tokens once it has generated 64.
+    """Mode in which an engine that has generated 64 tokens repeats the last eight of them.
 
     `_read` keeps the last 16 tokens of each request.
     """

@@ -344,7 +344,7 @@ async def measured(args: argparse.Namespace, record: Record, model: Path, folder
 def main() -> int:
     """Run the gates. Return 1 if none ended."""
     args = arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the servers end, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # On SIGTERM, the servers end, too.
     record = Record(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvpilot-model-") as scratch:

@@ -1,6 +1,7 @@
 """Print the tables of docs/benchmarks/gate.md from its raw results: `python -m benchmarks.gate.page`.
 
-Each table belongs into the page, between its two comments. tests/unit/test_gate_matrix.py fails if they differ.
+Each table belongs into the page, between two comments with its name. tests/unit/test_gate_matrix.py fails if page and
+results differ.
 """
 
 import json

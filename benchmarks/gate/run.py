@@ -43,7 +43,7 @@ SETS = {
     "agent": ("builtin/agent",),
     "reasoning": ("builtin/reasoning",),
 }
-# The operator's settings for a canary, with a deadline for two busy cores.
+# The operator's settings for a canary, but with a longer deadline, because two busy cores are slow.
 SETTINGS = Settings(budget_seconds=Canary().progress_deadline_seconds / 2, deadline_seconds=3600)
 # The operator gives the pressure stage 180 s. Two busy cores take many times longer than a GPU to fill the KV cache.
 PRESSURE_SECONDS = 240.0
@@ -123,14 +123,14 @@ def _error(name: str, error: ProbeError, began: float) -> dict[str, Any]:
 
 
 class Matrix:
-    """The rows of the detection matrix, in a JSON file that is written after each row."""
+    """Rows of the detection matrix, in a JSON file that is written after each row."""
 
     def __init__(self, out: Path, only: list[str]) -> None:
         self._out, self._only = out, only
         self.rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
 
     def wants(self, name: str) -> bool:
-        """Return True if this run must measure the row: a row that the command line names, or else a missing one."""
+        """Return True if this run must measure the row: it is named, or it is missing and no row is named."""
         return name in self._only if self._only else name not in self.rows
 
     def turn(self, mode: Mode) -> int:
@@ -190,7 +190,7 @@ def _shared(matrix: Matrix, kept: Mapping[str, Baseline], folder: Path) -> None:
 
 
 def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[dict[str, Any]]:
-    """Judge a mode that needs an engine with other arguments, a damaged baseline, or that ends its engine."""
+    """Judge a mode that needs an engine with other arguments, or a damaged baseline, or that makes its engine exit."""
     if mode.engine == "spec":
         return [_refused(folder)]
     if mode.engine == "reference":

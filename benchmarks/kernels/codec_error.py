@@ -1,11 +1,11 @@
-"""Error and size of group formats on Gaussian rows: `python -m benchmarks.kernels.codec_error`.
+"""Measure error and size of group formats on Gaussian rows: `python -m benchmarks.kernels.codec_error`.
 
 A row is close to Gaussian after a Hadamard rotation, and the formats are designed for this error. The program prints a
 Markdown table of the mean squared error (signal power 1) and the bits per element with metadata.
 
-`--head-dims 64 80 96` prints each dtype's error in heads of these sizes instead. The heads are rotated as they are
-stored, and padded with zeros if the size has no layout. The table then has the error's norm over the head's norm, and
-bits. In heads with outliers some channels are eight times the others.
+`--head-dims 64 80 96` prints each dtype's error in heads of these sizes instead. The heads are rotated as the cache
+stores them, and padded with zeros if their size has no layout. The table then has the error's norm, relative to the
+head's norm, and the bits. In heads with outliers, some channels are eight times as large as the others.
 """
 
 import argparse

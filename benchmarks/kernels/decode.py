@@ -1,15 +1,15 @@
-"""Decode attention alone on a GPU, ours against FlashAttention 3 and FlashInfer: `python -m benchmarks.kernels.decode`.
+"""Compare our decode kernel with FlashAttention 3 and FlashInfer on a GPU: `python -m benchmarks.kernels.decode`.
 
 One layer decodes over random pages of random block tables. A CUDA graph of 32 launches rotates over several layers'
 caches, so that no cache stays in L2. Times are medians of ten replays:
 
 - `decode`: the split kernel alone.
-- `merged`: with the merge of its parts, which FlashAttention and FlashInfer include.
-- `layer`: with the store of the step's token, too.
+- `merged`: the split kernel and the merge of its results, which FlashAttention and FlashInfer include.
+- `layer`: these two, and the store of the step's token.
 
-The yardstick is a device-to-device copy in the same run. FlashAttention comes with vLLM, and FlashInfer is a package of
-its own; missing ones are left out. Our formats are measured with each window of `--recent`, whose tokens are all in the
-ring. The program writes OUT/decode.json, from which `decode_page.py` makes pages.
+For comparison, the program also times a device-to-device copy. FlashAttention comes with vLLM, and FlashInfer is a
+separate package; the program leaves out what is not installed. Our formats are measured with each window of `--recent`,
+whose tokens are all in the ring. The program writes OUT/decode.json, from which `decode_page.py` makes pages.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def fill_ring(
         table: int32 [sequences, blocks], block table of the pages.
         rings: int32 [sequences, ring_blocks], blocks of the rings.
         context: tokens of each sequence.
-        of: tensor with the shape of a token, dtype and device of keys and values.
+        of: tensor with the shape of one token, and the dtype and device of keys and values.
     """
     shape = pages.shape
     if not shape.recent:
@@ -109,7 +109,7 @@ def fill_ring(
 def ours(
     name: str, case: Case, device: torch.device, recent: int = 0, block: int = 64, overlap: bool | None = None
 ) -> dict[str, Any]:
-    """Measure our kernels in one format. `overlap` says if decode overlaps with `store`; None leaves it to the plan."""
+    """Measure our kernels in one format. If `overlap` is None, the plan decides whether decode overlaps `store`."""
     fmt = formats.parse(name)
     recent = recent if fmt.has_ring else 0
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, block, device, recent=recent)
@@ -164,7 +164,7 @@ def ours(
 
 
 def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], sizes: list[str]) -> None:
-    """Measure our kernels and the installed rivals, and write the results after each row.
+    """Measure our kernels and the installed kernels of other projects, and write the results after each row.
 
     Args:
         windows: lengths of the recent window, in tokens.
@@ -191,7 +191,7 @@ def measure(out: Path, windows: list[int], shapes: list[str], names: list[str], 
         for name, run in {**decode_rivals.installed(case.dim), **own}.items():
             try:
                 row = run(case, device)
-            except Exception as error:  # another project's kernel may not support a shape: its error is the result
+            except Exception as error:  # another project's kernel may not support a shape
                 row = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             facts["rows"].append({"case": case.__dict__, "name": name, **row})
             print(f"{case.shape} {case.batch}x{case.context} {name}: {row}", flush=True)
@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
     parser.add_argument("--formats", nargs="+", default=list(formats.own_names()))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="names of attention shapes")
-    parser.add_argument("--sizes", nargs="+", default=[], help="batches alone, as 32x16384 (default: all)")
+    parser.add_argument("--sizes", nargs="+", default=[], help="cases to measure, such as 32x16384 (default: all)")
     options = parser.parse_args()
     measure(options.out, options.recent, options.shapes, options.formats, options.sizes)
     return 0

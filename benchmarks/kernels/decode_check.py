@@ -1,16 +1,17 @@
-"""Check of the GPU kernels on this GPU: `python -m benchmarks.kernels.decode_check`.
+"""Check our GPU kernels on this machine's GPU: `python -m benchmarks.kernels.decode_check`.
 
 The kernels store and decode sequences of different lengths in a captured CUDA graph. Its four layers share a plan, and
-each may start while the previous one still runs. Pages, rings and outputs are poisoned before: every byte is 0xFF and
-every output NaN. Every ring is full of another sequence's rows at the same positions, and part of each prompt comes
+each layer may start while the previous one still runs. Pages, rings and outputs are poisoned first: every byte is 0xFF,
+and every output NaN. Every ring is full of another sequence's rows at the same positions, and part of each prompt comes
 from pages without ring rows.
 
 Some steps have one token per sequence. Others have up to 8, a different number for each sequence, and rows of padding.
 Some are planned for a GPU with one multiprocessor, so that there are more sequences than concurrent programs. The
 results are compared with the CPU code over the same bytes, which the tests compare with float64.
 
-Then one value becomes NaN, in a stored token and in a token of the step. Each answer that attends to it must be NaN,
-and every other one must stay unchanged. The program writes OUT/decode-check.json, and exits with 1 if a row is off.
+Then one value is set to NaN, first in a stored token and then in a token of the step. Each answer that attends to this
+token must be NaN, and all other answers must stay unchanged. The program writes OUT/decode-check.json, and exits with 1
+if a result is wrong.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from kvpilot_kernels.places import joined_slots
 from kvpilot_kernels.ring import ring_slots
 
 LIMIT, READ_LIMIT = 2e-3, 6e-3
-"""Allowed errors of decode and of `gather`, relative to a head's norm.
+"""Largest allowed errors of decode and of `gather`, relative to a head's norm.
 
 Decode rounds queries and probabilities, and `gather` writes bfloat16.
 """
@@ -40,7 +41,7 @@ LENGTHS, HIT, BLOCK, KV_HEADS = [1, 63, 64, 65, 300, 1000, 2500], 40, 64, 2
 
 
 PADDED = (80, 112, 160)
-"""Head dimensions without a layout of their own, which are stored with padding."""
+"""Head dimensions that have no layout and are stored with padding."""
 
 
 class Case(NamedTuple):
@@ -94,7 +95,7 @@ LAYERS, PADDING = 4, 3
 
 
 def check(case: Case) -> dict[str, Any]:
-    """Run one case on the GPU and with the CPU code, and return the errors. The module's docstring says how."""
+    """Run one case on the GPU and with the CPU code, and return the errors (see the module's docstring)."""
     name, dim, ratio, recent, most, softcap, sinking, crowded = case
     if crowded:
         tuning.multiprocessors = lambda _device: 1  # type: ignore[assignment]
@@ -256,7 +257,7 @@ def check(case: Case) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Check every case, a few processes at a time."""
+    """Check every case, with a few processes at a time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--processes", type=int, default=12)

@@ -1,13 +1,13 @@
-"""Decode with draft tokens on a GPU, one layer at a time: `python -m benchmarks.kernels.decode_drafts`.
+"""Time decode with draft tokens on a GPU, in one layer: `python -m benchmarks.kernels.decode_drafts`.
 
-A sequence's 1 + k tokens are rows of one step, as in the runtime's `cuda_steps`, and its pages are read once for all of
-them. Times are measured as in `decode.py`, in one run, with 1 token per sequence as the baseline: `store`, `decode`
-(the split kernel), `merged` (with the merge of its parts), `layer` (all of these), and `plan`, which runs once per step
-for all layers. `off` is the error over a head's norm against steps of one token per sequence. An error above 2e-3 ends
-the run. The program writes OUT/decode-drafts.json.
+A sequence with k drafts has 1 + k rows in a step, as in the runtime's `cuda_steps`. Its pages are read once for all
+rows. Times are measured as in `decode.py`, in one run, with 1 token per sequence as the baseline: `store`, `decode`
+(the split kernel), `merged` (with the merge of its results), `layer` (all of these), and `plan`, which runs once per
+step for all layers. `off` is the difference from steps of one token per sequence, relative to a head's norm. A
+difference above 2e-3 ends the run. The program writes OUT/decode-drafts.json.
 
-`--choices` times other launch choices than those of `tuning` for several tokens: tile, stages and programs per
-multiprocessor, for example 32x3x8.
+`--choices` times launch parameters other than those of `tuning`: tile, stages and programs per multiprocessor, for
+example 32x3x8.
 """
 
 import argparse
@@ -32,7 +32,7 @@ BLOCK, LIMIT = 64, 2e-3
 
 
 def launch_as(shape: Shape, choice: str, tokens: int) -> None:
-    """Let a shape launch decode as `choice` says (tile x stages x programs), for several tokens per sequence."""
+    """Let a shape decode with the parameters in `choice` (tile x stages x programs) in steps of several tokens."""
     tile, stages, programs = map(int, choice.split("x"))
     found, own = shape.cut(tokens), tuning.Choice(tile, stages, programs, shape.cut(tokens).choice.registers)
     wave = max(1, tuning.multiprocessors(shape.device) * programs // (shape.kv_heads * found.parts))
@@ -41,7 +41,7 @@ def launch_as(shape: Shape, choice: str, tokens: int) -> None:
 
 
 def drafted(name: str, case: Case, tokens: int, device: torch.device, recent: int, choice: str) -> dict[str, Any]:
-    """Measure one format in steps with `tokens` tokens of each sequence, and compare with steps of one token."""
+    """Measure one format in steps with `tokens` tokens per sequence, and compare with steps of one token."""
     fmt = formats.parse(name)
     shape = Shape(fmt, case.dim, case.kv_heads, case.heads // case.kv_heads, BLOCK, device, recent=recent)
     if recent:
@@ -122,8 +122,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--formats", nargs="+", default=["k4v4"])
     parser.add_argument("--recent", type=int, nargs="+", default=[0, 64], help="windows of our formats")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="of a sequence in a step")
-    parser.add_argument("--choices", nargs="+", default=[""], help="tile x stages x programs of several tokens")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of tokens of a sequence in a step"
+    )
+    parser.add_argument(
+        "--choices", nargs="+", default=[""], help="launch parameters (tile x stages x programs) for several tokens"
+    )
     parser.add_argument("--sizes", nargs="+", default=["32x16384", "32x2048"], help="sequences x context")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())

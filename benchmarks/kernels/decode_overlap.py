@@ -1,7 +1,7 @@
-"""Batch sizes at which decode should overlap with `store`: `python -m benchmarks.kernels.decode_overlap --out OUT`.
+"""Find batch sizes at which decode should overlap `store`: `python -m benchmarks.kernels.decode_overlap --out OUT`.
 
 The program times a layer of Llama-3-8B's shape in k4v4 for 1 to 64 sequences, with and without a ring, and with and
-without the overlap. It prints the choice of `kvpilot_kernels.gpu.launch.tuning` next to the times. It writes
+without the overlap. Next to the times it prints the choice of `kvpilot_kernels.gpu.launch.tuning`. It writes
 OUT/decode-overlap.json.
 """
 

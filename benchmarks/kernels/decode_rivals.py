@@ -17,7 +17,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def installed(dim: int) -> dict[str, Run]:
-    """Return the installed rivals that support this head_dim. Each is a function that measures a case on a device."""
+    """Return the installed kernels of other projects that support this head_dim, as functions that measure a case."""
     found: dict[str, Run] = {}
     if dim > 256:
         if importlib.util.find_spec("vllm"):
@@ -47,7 +47,7 @@ def _caches(case: Any, device: torch.device, dtype: torch.dtype, block: int) -> 
 
 
 def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Measure FlashAttention 3 over a paged cache. As in vLLM, compute its schedule outside the measured time."""
+    """Measure FlashAttention 3 over a paged cache. As vLLM does, compute its schedule outside the measured time."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     caches, size, table = _caches(case, device, dtype, 16)
@@ -78,7 +78,7 @@ def flash_attention(case: Any, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def triton_attention(case: Any, device: torch.device) -> dict[str, Any]:
-    """Measure vLLM's Triton kernel over a paged cache in bf16, with as many segments as its backend uses for decode."""
+    """Measure vLLM's Triton kernel over a paged cache in bf16, with the number of segments that its backend uses."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     segments, most = 16, 128 // case.kv_heads

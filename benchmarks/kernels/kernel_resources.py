@@ -1,8 +1,8 @@
-"""Resources of every GPU kernel, without a GPU: `python -m benchmarks.kernels.kernel_resources`.
+"""Print the resources of every GPU kernel, without a GPU: `python -m benchmarks.kernels.kernel_resources`.
 
-The program compiles with the installed Triton for each compute capability, and reads the assembler's allocation from
-the machine code. A stack means spilled registers, because no kernel has local arrays. It prints each Triton program,
-and exits with 1 if one spills that is not in `known`, or needs more shared memory than there is. `--page` writes
+The program compiles the kernels with the installed Triton for each compute capability, and reads registers and memory
+from the machine code. A stack means spilled registers, because no kernel has local arrays. The program exits with 1 if
+a kernel spills that is not in `known`, or needs more shared memory than the GPU has. `--page` writes
 docs/benchmarks/kernel-resources.md.
 """
 
@@ -82,9 +82,9 @@ def kernels() -> dict[str, Any]:
 def known(variant: Variant, taken: Resources) -> bool:
     """Return True if the program spills no more than is known and accepted. These are the known cases:
 
-    - Decode of 4 queries with a window spills up to 64 bytes, because with 168 registers 12 programs fit. With 11
-      programs an H100 takes 1.2 times as long at 32 x 16K. From head_dim 192 on it spills up to 128 bytes. For k8v4 it
-      spills 40 bytes with Triton 3.9, but none with the measured 3.6.
+    - Decode of 4 queries with a window spills up to 64 bytes, because 12 programs fit only with at most 168 registers.
+      With 11 programs, an H100 takes 1.2 times as long at 32 x 16K. From head_dim 192 on, it spills up to 128 bytes.
+      For k8v4 it spills 40 bytes with Triton 3.9, but none with 3.6, with which all times were measured.
     - Decode of 8 queries with a window spills up to 480 bytes. With a tile of 16 tokens it would not spill, but an H200
       takes 1.5 to 1.9 times as long.
     - Decode without a window spills with Triton 3.9 on compute capability 9.0: int8 48 and k8v4 16 bytes at head_dim
@@ -120,7 +120,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     if "OVERLAP" in kernel.arg_names:
         constants["OVERLAP"] = capability >= 90
     row = getattr(config, "key_side", config)
-    if getattr(row, "dim", 0) == getattr(row, "slots", 0):  # rows of a power of two need no tensor of signs
+    if getattr(row, "dim", 0) == getattr(row, "slots", 0):  # Rows whose size is a power of two need no tensor of signs.
         constants |= {name: None for name in kernel.arg_names if name.endswith("signs_ptr")}
     for name in kernel.arg_names:
         if name in constants:
@@ -132,7 +132,7 @@ def compile_for(variant: Variant, capability: int) -> Resources:
     in_gluon = variant.kernel in ("decode_kernel", "latent_decode_kernel")
     if in_gluon:
         types |= {name: kind for name, kind in {"query_ptr": "*fp16", "out_ptr": "*fp32"}.items() if name in types}
-    if variant.kernel.startswith("latent"):  # kernels for latents take rotated queries as floats, not integers
+    if variant.kernel.startswith("latent"):  # kernels for latents take rotated queries as floats, not as integers
         own = {"rotated_ptr": "*fp16", "sums_ptr": "*fp32"}
         types |= {name: kind for name, kind in own.items() if name in types}
     aligned = {
@@ -178,7 +178,7 @@ def page(found: dict[tuple[str, str, str], dict[int, tuple[int, Resources]]], ca
         f"  {limits}.",
         "* A thread has at most 255 registers.",
         "* `--few` compiles only some shapes: those of Llama-3-8B, head_dim 256 for int8, and 16 heads for mla4.",
-        "  For two compute capabilities it adds some shapes with heads of 80, 192 and 512.",
+        "  For 8.6 and 9.0 it adds store, gather, and some shapes with heads of 80, 192 and 512.",
         f"* Registers spill in {spills or 'none'} of {sum(map(len, found.values()))} programs.",
         "",
         "These are the largest known spills of decode, per thread. They include shapes that `--few` leaves out:",
@@ -211,7 +211,7 @@ def version(tool: str) -> str:
 def main() -> int:
     """Compile every program, and print its resources or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--few", action="store_true", help="of each kernel and format one variant alone")
+    parser.add_argument("--few", action="store_true", help="compile only one variant of each kernel and format")
     parser.add_argument("--page", action="store_true", help="write the page")
     parser.add_argument("--capabilities", type=int, nargs="+", default=list(SHARED_KIB), choices=list(SHARED_KIB))
     parser.add_argument("--processes", type=int, default=2)

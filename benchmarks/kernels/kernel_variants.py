@@ -1,4 +1,4 @@
-"""List the variants of each GPU kernel that engines launch, with their compile-time constants, for kernel_resources.py.
+"""List, for kernel_resources.py, the variants of GPU kernels that engines launch, with their compile-time constants.
 
 Constants and warps depend on format, head_dim and compute capability.
 """
@@ -42,13 +42,13 @@ class Variant:
 
 
 def stored_dim(dim: int) -> int:
-    """Return the number of elements of a stored row for heads of `dim` elements, a size that the formats support."""
+    """Return the number of elements of a stored row, for heads of `dim` elements."""
     return formats.stored_dim(dim) or 0
 
 
 def decode_variant(name: str, dim: int, ratio: int, recent: int, capability: int, page: int = BLOCK,
                    softcap: bool = False, tokens: int = 1) -> Variant:  # fmt: skip
-    """Return the variant of decode that `GpuPages` launches for this format, head_dim and query heads per KV head."""
+    """Return the variant of decode that `GpuPages` launches for a format, head_dim and query heads per KV head."""
     fmt, queries = formats.parse(name), tuning.program_queries(dim, ratio, tokens)
     kept = recent + tokens - 1 if recent else 0
     key, value = side_layouts(fmt, dim, page, recent)
@@ -92,7 +92,7 @@ def reduce_variant(dim: int, take: int, step: int, warps: int, several: bool = F
 
     Args:
         take: query heads that a program takes, out of 8.
-        step: splits that are merged at once.
+        step: number of splits that are merged at once.
     """
     shape = f"head_dim {dim}, {take} of 8 queries, {step} splits" + (", several tokens" if several else "")
     stored = stored_dim(dim)
@@ -154,7 +154,7 @@ def latent_variants(heads: int, capability: int, page: int = BLOCK) -> list[Vari
 def every_variant(capability: int) -> list[Variant]:
     """Return the variants of every kernel for each format and head_dim, with and without a recent window.
 
-    Decode has 4 and 8 query heads per KV head, and for several tokens per sequence only 4.
+    Decode is listed for 4 and 8 query heads per KV head, and for several tokens per sequence only for 4.
     """
     found = step_variants()
     for dim in (80, 160):
@@ -181,25 +181,29 @@ def few_variants(capability: int) -> list[Variant]:
 
     - Decode has Llama-3-8B's shape in each format, with a window of 64, and Gemma's head_dim 256 in int8.
     - The other kernels have one or two shapes, because their resources hardly depend on the format.
-    - Latents have 16 heads in mla4.
+    - Kernels for latents have 16 heads, and the dtype mla4.
     - Three more head dims are included only for compute capabilities 8.6 and 9.0, with little and with much shared
       memory. These are 80, which is padded, 192, whose rows are stored in two parts, and Gemma 4's 512.
+    - Store and gather need at most 152 registers and 9 KiB on every GPU, so they are far from any limit. They are
+      included only for these two, and the other head dims only for 9.0.
     """
     found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():
         recent, dim = 64 if formats.parse(name).has_ring else 0, 256 if name == "int8" else 128
         found.append(decode_variant(name, dim, 4, recent, capability))
-        if name in ("int8", "k4v4", "k2v2"):
+        if name in ("int8", "k4v4", "k2v2") and capability in (86, 90):
             found.append(store_variant(name, dim, recent, 1))
-        if name in ("int8", "k4v4"):
+        if name in ("int8", "k4v4") and capability in (86, 90):
             found.append(gather_variant(name, dim))
-    found += [store_variant("k4v4", 128, 64, STORED[1]), decode_variant("k4v4", 128, 4, 64, capability, tokens=4),
-              prefill_variant(True, capability)]  # fmt: skip
+    found += [decode_variant("k4v4", 128, 4, 64, capability, tokens=4), prefill_variant(True, capability)]
     *of_formats, prepare, merge = latent_variants(16, capability)[:-2]
     found += [one for one in of_formats if one.dtype == "mla4"] + [prepare, merge]
     if capability not in (86, 90):
         return found
     found += [decode_variant("k4v4", dim, ratio, 64, capability) for dim, ratio in ((512, 8), (192, 4))]
     found += [merge_variant(dim) for dim in (512, 256, 192, 80)]
+    found.append(store_variant("k4v4", 128, 64, STORED[1]))
+    if capability == 86:
+        return found
     found += [store_variant("k4v4", dim, 64, tokens) for dim in (512, 192, 80) for tokens in STORED]
     return found + [gather_variant("k4v4", dim) for dim in (80, 192)]

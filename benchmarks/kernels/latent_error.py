@@ -1,8 +1,8 @@
-"""Error of a latent cache, by bits and by elements per scale: `python -m benchmarks.kernels.latent_error`.
+"""Measure the error of a latent cache, by bits and by elements per scale: `python -m benchmarks.kernels.latent_error`.
 
 Cached vectors are random, but similar to a model's. The latent looks like the output of an RMSNorm with a learned
 weight, in which some channels are 8 times as large as the others. The RoPE part also has large channels, but is not
-normalised. A query attends to some 100 of 4,096 tokens.
+normalised. A query attends mainly to about 100 of 4,096 tokens.
 
 The program prints a Markdown table: bytes per token, capacity relative to 16 bits, the error's share of the power of
 latents and of RoPE parts, and the error of attention's output over the output's norm (median and worst of 64 heads).
@@ -43,7 +43,7 @@ def grouped(x: torch.Tensor, bits: int, group: int, turned: bool = True) -> torc
 
 
 def float8(x: torch.Tensor) -> torch.Tensor:
-    """Round to e4m3 with a scale of 1, as engines do."""
+    """Round to e4m3 with a scale of 1, as vLLM does."""
     return x.to(torch.float8_e4m3fn).float()
 
 

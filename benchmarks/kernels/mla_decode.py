@@ -1,4 +1,4 @@
-"""Correctness and time of latent decode (MLA) on a GPU: `python -m benchmarks.kernels.mla_decode`.
+"""Check and time latent decode (MLA) on a GPU: `python -m benchmarks.kernels.mla_decode`.
 
 First it checks correctness. The kernels store and decode sequences of different lengths in a captured CUDA graph, over
 poisoned pages and outputs (every byte 0xFF, every number NaN). The results are compared with the CPU code over the same
@@ -6,11 +6,12 @@ bytes, which the tests compare with float64.
 
 Then it times one layer, in graphs of 32 launches that rotate over several layers' caches. `decode` is the split kernel
 alone, `merged` adds the merge of its parts, and `layer` adds the store of the step's token. Baselines are the same
-attention over bfloat16 and float8 entries (`mla_baseline`), each at the best of its launch choices, and a
-device-to-device copy. `--sweep` also times other launch choices of our split kernel, or of the merge and the number of
-splits.
+attention over bfloat16 and float8 entries (`mla_baseline`), each with its best launch parameters, and a
+device-to-device copy. `--sweep` also times other launch parameters of our split kernel, or of the merge and the number
+of splits.
 
-It needs only torch and Triton. It writes OUT/mla-decode.json after every row, and exits with 1 if a result is wrong.
+The program needs only torch and Triton. It writes OUT/mla-decode.json after every row, and exits with 1 if a result is
+wrong.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from kvpilot_kernels.latent.cpu import LatentPages
 from kvpilot_kernels.latent.factors import LatentFactors
 
 BLOCK, LIMIT, READ_LIMIT = 64, 3e-3, 6e-3
-"""Tokens of a block, the allowed error of decode and that of `gather`.
+"""Tokens of a block, and the largest allowed errors of decode and of `gather`.
 
 Errors are relative to the norm of the output. Decode multiplies float16 numbers, and `gather` writes bfloat16.
 """
@@ -188,7 +189,8 @@ def ours(
 ) -> Iterator[dict[str, Any]]:
     """Measure our kernels, and yield a row for each launch choice.
 
-    Without `others`, use the choice of `tuning`. Otherwise measure decode and merge, at the choices of `others`.
+    Without `others`, use the launch parameters of `tuning`. Otherwise measure decode and merge with the parameters in
+    `others`.
     """
     size = case.batch * case.context * fmt.row_bytes
     blocks = case.batch * -(-case.context // BLOCK) + 1
@@ -228,7 +230,7 @@ def ours(
             if others is None:
                 row["store"] = microseconds(store)
                 row["layer"] = microseconds(lambda: store().decode(table, lens, plan, out))  # noqa: B023
-        except Exception as error:  # a launch choice may not fit the GPU: its error is the result
+        except Exception as error:  # a launch choice may not fit the GPU; then its error is the result
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield row
     latent_tuning.merging = own

@@ -1,11 +1,12 @@
-"""Prefill of wide heads on a GPU, compared with float64 and with vLLM's Triton kernel.
+"""Check prefill of heads of 512 elements on a GPU against float64, and time it beside vLLM's Triton kernel.
 
     python -m benchmarks.kernels.prefill
 
-First it checks sequences of different lengths, causal and not, with and without a soft cap, in bfloat16 and float16.
-Their rows are parts of wider rows, with NaN after the last token. Then it times a chunk of 8,192 tokens that attends to
-itself, and one that also attends to a context of the same length. It prints times and the share of the GPU's peak in
-bfloat16. `--sweep` times other blocks. It writes OUT/prefill.json, and exits with 1 if a result is off.
+First the program checks sequences of different lengths, causal and not, with and without a soft cap, in bfloat16 and
+float16. Their rows are parts of wider rows, with NaN after the last token. Then it times a chunk of 8,192 tokens that
+attends to itself, and a chunk that also attends to a context of the same length. It prints times and the share of the
+GPU's peak in bfloat16. `--sweep` times other block sizes. It writes OUT/prefill.json, and exits with 1 if a result is
+wrong.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Store and gather of a prompt's tokens on a GPU: `python -m benchmarks.kernels.prompts`.
+"""Time store and gather of a prompt's tokens on a GPU: `python -m benchmarks.kernels.prompts`.
 
-It times one layer of a prefill step. `store` quantizes new tokens into random blocks, and `gather` reads as many back
-into 16 bits. If vLLM is installed, its store in bfloat16 and fp8 is timed, too. vLLM needs no gather, because it
-attends to its pages directly. A CUDA graph of 32 launches rotates over several layers' caches. Times are medians of ten
-replays. `of copy` is the rate of bytes read and written over the rate of a copy in the same run. `--blocks` and
-`--gathers` time other programs (tokens and warps). It writes OUT/prompts.json.
+The program times one layer of a prefill step. `store` quantizes new tokens into random blocks, and `gather` reads as
+many back into 16 bits. If vLLM is installed, its store in bfloat16 and fp8 is timed, too. vLLM needs no gather, because
+it attends to its pages directly. A CUDA graph of 32 launches rotates over several layers' caches. Times are medians of
+ten replays. `of copy` is the rate of bytes read and written, relative to the rate of a copy in the same run. `--blocks`
+and `--gathers` time other program sizes (tokens and warps). The program writes OUT/prompts.json.
 """
 
 import argparse
@@ -142,8 +142,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--formats", nargs="+", default=["k8v4", "k4v4", "k4v2", "k2v2"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
-    parser.add_argument("--recent", type=int, default=64, help="window of our formats (default: %(default)s)")
-    parser.add_argument("--blocks", nargs="+", default=[""], help="of store, as 8,2; empty: what engines launch")
+    parser.add_argument(
+        "--recent", type=int, default=64, help="recent window of our formats in tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        default=[""],
+        help="sizes of a program of `store`, such as 8,2; empty for those that engines use",
+    )
     parser.add_argument("--gathers", nargs="+", default=[""], help="blocks of gather, likewise")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -160,7 +167,7 @@ def main() -> None:
                 row = run()
                 for what in {"store", "gather"} & set(row):
                     row[f"{what} of copy"] = row["bytes"] / row[what] * 1e6 / facts["copy_bytes_per_s"]
-            except Exception as error:  # vLLM may be missing, or lack support for a dtype or head_dim
+            except Exception as error:  # vLLM may be missing, or may not support a dtype or head_dim.
                 row = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             facts["rows"].append({"case": asdict(case), "name": name, **row})
             told = {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}

@@ -12,7 +12,7 @@ LAUNCHES = 32
 
 
 def microseconds(launch: Callable[[], object]) -> float:
-    """Return the microseconds of a launch: the mean over a CUDA graph of `LAUNCHES` launches, median of ten replays."""
+    """Return the microseconds of a launch: the median over ten replays of a CUDA graph of `LAUNCHES` launches."""
     for _ in range(3):
         launch()
     torch.cuda.synchronize()
@@ -35,7 +35,7 @@ def microseconds(launch: Callable[[], object]) -> float:
 def layers_for(size: int) -> int:
     """Return how many caches of `size` bytes launches should use in turn, so that none stays in the L2 cache.
 
-    Together they have about 1 GB, but they are at least 2 and at most `LAUNCHES`.
+    Together the caches have about 1 GB, but there are at least 2 and at most `LAUNCHES` of them.
     """
     return max(2, min(LAUNCHES, -(-(10**9) // size)))
 

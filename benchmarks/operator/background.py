@@ -1,4 +1,4 @@
-"""Use a share of one core, as load for other benchmarks: `python -m benchmarks.operator.background SHARE`.
+"""Occupy a share of one core, as load for other benchmarks: `python -m benchmarks.operator.background SHARE`.
 
 `taking` starts as many of these programs as it needs for a number of cores.
 """
@@ -14,7 +14,7 @@ SLICE_SECONDS = 0.02
 
 @contextlib.contextmanager
 def taking(cores: float) -> Iterator[None]:
-    """Use this many cores during the block, by as few processes as possible."""
+    """Occupy this many cores inside the `with` block, by as few processes as possible."""
     number = max(1, -int(-cores // 1))
     command = [sys.executable, __file__, str(cores / number)]
     programs = [subprocess.Popen(command) for _ in range(number)] if cores > 0 else []
@@ -27,7 +27,7 @@ def taking(cores: float) -> Iterator[None]:
 
 
 def take(share: float) -> None:
-    """Use this share of one core (0 to 1) forever, or as much as other processes leave."""
+    """Occupy this share of one core (0 to 1) forever, or as much as other processes leave."""
     began = time.monotonic()
     while True:
         if time.process_time() < share * (time.monotonic() - began):

@@ -1,13 +1,13 @@
-"""The operator with a fleet: 2,000 services, 6,000 pods, a real API server, a real operator process.
+"""Measure the operator with a fleet: 2,000 services, 6,000 pods, a real API server, a real operator process.
 
     python -m benchmarks.operator.fleet [--sizes 100 500 1000 2000] [--seconds 60] [--soak 0] [--out FILE.json]
 
-It starts etcd and the API server of localcluster/kvpilot_localcluster, and `kvpilot-operator`. One process creates the
-Deployments' pods (fleet_kubelets.py), and one answers /metrics for all of them (fleet_engines.py).
+The program starts etcd and the API server of localcluster/kvpilot_localcluster, and `kvpilot-operator`. One process
+creates the Deployments' pods (fleet_kubelets.py), and one process answers /metrics for all pods (fleet_engines.py).
 
-At each size the benchmark waits until every service has its three ready replicas. Then it measures for `--seconds`: it
-edits two specs and changes one pod per second, and reads the operator's metrics as Prometheus would. At the largest
-size it continues for `--soak` seconds. `fleet_page.py` makes the page and the plot.
+At each size the benchmark waits until every service has its three ready replicas. Then it measures for `--seconds`:
+each second it edits two specs and changes one pod, and it reads the operator's metrics as Prometheus would. At the
+largest size it continues for `--soak` seconds. `fleet_page.py` makes the page and the plot.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Fleet:
         self._port = port
         self.watched = Watched(cluster)
         self.keys: list[tuple[str, str]] = []
-        # Use one random generator for all measurements: an edit that repeats a value would change nothing.
+        # All measurements share one random generator: an edit that repeats a value would change nothing.
         self._random = random.Random(1)  # noqa: S311
 
     async def grow(self, size: int) -> float:
@@ -178,7 +178,7 @@ class Fleet:
 
 
 def service(key: tuple[str, str]) -> Object:
-    """Return a service in mode Recommend. The operator judges its metrics, but these engines cannot be probed."""
+    """Return a service in mode Recommend. Its engines have metrics, but cannot be probed."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -224,7 +224,7 @@ async def connected(plane: ControlPlane) -> Cluster:
 
 @contextlib.asynccontextmanager
 async def world(folder: Path, pods: int) -> AsyncIterator[Fleet]:
-    """Start the cluster, the operator and engines for this many pods. End them when the block ends."""
+    """Start the cluster, the operator and engines for this many pods. End them when the `with` block ends."""
     with plane_of(folder, [f"team-{i}" for i in range(NAMESPACES)]) as plane:
         cluster = await connected(plane)
         port = free_port()
@@ -281,12 +281,14 @@ def main() -> None:
     """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 500, 1000, 2000], help="services")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of measuring at each size (60)")
-    parser.add_argument("--settle", type=float, default=20.0, help="seconds between growing and measuring (20)")
-    parser.add_argument("--soak", type=float, default=0.0, help="seconds of measuring more at the largest size (0)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of a measurement in seconds (60)")
+    parser.add_argument("--settle", type=float, default=20.0, help="wait in seconds between growing and measuring (20)")
+    parser.add_argument(
+        "--soak", type=float, default=0.0, help="duration of a further measurement at the largest size, in seconds (0)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "fleet.json")
-    parser.add_argument("--keep-log", type=Path, help="where to keep the operator's log")
-    # Exit normally on SIGTERM. Otherwise all child processes would remain.
+    parser.add_argument("--keep-log", type=Path, help="file for the operator's log")
+    # On SIGTERM, exit in the normal way, because otherwise all child processes would remain.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run(parser.parse_args()))
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.operator.fleet_engines EARLY LATER PODS
 
-EARLY and LATER are files with two metrics pages of one real vLLM. Every counter grows as fast as between these two
-pages, times a factor that depends on the pod's pace (one of sixteen). KV cache usage and running requests go up and
-down. /stats returns a histogram of the time between two scrapes of a pod.
+EARLY and LATER are files with two metrics pages of one real vLLM. Every counter grows at the rate between these two
+pages, multiplied by the pod's pace (one of sixteen factors). KV-cache usage and running requests go up and down. /stats
+returns a histogram of the time between two scrapes of a pod.
 """
 
 import asyncio

@@ -19,7 +19,7 @@ from kvpilot_operator.cluster.objects import Object
 from kvpilot_operator.errors import ClusterError
 
 OPERATOR = "kvpilot-operator"
-# Time limit in seconds of every wait. It only ends a run that hangs, so it is long enough for a busy machine.
+# Time limit of every wait, in seconds. It only ends runs that hang, so it is long enough for a busy machine.
 DEADLINE = 600.0
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -56,7 +56,7 @@ class Process:
 
 
 class Cores:
-    """Measurement of the CPU time that processes use from the creation of this object on.
+    """Measurement of the CPU time that processes use, from the creation of this object on.
 
     The benchmark's programs are listed by name. All other processes of the machine are one entry, `others`.
     """
@@ -65,7 +65,7 @@ class Cores:
         self._before, self._since = self._now(), time.monotonic()
 
     def taken(self) -> dict[str, float]:
-        """Return the mean number of used cores by program. A program that has already ended counts as `others`."""
+        """Return the mean number of cores that each program used. A program that has ended counts as `others`."""
         wall, now = time.monotonic() - self._since, self._now()
         spent = {name: (seconds - self._before.get(name, 0.0)) / wall for name, seconds in now.items()}
         spent["others"] = spent.pop("machine") - sum(spent.values())
@@ -111,7 +111,7 @@ def _program(pid: int) -> str:
 
 
 class Watched:
-    """A watch of all QuantizedLLMServices. A caller can wait until a status arrives."""
+    """Watch of all QuantizedLLMServices, by which a caller can wait for a status."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -2,8 +2,9 @@
 
     python -m benchmarks.operator.fleet_kubelets KUBECONFIG
 
-It watches our Deployments and creates as many pods as each requests. Pods are bound to a node, Running and Ready, and
-each has its own address in 127.0.0.0/8. They are real objects of the real API server, but run no containers.
+The process watches our Deployments, and creates as many pods as each of them requests. Pods are bound to a node,
+Running and Ready, and each has its own address in 127.0.0.0/8. They are real objects of the real API server, but run no
+containers.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ def kind_of(deployment: Object) -> int:
 def address(number: int, deployment: Object) -> str:
     """Return the address of pod `number` of a Deployment.
 
-    Addresses begin at 127.(100 + kind).0.1, or for a quantized dtype at 127.(100 + kind).128.1.
+    Addresses begin at 127.(100 + kind).0.1, and for pods with a quantized dtype at 127.(100 + kind).128.1.
     """
     half = 0 if deployment["metadata"]["labels"].get(DTYPE_LABEL, "auto") == "auto" else 128
     return numbered(number, kind_of(deployment), half)
@@ -136,7 +137,8 @@ async def set_ready(cluster: Cluster, namespace: str, name: str, ready: bool, ip
     word = "True" if ready else "False"
     status: Object = {
         "phase": "Running",
-        # A merge patch replaces the whole list, so repeat the readiness gate (ADMITTED), which would close otherwise.
+        # A merge patch replaces the whole list. So repeat the condition of the readiness gate (ADMITTED), which would
+        # close otherwise.
         "conditions": [
             {"type": "PodScheduled", "status": "True"},
             {"type": ADMITTED, "status": "True"},

@@ -2,7 +2,8 @@
 
     python -m benchmarks.operator.fleet_page docs/benchmarks/fleet.json [--before OLDER.json]
 
-It writes fleet.md and fleet.svg next to the JSON file. The table of an older run, from the same folder, comes below.
+The program writes fleet.md and fleet.svg beside the JSON file. `--before` adds the table of an older run from the same
+folder.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Find the processes of the local cluster's engines, signal them, and count their requests and connections."""
+"""Find the processes of engines in the local cluster, signal them, and count their requests and connections."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ _ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine pod, and the folder that the local cluster's node agent keeps for the pod."""
+    """Engine pod, and the folder that the local cluster's node agent keeps for it."""
 
     name: str
     address: str
@@ -31,7 +31,7 @@ class Engine:
         return _below(shim.pid) if shim is not None else []
 
     def core(self) -> list[int]:
-        """Return the IDs of the processes that use CUDA, without the first process, which answers HTTP."""
+        """Return the IDs of the processes that use CUDA. They do not include the first process, which answers HTTP."""
         return [pid for pid in self.processes()[1:] if "EngineCore" in _command(pid) or _uses_cuda(pid)]
 
     def gpu(self) -> str:

@@ -1,4 +1,4 @@
-"""Faults of gpu_faults.py: each function makes one fault, and waits until the service has recovered from it."""
+"""Faults of gpu_faults.py. Each function makes one fault, and waits until the service has recovered from it."""
 
 import asyncio
 import contextlib
@@ -72,11 +72,11 @@ def _sends(number: signal.Signals) -> Callable[[Engine], Awaitable[None]]:
 
 
 async def hang(bench: Bench) -> None:
-    """Stop the process that uses the GPU. No kubelet probe notices this, so let the process continue after a while."""
+    """Stop the process that uses the GPU. No kubelet probe notices this fault, so let the process continue later."""
     engine = await bench.busy()
     core = engine.core()
     if not core:
-        raise FaultFailed(f"{engine.name} has no process of its own for the GPU")
+        raise FaultFailed(f"{engine.name} has no separate process for the GPU")
     bench.strike(engine)
     send(signal.SIGSTOP, core)
     try:
@@ -152,7 +152,7 @@ async def dtype(bench: Bench) -> None:
 
 
 async def rollback(bench: Bench) -> None:
-    """Do the same as `dtype`, and kill the operator in each stage of the canary."""
+    """Make the same fault as `dtype`, and also kill the operator in each stage of the canary."""
     # Request a dtype other than that of `dtype`, which the operator may not try again for a while.
     await _refused(bench, "k4v2", [])
 
@@ -209,13 +209,13 @@ async def _trial(bench: Bench, asked: str, ended: Callable[[], bool], killed: li
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of the benchmark.
+    """Description of one fault.
 
     Attributes:
         act: function that makes the fault and waits until the service has recovered.
-        done: description of the fault.
-        spares: True if no request may fail. If False, the requests on the engine may fail.
-        hangs: True if the engine still takes requests until it leaves the Service.
+        done: text about the fault, for the table.
+        spares: True if no request may fail; False if the requests on the engine may fail.
+        hangs: True if the engine still accepts requests until it leaves the Service.
     """
 
     act: Callable[[Bench], Awaitable[None]]
@@ -224,7 +224,7 @@ class Fault:
     hangs: bool = False
 
     def lost(self, row: Row) -> int:
-        """Return the number of failed requests that kvpilot should have saved."""
+        """Return the number of failed requests that kvpilot should have prevented."""
         if self.spares:
             return row.failed
         return row.failed_sent["later"] + (0 if self.hangs else row.failed_sent["until_unready"])

@@ -1,4 +1,4 @@
-"""Faults of engines on GPUs, and of the operator beside them, under a load: what users see, and what kvpilot does.
+"""Make engines on GPUs, and the operator, fail under a load. Record what users see, and how kvpilot reacts.
 
     python -m benchmarks.operator.gpu_faults --out faults.json [--faults NAME ...]
 
@@ -15,7 +15,7 @@ hang       SIGSTOP of the process that has the GPU, for 45 s; the engine's HTTP 
 stop       SIGSTOP of all processes of an engine
 rollback   as dtype, and kill -9 of the operator in each stage until the canary is rolled back
 
-The record is written after each fault. SIGTERM ends the benchmark and everything that it started.
+The results are written after each fault. SIGTERM ends the benchmark and all processes that it has started.
 """
 
 import argparse
@@ -52,7 +52,7 @@ async def measure(bench: Bench, names: Sequence[str], save: Callable[[Row], None
     """Run faults one after another. Save the row of each, even if the fault fails.
 
     Raises:
-        FaultFailed: a fault did not end as expected. Then later faults are not run, because they would show nothing.
+        FaultFailed: a fault did not end as expected. Later faults are then skipped, because they would show nothing.
     """
     for name in names:
         fault = FAULTS[name]
@@ -75,7 +75,7 @@ async def measure(bench: Bench, names: Sequence[str], save: Callable[[Row], None
 async def run(
     names: Sequence[str], folder: Path, example: Object, users: Users, save: Callable[[Row], None], **world: Any
 ) -> None:
-    """Start a cluster and the service, and run the faults. `world` holds arguments of World.up, such as `resources`."""
+    """Start a cluster and the service, and run the faults. `world` has arguments of World.up, such as `resources`."""
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

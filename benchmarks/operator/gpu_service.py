@@ -1,4 +1,4 @@
-"""Run and watch a service of two GPU engines under a load, for gpu_faults.py."""
+"""Run a service of two GPU engines under a load, and watch it, for gpu_faults.py."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.1
 REPLICAS = 2
 _TALK = Talk(asked=200, turns=3, thought=0.5)
 ALIVE = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3}
-"""Liveness probe of the engines. It takes a quarter of the default time, so that a fault takes only minutes."""
+"""Liveness probe of the engines. It reacts in a quarter of the default time, so that a fault takes only minutes."""
 _CANARY = {
     "steps": [{"weightPercent": 50, "holdSeconds": 10}],
     "minRequests": 10,
@@ -53,7 +53,7 @@ exec kvpilot-serve "$@"
 
 
 class FaultFailed(DemoError):
-    """Error for an expected effect of a fault that did not appear in time."""
+    """Error for an effect of a fault that was expected but did not appear in time."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class Row:
     """Observations of one fault. All times are in seconds after the fault.
 
     Attributes:
-        done: description of the fault as it was made in this run.
-        until: event at which the service has recovered.
+        done: text that says how the fault was caused in this run.
+        until: event that marks the recovery of the service.
         seconds: time until this event.
         unready: time until the engine left the Kubernetes Service. None if it did not leave.
         in_flight: requests on the engine shortly before the fault, from the engine's metrics.
         connections: open connections to the engine at the fault. They belong to requests, scrapes and probes.
-        failed_sent: number of failed requests by the time when they were sent: `before` the fault, between the fault
-            and `unready` (`until_unready`), or `later`.
-        lost: failed requests that kvpilot should have saved (`Fault.lost`).
+        failed_sent: number of failed requests by the time when they were sent: `before` the fault, `until_unready`
+            (between the fault and `unready`), or `later`.
+        lost: number of failed requests that kvpilot should have prevented (`Fault.lost`).
         longest_first_token: longest time that a user waited for a first token.
         seen: changes of the service, its engines and its decisions, and all Events, each with its time.
     """
@@ -119,7 +119,7 @@ class WatchedLoad(Load):
 
 
 def manifest(example: Object) -> Object:
-    """Return the demo's service with two replicas, 16 bits, and shorter limits."""
+    """Return the demo's service with two replicas, a 16-bit cache, and shorter time limits."""
     spec: dict[str, Any] = example["spec"]
     spec["kvCache"] = {"mode": "Fixed", "dtype": "auto"}
     spec["scaling"] = {"minReplicas": REPLICAS, "maxReplicas": REPLICAS}
@@ -147,7 +147,7 @@ def wrapped(table: Path, folder: Path) -> tuple[Path, Path]:
 
 
 class Bench:
-    """The service under load, with the actions that faults need. A fault stores its observations in `row`.
+    """Service under load, with the actions that faults need. A fault stores its observations in `row`.
 
     Attributes:
         now: newest observation of the service.
@@ -259,7 +259,7 @@ class Bench:
         return round(time.monotonic() - self._struck, 1)
 
     async def left(self, engine: Engine, seconds: float) -> None:
-        """Wait until an engine is not ready, is replaced, or has restarted, and store the time in the row."""
+        """Wait until an engine is not ready, is replaced or has restarted. Store the time in the row."""
         await self.until(lambda _: not self.stayed(engine), f"{engine.name} leaves the Service", seconds)
         self.row.unready = self.passed()
 

@@ -1,14 +1,14 @@
-"""Fifty hostile services of every kind next to fifty good ones, with a real API server and a real operator in 512 MiB.
+"""Run fifty hostile services of every kind next to fifty good ones, with a real API server and an operator in 512 MiB.
 
     python -m benchmarks.operator.hostile [--services 50] [--seconds 20] [--background CORES] [--out FILE.json]
 
-It measures the good services alone. Then it creates the hostile ones, and measures again while those are edited,
-scraped and probed. It prefers counts to times: scrapes of each good service, edits that changed a status, and completed
-probes. It reports times, too.
+The program measures the good services alone. Then it creates the hostile services, and measures again while these are
+edited, scraped and probed. It counts the scrapes of each good service, the edits that changed a status, and the
+completed probes. It also reports times, which vary more than counts.
 
 All processes share the machine, so hostile services take processor time from the good ones. As a control,
 `--background` measures the good services alone while another process (`background`) burns that many cores. Delays in
-that run come from the machine and not from the operator.
+that run are due to the machine, not to the operator.
 """
 
 import argparse
@@ -256,12 +256,14 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Parse the command line, and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--services", type=int, default=50, help="good ones, and hostile ones (50)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, without and with them (20)")
-    parser.add_argument("--background", type=float, default=0.0, help="measure beside so many cores taken, too (0)")
-    parser.add_argument("--out", type=Path, help="where to write the result")
-    parser.add_argument("--keep-log", type=Path, help="where to keep the operator's log")
-    # Exit normally on SIGTERM. Otherwise all child processes would remain.
+    parser.add_argument("--services", type=int, default=50, help="number of good services, and of hostile ones (50)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each measurement in seconds (20)")
+    parser.add_argument(
+        "--background", type=float, default=0.0, help="number of cores to occupy in an additional measurement (0)"
+    )
+    parser.add_argument("--out", type=Path, help="file for the result")
+    parser.add_argument("--keep-log", type=Path, help="file for the operator's log")
+    # On SIGTERM, exit in the normal way, because otherwise all child processes would remain.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run(parser.parse_args()))
 

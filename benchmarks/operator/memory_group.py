@@ -1,4 +1,4 @@
-"""Limit the memory of a process: by a control group of version 1 or 2 if possible, else by RLIMIT_DATA.
+"""Limit the memory of a process, by a control group of version 1 or 2 if possible, otherwise by RLIMIT_DATA.
 
 RLIMIT_DATA limits a process's allocations. RLIMIT_AS would also count libraries, and memory that threads reserve but do
 not use.
@@ -64,7 +64,7 @@ class MemoryGroup:
                 continue
             try:
                 if not (folder / limit).exists():
-                    raise FileNotFoundError(f"{folder} is no control group of memory")
+                    raise FileNotFoundError(f"{folder} is not a control group for memory")
                 (folder / limit).write_text(str(self._bytes))
             except OSError:
                 folder.rmdir()

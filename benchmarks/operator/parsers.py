@@ -1,9 +1,9 @@
-"""Time of each parser of untrusted input, at sizes that double. A linear parser takes constant time per byte.
+"""Time each parser of untrusted input on texts of doubling size. A linear parser takes constant time per byte.
 
     python -m benchmarks.operator.parsers --out docs/benchmarks/operator-parsers.json
 
-Each parser reads a valid text and texts of every known hostile kind. The page next to the JSON is made from it. The
-measurement lifts the limits on page sizes, so that it shows the slope beyond them.
+Each parser reads a valid text, and texts of every known hostile kind. The program also writes a page beside the JSON
+file. It lifts the limits on page sizes, so that the times of larger pages show whether the parser is linear.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from kvpilot_probes.errors import ProbeError
 from kvpilot_probes.packs import MAX_PACK_BYTES, load
 
 SIZES = [1024 * 2**i for i in range(11)]
-# If a text takes longer than this, the parser is not linear, and gets no larger text.
+# Time in seconds above which a parser counts as not linear, and gets no larger text.
 ENOUGH_SECONDS = 1.0
 
 
@@ -145,13 +145,13 @@ def _size(size: int) -> str:
 def main() -> None:
     """Measure every parser, and write the JSON file and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON; its page is written beside it")
-    parser.add_argument("--page", type=Path, help="make the page of this JSON, and do nothing else")
+    parser.add_argument("--out", type=Path, help="JSON file; its page is written beside it")
+    parser.add_argument("--page", type=Path, help="make the page of this JSON file, and do nothing else")
     options = parser.parse_args()
     if options.page:
         options.page.with_suffix(".md").write_text(table(json.loads(options.page.read_text())))
         return
-    # Lift the limits on page sizes, so that the slope beyond them shows.
+    # Lift the limits on page sizes, to measure larger pages.
     budget.METRICS_LINE_BYTES = budget.METRICS_LINES = 2**40
     budget.METRICS = replace(budget.METRICS, read_bytes=2**40)
     result: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""KV-cache formats, vLLM's arguments and models' config.json. Pure Python; it imports no other package of kvpilot."""
+"""Names and sizes of KV-cache formats, parsers of vLLM's arguments and of config.json. It needs no other package."""

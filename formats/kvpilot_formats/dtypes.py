@@ -1,7 +1,7 @@
-"""All KV-cache dtypes: vLLM's, ours, and ours for multi-head latent attention (MLA). Pure Python.
+"""All KV-cache dtypes: those of vLLM, ours, and ours for multi-head latent attention (MLA). Pure Python.
 
-`DTYPES` joins the tables `formats.FORMATS` and `latent.LATENT_FORMATS`. Both classes of formats have `ours`, `latent`,
-`has_ring`, `calibrated_only`, `bits_per_element` and `recent_tokens`.
+`DTYPES` joins the tables `formats.FORMATS` and `latent.LATENT_FORMATS`. The classes of both tables have the attributes
+`ours`, `latent`, `has_ring`, `calibrated_only`, `bits_per_element` and `recent_tokens`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from kvpilot_formats.latent import LATENT_FORMATS, LatentFormat
 Dtype = Format | LatentFormat
 
 DTYPES: Mapping[str, Dtype] = MappingProxyType({**FORMATS, **LATENT_FORMATS})
-"""Dtypes by name."""
+"""All dtypes by name."""
 
 
 def parse(name: str) -> Dtype:
@@ -22,10 +22,10 @@ def parse(name: str) -> Dtype:
 
 
 def names() -> tuple[str, ...]:
-    """Return every dtype's name: vLLM's, then ours for keys and values, then ours for latents."""
+    """Return the names of all dtypes: those of vLLM, then ours for keys and values, then ours for latents."""
     return tuple(DTYPES)
 
 
 def own_names(latent: bool) -> tuple[str, ...]:
-    """Return the names of our dtypes, the widest first: for MLA if `latent`, else for all other models."""
+    """Return the names of our dtypes, largest first: those for MLA if `latent`, else those for all other models."""
     return tuple(name for name, dtype in DTYPES.items() if dtype.ours and dtype.latent == latent)

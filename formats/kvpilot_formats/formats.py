@@ -1,8 +1,8 @@
 """KV-cache formats: names, bits and groups. Pure Python, so that the operator can import it.
 
-A format encodes the key and the value of one token and KV head: codes of a fixed width, plus metadata per group of
-elements. kvpilot's own formats are `int8`, `k8v4`, `k4v4`, `k4v2` and `k2v2`, with the byte layout of `layouts`. The
-others are vLLM's, and only their sizes are described here.
+A format stores the key and the value of one token and KV head as codes (integers) of a fixed width, plus metadata per
+group of elements. kvpilot's own formats are `int8`, `k8v4`, `k4v4`, `k4v2` and `k2v2`, with the byte layout of
+`layouts`. The others are vLLM's, and only their sizes are described here.
 
 To add a dtype with keys and values of 2, 4 or 8 bits, add a row to `FORMATS`. Kernels and backends follow from it.
 tests/unit/test_dtype_table.py then names the measurements that lack the new dtype.
@@ -18,7 +18,7 @@ from kvpilot_formats.layouts import PageLayout, RingLayout
 _Dtype = TypeVar("_Dtype")
 
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
-"""Head dimensions with a layout in kvpilot's own formats. Other heads are padded to the next larger one."""
+"""Head dimensions for which kvpilot's own formats have a layout. Other heads are padded to the next larger one."""
 
 SERVED = "multiples of 8 from 48 to 256 and from 344 to 512"
 """Head dimensions that `stored_dim` accepts, as text for messages."""
@@ -28,7 +28,7 @@ RECENT_CHOICES = (0, 64, 128, 256, 512)
 
 
 class FormatError(ValueError):
-    """Error for a request that a format cannot serve. The message names field, value and remedy."""
+    """Error for an argument that a format cannot handle. The message names field, value and remedy."""
 
 
 class UnknownFormatError(FormatError):
@@ -39,7 +39,7 @@ class UnknownFormatError(FormatError):
 
 
 class UnsupportedHeadDimError(FormatError):
-    """Error for a head dimension that a format does not store."""
+    """Error for a head dimension that a format cannot store."""
 
     def __init__(self, format_name: str, head_dim: int) -> None:
         super().__init__(f"head_dim {head_dim} is not supported by kv-cache dtype {format_name!r}, which takes "
@@ -49,7 +49,7 @@ class UnsupportedHeadDimError(FormatError):
 def stored_dim(head_dim: int) -> int | None:
     """Return the smallest of `HEAD_DIMS` that holds a head of `head_dim` elements; the rest is padded with zeros.
 
-    Return None if padding would be a third of the row or more. Also return None if `head_dim` is not a multiple of 8,
+    Return None if a third of the row or more would be padding. Also return None if `head_dim` is not a multiple of 8,
     because the kernels load multiples of 16 bytes.
     """
     wide = next((dim for dim in HEAD_DIMS if dim >= head_dim), 0)
@@ -61,15 +61,15 @@ class Side:
     """Storage of one vector: a key or a value of one token and KV head."""
 
     bits: int
-    """Width of an element's code."""
+    """Bits of an element's code."""
     metadata_bytes: int = 0
-    """Bytes of scale and zero point per group."""
+    """Bytes of scale and zero point per group of elements."""
     group: int | None = None
     """Elements that share metadata; None means the whole vector."""
 
     @property
     def digits(self) -> int:
-        """Number of additional digits of `bits` bits each that refine a code to 8 bits; 0 for codes of 8 bits."""
+        """Number of additional digits, of `bits` bits each, that refine a code to 8 bits; 0 for codes of 8 bits."""
         return 8 // self.bits - 1
 
     def row_bytes(self, head_dim: int) -> int:
@@ -86,14 +86,16 @@ class Format:
     """The value of `--kv-cache-dtype`."""
     key: Side
     value: Side
-    """Storage of a value. In our formats, `group` of `key` and `value` is right only for head dimensions that are
-    multiples of 64. `group_size` is right for all."""
+    """Storage of a value. `group` of `key` and `value` is right only for head dimensions that are multiples of 64.
+
+    `group_size` is right for all head dimensions.
+    """
     ours: bool = False
     """True for kvpilot's own formats, False for vLLM's."""
     window: int = 0
     """Default size of the recent window in tokens, one of `RECENT_CHOICES`; 0 for none."""
     calibrated_only: bool = False
-    """True if the format is inaccurate, and refused, without calibration factors."""
+    """True if the format is inaccurate without calibration factors. Engines then refuse to start without factors."""
     latent: ClassVar[bool] = False
 
     def row_dim(self, head_dim: int) -> int:
@@ -111,13 +113,13 @@ class Format:
         return 64 if self.row_dim(head_dim) % 3 else 48
 
     def groups(self, head_dim: int) -> int:
-        """Return the number of scales of a stored row."""
+        """Return the number of groups, and so of scales, in a stored row."""
         return self.row_dim(head_dim) // self.group_size(head_dim)
 
     def row_bytes(self, head_dim: int) -> int:
         """Return the size in bytes of one token's key and value in one KV head, with all metadata.
 
-        Raise FormatError if head_dim is not positive, or if the format is ours and does not store such heads.
+        Raise FormatError if head_dim is not positive, or if the format is ours and cannot store such heads.
         """
         if head_dim <= 0:
             raise FormatError(f"head_dim {head_dim} is not a dimension; give the model's head_dim, such as 128")
@@ -144,8 +146,9 @@ class Format:
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
         """Return the size of the recent window in tokens; 0 if the format has no ring.
 
-        If `asked` is None, return the default (`window`). If the `context`, in tokens, is known and shorter, return the
-        largest of `RECENT_CHOICES` within it. Raise FormatError if `asked` is not one of `RECENT_CHOICES`.
+        If `asked` is None, return the default (`window`). But if `context`, in tokens, is given and shorter than the
+        default, return the largest of `RECENT_CHOICES` that fits in it. Raise FormatError if `asked` is not one of
+        `RECENT_CHOICES`.
         """
         if asked is not None and asked not in RECENT_CHOICES:
             choices = ", ".join(map(str, RECENT_CHOICES))
@@ -165,7 +168,7 @@ class Format:
         return layouts.ring(self.key.bits, self.value.bits, self.row_dim(head_dim), self.groups(head_dim), page.size)
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
-        """Return how many ring pages hold a sequence's last `recent` tokens; 0 without a window or a ring."""
+        """Return how many ring pages hold the residuals of a sequence's last `recent` tokens; 0 without a ring."""
         if recent < 0:
             raise FormatError(f"recentTokens {recent} is not a number of tokens; use 0 for none, or 64")
         if not recent or not self.has_ring:
@@ -237,7 +240,7 @@ def parse(name: str) -> Format:
 
 
 def own_names() -> tuple[str, ...]:
-    """Return the names of the formats that kvpilot's own backend serves."""
+    """Return the names of kvpilot's own formats of keys and values."""
     return tuple(f.name for f in FORMATS.values() if f.ours)
 
 

@@ -1,4 +1,4 @@
-"""GPUs that cannot serve a KV-cache dtype with vLLM 0.32, for preflight, operator and planner.
+"""Rules about GPUs that cannot serve a KV-cache dtype with vLLM 0.32. Preflight, operator and planner apply them.
 
 tests/runtime/test_vetoes.py checks each refusal against vLLM's backends.
 """
@@ -9,21 +9,21 @@ from kvpilot_formats.dtypes import Dtype
 Capability = tuple[int, int]
 
 OLDEST_GPU: Capability = (8, 0)
-"""Lowest compute capability that our kernels support: the first one with bfloat16."""
+"""Lowest compute capability that our kernels support. It is the first one with bfloat16."""
 
 BLOCK_STEPS = {"cpu": 16, "cuda": 64}
-"""Unit of block sizes in our formats, in tokens, by device. On a GPU, a tile of decode must lie in one page."""
+"""Unit of block sizes in our formats, in tokens, by device. On a GPU, a decode tile must lie in one page."""
 
 _FP8_EVERYWHERE: Capability = (8, 9)
 """First compute capability at which every backend of vLLM reads fp8 caches."""
 
 _FP8_BY_FLASHINFER: Capability = (8, 0)
-"""First compute capability at which FlashInfer reads fp8 caches, with `_FLASHINFER_HEADS` and without MLA."""
+"""First compute capability at which FlashInfer reads fp8 caches, for heads of `_FLASHINFER_HEADS` and without MLA."""
 _FLASHINFER_HEADS = (64, 128, 256, 512)
 _FLASHINFER_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 _LATENT = ("fp8", "fp8_e4m3")
-"""vLLM's dtypes below 16 bits that its backends for multi-head latent attention (MLA) support."""
+"""Dtypes of vLLM below 16 bits that its backends for multi-head latent attention (MLA) support."""
 
 
 def gpu_fault(
@@ -31,8 +31,8 @@ def gpu_fault(
 ) -> str | None:
     """Return why an NVIDIA GPU of this compute capability cannot serve the dtype, or None.
 
-    The text completes a sentence that begins with the dtype. Give None for an unknown `head_dim` or `latent`. It then
-    excludes no GPU.
+    The text completes a sentence that begins with the dtype. Give None for an unknown `head_dim` or `latent`; no GPU is
+    then excluded because of it.
     """
     oldest = _oldest(dtype, head_dim, latent)
     if capability >= oldest:
@@ -44,7 +44,7 @@ def gpu_fault(
 
 
 def latent_fault(dtype: str) -> str | None:
-    """Return why vLLM cannot serve multi-head latent attention with this dtype, or None. Our dtypes give None."""
+    """Return why vLLM cannot serve multi-head latent attention with this dtype, or None. Return None for our dtypes."""
     stored = _stored(dtype)
     if stored is None or stored.ours or dtype in _LATENT or stored.bits_per_element() >= 16:
         return None

@@ -1,4 +1,4 @@
-"""The installed version and extras of kvpilot, for each command."""
+"""Installed version and extras of kvpilot, which all commands share."""
 
 import argparse
 import sys

@@ -1,12 +1,13 @@
-"""KV-cache formats of multi-head latent attention (MLA): bits and the page layout. Pure Python.
+"""KV-cache formats of multi-head latent attention (MLA): bits and page layout. Pure Python.
 
-With MLA (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) a token has one entry for all heads of a layer. Its latent of 512
-elements gives keys and values. The other 64 elements, with RoPE, belong to the keys alone::
+With MLA (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash) a token has one entry for all heads of a layer. The entry has two
+parts. Keys and values are computed from the latent of 512 elements. The RoPE part, 64 elements, belongs only to keys::
 
     score of head h = q_h . latent + q_rope_h . rope        output of head h = sum_t p_t latent_t        (absorbed form)
 
-Both parts are rotated by a Hadamard matrix. The latent has codes of 8 or 4 bits, the RoPE part of 8 bits. Each part has
-one scale and zero point per token. `kvpilot_formats.layouts` describes their 16 bits and the byte order of codes.
+Both parts are rotated by a Hadamard matrix. Codes of the latent have 8 or 4 bits, codes of the RoPE part 8 bits. Each
+part has one scale and zero point per token. `kvpilot_formats.layouts` describes the 16 bits of scale and zero point,
+and the byte order of codes.
 
 A latent has a single scale, because the same codes serve as keys and as values. Scores and probabilities can then be
 scaled per token, and matrix products need not be split by group (docs/decisions/0025).
@@ -58,7 +59,7 @@ class LatentLayout:
 
 @dataclass(frozen=True)
 class LatentFormat:
-    """KV-cache format of MLA. Fields and methods that `formats.Format` also has mean the same here."""
+    """KV-cache format of MLA. Fields and methods that `formats.Format` also has mean the same as there."""
 
     name: str
     bits: int
@@ -78,15 +79,15 @@ class LatentFormat:
         return self.row_bytes * 8 / ENTRY
 
     def recent_tokens(self, asked: int | None = None, context: int | None = None) -> int:
-        """Return 0: there is no recent window."""
+        """Return 0, because formats of MLA have no recent window."""
         return 0
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:
-        """Return 0: there is no recent window."""
+        """Return 0, because formats of MLA have no recent window."""
         return 0
 
     def page_layout(self, block_size: int) -> LatentLayout:
-        """Return the layout of a page of `block_size` tokens. Raise FormatError unless it is a multiple of 16."""
+        """Return the layout of a page of `block_size` tokens. Raise FormatError if it is not a multiple of 16."""
         if block_size <= 0 or block_size % 16:
             raise FormatError(f"block_size {block_size} is not a multiple of 16 tokens; use 16, 32, 64 or 128")
         row, rope_row = RANK * self.bits // 8, ROPE * ROPE_BITS // 8
@@ -103,7 +104,7 @@ class LatentFormat:
 LATENT_FORMATS: Mapping[str, LatentFormat] = MappingProxyType(
     {f.name: f for f in (LatentFormat("mla8", 8), LatentFormat("mla4", 4))}
 )
-"""Formats of MLA by name, the widest first."""
+"""Formats of MLA by name, largest first."""
 
 
 def parse(name: str) -> LatentFormat:
@@ -112,5 +113,5 @@ def parse(name: str) -> LatentFormat:
 
 
 def names() -> tuple[str, ...]:
-    """Return the name of every format of MLA."""
+    """Return the names of all formats of MLA."""
     return tuple(LATENT_FORMATS)

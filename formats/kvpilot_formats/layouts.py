@@ -46,8 +46,9 @@ token's row in the page::
     w: the group's scale metadata        u: 16 bits of the row's packed codes, from byte i * row bytes / G on
 
 A reader uses a ring row only if its tags match the token's row in the page. Otherwise it reads the token with b bits.
-It compares the tags of groups 0 and 1 of key and value, or of the only group. So rings need no clearing. The ring row
-of another token matches with a probability of 2^-56 (2^-28 at D = 64), and would move an element by at most 2 scales.
+The reader compares the tags of groups 0 and 1 of key and value, or of the only group. So rings need no clearing. The
+ring row of another token matches with a probability of 2^-56 (2^-28 at D = 64), and would move an element by at most 2
+scales.
 
 Regions of a ring page, with m = 8 / b - 1 digits of a key or of a value:
 
@@ -67,25 +68,25 @@ C is the largest number that fits: at D = 128 and T = 64 it is 177 for `k8v4`, 6
 from dataclasses import dataclass
 
 ZERO_STEPS = 30
-"""Number of steps of a zero point from 0 to qmax. It is even, so the zero point of a symmetric group is exact."""
+"""Number of steps in which a zero point can go from 0 to qmax. It is even, so a symmetric group has an exact zero."""
 
 ZERO_BITS = 5
-"""Number of low bits of scale metadata that hold the zero point."""
+"""Number of low bits of the scale metadata that hold the zero point."""
 
 CUT_BITS = 4
-"""Number of a float16's low mantissa bits that a stored scale omits."""
+"""Number of low mantissa bits of a float16 that a stored scale leaves out."""
 
 SHRINK: dict[int, tuple[float, ...]] = {8: (1.0,), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.75, 0.65, 0.55)}
 """Factors by which the encoder tries to shrink a group's range, by code width in bits."""
 
 GAIN_BITS = 2
-"""Largest code width at which the encoder stretches scales, because decoded vectors would be too short on average."""
+"""Largest code width in bits at which the encoder stretches scales, because decoded vectors would be too short."""
 
 GAIN_LIMIT = 2.0
-"""Largest factor by which a scale is stretched. It matters for groups too small for a float16 scale."""
+"""Largest factor by which the encoder stretches a scale. It limits groups too small for a float16 scale."""
 
 RING_REACH = 0.6
-"""Largest residual that a group's exponent e covers, in units of scale * 2^e. Clipped tails need e = 1 or 2."""
+"""Largest residual that a group's exponent e covers, in units of scale * 2^e. Clipped values need e = 1 or 2."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,15 @@ class PageLayout:
 
 @dataclass(frozen=True)
 class RingLayout:
-    """Layout of a ring's page of one KV head; see the second table of this module."""
+    """Layout of a ring page of one KV head; see the second table of this module."""
 
     tokens: int
-    """Tokens of a page, C."""
+    """Number of tokens of a ring page (C)."""
     key_digits: Region
     value_digits: Region
     meta: Region
     size: int
-    """Used bytes of the page, at most its size."""
+    """Number of bytes of the page that are used, at most the page's size."""
 
 
 def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int) -> PageLayout:
@@ -137,7 +138,7 @@ def page(key_bits: int, value_bits: int, head_dim: int, groups: int, tokens: int
 
 
 def ring(key_bits: int, value_bits: int, head_dim: int, groups: int, size: int) -> RingLayout:
-    """Return the layout of a ring's page, with as many tokens as fit in `size` bytes (second table of this module)."""
+    """Return the layout of a ring page, with as many tokens as fit in `size` bytes (second table of this module)."""
     tokens = size // (head_dim * (16 - key_bits - value_bits) // 8 + 4 * groups)
     value_digits = tokens * head_dim * (8 - key_bits) // 8
     meta = value_digits + tokens * head_dim * (8 - value_bits) // 8

@@ -1,7 +1,7 @@
-"""Limits and cleaning of text from engines, kubelets, API servers and tenants. Pure Python, for every package.
+"""Clean and limit text from engines, kubelets, API servers and tenants. Pure Python, for every package.
 
-Pass such text through `shown`, or through `lines` to keep line breaks, before it goes to a status, an Event, a log or a
-terminal. Shorten it only afterwards, because a password is recognised by the @ after it.
+Pass such text through `shown` before it goes to a status, an Event, a log or a terminal; `lines` keeps line breaks.
+Shorten the text only afterwards, because a password is recognized by the @ after it.
 """
 
 import math
@@ -9,10 +9,11 @@ import re
 from collections.abc import AsyncIterator
 
 _HIDDEN = "***@"
-# Credentials in an address with a scheme: everything up to the last @ before the path. An S3 password may have a slash:
-# it is recognised by NAME: before it, unless a port follows the colon. A length limit keeps the search linear.
+# Credentials in an address with a scheme: everything up to the last @ before the path. An S3 password may contain a
+# slash. It is recognized by NAME: before it, unless a port follows the colon. A length limit keeps the search linear.
 _IN_ADDRESS = r'(?<=://)(?:[^\s/?#"<>]*@|[^\s/?#@:"<>]+:(?!\d{1,5}[/?#])[^\s"<>@]{0,256}@)'
-# Credentials in an address without a scheme, such as a proxy's: NAME:PASSWORD@HOST. IMAGE:TAG@sha256:DIGEST has none.
+# Credentials in an address without a scheme, such as a proxy's: NAME:PASSWORD@HOST. IMAGE:TAG@sha256:DIGEST looks
+# similar but has none.
 _BARE = r"(?<![\w./@-])[\w.+%~-]+:[^\s/@\"'<>:]+@(?!sha\d+:)(?=[\w\[])"
 _CREDENTIALS = re.compile(f"{_IN_ADDRESS}|{_BARE}", re.ASCII)
 
@@ -44,18 +45,18 @@ def shown(text: str) -> str:
 
 
 class KvpilotError(Exception):
-    """Base of the errors of operator and probes. It cleans their messages, which may quote other programs."""
+    """Base class of the errors of operator and probes. It cleans their messages, which may quote other programs."""
 
     def __str__(self) -> str:
         return lines(super().__str__())
 
 
 class OverBudget(KvpilotError):
-    """A sender exceeded a limit on bytes; the operator's limits are in `kvpilot_operator.budget`."""
+    """Error for a sender that exceeds a limit in bytes. The operator's limits are in `kvpilot_operator.budget`."""
 
 
 def whole(text: object, most: int) -> int | None:
-    """Return the number that `text` writes in ASCII digits; None for any other text, or a number above `most`.
+    """Parse a number in ASCII digits. Return None for any other text, and for a number above `most`.
 
     `str.isdigit` accepts digits that `int` does not ("²"), and `int` refuses more than 4,300 of them.
     """
@@ -68,7 +69,7 @@ def whole(text: object, most: int) -> int | None:
 
 
 async def read_body(chunks: AsyncIterator[bytes], most: float, where: str) -> bytes:
-    """Return an answer's whole body. Raise OverBudget, which names `where`, if it has more than `most` bytes."""
+    """Return the whole body of an answer. Raise OverBudget, which names `where`, if it has more than `most` bytes."""
     body = bytearray()
     async for chunk in chunks:
         if len(body) + len(chunk) > most:

@@ -1,1 +1,1 @@
-"""Codecs and kernels of the KV-cache formats, for CPU and GPU, independent of vLLM and Kubernetes."""
+"""Codecs and kernels of our KV-cache formats, for CPU and GPU. They need neither vLLM nor Kubernetes."""

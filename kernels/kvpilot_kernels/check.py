@@ -1,8 +1,8 @@
 """Checks of arguments before a kernel is launched, because a wrong shape could give a wrong answer without an error.
 
-Each check raises BadInputError, whose message names the argument, its value and the remedy. `slots`, `tables` and
-`blocks` read values, so on a GPU they wait for the device. All other checks read only shapes, types and strides, so a
-GPU path may call them in every step.
+Each check raises BadInputError, whose message names the argument, its value and the remedy. The checks `slots`,
+`tables` and `blocks` read values, so on a GPU they wait for the device. All other checks read only shapes, types and
+strides, so code for GPUs may call them in every step.
 """
 
 import torch
@@ -22,7 +22,7 @@ class BadInputError(ValueError):
 
 
 def shown(x: torch.Tensor) -> str:
-    """Return a tensor's type and shape for a message."""
+    """Return a tensor's dtype and shape as text for a message."""
     return f"{x.dtype} {tuple(x.shape)}"
 
 
@@ -37,7 +37,7 @@ def page_cache(cache: torch.Tensor, fmt: Format, head_dim: int, field: str = "ca
 
 
 def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str, field: str = "cache") -> None:
-    """Check that pages are uint8 [*dims, row], contiguous, aligned to 16 bytes, and without overlap.
+    """Check that pages are uint8 [*dims, row], contiguous, aligned to 16 bytes, and do not overlap.
 
     Args:
         dims: names of the leading dimensions; the last one counts the tokens of a page.
@@ -70,7 +70,7 @@ def tokens(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, k
 def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> None:
     """Check that there is at most one slot per row, and that slots are int64.
 
-    In a cache of more than 2 GiB, byte offsets need more than 32 bits.
+    Slots of 32 bits would be too small for byte offsets in a cache of more than 2 GiB.
 
     Args:
         rows: tensors with a row for each slot, by their name in the message.
@@ -83,7 +83,7 @@ def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> 
 
 
 def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """Check that a ring is given if, and only if, `recent` > 0, and that its pages have the same shape as `cache`'s."""
+    """Check that a ring is given if, and only if, `recent` > 0, and that its pages have the shape of `cache`."""
     if recent < 0 or (ring is not None) != (recent > 0):
         holds = f"is {recent} {'without' if ring is None else 'with'} a ring"
         raise BadInputError("recent", holds, "give a ring and the tokens that it keeps, or neither")
@@ -141,7 +141,7 @@ def queries(query: torch.Tensor, kv_heads: int, head_dim: int) -> None:
 
 
 def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str = "slots") -> None:
-    """Check that slots to write to are below blocks * block_size; a negative slot is padding."""
+    """Check that slots to write to are below blocks * block_size. A negative slot is padding."""
     if slot_mapping.numel() and int(slot_mapping.max()) >= blocks * block_size:
         remedy = f"{blocks} blocks of {block_size} tokens end at slot {blocks * block_size - 1}: nothing was written"
         raise BadInputError(field, f"name slot {int(slot_mapping.max())}", remedy)
@@ -205,7 +205,7 @@ def several(starts: torch.Tensor, owners: torch.Tensor, most: int, seq_lens: tor
 
 
 def blocks(table: torch.Tensor, blocks: int, field: str) -> None:
-    """Check that a table names existing blocks; a negative entry means no block."""
+    """Check that a table names only blocks that exist. A negative entry means no block."""
     if table.numel() and int(table.max()) >= blocks:
         remedy = f"the cache has blocks 0 to {blocks - 1}; give -1 for none"
         raise BadInputError(field, f"names block {int(table.max())}", remedy)

@@ -1,8 +1,8 @@
 """Packed pages on a CPU, in vectorised plain torch: store, decode and prefill over `layouts.PageLayout`.
 
-Decode attends in the rotated space: it reads keys and values back from codes, scales and zero points, but rotates only
-queries and outputs. A layer's static factors (`kvpilot_kernels.factors`) apply to queries, to outputs, and to a stored
-token before its rotation.
+Decode works in the rotated space: it reads keys and values back from codes, scales and zero points, and rotates only
+queries and outputs. A layer's calibration factors (`kvpilot_kernels.factors`) apply to queries, to outputs, and to a
+token before it is rotated and stored.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class PackedPages:
         cache: uint8 [blocks, kv_heads, block_size, row_bytes]; each (block, head) is one contiguous flat page.
         fmt: one of kvpilot's own formats.
         head_dim: elements of a key and of a value.
-        factors: the layer's calibration, [kv_heads, head_dim] each; None without calibration.
+        factors: the layer's calibration factors, [kv_heads, head_dim] each; None without calibration.
         ring: pages of the recent window's ring, shaped like `cache`. It may be the same tensor. None without a window.
         recent: tokens of the window; 0 without a ring.
         drafts: largest number of draft tokens in a step (see `RingPages`).
@@ -130,9 +130,9 @@ class PackedPages:
         ring_table: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from one query token of each sequence to all stored tokens of the sequence, including itself.
+        """Return attention of one query token per sequence to all stored tokens of its sequence, including itself.
 
-        The ring refines the last `recent` tokens to 8 bits, if it still holds their residuals.
+        The last `recent` tokens are read with 8 bits if the ring still holds their residuals.
 
         Args:
             query: [sequences, heads, head_dim]; heads is a multiple of kv_heads.
@@ -164,8 +164,8 @@ class PackedPages:
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
         apart, level = None, None
         if self.factors is not None:
-            # The key at position 0 has its own mean, which adds `apart` to its score. The mean of all keys adds `level`
-            # to every score. The softmax cancels `level`, except with a soft cap or with sinks.
+            # The key at position 0 has its own mean, which adds `apart` to its score. The mean of all other keys adds
+            # `level` to every score. The softmax cancels `level`, except with a soft cap or with sinks.
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
             q = q / self.factors.key_scale[:, None]
@@ -188,7 +188,7 @@ class PackedPages:
         # Unused slots may have NaN scales, and 0 * NaN is NaN.
         out = p @ values.masked_fill_(past[:, None, :, None], 0.0) @ self.rotation.T
         if self.factors is not None:
-            # A sink takes part of the softmax weight. The mean is multiplied by the rest.
+            # A sink takes part of the softmax weight, so multiply the mean by the rest of the weight.
             weight = 1.0 if sinks is None else p.sum(-1, keepdim=True)
             out = out / self.factors.value_scale[:, None] + weight * self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)
@@ -256,9 +256,9 @@ class PackedPages:
     def _recent(
         self, ring: RingPages, table: torch.Tensor, seq_lens: torch.Tensor, ring_table: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Return the positions of the window's tokens, int64 [S, recent], and what `RingPages.fine_rows` adds to them.
+        """Return the positions of the window's tokens, int64 [S, recent], and their residuals (`RingPages.fine_rows`).
 
-        Positions before the start of a sequence are 0, and nothing is added for them.
+        Positions before the start of a sequence are 0, and have no residuals.
         """
         positions = seq_lens[:, None].long() - self.recent + torch.arange(self.recent)
         at = positions.clamp(min=0)
@@ -270,7 +270,7 @@ class PackedPages:
         return at, ring.fine_rows(positions, ring_table, pages)
 
     def _rows(self, side: str, table: torch.Tensor) -> torch.Tensor:
-        """Return keys or values of sequences, still rotated: float32 [sequences, kv_heads, tokens, D]."""
+        """Return keys or values of sequences in the rotated space: float32 [sequences, kv_heads, tokens, D]."""
         codes, meta, bits = {
             "key": (self.key_codes, self.key_meta, self.fmt.key.bits),
             "value": (self.value_codes, self.value_meta, self.fmt.value.bits),

@@ -21,7 +21,7 @@ import torch
 
 @dataclass(frozen=True)
 class Factors:
-    """Means and positive scales, each float32 [kv_heads, head_dim]. `key_first` defaults to `key_mean`."""
+    """Means and (positive) scales, each float32 [kv_heads, head_dim]. `key_first` defaults to `key_mean`."""
 
     key_mean: torch.Tensor
     key_scale: torch.Tensor

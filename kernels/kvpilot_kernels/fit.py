@@ -1,4 +1,4 @@
-"""Fit of a layer's static factors to calibration text, so that quantization does the least expected damage.
+"""Fit a layer's static factors to calibration text, so that quantization does the least expected damage.
 
 With gradients (`Moments`, `fit`; `kvpilot calibrate`)
 ------------------------------------------------------
@@ -16,19 +16,18 @@ which becomes an error of variance v_t / s_c^2 in channel c when it is read back
 We minimise it for m and s in turns, each in closed form. m_c' is the mean of x_tc' weighted by sum_c g_tc^2 / s_c^2.
 With M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2, s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2).
 
-The weights matter: an unweighted mean of the values doubles the error of the first token. Its value is far from all
-others, and most queries attend to it. The first key has its own mean (`factors`), so the fit leaves it out.
+The weights matter. The value of the first token is far from all others, and most queries attend to it. A mean without
+weights would double its error. The first key has its own mean (`factors`), so the fit leaves it out.
 
 From a forward pass alone (`Observed`; an engine's calibration at start)
-------------------------------------------------------------------------
-Here attention itself gives the cost of an error. An error e of the key of token t changes the score of query i by
-q_i . e, and the output o_i by p_it (v_t - o_i) times that. An error e of the value changes o_i by p_it e. If all
-directions of the output count alike,
+------------------------------------------------------------------------ Here the cost of an error follows from
+attention itself. An error e of the key of token t changes the score of query i by q_i . e, and the output o_i by p_it
+(v_t - o_i) times that. An error e of the value changes o_i by p_it e. If all directions of the output count alike,
 
     g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
-The sum is over queries i that read token t from its page: those at least RECENT tokens later. Nearer queries read it at
-8 bits, from the recent window. The fit leaves out the first key of each sequence.
+The sum is over the queries i that read token t from its page, which are at least RECENT tokens later. Nearer queries
+read it with 8 bits, because it is in their recent window. The fit leaves out the first key of each sequence.
 """
 
 import torch
@@ -110,14 +109,15 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 RECENT = 64
 """Distance in tokens below which `Observed` ignores a query, because such a query reads the recent window instead.
 
-It is the smallest default window of all dtypes. All dtypes share it, so that a model has one set of factors.
+It is the smallest default window of all dtypes. The same value holds for all dtypes, so that a model has one set of
+factors.
 """
 
-_SCORES = 2**24  # float32 scores in memory at once: 64 MiB in each of a few arrays
+_SCORES = 2**24  # number of float32 scores in memory at once: 64 MiB in each of a few arrays
 
 
 class Observed:
-    """Statistics of a layer's attention in a forward pass, from which `factors` fits its factors."""
+    """Statistics of a layer's attention in one forward pass. The method `factors` fits the layer's factors to them."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device | str = "cpu") -> None:
         self._key, self._value = (Moments(kv_heads, head_dim, device) for _ in range(2))

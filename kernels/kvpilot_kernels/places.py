@@ -1,4 +1,4 @@
-"""Lookup of the sequence of each query token in a batch, and of the cache slots of several sequences' tokens."""
+"""Find the sequence of each query token in a batch, and the cache slots of several sequences' tokens."""
 
 import torch
 
@@ -31,14 +31,14 @@ def stored_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the slots of tokens [begin, begin + length) of each sequence, one sequence after another.
 
-    All layers and heads share this list. A kernel launched over it has no idle programs, unlike one that is launched
-    over (sequences, longest length).
+    All layers and heads share this list. A kernel with one program per slot has no idle programs, unlike a kernel with
+    a grid of (sequences, longest length).
 
     Args:
         block_table: int32 [sequences, blocks].
-        rows: int32 [sequences + 1], each sequence's first place in the results. Their differences are the lengths, and
-            the last is `tokens`.
-        begins: int32 [sequences], the first token of each sequence.
+        rows: int32 [sequences + 1], index of each sequence's first token in the results. The differences are the
+            lengths, and the last number is `tokens`.
+        begins: int32 [sequences], position of the first token to return in each sequence.
 
     Returns:
         Slots, int64 [tokens], block * block_size + offset.
@@ -57,20 +57,20 @@ def joined_slots(
     Args:
         block_table: int32 [sequences, blocks].
         rows: as in `stored_slots`.
-        starts: int32 [sequences + 1], each sequence's first row among the new tokens.
+        starts: int32 [sequences + 1], index of each sequence's first row among the new tokens.
 
     Returns:
         Slots, int64 [tokens]: for a stored token as from `stored_slots`, and -1 - row for a new token.
         Ordinals, as from `stored_slots`.
     """
     row, owner = _owners(rows, tokens)
-    place, fresh = row - rows[owner], row - (rows - starts)[1:][owner]  # a sequence ends with its new tokens
+    place, fresh = row - rows[owner], row - (rows - starts)[1:][owner]  # A sequence ends with its new tokens.
     slots = _slots(block_table, owner, place, block_size)
     return torch.where(fresh >= starts[owner], -1 - fresh, slots), place + 1
 
 
 def _owners(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers from 0, and the sequence of each, where no row is padding. `owners` allows padding."""
+    """Return the numbers from 0 to `tokens` - 1, and the sequence of each. No row is padding, unlike in `owners`."""
     row = torch.arange(tokens, dtype=rows.dtype, device=rows.device)
     return row, torch.searchsorted(rows[1:], row, right=True)
 

@@ -1,4 +1,4 @@
-"""Ring of the recent window: slots of tokens in it, and its pages on a CPU. `layouts` has the byte layout."""
+"""Ring of the recent window on a CPU: the slots of tokens in a ring, and its pages. `layouts` has the byte layout."""
 
 import torch
 
@@ -26,8 +26,8 @@ def ring_slots(
         positions: int [tokens], each token's position in its sequence, counted from 0; negative for padding.
         ends: int [tokens], stored tokens of the token's sequence after this step.
         ring_rows: int [tokens, ring_blocks], ring blocks of the token's sequence; negative for none.
-        recent: tokens that the ring keeps: the window, plus the largest number of drafts in a step.
-        ring_tokens: tokens of a ring's page (`RingLayout.tokens`).
+        recent: number of tokens that the ring keeps: the window, plus the largest number of drafts in a step.
+        ring_tokens: number of tokens of a ring page (`RingLayout.tokens`).
 
     Returns:
         int64 [tokens]: block * ring_tokens + offset, different for all tokens of a sequence. It is -1 for padding, for
@@ -43,7 +43,8 @@ class RingPages:
     """Ring pages of one layer on a CPU.
 
     Args:
-        cache: uint8 [blocks, kv_heads, block_size, row_bytes], pages like the layer's own; it may be the same tensor.
+        cache: uint8 [blocks, kv_heads, block_size, row_bytes], pages of the shape of the layer's own pages; it may be
+            the same tensor.
         fmt: a format with a ring.
         head_dim: elements of a key.
         recent: tokens of the window.
@@ -102,9 +103,10 @@ class RingPages:
     def fine_rows(
         self, positions: torch.Tensor, ring_table: torch.Tensor, pages: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[torch.Tensor | None]:
-        """Return the residuals of recent tokens: rotated keys', then values', float32 [sequences, kv_heads, recent, D].
+        """Return the residuals of the recent tokens, for rotated keys and then for rotated values.
 
-        A residual is 0 if the ring does not hold it. Codes of 8 bits have no residuals, so their tensor is None.
+        Each result is float32 [sequences, kv_heads, recent, D]. A residual is 0 if the ring does not hold it. Codes of
+        8 bits have no residuals, so their result is None.
 
         Args:
             positions: int64 [sequences, recent], negative for no token.

@@ -7,7 +7,7 @@ import torch
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return the softmax over the last dimension. The logits `sinks`, broadcast to [..., 1], add to its denominator."""
+    """Return the softmax over the last dimension. The logits `sinks`, broadcast to [..., 1], enlarge its divisor."""
     if sinks is None:
         return scores.softmax(-1)
     one_more = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -18,7 +18,7 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention to the keys that are `seen`, bool [tokens, keys]: float32 [1, heads, tokens, D].
+    """Return attention to the keys where `seen`, bool [tokens, keys], is True: float32 [1, heads, tokens, D].
 
     Args:
         softcap: 0 for none.

@@ -1,4 +1,4 @@
-"""Make the pack `builtin/agent` from a seed: rounds of tool calls and results, then a request that is checked."""
+"""Make the pack `builtin/agent` from a seed: rounds of tool calls and their results, then a request to check."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ _LEAD = (
 
 
 def chat(chapter: Sequence[Message] | None, question: str) -> Sequence[Message]:
-    """Return a chat: the rounds of `chapter` (None: no rounds), and at the end the request `question`."""
+    """Return a chat: the rounds of tool calls in `chapter` (None for no rounds), then the request `question`."""
     hello = (Message("user", _LEAD), Message("assistant", "I am ready."))
     return [*hello, *(chapter or ()), Message("user", question)]
 
@@ -68,7 +68,7 @@ def _request(rng: Random) -> tuple[str, dict[str, dict[str, object]]]:
 
 
 def decisive(seed: int, many: int) -> list[tuple[str, Task]]:
-    """Return `many` requests for the end of the chat, and for each one the task to make the right call."""
+    """Return `many` requests for the end of the chat. With each comes the task to answer it by the right tool call."""
     rng = Random(seed)  # noqa: S311 - repeatable texts, nothing secret
     found = []
     for _ in range(many):

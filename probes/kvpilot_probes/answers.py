@@ -1,7 +1,7 @@
 """Decode an engine's JSON into tokens and logprobs, and validate every value. Pure.
 
-If a logprob of a position is missing or not finite, the position gets no logprobs, which counts as maximal damage.
-Impossible logprobs, and bodies that do not follow the API, raise `MalformedAnswer`.
+If a logprob of a position is missing or not finite, the position gets no logprobs at all, which counts as maximal
+damage. Impossible logprobs, and bodies that do not follow the API, raise `MalformedAnswer`.
 """
 
 import re
@@ -18,7 +18,7 @@ from kvpilot_probes.errors import EngineRefused, MalformedAnswer
 from kvpilot_probes.stats import MAX_TEXT, MIN_LOGPROB, Logprobs, impossible
 
 MAX_EXCERPT = 300
-# Most bytes of a token id in JSON, with its comma and space.
+# Largest number of bytes that a token id takes in JSON, with its comma and space.
 BYTES_A_TOKEN = 10
 # Size limit of an answer of /tokenize.
 READ_BYTES = 640 * 1024
@@ -37,14 +37,14 @@ class Tokenized(NamedTuple):
 
 
 class StreamedToken(NamedTuple):
-    """One streamed token: its logprobs and its text."""
+    """One token of a streamed answer: its logprobs and its text."""
 
     logprobs: Logprobs
     text: str
 
 
 class Chunk(NamedTuple):
-    """One streamed chunk. Only the last chunk of an answer has a `finish_reason`."""
+    """One chunk of a streamed answer. Only the last chunk has a `finish_reason`."""
 
     tokens: Sequence[StreamedToken] = ()
     finish_reason: str | None = None
@@ -87,22 +87,22 @@ class _Error(msgspec.Struct):
 
 
 def read_tokens(url: str, data: bytes) -> Tokenized:
-    """Return the answer of /tokenize. Raise `MalformedAnswer` if it is invalid."""
+    """Parse the answer of /tokenize. Raise `MalformedAnswer` if it is invalid."""
     answer = _decoded(url, data, _Tokenized)
     return Tokenized(array("I", answer.tokens), answer.max_model_len)
 
 
 def read_models(url: str, data: bytes) -> tuple[Model, ...]:
-    """Return the models that /v1/models lists. Raise `MalformedAnswer` if the answer is invalid."""
+    """Parse the list of models that /v1/models returns. Raise `MalformedAnswer` if the answer is invalid."""
     return tuple(_decoded(url, data, _Models).data)
 
 
 def read_streamed(url: str, data: bytes) -> Chunk:
-    """Return a streamed chunk. Raise `EngineRefused` if it has an `error`: the engine failed in mid-stream."""
+    """Parse a streamed chunk. Raise `EngineRefused` if it contains an `error`, because the engine has failed."""
     try:
         chunk = _decoded(url, data, _Chunk)
     except MalformedAnswer:
-        # An engine with broken logits may send NaN and Infinity, which JSON does not allow: they count as null.
+        # An engine with broken logits may send NaN and Infinity, which JSON does not allow. Count them as null.
         finite = _NOT_FINITE.sub(lambda found: found[1] or b"null", data)
         if finite == data:
             raise
@@ -145,7 +145,7 @@ def _code(error: msgspec.Raw) -> int:
 def _top(
     url: str, token: int, logprob: float | str | None, top: Mapping[str, float | str | None] | None
 ) -> dict[int, float]:
-    """Return the position's logprobs, or an empty mapping if one of them is not a number."""
+    """Return the logprobs of one position, or an empty mapping if one of them is not a number."""
     if top is None or logprob is None:
         return {}
     values = {token: logprob, **{_token(url, key): value for key, value in top.items()}}

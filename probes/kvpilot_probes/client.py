@@ -23,19 +23,20 @@ Progress = Callable[[], None]
 T = TypeVar("T")
 
 CONNECT_SECONDS = 5.0
-# Longest silence of an engine: a prefill on a loaded CPU engine takes tens of seconds.
+# Longest time in seconds without data from an engine: on a loaded CPU, a prefill takes tens of seconds.
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
-# Token ids of a prompt that are written to JSON and sent at a time, so that many long prompts in flight take no memory.
+# Number of a prompt's token ids that are written to JSON and sent at a time. So many long prompts in flight take little
+# memory.
 _PIECE = 4096
-# With this parameter our runtime loads the prompt from host memory (runtime/kvpilot_runtime/config/offload.py). Other
-# engines ignore it.
+# This parameter makes our runtime load the prompt's pages from host memory (runtime/kvpilot_runtime/config/offload.py).
+# Other engines ignore it.
 FROM_HOST: dict[str, object] = {"kvpilot_from_host": True}
 GREEDY: Mapping[str, object] = MappingProxyType({"temperature": 0})
 
-# Limit of a stream: _MAX_STREAM_BYTES, and _MAX_TOKEN_BYTES for each token, which takes about 2 KiB with its logprobs.
-# An engine that sends without end must not occupy the event loop.
+# A stream may have _MAX_STREAM_BYTES, and _MAX_TOKEN_BYTES more for each token, which takes about 2 KiB with its
+# logprobs. So an engine that sends without end cannot occupy the event loop.
 _MAX_STREAM_BYTES = 1024 * 1024
 _MAX_TOKEN_BYTES = 64 * 1024
 _TEMPLATE_BYTES = 64 * 1024
@@ -48,12 +49,12 @@ _TOOLS_AS_TEXT = "You can call these tools. To call one, answer only with a JSON
 
 
 def untold() -> None:
-    """Do nothing. This is the default of the `progress` callback."""
+    """Do nothing. This is the default of the callback `progress`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineClient:
-    """A client of one engine at `http://host:port` for one served `model`. `session.Settings` explains other fields."""
+    """Client of one engine at `http://host:port`, for its served `model`. `session.Settings` explains other fields."""
 
     base_url: str
     model: str
@@ -64,10 +65,11 @@ class EngineClient:
     read_seconds: float = READ_SECONDS
 
     async def tokenize(self, messages: Sequence[Message], tools: str = "") -> answers.Tokenized:
-        """Return the tokens of a chat that the engine's own chat template renders, ready for the answer.
+        """Return the token ids of a chat as the engine's own chat template renders it, up to where the answer begins.
 
         `tools` is a JSON list of functions. If the template ignores or rejects tools, the first message lists them as
-        text. If the model has no chat template, or it rejects these roles, each message becomes "role: content".
+        text. If the model has no chat template, or the template rejects these roles, each message becomes "role:
+        content".
         """
         chat = [{"role": m.role, "content": m.content} for m in messages]
         if not tools:
@@ -85,7 +87,7 @@ class EngineClient:
         return await self._rendered([{"role": first["role"], "content": said}, *chat[1:]])
 
     async def tokenize_text(self, text: str) -> answers.Tokenized:
-        """Return the tokens of a text without a chat template."""
+        """Return the token ids of a text, without a chat template."""
         return await self._tokens({"model": self.model, "prompt": text})
 
     async def _rendered(self, chat: Sequence[Mapping[str, str]]) -> answers.Tokenized:
@@ -103,7 +105,8 @@ class EngineClient:
     async def _tokens(self, body: Mapping[str, object]) -> answers.Tokenized:
         url = f"{self.base_url}/tokenize"
         asked = msgspec.json.encode(body)
-        # Limit the answer's size: a text has at most one token per byte, and the template may add `_TEMPLATE_BYTES`.
+        # Limit the size of the answer: a text has at most one token per byte, and the template may add
+        # `_TEMPLATE_BYTES`.
         limit = min(answers.BYTES_A_TOKEN * len(asked) + _TEMPLATE_BYTES, answers.READ_BYTES)
 
         async def ask() -> answers.Tokenized:
@@ -195,7 +198,8 @@ class EngineClient:
         except OverBudget as error:
             raise MalformedAnswer(str(error)) from error
         if count < tokens and (past_end or ended != "stop"):
-            # Refuse an answer that ends early: its few positions (or none) could all agree and hide the damage.
+            # Refuse an answer that ends too early: its few positions (or none) could all agree, which would hide the
+            # damage.
             raise MalformedAnswer(
                 f"{url}: {count} of {tokens} tokens, finish_reason {ended[:40]!r}; see the engine's log, and "
                 "max_new_tokens in the model's generation_config.json"

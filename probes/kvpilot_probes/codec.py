@@ -1,11 +1,11 @@
-"""Define a captured baseline and its identity, and encode it for a ConfigMap: msgpack in a zlib stream.
+"""Define a captured baseline and its identity, and encode it for a ConfigMap as msgpack in a zlib stream.
 
 - Token ids have 32 bits.
-- Logprobs have 16 bits, in steps of 1/2048 nat: rounding moves a KL divergence by less than 2e-3 nat.
+- Logprobs have 16 bits, in steps of 1/2048 nat. This rounding changes a KL divergence by less than 2e-3 nat.
 - A position's greedy token is stored first, so that a reader knows it even if logprobs are equal.
 - A long prefix that a prompt shares with an earlier one is stored once.
 
-`encode` refuses data that does not shrink to MAX_BYTES.
+`encode` refuses a baseline that has more than MAX_BYTES after compression.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ from kvpilot_probes.joined import Joined, Prefix, prefixes
 from kvpilot_probes.packs import ProbePrompt
 from kvpilot_probes.results import Done, Task
 
-# This number is part of every identity, so a new one invalidates every baseline. Change it if the meaning of answers
-# changes, not if only their encoding does.
+# Version of the meaning of answers. It is part of every identity, so a new number invalidates all baselines. Change it
+# if the meaning of answers changes, but not if only their encoding does.
 _MEANING = 2
 MAX_BYTES = 900 * 1024
 MAX_PROMPTS = 256
-# Limit on the tokens of all prompts together. A shared prefix counts once.
+# Largest number of tokens of all prompts together. A shared prefix counts once.
 MAX_PROMPT_TOKENS = 262_144
 MAX_POSITIONS = 8192
 MAX_TOKEN_ID = 2**24 - 1
-# Most tokens with a logprob at one position: vLLM's default --max-logprobs, plus the chosen token.
+# Largest number of tokens with a logprob at one position: vLLM's default --max-logprobs, plus the chosen token.
 MAX_TOP = 21
-# Refuse a stream that unpacks to more. A valid one has at most 2 MiB of arrays, and short texts.
+# Largest number of bytes after decompression. A valid baseline has at most 2 MiB of arrays, and short texts.
 _MAX_RAW = 3 * 1024 * 1024
 _STEPS_PER_NAT = 2048
 _Damage = Annotated[int, Meta(ge=0, le=int(stats.MAX_KL * stats.MICRO))]
@@ -45,7 +45,7 @@ _Damage = Annotated[int, Meta(ge=0, le=int(stats.MAX_KL * stats.MICRO))]
 
 @dataclass(frozen=True, slots=True)
 class BaselinePrompt:
-    """One prompt, and the answer of the 16-bit engine.
+    """Prompt with the answer of the 16-bit engine.
 
     - `tail`, `text`: the end of the prompt and the answer, for people to read.
     - `tokens`: the prompt's token ids.
@@ -66,7 +66,7 @@ class BaselinePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """Noise of the 16-bit replica: the divergence of a second run from its own baseline.
+    """Noise of the 16-bit replica: how far the answers of a second run diverge from its own baseline.
 
     `captured` is the time (UTC) at which both runs were done.
     """
@@ -81,9 +81,10 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The answers of a 16-bit replica.
+    """Answers of a 16-bit replica.
 
-    `left_out` names the prompts that did not fit the model's context. `tokenizer` is a hash of how it splits a text.
+    `left_out` names the prompts that did not fit the model's context. `tokenizer` is a hash of the tokens into which
+    the replica's tokenizer splits a fixed text.
     """
 
     identity: str
@@ -111,7 +112,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     """Number of tokens of that shared prefix."""
     tokens: bytes
     tops: list[Annotated[int, Meta(ge=1, le=MAX_TOP)]]
-    """The number of tokens with a logprob at each position."""
+    """Number of tokens with a logprob, for each position."""
     top_ids: bytes
     steps: bytes
     task: Task | None
@@ -136,7 +137,7 @@ def with_control(baseline: Baseline, noise: stats.Measurement, captured: datetim
 def identity(model: str, revision: str, dtype: str, prompts: Sequence[ProbePrompt], tokens: int, top_k: int) -> str:
     """Return a hash (10 hex digits) of everything that the answers depend on, except the engine's image.
 
-    The image is left out, so that a baseline can judge the engine after an upgrade.
+    The image is left out, so that a baseline stays valid after an upgrade of the engine.
     """
     content = [
         [p.pack, p.name, [[m.role, m.content] for m in p.messages], p.tools, p.fill and astuple(p.fill), p.context]

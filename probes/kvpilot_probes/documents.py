@@ -1,8 +1,8 @@
 """Make long prompts with an exact number of tokens, from short chats that the engine's own chat template renders.
 
-A *chapter* is a piece of text or a few turns. The engine renders a chat once without a chapter, and once with each
-chapter. The tokens that the chapters add are then joined. So even a prompt of 131,072 tokens needs only small answers
-of /tokenize, and can have any length.
+A *chapter* is a piece of text or a few turns. The engine renders the chat once without a chapter, and once with each
+chapter. Each chapter adds some tokens, which are then joined. So the answers of /tokenize stay small even for a prompt
+of 131,072 tokens, and a prompt can have any length.
 """
 
 from array import array
@@ -22,11 +22,11 @@ _MOST_EMPTY = 8
 
 
 class Document(Generic[Chapter]):
-    """The token ids of a chat that grows by chapters.
+    """Token ids of a chat that grows by chapters.
 
     - `chat`: function that returns the messages of a chat with a given chapter (or None) and a given question.
     - `tokens`: token ids so far, without the question.
-    - `read`: chapters so far.
+    - `read`: number of chapters so far.
     - `ends`: number of tokens up to the end of each chapter.
     """
 
@@ -77,7 +77,7 @@ class Document(Generic[Chapter]):
                 )
 
     async def tail(self, question: str) -> "array[int]":
-        """Return the tokens that end the chat with this question."""
+        """Return the tokens that end the chat with the question `question`."""
         return (await self._rendered(None, question))[self._head :]
 
     async def cut(self, length: int, tail: Sequence[int], skipped: int = 0) -> Sequence[int] | None:

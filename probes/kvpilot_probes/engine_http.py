@@ -1,4 +1,4 @@
-"""Connections to engines, with limits that aiohttp lacks: on interim (1xx) answers, and on bytes around a body."""
+"""Connections to engines, with two limits that aiohttp lacks: on interim (1xx) answers, and on bytes around a body."""
 
 import asyncio
 from functools import partial
@@ -10,17 +10,18 @@ from aiohttp.helpers import set_exception
 from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
-# Limit of an answer's head. vLLM's heads have 0.2 KiB, and a gateway adds about as much.
+# Largest size in bytes of an answer's head. vLLM's heads have 0.2 KiB, and a gateway adds about as much.
 HEAD_BYTES = 32 * 1024
 INTERIM_ANSWERS = 8
-# Allowed framing bytes per body byte. A chunk of one body byte needs five. vLLM's chunks have about 100 body bytes.
+# Number of framing bytes that are allowed for each body byte. A chunk of one body byte needs five. vLLM's chunks have
+# about 100 body bytes.
 AROUND_A_BYTE = 8
 # Bytes per call of the parser. The limits are checked between calls.
 _STEP_BYTES = 4 * 1024
 
 
 class TooMuchAround(aiohttp.ClientError):
-    """A server sent too many bytes around an answer's body."""
+    """Error for a server that sends too many bytes around an answer's body."""
 
 
 class _Answer(ResponseHandler):
@@ -68,7 +69,7 @@ class _Answer(ResponseHandler):
 
 
 class EngineConnector(aiohttp.TCPConnector):
-    """A connector with a new connection for each request, because engines close idle ones within seconds."""
+    """Connector that opens a new connection for each request, because engines close idle connections within seconds."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(force_close=True, **options)

@@ -4,27 +4,27 @@ from kvpilot_formats.untrusted import KvpilotError
 
 
 class ProbeError(KvpilotError):
-    """Base of everything that ends a probe without a measurement."""
+    """Base class of the errors that end a probe without a measurement."""
 
 
 class PackError(ProbeError):
-    """A probe pack that cannot be used."""
+    """Error for a probe pack that cannot be used."""
 
 
 class PackTooLarge(PackError):
-    """A pack with more prompts or text than a probe may have."""
+    """Error for a pack with more prompts or text than a probe may have."""
 
 
 class NothingFits(PackError):
-    """The model's context cannot hold one of the user's own prompts, or cannot hold any prompt."""
+    """Error if one of the user's own prompts, or every prompt, is too long for the model's context."""
 
 
 class EngineUnreachable(ProbeError):
-    """The connection to the engine failed. A retry failed too, unless tokens had already arrived."""
+    """Error for a failed connection to the engine. A retry failed too, unless tokens had already arrived."""
 
 
 class EngineRefused(ProbeError):
-    """The engine answered with an HTTP error."""
+    """Error for an engine that answers with an HTTP error."""
 
     def __init__(self, url: str, status: int, excerpt: str) -> None:
         super().__init__(f"{url}: HTTP {status}: {excerpt or '(no body)'}; see the engine's log")
@@ -33,28 +33,28 @@ class EngineRefused(ProbeError):
 
 
 class MalformedAnswer(ProbeError):
-    """The engine's answer does not follow its API."""
+    """Error for an answer that does not follow the engine's API."""
 
 
 class EnginesDiffer(ProbeError):
-    """The candidate's tokenizer or its context differs from the baseline's, so their answers cannot be compared."""
+    """Error if the candidate's tokenizer or context differs from the baseline's, so that answers cannot be compared."""
 
 
 class ContextNotHeld(ProbeError):
-    """The engine failed at a prompt that fills the model's context, or while such prompts filled its KV cache."""
+    """Error for an engine that fails at a prompt that fills its context, or while such prompts fill its KV cache."""
 
 
 class ProbeTimeout(ProbeError):
-    """The probe's deadline passed before every prompt was measured."""
+    """Error for a probe whose deadline passes before it has measured every prompt."""
 
 
 class BaselineUnfit(ProbeError):
-    """The 16-bit engine answers nonsense, so its answers cannot be the baseline."""
+    """Error for a 16-bit engine that answers nonsense, so that its answers cannot be the baseline."""
 
 
 class BaselineTooLarge(ProbeError):
-    """A baseline that would not fit in a ConfigMap."""
+    """Error for a baseline that would not fit in a ConfigMap."""
 
 
 class MalformedBaseline(ProbeError):
-    """Stored bytes that are not a baseline of this version."""
+    """Error for stored bytes that are not a baseline of this version."""

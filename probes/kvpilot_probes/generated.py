@@ -1,6 +1,6 @@
 """Make the prompts that depend on the engine: texts that fill its context, and lengths around its blocks and chunks.
 
-Fixed seeds make every prompt, so engines with the same tokenizer, chat template and context get the same prompts.
+All seeds are fixed, so engines with the same tokenizer, chat template and context get the same prompts.
 """
 
 import hashlib
@@ -17,17 +17,17 @@ from kvpilot_probes.packs import FILLER, Fill, Message, ProbePrompt
 from kvpilot_probes.prose import Chapter
 from kvpilot_probes.results import Task
 
-# Largest number of tokens of a context to fill. Prompts share one document of this length, which an engine with a
-# prefix cache computes once.
+# Largest context to fill, in tokens. Prompts share one document of this length, which an engine with a prefix cache
+# computes once.
 MAX_CONTEXT = 131_072
-# Limit on the prompt tokens that are sent again if the answer to one prompt is resumed several times.
+# Largest number of prompt tokens that may be sent again when the answer to one prompt is resumed several times.
 RESUMED_TOKENS = 262_144
-# Long contexts have 1/8, 1/2 and all of the context's length, with up to five questions each. With fewer than five
-# prompts without damage, the sequential test cannot find a bucket sound.
+# Divisors of the context's length: long prompts fill 1/8, 1/2 and all of it, with up to five questions each. With fewer
+# than five prompts without damage, the sequential test cannot find a bucket sound.
 SHARES = (8, 2, 1)
 QUESTIONS = 5
-# Our pages hold 64 tokens, and vLLM's 16 to 128. Use every length modulo 64 once. Answers are short, because these
-# prompts are many.
+# Number of consecutive prompt lengths. Our pages hold 64 tokens, and vLLM's 16 to 128, so use every length modulo 64
+# once. Answers are short, because these prompts are many.
 RESIDUES = 64
 RESIDUE_TOKENS = 8
 _SHORTEST = 128
@@ -40,10 +40,10 @@ SHARED_TOKENS, HIT_TOKENS = 448, 20
 # For prompts of these buckets, do not send the first half alone before the whole prompt.
 FRESH = ("residue", "chunk")
 HIT = "hit"
-# The agent's rounds fill three quarters of the context, up to this many tokens.
+# Largest length of the agent's rounds, in tokens. They fill three quarters of the context, up to this length.
 AGENT_TOKENS = 65_536
 CALLS = 8
-# Long answers have an eighth of the context, up to this many tokens.
+# Largest length of a long answer, in tokens. It may have an eighth of the context, up to this length.
 LONG_TOKENS = 3072
 _SEED = 20
 _SAMPLE = 'The 3 quick foxes didn\'t jump over 12,345 dogs: naïve façade, Straße, 東京, λ, {"a": [1, 2]}\n\n  x = y_1;'
@@ -51,7 +51,7 @@ _CHAPTERS = 64
 
 
 class Rendered(NamedTuple):
-    """A prompt with its token ids, the length of its answer in tokens, and its task or None."""
+    """Prompt as token ids, the length of its answer in tokens, and its task or None."""
 
     prompt: ProbePrompt
     tokens: Sequence[int]
@@ -60,29 +60,29 @@ class Rendered(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The number of tokens of the engine's context that a pack may use, and the length of a usual answer in tokens."""
+    """Number of tokens of the engine's context that a pack may use, and the length of a usual answer in tokens."""
 
     context: int
     answer: int
 
 
 def most_resumes(tokens: Sequence[int], usual: int) -> int:
-    """Return how often an answer may be resumed after a divergence: at most `usual` times, less for long prompts.
+    """Return how often an answer may be resumed after a divergence: at most `usual` times, less often for long prompts.
 
-    An engine without a prefix cache computes the prompt anew each time.
+    Each time, an engine without a prefix cache computes the whole prompt again.
     """
     return min(usual, max(1, RESUMED_TOKENS // max(len(tokens), 1)))
 
 
 def sent_first(bucket: str, tokens: Sequence[int]) -> Sequence[int]:
-    """Return the part of a prompt to send alone before the whole, so that the engine finds its pages in the cache."""
+    """Return the part of a prompt to send alone first, so that the engine later finds its pages in the cache."""
     if bucket in FRESH:
         return ()
     return tokens if bucket == HIT else tokens[: len(tokens) // 2]
 
 
 async def fingerprint(engine: EngineClient) -> tuple[str, int]:
-    """Return a hash of the token ids that the engine gives a fixed text, and the length of its context in tokens."""
+    """Return a hash of the token ids that the engine returns for a fixed text, and its context length in tokens."""
     found = await engine.tokenize_text(_SAMPLE)
     return hashlib.sha256(array("I", found.tokens).tobytes()).hexdigest()[:10], found.max_model_len
 
@@ -145,7 +145,7 @@ async def _one(engine: EngineClient, prompt: ProbePrompt, room: Room) -> list[Re
 
 
 async def _filled(engine: EngineClient, prompt: ProbePrompt, fill: Fill, room: Room) -> Sequence[int] | None:
-    """Return the tokens of a prompt whose filler has the length and the fact's position that `fill` asks for."""
+    """Return the tokens of a prompt whose filler has the length, and the fact's position, that `fill` demands."""
 
     def chat(chapter: Chapter | None, _question: str) -> Sequence[Message]:
         text = chapter.text if chapter is not None else "~"
@@ -168,7 +168,7 @@ def _diary(chapter: Chapter | None, question: str) -> Sequence[Message]:
 
 
 async def _long_context(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return questions after texts of 1/8, 1/2 and all of the context. Each asks for a fact that shorter texts lack.
+    """Return questions after texts that fill 1/8, 1/2 and all of the context. Each asks for a fact of this text alone.
 
     All texts begin equally, so an engine with a prefix cache computes the longest one only once.
     """
@@ -199,9 +199,11 @@ def _question(chapter: Chapter, *, backwards: bool) -> str:
 
 
 def _spread(chapters: Sequence[Chapter]) -> list[tuple[Chapter, bool]]:
-    """Return up to QUESTIONS chapters, spread evenly. True: the question gives the code and asks for the locker.
+    """Return up to QUESTIONS chapters, spread evenly, each with a flag.
 
-    If there are fewer chapters than QUESTIONS, some chapters get a question in each direction.
+    If the flag is True, the question gives the code and asks for the locker, otherwise the other way round.
+
+    If there are fewer chapters than QUESTIONS, some chapters get both questions.
     """
     some = min(len(chapters), QUESTIONS)
     both = [(chapters[i * len(chapters) // some], False) for i in range(some)] + [(c, True) for c in chapters]
@@ -234,7 +236,7 @@ async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Re
 
 
 async def _agent(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return requests for a tool call at the end of a chat of whole rounds."""
+    """Return requests for a tool call, each at the end of a chat with whole rounds."""
     length = min((room.context - agent.CALL_TOKENS) * 3 // 4, AGENT_TOKENS, room.context - room.answer)
     document = Document(engine, agent.chat, agent.rounds(_SEED, max(1, length // 16_384)), agent.TOOLS_JSON)
     await document.grow(length)

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-# Keep a shorter common prefix with each prompt: sharing it would save little.
+# Shortest prefix to share, in tokens. Sharing a shorter one would save little.
 _MIN_SHARED = 1024
 
 
 class Joined(Sequence[int]):
-    """The first `size` tokens of a document, followed by a tail. Prompts of one document share its memory."""
+    """Sequence of the first `size` tokens of a document, then a tail. Prompts of one document share its memory."""
 
     __slots__ = ("_document", "_size", "_tail")
 
@@ -41,14 +41,14 @@ def shared(first: "array[int]", second: "array[int]") -> int:
 
 
 class Prefix(NamedTuple):
-    """A shared prefix: the first `size` tokens of prompt number `document`; -1 if there is none."""
+    """Shared prefix: the first `size` tokens of prompt number `document`, which is -1 if there is none."""
 
     document: int
     size: int
 
 
 def prefixes(prompts: Sequence[Sequence[int]]) -> list[Prefix]:
-    """Return for each prompt the longest prefix that it shares with an earlier prompt."""
+    """Return the longest prefix that each prompt shares with an earlier prompt."""
     found: list[Prefix] = []
     long: list[tuple[int, array[int]]] = []
     for index, prompt in enumerate(prompts):

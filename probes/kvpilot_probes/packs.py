@@ -30,7 +30,7 @@ MAX_PROMPTS = 64
 MAX_PACK_BYTES = 32 * 1024
 MAX_LEVELS = 24
 MAX_MESSAGES = 16
-# Limit of all texts together, without filler.
+# Largest number of characters of all texts together, without filler.
 MAX_CHARACTERS = 512 * 1024
 MAX_TOOLS = 16
 MAX_NAME = 40
@@ -45,7 +45,7 @@ _Percent = Annotated[int, Meta(ge=0, le=90)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of a chat."""
+    """Message of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: _Text
@@ -72,7 +72,7 @@ class _Pack(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Filler in place of `{{filler}}`.
+    """Filler text that replaces `{{filler}}`.
 
     - `percent`: length of the whole prompt, in percent of the context.
     - `depth`: position of the fact, in percent of that length.
@@ -86,7 +86,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class ProbePrompt:
-    """One chat that ends with a user's turn, or a whole generated pack, which has no messages.
+    """Prompt: a chat that ends with a user's turn, or a whole generated pack, which has no messages.
 
     - `tools`: JSON list of the functions that the model may call.
     - `bucket`: the case that the prompt tests. Damage is judged in each bucket.
@@ -114,7 +114,7 @@ def load(
 
     - `probe_sets`: names, `builtin/NAME` or `configmap/NAME`.
     - `config_maps`: data of each ConfigMap, by its name.
-    - `context_tokens`: largest part of the engine's context that long prompts use, in tokens; 0 means all.
+    - `context_tokens`: most tokens of the engine's context that long prompts use; 0 means all.
 
     Raises:
         PackError: a pack is missing, invalid or too large.
@@ -205,7 +205,7 @@ def _value_at(value: Any, path: str) -> object:
 
 
 class _Loader(yaml.CSafeLoader):
-    """A safe YAML loader that refuses duplicate keys."""
+    """Safe YAML loader that also refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         """Return the mapping of a node. Raise ValueError for a duplicate key."""
@@ -268,5 +268,5 @@ def _prompt(source: str, index: int, entry: _Entry, context_tokens: int) -> Prob
 
 
 def _show(value: object) -> str:
-    # Use a shortened repr, because a value may have 32 KiB and a message only shows its start.
+    # A value may have 32 KiB and a message shows only its start, so use a shortened repr.
     return _SHORT.repr(value)[:120]

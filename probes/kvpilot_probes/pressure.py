@@ -25,43 +25,44 @@ from kvpilot_probes.session import USUAL, Settings, Throttle, probing
 from kvpilot_probes.stats import Compared, by_bucket
 
 PRESSURE = "pressure"
-# The longest prompt that fills a context. Its JSON takes 2 MiB of the operator's memory.
+# Largest prompt that fills a context, in tokens. Its JSON takes 2 MiB of the operator's memory.
 MAX_FILLED_TOKENS = 262_144
 FILL_ANSWER_TOKENS = 8
 FILL_SECONDS = 600.0
-# A larger pool is not filled: it would take longer than PRESSURE_SECONDS. One H200 holds 3.3 million tokens of an 8B
-# model in k4v4, and computes 34,000 prompt tokens a second (docs/benchmarks/h200-engine-window.md).
+# Largest pool that is filled, in tokens. To fill a larger one would take longer than PRESSURE_SECONDS. One H200 holds
+# 3.3 million tokens of an 8B model in k4v4, and computes 34,000 prompt tokens a second
+# (docs/benchmarks/h200-engine-window.md).
 MAX_POOL_TOKENS = 4_194_304
 PRESSURE_SECONDS = 180.0
-# After this time the share of used pages tells when the pool would be full. If that is too late, the test ends.
+# After this time, the share of used pages shows when the pool will be full. If that is too late, the test ends.
 TREND_SECONDS = 30.0
-# Share of the pool that the fillers' prompts take. The fillers' answers take the rest, which causes preemptions.
+# Share of the pool that the fillers' prompts take. The fillers' answers take the rest, and so cause preemptions.
 FILLED = 0.95
 FULL = 0.9
 # Largest length of a filler's answer, in tokens: the engine holds the filler's pages that long. In short contexts, the
 # answer has a quarter of the context.
 HOLD_TOKENS = 512
-# Judged prompts in flight: few enough to fit into the rest of the pool, before the fillers' answers take it.
+# Number of judged prompts in flight. They must fit into the rest of the pool, before the fillers' answers take it.
 JUDGED_AT_ONCE = 8
 LOOK_SECONDS = 0.5
-# Give up after a filler has been answered this many times and the pool is still not full.
+# Number of answers of a filler after which the test gives up if the pool is still not full.
 MAX_TURNS = 3
 
 
 class Pool(NamedTuple):
-    """The capacity of an engine's KV pages in tokens (0 if unknown), and the share of the pages in use (0 to 1)."""
+    """Capacity of an engine's KV pages in tokens (0 if unknown), and the share of the pages in use (0 to 1)."""
 
     tokens: int
     usage: float
 
 
 class Filled(NamedTuple):
-    """Results of filling a canary.
+    """Results of filling a canary's context and pool.
 
     - `context`: tokens of the prompt that filled the context.
     - `compared`: positions that were compared while the pool was full.
     - `tokens`: tokens that the fillers and the judged prompts took, answers included.
-    - `milliseconds`: duration.
+    - `milliseconds`: duration of the test.
     """
 
     context: int
@@ -126,7 +127,7 @@ async def _press(
     hold = min(HOLD_TOKENS, size // 4)
     fillers = math.ceil(FILLED * room.tokens / (size - hold))
     each = int(FILLED * room.tokens / fillers)
-    # Each filler begins at another token, so it is another prompt. It shares this memory.
+    # Each filler begins at a different token, so its prompt differs from all others. All fillers share this memory.
     tokens = memoryview(_other_tokens(baseline, each + fillers))
     full = asyncio.Event()
 
@@ -167,7 +168,7 @@ async def _press(
 def _other_tokens(baseline: Baseline, size: int) -> "array[int]":
     """Return `size` tokens of the baseline's prompts in reverse order.
 
-    They share no prefix with the prompts, so the prefix cache does not shorten the work.
+    The result shares no prefix with the prompts, so the prefix cache does not shorten the work.
     """
     tokens = cycle(chain.from_iterable(reversed(prompt.tokens) for prompt in baseline.prompts))
     return array("I", islice(tokens, size))
@@ -181,7 +182,7 @@ async def _hold(engine: EngineClient, prompt: Sequence[int], answer: int) -> Non
 
 
 async def _report(progress: Progress) -> None:
-    """Report progress each second, because an engine sends nothing while it prefills a long prompt."""
+    """Call `progress` each second, because an engine sends nothing while it prefills a long prompt."""
     while True:
         progress()
         await asyncio.sleep(1.0)

@@ -21,7 +21,7 @@ _WHEN = ("In the morning", "Before noon", "At the end of the day", "On the follo
 
 
 class Chapter(NamedTuple):
-    """A text that contains one fact: the locker `number` has the code `code`."""
+    """Text that contains one fact: the locker `number` has the code `code`."""
 
     text: str
     number: int

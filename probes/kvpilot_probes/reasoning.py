@@ -9,7 +9,7 @@ from kvpilot_probes.packs import Message
 from kvpilot_probes.results import Task
 
 SHORT_TOKENS = 48
-# Each kind of short task is asked this many times.
+# Number of tasks of each short kind.
 EACH = 4
 _LISTS = 3
 _OPEN = tuple(
@@ -21,7 +21,7 @@ _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron"
 
 
 class Made(NamedTuple):
-    """A prompt of the pack: its name, its chat and its task."""
+    """Prompt of the pack: its name, its chat and its task."""
 
     name: str
     messages: tuple[Message, ...]

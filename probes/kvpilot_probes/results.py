@@ -8,18 +8,18 @@ from typing import Literal
 import msgspec
 
 # Largest probability that the test of a bucket calls one of two equally good engines worse, if tasks are independent.
-# The three built-in buckets together add at most 1/1000 to sequential.FALSE_ALARM.
+# The three built-in buckets of tasks together add at most 1/1000 to sequential.FALSE_ALARM.
 FALSE_ALARM = 1 / 3000
-# An engine that copies a smaller share of the facts answers nonsense, so it gives no baseline. SmolLM2-135M copies 8 of
-# 8 in vLLM 0.32.0 on a CPU. A model may think before it answers, so the share is low.
+# Smallest share of facts that a sound engine copies. An engine below it answers nonsense, so it gives no baseline.
+# SmolLM2-135M copies 8 of 8 in vLLM 0.32.0 on a CPU. The share is low, because a model may think before it answers.
 LEAST_COPIED = 0.25
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A task with an answer of at most `tokens` tokens. `wanted` is JSON. Its content depends on `kind`:
+    """Task with an answer of at most `tokens` tokens. `wanted` is JSON, whose content depends on `kind`:
 
     - `text`: the text that the answer must contain.
-    - `fact`: the same, and the prompt has the text, so that a model must only copy it.
+    - `fact`: the same, but the prompt contains the text, so that a model need only copy it.
     - `call`: the expected `name` and `arguments` of a tool call, and the `schema` of its arguments.
     - `list`: the first number of an arithmetic sequence, its step, and the number of numbers.
     - `open`: null. The answer is checked only for loops.
@@ -33,8 +33,8 @@ class Task(msgspec.Struct, frozen=True):
 class Done(msgspec.Struct, frozen=True):
     """Results of one task over all its answers.
 
-    - `asked`, `solved`: checked parts, and those that are right.
-    - `long`, `sound`: long answers, and those that do not loop.
+    - `asked`, `solved`: number of checked parts, and how many of them are right.
+    - `long`, `sound`: number of long answers, and how many of them do not loop.
     """
 
     asked: int = 0
@@ -45,7 +45,7 @@ class Done(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """The number of tasks of one bucket, and how many of them each engine has solved."""
+    """Number of tasks of one bucket, and how many of them each engine has solved."""
 
     bucket: str
     asked: int
@@ -54,9 +54,9 @@ class Tasks:
 
 
 def compared_tasks(results: Iterable[tuple[str, Done | None, Done | None]]) -> tuple[Tasks, ...]:
-    """Add up results by bucket. `results` has (bucket, the baseline's result, the candidate's result) of each task.
+    """Add up results by bucket. `results` has (bucket, the baseline's result, the candidate's result) for each task.
 
-    Loops are counted in a bucket of their own, `NAME-loops`.
+    Long answers that loop are counted in a separate bucket, `NAME-loops`.
     """
     sums: dict[str, Tasks] = {}
     for bucket, baseline, candidate in results:
@@ -78,20 +78,20 @@ def copied(results: Iterable[tuple[Task | None, Done | None]]) -> tuple[int, int
 
 
 def candidate_worse(found: Tasks) -> bool:
-    """Return True if the candidate has solved fewer tasks than the baseline, beyond chance."""
+    """Return True if the candidate has solved so many fewer tasks than the baseline that chance cannot explain it."""
     return _chance(found.asked, found.baseline_solved, found.candidate_solved) < FALSE_ALARM
 
 
 def baseline_worse(found: Tasks) -> bool:
-    """Return True if the baseline has solved fewer tasks than the candidate, beyond chance: the baseline is damaged."""
+    """Return True if the baseline has solved too few tasks, compared with the candidate, for chance: it is damaged."""
     return _chance(found.asked, found.candidate_solved, found.baseline_solved) < FALSE_ALARM
 
 
 def _chance(asked: int, more: int, fewer: int) -> float:
     """Return the probability of at most `fewer` solved tasks if both engines are equally good.
 
-    This is the one-sided exact test of Fisher. Each engine has answered `asked` tasks, and the engines have solved
-    `more` and `fewer` of them.
+    This is the one-sided exact test of Fisher. Each engine has answered `asked` tasks. One engine has solved `more` of
+    them, the other `fewer`.
     """
     both = more + fewer
     ways = sum(math.comb(asked, i) * math.comb(asked, both - i) for i in range(fewer + 1))

@@ -32,7 +32,7 @@ from kvpilot_probes.session import MAX_RESUMES, TOKENS_IN_FLIGHT, TOP_K, USUAL, 
 A = TypeVar("A")
 B = TypeVar("B")
 
-# Bucket that a measurement reports as open if its time was over before all tasks were solved.
+# Bucket that a measurement reports as open if time ran out before all tasks were solved.
 TASKS = "tasks"
 
 # vLLM's pages hold at least 16 tokens, so a shorter half of a prompt would fill no page.
@@ -76,9 +76,9 @@ async def measure(
 ) -> stats.Measurement:
     """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if the probe fails.
 
-    The run takes prompts from all buckets in turn. With `allowed`, it stops once the sequential test has failed the
-    engine. With `settings.brief` too, it skips the remaining prompts of a sound bucket. Other runs send those prompts,
-    because they have another `settings.turn`. After `settings.budget_seconds` it skips all that remains.
+    The run takes prompts from all buckets in turn. If `allowed` is given, it stops as soon as the sequential test fails
+    the engine. If `settings.brief` is set, too, it skips the remaining prompts of a sound bucket; runs with another
+    `settings.turn` send those prompts. After `settings.budget_seconds` it skips all remaining prompts.
     """
     order = _in_turns(baseline, settings.turn)
     return await _measure(base_url, model, baseline, order, settings, allowed)
@@ -87,16 +87,16 @@ async def measure(
 async def control(base_url: str, model: str, baseline: Baseline, *, settings: Settings = USUAL) -> stats.Measurement:
     """Return the 16-bit engine's damage against its own baseline: the noise to subtract from a candidate's damage.
 
-    Send the prompts in reverse and with up to twice the concurrency, so that batches differ as they do in production.
+    Send the prompts in reverse order and with up to twice the concurrency, so that batches differ as in production.
     """
     twice = replace(settings, concurrency=min(2 * settings.concurrency, 64), tasks=False)
     return await _measure(base_url, model, baseline, range(len(baseline.prompts))[::-1], twice)
 
 
 def _in_turns(baseline: Baseline, turn: int) -> list[int]:
-    """Return the prompts' indices: the first prompt of each bucket, then the second of each, and so on.
+    """Return the indices of the prompts in turns: the first prompt of each bucket, then the second of each, and so on.
 
-    `turn` rotates the prompts within each bucket.
+    `turn` rotates the order of the prompts within each bucket.
     """
     buckets: dict[str, list[int]] = {}
     for index, prompt in enumerate(baseline.prompts):
@@ -206,7 +206,7 @@ async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> 
 async def follow(
     engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, max_resumes: int = MAX_RESUMES
 ) -> tuple[list[stats.Compared], int]:
-    """Decode along the baseline's answer. Return the compared positions and the number of requests."""
+    """Decode along the baseline's answer. Return the compared positions, and the number of requests."""
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
     compared: list[stats.Compared] = []
@@ -225,7 +225,8 @@ async def follow(
             async for step in steps:
                 position = len(prompt.tokens) + reached
                 judged = stats.compare(index, position, answer[reached], step.logprobs, prompt.bucket)
-                # A first token comes from a prefill, which may not have read a page. So count it only if it disagrees.
+                # The first token comes from a prefill, which may not have read any page. So count it only if it
+                # disagrees.
                 if reached > start or not judged.agrees:
                     compared.append(judged)
                 reached += 1
@@ -261,7 +262,7 @@ async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselineProm
 
 
 def _size(prompt: Sequence[int], answer: int, task: Task | None = None) -> int:
-    """Return the tokens of a prompt with its longest answer, to the prompt itself or to its task."""
+    """Return the number of tokens of a prompt and its longest answer, either to the prompt itself or to its task."""
     return len(prompt) + max(answer, task.tokens if task is not None else 0)
 
 
@@ -270,9 +271,9 @@ async def bounded(
 ) -> list[B]:
     """Run `work` on all items, at most `concurrency` at a time. The first `ProbeError` cancels the others.
 
-    `size` returns the tokens of an item. The items in flight have at most TOKENS_IN_FLIGHT together, and each counts
-    as at most half of that. So two long prompts are in flight, or many short ones. Short items go first, because only
-    large batches show some damage.
+    `size` returns the number of tokens of an item. All items in flight have at most TOKENS_IN_FLIGHT tokens together.
+    An item counts as at most half of that, so two long prompts may be in flight, or many short ones. Short items go
+    first, because some damage shows only in large batches.
     """
     shares = [min(size(item), TOKENS_IN_FLIGHT // 2) for item in items]
     short_first = sorted(range(len(items)), key=lambda index: shares[index] > TOKENS_IN_FLIGHT // concurrency)

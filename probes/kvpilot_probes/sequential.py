@@ -5,9 +5,9 @@ Every test is a bet against "the mean damage is healthy". Each prompt multiplies
     wealth = product of (1 + x / m) / 2,    x: mean damage of a prompt,    m: largest mean that counts as healthy.
 
 This is the betting martingale of Waudby-Smith and Ramdas (2024, JRSS B 86:1, section 4) with half of the largest bet.
-Damage is never negative. So the expected factor is at most 1 if the expected x is at most m, however heavy its tail is.
-By Ville's inequality, the wealth then ever reaches 1/a with a probability of at most a. The boundaries are those of
-Wald's sequential test (1945, Annals of Mathematical Statistics 16:117). All bets share FALSE_ALARM equally.
+Damage is never negative. So the expected factor is at most 1 if the expected x is at most m, even if x has a heavy
+tail. By Ville's inequality, the probability that the wealth ever reaches 1/a is then at most a. The boundaries are
+those of Wald's sequential test (1945, Annals of Mathematical Statistics 16:117). All bets share FALSE_ALARM equally.
 """
 
 import math
@@ -24,12 +24,12 @@ FALSE_ALARM = 1 / 1000
 # to a tenth of the limit, that holds for exponential damage, and for log-normal damage with a standard deviation of up
 # to 1.5 means (docs/accuracy-error-rates.md).
 MISS = 1 / 20
-# Damage up to this share of the limit counts as healthy. Between it and the limit, a long test may end either way.
+# Share of the limit up to which damage counts as healthy. Between it and the limit, a long test may end either way.
 HEALTHY = 0.5
-# A single prompt with more than this many times the allowed damage fails a canary. Bets need several prompts, but such
-# damage may hit only one prompt of a bucket. Measured caches stay below it (docs/accuracy-error-rates.md).
+# A canary fails if a single prompt has more than this many times the allowed damage. Bets need several prompts, but
+# such damage may hit only one prompt of a bucket. Measured caches stay below it (docs/accuracy-error-rates.md).
 OUTLIER = 25
-# With fewer prompts no bucket can be sound, because one prompt at most halves the wealth.
+# Smallest number of prompts of a bucket that can be sound, because one prompt at most halves the wealth.
 MIN_PROMPTS = math.ceil(math.log2(1 / MISS))
 ALL = "all prompts"
 _TINY = 1e-9
@@ -45,7 +45,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Limits of the damage beyond the control's noise. KL is in nats, and disagreement is a share of positions."""
+    """Limits of the damage beyond the control's noise. KL is in nats, disagreement is a share of positions."""
 
     kl: float
     disagreement: float
@@ -62,7 +62,7 @@ class Answer(Enum):
 
 
 class Outcome(NamedTuple):
-    """The test's answer, and the buckets that led to it.
+    """Answer of the test, and the buckets that led to it.
 
     - `failed`: the bucket that failed the test, or None.
     - `sound`: the buckets that were shown to be sound.
@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
 
 class _Bet:
-    """The wealth and the mean of one test."""
+    """State of one bet: its wealth, and the mean damage so far."""
 
     def __init__(self, healthy: float, limit: float) -> None:
         self.wealth, self._healthy, self._limit = 1.0, max(healthy, _TINY), limit
@@ -99,11 +99,13 @@ class _Bet:
 def decide(seen: Sequence[Seen], buckets: Collection[str], allowed: Allowed, *, ended: bool = False) -> Outcome:
     """Return the test's decision for the damage `seen` so far. `ended` is True if no prompt is left.
 
-    All prompts together are tested like a bucket. So is their disagreement, which is healthy up to the limit itself. A
-    bucket that is neither sound nor failed at the end stays open. It prevents a pass only if its mean is beyond the
-    limit and its wealth is above 1 / MISS. For a pass, the mean over all prompts must be within the limit.
+    All prompts together are tested like one more bucket. Their disagreement is tested, too; it is healthy up to the
+    limit itself. A bucket that is neither sound nor failed at the end stays open. An open bucket prevents a pass only
+    if its mean is beyond the limit and its wealth is above 1 / MISS. For a pass, the mean over all prompts must be
+    within the limit.
     """
-    # Beside the buckets, three more bets: all prompts, disagreement, and live traffic, which the operator compares.
+    # There are three bets besides those of the buckets: all prompts, disagreement, and live traffic (which the operator
+    # compares).
     bound = (len(buckets) + 3) / FALSE_ALARM
     limit = allowed.kl + allowed.noise_kl
     bets = {name: _Bet(HEALTHY * allowed.kl + allowed.noise_kl, limit) for name in (*buckets, ALL)}

@@ -19,7 +19,7 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Rule by which a probe waits while users' requests are queued.
+    """Rule that makes a probe wait while users' requests are queued.
 
     - `waiting`: function that returns the number of queued requests.
     - `seconds`: longest wait of a run in total.
@@ -30,7 +30,7 @@ class GiveWay:
 
 
 class Throttle:
-    """Throttle of one probe run: it waits for users' requests, and counts the tokens that the run has `spent`."""
+    """Throttle of one probe run. It waits for users' requests, and counts the tokens that the run has `spent`."""
 
     def __init__(self, give_way: GiveWay | None) -> None:
         self._give_way = give_way
@@ -39,11 +39,12 @@ class Throttle:
         self.spent = 0
 
     async def beside_users(self, engine: EngineClient, ask: Callable[[EngineClient], Awaitable[T]]) -> T:
-        """Call `ask` with the client to use, and return its answer.
+        """Call `ask` with the client to use, and return the answer.
 
-        The run first waits until no users' requests are queued, and sends its own with low priority. If the queue never
-        ends, an engine would never serve that priority. So the run stops yielding once its wait is used up, or a
-        request of low priority gets no answer. It then sends requests like one more user.
+        The run first waits until no users' requests are queued, and sends its own requests with low priority. If the
+        queue never empties, an engine never serves requests of that priority. So the run stops waiting once its time
+        for waits is used up, or a request of low priority gets no answer. From then on it sends requests like one more
+        user.
         """
         await self._let_users_go_first()
         if engine.priority is not None and self._yields:
@@ -65,23 +66,23 @@ class Throttle:
         self._left -= time.monotonic() - began
 
 
-# 32 decoded tokens reach past the first sentence, where a damaged cache starts to show.
+# Number of decoded tokens of a prompt. 32 tokens reach past the first sentence, where a damaged cache starts to show.
 DEFAULT_TOKENS = 32
 MIN_TOKENS = 8
 MAX_TOKENS = 128
-# Logprobs to request at each position: vLLM's default --max-logprobs.
+# Number of logprobs to request at each position: vLLM's default --max-logprobs.
 TOP_K = 20
-# A 4-bit cache diverges from bf16 about every tenth token. Twelve resumes leave a margin, and bound the requests to an
-# engine that answers garbage.
+# Largest number of resumed answers of a prompt. A 4-bit cache diverges from bf16 about every tenth token. Twelve
+# resumes leave a margin, and limit the requests to an engine that answers garbage.
 MAX_RESUMES = 12
-# Deadlines allow START_SECONDS, and then time for this speed, a third of a small model's on two busy CPU cores
-# (docs/accuracy-watch.md).
+# A deadline allows START_SECONDS, and then the time that the tokens take at the following speed: a third of the speed
+# of a small model on two busy CPU cores (docs/accuracy-watch.md).
 START_SECONDS = 60.0
 PREFILL_TOKENS_PER_SECOND = 100
 DECODE_TOKENS_PER_SECOND = 2
-# Requests in flight on an engine without users: some damage shows only in large batches.
+# Number of requests in flight on an engine without users. Some damage shows only in large batches.
 CONCURRENCY = 24
-# Tokens in flight, with answers: so many that an engine of that speed reads all prompts before READ_SECONDS end.
+# Largest number of tokens in flight, with answers. At the speed above, an engine reads them all within READ_SECONDS.
 TOKENS_IN_FLIGHT = int(READ_SECONDS * PREFILL_TOKENS_PER_SECOND)
 
 
@@ -89,10 +90,11 @@ TOKENS_IN_FLIGHT = int(READ_SECONDS * PREFILL_TOKENS_PER_SECOND)
 class Settings:
     """Settings of one probe run.
 
-    - `tokens`: decoded tokens of each prompt.
-    - `concurrency`: most requests in flight. Long prompts are fewer (`run.bounded`).
+    - `tokens`: number of decoded tokens of each prompt.
+    - `concurrency`: most requests in flight; fewer if prompts are long (`run.bounded`).
     - `deadline_seconds`: limit of the whole run; None derives it from the number of tokens.
-    - `budget_seconds`: time after which a measurement sends no further prompt, and has what it has compared until then.
+    - `budget_seconds`: time after which a measurement sends no further prompt. Its result covers the prompts until
+      then.
     - `max_resumes`: most new requests of a prompt after divergences.
     - `give_way`: rule by which the run waits for users' requests, or None.
     - `priority`: vLLM's priority of the requests; larger numbers are served later.

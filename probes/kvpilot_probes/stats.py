@@ -19,35 +19,35 @@ from typing import Any, NamedTuple
 from kvpilot_probes.results import Tasks
 from kvpilot_probes.sequential import Seen
 
-# Floor of logprobs: a float32 softmax cannot distinguish smaller ones, and damage stays bounded by MAX_KL.
+# Smallest logprob. A float32 softmax cannot distinguish smaller ones, and with it damage stays below MAX_KL.
 MIN_LOGPROB = -30.0
 MAX_KL = -MIN_LOGPROB
-# A smaller p_rest is a rounding error: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
+# Smallest p_rest. A smaller one is a rounding error: float32 logprobs of 20 tokens add up to 1 only within about 1e-6.
 MIN_REST = 1e-6
-# Probabilities with a larger sum are not a distribution. Logprobs rounded to 16 bits stay below this.
+# Largest sum of probabilities. A larger sum is not a distribution. Logprobs rounded to 16 bits stay below it.
 MAX_MASS = 1.01
-# Absolute positions in the context, so that buckets of different services and days can be compared.
+# Edges of position buckets. Positions are absolute in the context, so that services and days can be compared.
 BUCKET_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 16384)
 MICRO = 1_000_000
 MAX_TEXT = 400
 
 
 class Logprobs(NamedTuple):
-    """One position's answer: the greedy token, and the top tokens' logprobs (finite, in [MIN_LOGPROB, 0])."""
+    """Answer at one position: the greedy token, and the logprobs of the top tokens (finite, in [MIN_LOGPROB, 0])."""
 
     token: int
     top: Mapping[int, float]
 
 
 class Answers(Sequence[Logprobs]):
-    """The positions of one answer in 8 bytes per logprob. Dicts would take twelve times as much memory."""
+    """Answers at all positions of one prompt, in 8 bytes per logprob. Dicts would take twelve times as much memory."""
 
     __slots__ = ("_ends", "_ids", "_logprobs")
 
     def __init__(self, positions: Iterable[Logprobs]) -> None:
         self._ends, self._ids, self._logprobs = array("I"), array("I"), array("f")
         for token, top in positions:
-            # Store the greedy token first: if logprobs are equal, only its place identifies it.
+            # Store the greedy token first. If logprobs are equal, only its place identifies it.
             self._ids.append(token)
             self._logprobs.append(top[token])
             rest = [one for one in top if one != token]
@@ -99,7 +99,7 @@ class DamageBucket:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPair:
-    """The end of one prompt, and the continuation by each side (`stable`, `canary`), for people to read."""
+    """End of one prompt, and the continuation by each side (`stable`, `canary`), for people to read."""
 
     prompt: str
     stable: str
@@ -108,7 +108,7 @@ class AnswerPair:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The damage of a candidate's cache to the baseline's answers. Compare it with a control's damage, not with zero.
+    """Damage of a candidate's cache to its answers. Compare it with the damage of a control, not with zero.
 
     - `stderr_kl_micronats`: standard error of the mean, with prompts as clusters; 0 for a single prompt.
     - `tokens`: prompt tokens and requested tokens of all requests.
@@ -116,7 +116,7 @@ class Measurement:
     - `planned`: buckets to judge.
     - `tasks`: number of tasks that each engine has solved, by bucket.
     - `broken`: number of positions with logprobs that are not numbers.
-    - `cut`: True if the run's time was over before all prompts.
+    - `cut`: True if time ran out before all prompts were measured.
     """
 
     prompts: int
@@ -164,7 +164,7 @@ def _probability(logprob: float) -> float:
 
 
 def _cells(top: list[float]) -> list[float]:
-    """Return the tokens' probabilities and that of all other tokens together, scaled to a sum of 1."""
+    """Return the probabilities of the tokens, and of all other tokens together, scaled to a sum of 1."""
     cells = [*top, max(1.0 - math.fsum(top), MIN_REST)]
     total = math.fsum(cells)
     return [c / total for c in cells]
@@ -177,7 +177,7 @@ def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs,
 
 
 def by_bucket(compared: Iterable[Compared]) -> tuple[Seen, ...]:
-    """Return the mean damage of each prompt in each bucket of its positions, in the order of first positions."""
+    """Return the mean damage of each prompt in each bucket. The order is that of the first positions."""
     groups: dict[tuple[int, str], list[Compared]] = {}
     for c in compared:
         groups.setdefault((c.prompt, c.bucket), []).append(c)
@@ -188,13 +188,13 @@ def by_bucket(compared: Iterable[Compared]) -> tuple[Seen, ...]:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """Return the nearest-rank percentile: the smallest value that a `share` (0 to 1) of the values do not exceed."""
+    """Return the smallest value that at least a `share` (0 to 1) of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
 def buckets(compared: Iterable[Compared]) -> tuple[DamageBucket, ...]:
-    """Return the non-empty buckets by absolute position. The last bucket ends after its last position."""
+    """Return the non-empty buckets of absolute positions. The last bucket ends after its last position."""
     found: dict[int, list[Compared]] = {}
     for c in compared:
         index = max(i for i, edge in enumerate(BUCKET_EDGES) if c.position >= edge)

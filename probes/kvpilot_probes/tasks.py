@@ -1,8 +1,8 @@
 """Let an engine solve tasks without teacher forcing, check the answers exactly, and find loops in long answers.
 
-A teacher-forced answer resumes from the baseline's tokens after each difference. That hides errors that add up over a
-generation. The answer to a task is the engine's own from the first token to the last. The baseline answers the same
-tasks, so a canary of a model that cannot solve them does not fail.
+A teacher-forced answer resumes from the baseline's tokens after each difference, which hides errors that add up over a
+generation. In an answer to a task, every token is the engine's own. The 16-bit engine solves the same tasks, so a
+canary does not fail if even the model in 16 bits cannot solve them.
 """
 
 import json
@@ -18,9 +18,9 @@ from kvpilot_probes.session import Throttle
 
 # Each task gets two answers: a greedy one, and a sampled one with a fixed seed.
 SAMPLINGS: tuple[dict[str, object], ...] = ({"temperature": 0}, {"temperature": 0.7, "seed": 20})
-# A list is checked in parts, so that an error in the middle does not make the whole list wrong.
+# Number of parts of a list that are checked separately, so that one error does not make the whole list wrong.
 PARTS = 4
-# An answer loops if its last tokens repeat with a period of at most this many.
+# Largest period in tokens, with which the end of an answer must repeat to count as a loop.
 _PERIOD = 64
 _LOOP_TOKENS = 192
 
@@ -31,7 +31,7 @@ def cost(tasks: Iterable[Task | None]) -> int:
 
 
 async def done(engine: EngineClient, throttle: Throttle, prompt: Sequence[int], task: Task | None) -> Done | None:
-    """Let the engine solve a task, and return its results; None without a task. `prompt` has token ids."""
+    """Let the engine solve a task, and return its results, or None without a task. `prompt` has token ids."""
     if task is None:
         return None
     asked = solved = long = sound = 0
@@ -57,7 +57,7 @@ async def _generated(
 
 
 def checked(task: Task, text: str) -> list[bool]:
-    """Return for each part of a task if the answer solves it. An open task has no parts."""
+    """Return True or False for each part of a task: whether the answer solves it. An open task has no parts."""
     wanted = json.loads(task.wanted)
     if task.kind == "open":
         return []
@@ -84,7 +84,7 @@ def is_call(text: str, wanted: dict[str, object]) -> bool:
 
 
 def right_parts(text: str, first: int, step: int, count: int) -> list[bool]:
-    """Return for each of PARTS parts of an arithmetic sequence if the text has it right.
+    """Return True for each of the PARTS parts of an arithmetic sequence that the text contains without error.
 
     The sequence has `count` numbers and begins with `first`. The text may begin up to 32 numbers later.
     """

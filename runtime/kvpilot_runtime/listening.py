@@ -4,11 +4,11 @@ import os
 import socket
 
 HOST = "KVPILOT_SERVE_HOST"
-"""Environment variable that sets the address. Set it if several pods share a machine's network."""
+"""Environment variable with the address to listen on. Set it if several pods share a machine's network."""
 
 
 def host() -> str:
-    """Return the address in `HOST`, or else a wildcard address: `::` if it also accepts IPv4, otherwise 0.0.0.0.
+    """Return the address in the variable `HOST`. If it is unset, return `::` if `::` also accepts IPv4, else 0.0.0.0.
 
     Prefer `::`, because 0.0.0.0 cannot be reached in clusters whose pods have only IPv6 addresses.
     """

@@ -1,4 +1,4 @@
-"""vLLM plugin with our dtypes and options. vLLM loads it in each process by the entry point `vllm.general_plugins`.
+"""vLLM plugin that adds our dtypes and options. The entry point `vllm.general_plugins` loads it in each process.
 
 `register` adds the names of our dtypes to vLLM's data. It replaces functions of vLLM only in processes that need this:
 
@@ -19,7 +19,8 @@ from kvpilot_runtime.transfer import host
 from kvpilot_runtime.vllm_api import compat, contract, hooks
 
 BACKENDS = "kvpilot_runtime.backends"
-"""Import path of our backends. vLLM gets backends by import path, so a process imports only those that it uses."""
+"""Import path of our backends. vLLM loads a backend by its import path, so a process imports only those that it uses.
+"""
 
 DTYPE = "KVPILOT_DTYPE"
 """Environment variable that tells child processes which of our dtypes the engine uses."""
@@ -48,8 +49,8 @@ def register() -> None:
 def serve_requests() -> None:
     """Let the engine load offloaded pages if a request asks for it, and finish waiting requests when it drains.
 
-    Engines with vLLM's own dtypes call this, too, and must start with any later vLLM. So if this vLLM lacks a part that
-    we need, only log it.
+    Engines with vLLM's own dtypes call this function, too, and must start with any later vLLM. So if this vLLM lacks a
+    part that we need, only log the fault.
     """
     contract.tell(_platform())
     for serve_part in (host.heed_from_host, hooks.around_shutdown, _offload_on_cpu):
@@ -102,7 +103,7 @@ def _offload_on_cpu() -> None:
 
 
 def settle(worker: Any) -> None:
-    """Calibrate a worker that has loaded its model, and report its settings. vLLM then makes its KV cache.
+    """Calibrate a worker that has loaded its model but has no KV cache yet, and report its settings.
 
     Raises:
         UnsupportedModelError: in the same cases as `refuse_unsupported_options` and `at_start.calibrate`.
@@ -112,14 +113,14 @@ def settle(worker: Any) -> None:
     from kvpilot_runtime.recent import ring_layers
 
     if layers := our_layers(worker.vllm_config):
-        # Refuse unsupported options first. Later, an unsupported connector would use parts that do not exist.
+        # Refuse unsupported options now. Later, an unsupported KV connector would fail for an unclear reason.
         refuse_unsupported_options(worker.vllm_config)
     at_start.calibrate(worker, layers)
     ring_layers.report(worker.vllm_config, layers)
 
 
 def serve(worker: Any) -> None:
-    """Prepare a worker that has its KV cache: check pages, and give terms to its connector.
+    """Prepare a worker that has its KV cache: check its pages, and pass the engine's terms to its KV connector.
 
     Raises:
         UnsupportedModelError: in the same cases as `refuse_other_groups`.

@@ -1,8 +1,8 @@
 """`kvpilot-prefetch`: download models from the hub to a volume claim before engines start.
 
-It needs neither a GPU nor vLLM. It does not fetch existing files again, so an interrupted run resumes. While it runs,
-/metrics has the bytes on the claim and the total. On failure, the last line on stderr is JSON like kvpilot-serve's,
-with a reason: ModelNotFound, VolumeFull, VolumeNotWritable or HubUnreachable.
+It needs neither a GPU nor vLLM. It does not fetch existing files again, so an interrupted download resumes. While it
+runs, its /metrics has the bytes on the claim and the total. On failure, the last line on stderr is JSON like that of
+kvpilot-serve, with a reason: ModelNotFound, VolumeFull, VolumeNotWritable or HubUnreachable.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True)
 class Part:
-    """Model or adapter to download from the hub. `files` are (name, size in bytes, name of the blob in the cache)."""
+    """Model or adapter to download from the hub. `files` are (name, bytes, name of the content in the hub cache)."""
 
     name: str
     revision: str | None
@@ -85,7 +85,7 @@ def plan(name: str, revision: str | None) -> Part:
 
     Raises:
         PreflightError: ModelNotFound.
-        Exception: one of `_client_errors`; the hub cannot be reached, or answers badly.
+        Exception: one of `_client_errors`, if the hub cannot be reached or its answer cannot be used.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -107,7 +107,7 @@ def fetch(part: Part) -> None:
 
     Raises:
         PreflightError: ModelNotFound.
-        Exception: one of `_client_errors`; the hub or the file system fails.
+        Exception: one of `_client_errors`, if the hub or the file system fails.
     """
     from huggingface_hub import hf_hub_download
 
@@ -140,10 +140,10 @@ def check_room(cache: Path, parts: Sequence[Part]) -> None:
 
 
 def run(wanted: Sequence[tuple[str, str | None]], cache: Path, port: int) -> None:
-    """Download models, as (name, revision), into the cache, and serve metrics at this port.
+    """Download `wanted` models, as (name, revision), into the cache, and serve metrics at `port`.
 
     Raises:
-        PreflightError: a download is not possible.
+        PreflightError: a model cannot be downloaded.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -169,9 +169,9 @@ def _tell(parts: Sequence[Part], cache: Path, port: int) -> None:
     from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
     registry = CollectorRegistry()
-    there = Gauge("kvpilot_prefetch_bytes", "Bytes on the claim.", registry=registry)
+    there = Gauge("kvpilot_prefetch_bytes", "Bytes of these files that are on the claim.", registry=registry)
     there.set_function(lambda: sum(part.there(cache) for part in parts))
-    total = Gauge("kvpilot_prefetch_total_bytes", "Bytes that will be there.", registry=registry)
+    total = Gauge("kvpilot_prefetch_total_bytes", "Bytes of all files to download.", registry=registry)
     total.set(sum(part.size for part in parts))
     start_http_server(port, listening.host(), registry)
 
@@ -192,7 +192,7 @@ def _full(why: str) -> PreflightError:
 
 
 def _contents(cache: Path, name: str) -> Path:
-    """Return the hub cache's folder of a model's blobs: file contents, named by their hash."""
+    """Return the folder of a model's blobs in the hub cache: files that are named by the hash of their content."""
     return cache / f"models--{name.replace('/', '--')}" / "blobs"
 
 
@@ -206,13 +206,19 @@ def _written(path: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `kvpilot-prefetch`. Return 0 on success, 1 if another attempt may help, 78 if only a change can help."""
+    """Run `kvpilot-prefetch`. Return 0 on success, 1 if a retry may help, 78 if a retry cannot help."""
     parser = argparse.ArgumentParser(prog="kvpilot-prefetch", allow_abbrev=False, description=__doc__)
     add_version(parser)
-    parser.add_argument("--model", required=True, metavar="ORG/MODEL", help="on the hub")
+    parser.add_argument("--model", required=True, metavar="ORG/MODEL", help="model on the hub")
     parser.add_argument("--revision", help="branch, tag or commit of the model")
-    parser.add_argument("--adapter", action="append", default=[], metavar="ORG/ADAPTER", help="may be given again")
-    parser.add_argument("--port", type=int, default=8000, help="where /metrics is")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="ORG/ADAPTER",
+        help="adapter on the hub; may be given several times",
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port that serves /metrics")
     asked = parser.parse_args(argv)
     # The first process of a container ignores SIGTERM by default, so handle it. A normal exit would wait until all
     # threads have finished their files, so exit at once.

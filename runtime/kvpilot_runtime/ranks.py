@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def of_all_ranks(mine: T) -> list[T]:
-    """Return all ranks' values, by pipeline stage, then by tensor-parallel rank. Every rank must call this."""
+    """Return the values of all ranks, by pipeline stage, then by tensor-parallel rank. Every rank must call this."""
     from vllm.distributed import get_pp_group, get_tp_group
 
     return [one for stage in _of_group(_of_group(mine, get_tp_group()), get_pp_group()) for one in stage]

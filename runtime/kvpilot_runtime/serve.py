@@ -1,15 +1,14 @@
 """`kvpilot-serve`: the entry point of the runtime image. It checks its arguments, then becomes `vllm serve`.
 
-A refusal is a JSON line, the last one on stderr, with exit code 78 (EX_CONFIG: a restart will not help)::
+If it refuses the arguments, the last line on stderr is JSON, and the exit code is 78 (EX_CONFIG: a restart will not
+help)::
 
     {"kvpilot": "refused", "reason": "DoesNotFit", "message": "weights 14,904 MiB + ..."}
 
-A warning is such a line with ``"warning"``; the engine still starts.
+A warning is such a line with ``"kvpilot": "warning"``. The engine still starts.
 """
 
 import argparse
-import json
-import math
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from kvpilot_formats import arguments as vllm
 from kvpilot_formats import formats
 from kvpilot_formats.installed import add_version
 from kvpilot_runtime import compiled, listening
-from kvpilot_runtime.config import offload, options
+from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import PreflightError, tell
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.preflight import machine, memory
@@ -31,9 +30,9 @@ from kvpilot_runtime.preflight.request import Request, model_folder
 
 REFUSED = 78
 CALIBRATION = "KVPILOT_CALIBRATION"
-"""Environment variable with the calibration file or `off`, for the engine's processes."""
+"""Environment variable that gives the engine's processes the path of the calibration file, or `off`."""
 RECENT = "KVPILOT_RECENT_TOKENS"
-"""Environment variable with the size of the recent window in tokens, for the engine's processes."""
+"""Environment variable that gives the engine's processes the size of the recent window in tokens."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _count(text: str) -> int:
-    """Parse a count of at least 1 as vLLM does: 1024, 64M (binary), 64m (decimal)."""
+    """Parse a count of at least 1, written as for vLLM: 1024, 64M (times 2^20), 64m (times 10^6)."""
     try:
         value = vllm.whole_number(text)
     except ValueError:
@@ -53,7 +52,7 @@ def _count(text: str) -> int:
 
 
 def _length(text: str) -> int | None:
-    """Parse a number of tokens. Return None for `auto` and -1: vLLM then finds the largest number that fits."""
+    """Parse a number of tokens. Return None for `auto` and -1, with which vLLM finds the largest number that fits."""
     return None if text.strip().lower() in ("-1", "auto") else _count(text)
 
 
@@ -62,16 +61,6 @@ def _window(text: str) -> int:
         choices = ", ".join(map(str, formats.RECENT_CHOICES))
         raise argparse.ArgumentTypeError(f"{text!r} is not a window that can be served; use one of {choices}")
     return int(text)
-
-
-def _gib(text: str) -> int:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB above 0")
-    return int(value * 2**30)
 
 
 def _fraction(text: str) -> float:
@@ -89,21 +78,18 @@ def _parser() -> argparse.ArgumentParser:
                      "argument goes unchanged to `vllm serve`.")  # fmt: skip
     add_version(parser)
     parser.add_argument("--model", required=True, help="folder or hub id")
-    parser.add_argument("--revision", help="of a model on the hub")
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--kv-cache-dtype-skip-layers", help="comma-separated: sliding_window, layer numbers; our "
-                        "dtypes skip sliding_window by default")  # fmt: skip
-    parser.add_argument("--dtype", default="auto", help="of the weights")
+    parser.add_argument("--kv-cache-dtype-skip-layers", help="layers that stay in 16 bits, comma-separated: "
+                        "sliding_window, or layer numbers (default with our dtypes: sliding_window)")  # fmt: skip
+    parser.add_argument("--dtype", default="auto", help="dtype of the weights")
     parser.add_argument("--calibration", metavar="FILE", default=os.environ.get(CALIBRATION) or None,
-                        help=f"static factors of the model's keys and values, or `off` (default: {CALIBRATION}; "
-                        "without either, the engine calibrates itself at start)")  # fmt: skip
+                        help="file with static factors of the model's keys and values, or `off` (default: "
+                        f"{CALIBRATION}; without either, the engine calibrates itself at start)")  # fmt: skip
     parser.add_argument("--recent-tokens", type=_window, metavar="N", default=os.environ.get(RECENT) or None,
-                        help="the last N tokens of a sequence are read with 8 bits or more: "
+                        help="number of last tokens of a sequence that are read with 8 bits or more: "
                         f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
                         f"{formats.default_windows()}, or what the context has room for)")  # fmt: skip
-    parser.add_argument(options.DISK_PATH, metavar="FOLDER", help=f"beside {options.OFFLOAD}: offloaded pages go on "
-                        "to a file in this folder, which no other engine reads and which ends with it")  # fmt: skip
-    parser.add_argument(options.DISK_SIZE, type=_gib, metavar="GIB", help="of that file, at most")
     parser.add_argument("--max-model-len", type=_length, help="tokens, or auto")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)
@@ -112,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
-    """Return the request and the arguments for `vllm serve`, to which `main` adds more.
+    """Return the request, and the arguments for `vllm serve`. `main` adds more arguments.
 
     Raises:
         PreflightError: an argument is invalid.
@@ -135,7 +121,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
     request = Request(
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
         known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
-        tuple(others), known.recent_tokens, known.kv_offloading_disk_path, known.kv_offloading_disk_size,
+        tuple(others), known.recent_tokens,
         found.on("--max-model-len") and known.max_model_len is None,
     )  # fmt: skip
     arguments = [
@@ -175,9 +161,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments += ["--kv-cache-dtype-skip-layers", *findings.skip_layers]
     if findings.disable_window:
         arguments.append("--disable-sliding-window")
-    if request.disk_path is not None and request.disk_bytes is not None:
-        below = offload.below_host(request.disk_path, request.disk_bytes)
-        arguments += [options.TRANSFER, json.dumps(below)]
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, options.SERVE: "1"}
     if request.calibration:
         environment[CALIBRATION] = request.calibration
@@ -186,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if findings.config is not None:
         environment[model_info.VARIABLE] = model_info.encode(findings.config)
     if model_folder(request.model) is not None and not asks_a_hub(request):
-        environment.setdefault("HF_HUB_OFFLINE", "1")  # the model's folder is complete, so a start never needs the hub
+        # The model's folder is complete, so the engine never needs the hub at start.
+        environment.setdefault("HF_HUB_OFFLINE", "1")
     variables, beside = compiled.prepare(arguments, environment, partial(tell, "warning"))
     if beside is not None:
         subprocess.Popen(beside, stdin=subprocess.DEVNULL)
@@ -194,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become_vllm(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    # -P keeps files in the working directory from shadowing Python's modules.
+    # -P prevents files in the working directory from shadowing Python's modules.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
     os.execve(sys.executable, [*command, *arguments], environment)  # noqa: S606
 

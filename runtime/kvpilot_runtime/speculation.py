@@ -1,7 +1,7 @@
 """Speculative decoding with our dtypes: refuse unsupported methods, and count draft tokens.
 
-A sequence with k draft tokens has 1 + k query tokens in an engine step. Each attends to the tokens up to itself. The
-model accepts drafts up to the first wrong one. The next step overwrites the slots of rejected drafts.
+A sequence with k draft tokens has 1 + k query tokens in an engine step. Each query token attends to the tokens up to
+itself. The model accepts drafts up to the first wrong one. The next step overwrites the slots of rejected drafts.
 """
 
 from collections.abc import Sequence, Set
@@ -32,7 +32,7 @@ def refuse_other_drafters(vllm_config: Any, dtype: str) -> None:
 
 
 def has_draft_model(vllm_config: Any) -> bool:
-    """Return True if drafts come from a model. vLLM lists its layers together with the served model's."""
+    """Return True if a draft model makes the drafts. vLLM lists the layers of draft model and target model together."""
     found = getattr(vllm_config, "speculative_config", None)
     return found is not None and found.method in DRAFT_MODELS
 
@@ -40,8 +40,8 @@ def has_draft_model(vllm_config: Any) -> bool:
 def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[str]) -> None:
     """Raise UnsupportedModelError if a layer of the draft model is outside the first KV-cache group.
 
-    vLLM 0.32 stores the draft model's tokens with the block table of the first group. Layers in another group would
-    overwrite pages of the served model.
+    vLLM 0.32 stores the draft model's tokens with the block table of the first group. A draft layer in another group
+    would overwrite pages of the target model.
 
     Args:
         groups: vLLM's `KVCacheGroupSpec`s.
@@ -58,10 +58,10 @@ def refuse_other_groups(vllm_config: Any, groups: Sequence[Any], drafting: Set[s
 def spares(vllm_config: Any, layer: Any) -> int:
     """Return how many unused ring layers to add, so that one KV-cache group holds all layers of a draft model.
 
-    vLLM makes KV-cache groups of equal size. Attention layers of the served and of the draft model have equal pages,
-    but only the served model has ring layers. So vLLM would split the attention layers by the number of ring layers,
-    and the draft model's might fall into two groups. With as many ring layers as attention layers, there is one group
-    of each. These groups are no larger than with vLLM's own padding.
+    vLLM creates KV-cache groups with equal numbers of layers. Attention layers of target and draft model have equal
+    pages, but only the target model has ring layers. So vLLM would split the attention layers into groups as large as
+    the ring layers' group, and the draft model's layers might fall into two groups. With as many ring layers as
+    attention layers, there is one group of each kind. These groups are no larger than with vLLM's own padding.
     """
     found = getattr(vllm_config, "speculative_config", None)
     if found is None or found.method != "draft_model":

@@ -1,1 +1,1 @@
-"""Small models of many families for tests, their draft models and adapters, and an oracle that checks answers."""
+"""Small models of many families, with draft models and adapters, and an oracle that checks answers in tests."""

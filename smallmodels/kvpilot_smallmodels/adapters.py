@@ -1,4 +1,4 @@
-"""Random LoRA adapter of a small model, and the same model with the adapter merged."""
+"""Random LoRA adapter for a small model, and the same model with the adapter merged into its weights."""
 
 import json
 import shutil

@@ -1,6 +1,6 @@
 """Draft models for a small random model: a noisy copy of it, and heads of one layer with random weights.
 
-The drafts of random heads are wrong, but an engine runs them as it runs trained heads.
+The drafts of random heads are wrong, but an engine runs random heads in the same way as trained ones.
 """
 
 import json
@@ -52,7 +52,7 @@ def _save(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]
 
 
 def shaken(model: Path, folder: Path, by: float = 0.02) -> Path:
-    """Write a copy of the model with noise on all weights except the embedding, so that some drafts are right."""
+    """Write a copy of the model with noise on all weights but the embedding. Some of its drafts are right."""
     torch.manual_seed(1)
     weights = load_file(model / "model.safetensors")
     for name, weight in weights.items():

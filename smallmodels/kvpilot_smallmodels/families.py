@@ -1,7 +1,7 @@
 """Models of two to four layers with seeded random weights, one for each kind of attention.
 
-They are so small that an engine and plain transformers answer hundreds of requests in seconds. There is no tokenizer:
-requests are token ids.
+The models are so small that an engine and plain transformers answer hundreds of requests in seconds. They have no
+tokenizer, so requests are token ids.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,13 @@ _COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """Recipe of a model.
+    """Recipe for a model.
 
     Attributes:
         config: the config class in transformers.
         fields: fields of its config.
-        filled: constants for weights, by the suffix of their names. With random values, attention would be uniform.
+        filled: constant values of some weights, by the suffix of their names. With random values there, attention would
+            be uniform.
         skip: layers that stay in 16 bits.
     """
 
@@ -162,8 +163,8 @@ def make(
 
     Args:
         change: function that modifies the model before it is written.
-        kind: config class in place of the family's.
-        fields: fields of the config that replace the family's.
+        kind: config class to use instead of the family's.
+        fields: fields of the config that replace those of the family.
     """
     import torch
     import transformers

@@ -1,6 +1,6 @@
-"""Models that do not come from a model hub: SmolLM2-135M-Instruct and Gemma 3 270M, and tiny random models.
+"""Models that need no model hub: SmolLM2-135M-Instruct and Gemma 3 270M, and tiny random models.
 
-Each is made once, in a folder under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``::
+Each model is made once, in a folder under ``${KVPILOT_CACHE:-~/.cache/kvpilot}/models``::
 
     python -m kvpilot_smallmodels.models smollm2-135m      # prints the folder's path
 """
@@ -77,7 +77,7 @@ MODELS: dict[str, Callable[[Progress | None], Path]] = {
 
 
 def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress | None) -> Path:
-    """Return the folder of a model. Make it first if needed, in a scratch folder, so that nobody sees half a model."""
+    """Return the folder of a model. If it is missing, make it in a scratch folder, so that nobody sees half a model."""
     report = progress or (lambda _what, _fraction: None)
     folder = cache_folder() / "models" / name
     if not (folder / "config.json").exists():
@@ -89,7 +89,7 @@ def _once(name: str, make: Callable[[Path, Progress], None], progress: Progress 
             try:
                 made.rename(folder)
             except OSError:
-                if not (folder / "config.json").exists():  # another process may have won the race, which is fine
+                if not (folder / "config.json").exists():  # another process may have made the model first
                     raise
     report("ready", 1.0)
     return folder
@@ -126,7 +126,7 @@ def _convert_gguf(gguf: Path, folder: Path, report: Progress) -> None:
     report("reading the weights", 0.3)
     model, tokenizer = _read_gguf(gguf)
     report("writing the model", 0.8)
-    # Remove the dequantizer that loading from GGUF leaves, so that it is not written into config.json.
+    # Remove the dequantizer that the loader of GGUF files leaves, so that it is not written into config.json.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -200,7 +200,7 @@ def _tiny(family: str, **fields: Any) -> Callable[[Path, Progress], None]:
 
 
 def main() -> int:
-    """Make the model named on the command line and print its folder."""
+    """Make the model that the command line names, and print its folder."""
     if len(sys.argv) != 2 or sys.argv[1] not in MODELS:
         print(f"usage: python -m kvpilot_smallmodels.models {{{'|'.join(MODELS)}}}", file=sys.stderr)
         return 2

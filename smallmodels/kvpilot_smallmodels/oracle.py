@@ -1,8 +1,8 @@
 """Oracle for an engine's answers: the same weights and quantization in plain transformers, without pages or batches.
 
-One causal pass over prompt and answer gives the logits of each step. All keys and values are quantized and read back as
-whole tensors (the codec). An engine computes the same values token by token from its pages, because every token is
-quantized on its own. The engine must read a chunk's own tokens back from the pages (KVPILOT_PREFILL_FROM_PAGES).
+One causal pass over prompt and answer gives the logits of each step. The *codec* quantizes all keys and values as whole
+tensors, and reads them back. An engine computes the same values token by token from its pages, because every token is
+quantized on its own. For this, prefill must also read a chunk's own tokens from pages (KVPILOT_PREFILL_FROM_PAGES).
 
 With a recent window the oracle needs a record of the engine's steps. Only a step of one token reads the window, and the
 window holds only tokens that were stored after the sequence got a ring.
@@ -24,14 +24,15 @@ from kvpilot_kernels.reference.attention import round_trip
 
 _NAME = "kvpilot_oracle"
 SLACK = 1e-3
-"""Largest change of a logit by rounding if all quantized values stay the same. The spread of logits is 3.4."""
+"""Largest change of a logit by rounding if all quantized values stay the same. Logits spread over 3.4."""
 
 
 @dataclass(frozen=True)
 class Picture:
     """Image in a prompt.
 
-    `pixels` are as the model's processor returns them. `spans` are the tokens [begin, end) that attend to each other.
+    `pixels` has the form that the model's processor returns. `spans` are ranges of tokens [begin, end) that attend to
+    each other.
     """
 
     pixels: torch.Tensor
@@ -46,8 +47,8 @@ class Oracle:
         dtype: one of our formats, or `auto` for no codec. Latent formats are for DeepSeek V2's attention.
         factors: a calibration, layer by layer.
         recent: tokens of the recent window.
-        seen: function from a number of tokens to bool [queries, keys], True if the query attends to the key. A query
-            must attend to itself. None if queries attend to all earlier keys.
+        seen: function that returns a mask for a number of tokens, bool [queries, keys], True if the query attends to
+            the key. A query must attend to itself. None if queries attend to all earlier keys.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Oracle:
     ) -> torch.Tensor:
         """Return the log-probabilities at each answer token, float64 [tokens, vocabulary], without a recent window.
 
-        `jitter` and `misread` are those of `shortfalls`.
+        `jitter` and `misread` mean the same as in `shortfalls`.
         """
         return self._logits(prompt, answer, jitter, misread).log_softmax(-1)
 
@@ -113,7 +114,7 @@ class Oracle:
 
     @torch.inference_mode()
     def best(self, prompt: list[int], count: int) -> list[tuple[int, float]]:
-        """Return the `count` most likely next tokens and their log-probabilities, best first, with no recent window."""
+        """Return the `count` likeliest next tokens and their log-probabilities, best first, without a recent window."""
         values, tokens = self._logits(prompt, [0])[-1].log_softmax(-1).topk(count)
         return list(zip(tokens.tolist(), values.tolist(), strict=True))
 
@@ -204,7 +205,7 @@ class Oracle:
         return out.transpose(1, 2), None
 
     def _read_back(self, expand: Callable[..., Any], codec: latent.LatentFormat) -> Callable[..., Any]:
-        """Wrap `expand`, so that it makes keys and values from entries after a round trip through the codec."""
+        """Wrap `expand`, so that it computes keys and values from entries that have been through the codec."""
 
         def from_codec(kv: torch.Tensor, rope: torch.Tensor) -> Any:
             back = latent_round_trip(self._moved(torch.cat([kv, rope], -1)), codec).float()
@@ -218,7 +219,7 @@ class Oracle:
     ) -> torch.Tensor:  # fmt: skip
         """Compute causal attention in which a query reads the tokens of the recent window with more bits.
 
-        `plain` and `fine` are keys and values, each [1, kv_heads, tokens, D], without and with their residuals.
+        `plain` and `fine` are keys and values without and with their residuals, each [1, kv_heads, tokens, D].
         """
         repeat = query.shape[1] // plain[0].shape[1]
         (key, value), (near_key, near_value) = (

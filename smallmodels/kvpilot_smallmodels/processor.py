@@ -1,4 +1,4 @@
-"""Check if this machine's processor supports vLLM's quantized KV-cache dtypes."""
+"""Find out whether this machine's processor supports vLLM's quantized KV-cache dtypes."""
 
 import platform
 from collections.abc import Iterable

@@ -13,8 +13,9 @@ def in_steps(
     Args:
         engine: vLLM's `LLMEngine`.
         counts: number of tokens of each answer.
-        first: the first request's id; further ids count up from it.
-        after: called after each step with the number of steps so far and the step's outputs. It may abort requests.
+        first: id of the first request. Further ids count up from it.
+        after: function that is called after each step, with the number of steps so far and the step's outputs. It may
+            abort requests.
     """
     from vllm import SamplingParams
 

@@ -1,7 +1,7 @@
-"""GPU kernels run in Triton's interpreter here: on a CPU, from the same source, with the same numbers.
+"""Run GPU kernels in Triton's interpreter: on a CPU, from the same source, with the same numbers.
 
-Triton reads TRITON_INTERPRET when it defines a kernel, also for the kernels of its own library. The variable is unset
-before the first test, so that processes which tests start do not see it.
+Triton reads TRITON_INTERPRET when it defines a kernel, even a kernel of its own library. The variable is unset before
+the first test, so that processes which a test starts do not inherit it.
 """
 
 import os
@@ -16,8 +16,8 @@ import torch
 if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
     raise pytest.UsageError("triton is already there to compile: run tests/kernels in a process of its own")
 
-# Use one thread: tensors are small, so more threads would mostly wait. Their number would also change the order of
-# sums.
+# Use one thread: tensors are small, so more threads would mostly wait. Another number of threads would also change the
+# order of sums.
 torch.set_num_threads(1)
 
 before = os.environ.get("TRITON_INTERPRET")
@@ -40,7 +40,7 @@ finally:
 
 @pytest.fixture(autouse=True, scope="session")
 def on_cpu() -> Iterator[None]:
-    """Make `GpuPages` and `GpuLatentPages` launch every kernel on the CPU, including Gluon's."""
+    """Make `GpuPages` and `GpuLatentPages` launch every kernel on the CPU, including Gluon kernels."""
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel"))
         patch.setattr(latent_pages, "latent_decode_kernel", EagerKernel(latent_decode, "latent_decode_kernel"))

@@ -1,4 +1,4 @@
-"""One layer of the CUDA backend on a CPU, step by step: real metadata and kernels, and FlashAttention in plain torch.
+"""Run one layer of the CUDA backend on a CPU, step by step: real metadata and kernels, FlashAttention in plain torch.
 
 FlashAttention, and vLLM's kernel that merges partial results, run only on GPUs. Their stand-ins also multiply the rows
 after the last token by zero, so that a NaN in the padding shows.
@@ -28,7 +28,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                     cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
                     causal: bool, softcap: float, fa_version: int, out: torch.Tensor | None = None,
                     return_softmax_lse: bool = False) -> Any:  # fmt: skip
-    """Attend with variable lengths and a causal mask aligned to the last key. Without keys return 0 and -inf."""
+    """Compute attention of sequences of any lengths, causal up to the last key. Without keys return 0 and -inf."""
     assert fa_version == 3
     assert softcap == 0
     result = torch.full_like(query, torch.nan) if out is None else out
@@ -39,7 +39,7 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         new, old = q.stop - q.start, k.stop - k.start
         assert new <= max_seqlen_q
         assert old <= max_seqlen_k
-        # Read the last tile beyond the sequence's end, as the GPU does, at most to the end of the tensor.
+        # The GPU reads the last tile beyond the sequence's end, so do the same, at most to the end of the tensor.
         tile = slice(k.start, min(k.start + -(-old // 128) * 128, key.shape[0]))
         keys, values = (x[tile].repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         scores = torch.einsum("ihd,thd->hit", query[q], keys) * softmax_scale
@@ -80,7 +80,7 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
     # Use small tiles and a wave of 2 programs per KV head.
     monkeypatch.setattr(tuning, "choose", lambda *_: Choice(16, 2, 4))
-    monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # steps use all block sizes of `store`
+    monkeypatch.setattr(tuning, "FEW_TOKENS", 4)  # With this, steps use all block sizes of `store`.
     # The interpreter takes as long for a program of 8 tokens as for one of 64.
     stores = {dim: (few, Block(64, many.warps)) for dim, (few, many) in tuning.STORES.items()}
     monkeypatch.setattr(tuning, "STORES", stores)
@@ -90,7 +90,7 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "get_flash_attn_version", lambda **_: 3)
     monkeypatch.setattr(
         module, "workspace_bytes", lambda _part: 4 * KV_HEADS * DIM * 64
-    )  # contexts come in many chunks
+    )  # So contexts come in many chunks.
     monkeypatch.setattr(packed, "get_forward_context", lambda: STEP)
     return module
 
@@ -100,13 +100,15 @@ STEP = SimpleNamespace(attn_metadata=None)
 
 
 class Engine:
-    """Sequences that grow step by step in one layer of the backend. A reference checks every step's output."""
+    """Sequences that grow step by step in one layer of the backend. A reference implementation checks every output."""
 
     def __init__(
         self, module: Any, name: str, blocks: int = 12, width: int = 4, recent: int = 0, drafts: int = 0,
         chunk: int = 0, heads: int = HEADS, sinks: torch.Tensor | None = None, shared: bool = False, dim: int = DIM,
     ) -> None:  # fmt: skip
-        """Create the layer. `shared` adds one that reads the first one's cache, and checks its output instead."""
+        """Create the layer. `shared` adds a layer that reads the first one's cache, and checks the output of that
+        layer.
+        """
         from kvpilot_runtime.backends import packed
 
         self.dim, self.width, self.recent, self.drafts, self.chunk = dim, width, recent, drafts, chunk
@@ -146,7 +148,7 @@ class Engine:
             parallel_config=SimpleNamespace(enable_dbo=False, ubatch_size=0),
         )  # fmt: skip
         kind = getattr(module, backend_class(name))
-        if chunk:  # as vLLM creates the backend of a layer that shares a cache
+        if chunk:  # vLLM creates the backend of a layer with chunked attention in this way.
             made = pytest.importorskip("vllm.model_executor.layers.attention.chunked_local_attention")
             kind = made.create_chunked_local_attention_backend(kind, chunk)
         spec = SimpleNamespace(block_size=BLOCK)
@@ -174,8 +176,8 @@ class Engine:
         """Run one step with `new` tokens for each sequence, decodes first, and check every output row.
 
         NaN rows of padding follow the tokens. The last `wrong` tokens of a sequence are rejected afterwards. Sequences
-        with more tokens than a decode are prefilling, unless they are `resumed`. The tokens of each range in `images`
-        (first to last) attend to each other in both directions.
+        with more tokens than a decode step are prefilled, unless they are `resumed`. The tokens of each range in
+        `images` (first to last) attend to each other in both directions.
         """
         images = images or {}
         counts = list(new.values())
@@ -210,7 +212,7 @@ class Engine:
             num_reqs=len(new), causal=True, max_query_len=max(counts), num_actual_tokens=total + padding, seq_lens=lens,
             query_start_loc_cpu=(starts := torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)),
             query_start_loc=starts,
-            # Upper bound: as if all earlier drafts had been accepted. Prompts have no drafts.
+            # This is the upper bound: the lengths if all earlier drafts had been accepted. Prompts have no drafts.
             seq_lens_cpu_upper_bound=torch.where(prompts, lens, lens + self.drafts), is_prefilling=prompts,
             block_table_tensor=table,
             slot_mapping=torch.tensor(slots + [-1] * padding),
@@ -255,7 +257,7 @@ class Engine:
     def pieces(
         self, new: dict[str, int], before: dict[str, int], images: dict[str, Any]
     ) -> Iterator[tuple[str, int, int, int, bool]]:
-        """Yield parts of new tokens: sequence, first visible token, first and end, and True for a decode."""
+        """Yield parts of the new tokens: sequence, first visible token, first token, end, and True for a decode."""
         number, decodes = itertools.count(1), True
         for name, count in new.items():
             first, last = before[name], before[name] + count
@@ -279,7 +281,7 @@ class Engine:
         return self.ring_builder.build(0, SimpleNamespace(**{**vars(common), "block_table_tensor": table}))
 
     def with_window(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Attend from one query. Read the last `recent` tokens from the ring, and the others from quantized pages."""
+        """Compute one query's attention. The last `recent` tokens come from the ring, the others from pages."""
         near = (torch.arange(len(keys)) >= len(keys) - self.recent)[:, None, None]
 
         def read(x: torch.Tensor, side: str) -> torch.Tensor:

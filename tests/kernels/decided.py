@@ -1,8 +1,7 @@
-"""Rows whose bytes do not depend on the order of float32 sums, so that all implementations must agree.
+"""Find rows whose bytes do not depend on the order of float32 sums, so that all implementations must agree.
 
-Two results of a group depend on sums even if its elements are exact. They are the encoder's range of least squared
-error, and the nearest stored value of a stretched scale. Of 1,440 rows of one to four groups, 21 were too close to a
-tie.
+Two results of a group depend on sums even if its elements are exact: which range has the least squared error, and which
+stored value is nearest to a stretched scale. Of 1,440 rows of one to four groups, 21 were too close to a tie.
 """
 
 import torch

@@ -1,7 +1,8 @@
-"""Find values that are missing in Triton's key of a compiled kernel. A process that compiles kernels runs this.
+"""Find values that Triton's cache key of a compiled kernel does not cover, and print them as JSON.
 
-Triton follows functions and constexpr globals. No key covers attributes of a module that a function reads, nor plain
-globals in a `constexpr_function`. If a cache outlives a kvpilot version, an old kernel would run. The report is JSON.
+The key covers functions and constexpr globals. It covers neither attributes of a module that a function reads, nor
+plain globals in a `constexpr_function`. If a kernel read such a value, a cache that outlives a kvpilot version would
+return an old kernel. Run this in a process that compiles kernels.
 """
 
 import ast
@@ -37,7 +38,7 @@ def functions() -> dict[str, JITCallable]:
 
 
 def unseen(function: JITCallable) -> list[str]:
-    """Return the names that a function reads and whose values are in no key."""
+    """Return the names that a function reads, but whose values are in no key."""
     nodes, scope = list(ast.walk(function.parse())), function.get_capture_scope()
     own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}

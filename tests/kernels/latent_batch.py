@@ -1,4 +1,4 @@
-"""Small batches of latent pages on a CPU: realistic entries, ragged sequences, poison in all unused memory."""
+"""Small batches of latent pages on a CPU: realistic entries, sequences of different lengths, unused memory poisoned."""
 
 from dataclasses import dataclass, field
 
@@ -41,13 +41,13 @@ def some_entries(count: int, rng: torch.Generator, outliers: int = 12, size: flo
 
 
 def some_factors(rng: torch.Generator) -> LatentFactors:
-    """Return factors with an effect: means of the data's size, and scales from a half to two."""
+    """Return factors that change results: means of the data's size, and scales from a half to two."""
     scale = (torch.rand(ENTRY, generator=rng) * 2 - 1).exp2()
     return LatentFactors(torch.randn(ENTRY, generator=rng), scale)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rotate both parts of [..., 576], float64."""
+    """Rotate both parts of entries [..., 576] in float64."""
     parts = (x[..., :RANK].double(), x[..., RANK:].double())
     return torch.cat([part @ hadamard(part.shape[-1], torch.float64) for part in parts], -1)
 
@@ -100,11 +100,11 @@ class LatentBatch:
         self.pages = GpuLatentPages(self.cache, self.shape, self.factors)
 
     def queries(self) -> torch.Tensor:
-        """Return float32 [sequences, heads, 576]."""
+        """Return queries, float32 [sequences, heads, 576]."""
         return torch.randn(len(self.lengths), self.heads, ENTRY, generator=self.rng) * self.size
 
     def plan(self) -> LatentPlan:
-        """Return the step's plan, its scratch all NaN."""
+        """Return the step's plan. Its scratch memory is full of NaN."""
         plan = LatentPlan(self.shape, max(1, len(self.lengths)))
         for scratch in (plan.partial, plan.lse, plan.rotated, plan.sums):
             scratch.fill_(torch.nan)
@@ -116,7 +116,7 @@ class LatentBatch:
         self.pages.prepare(query[..., :RANK], query[..., RANK:], plan, self.scale)
 
     def decode(self, query: torch.Tensor) -> torch.Tensor:
-        """Return float32 [sequences, heads, 512] through plan, prepare, decode and reduce."""
+        """Return the output of plan, prepare, decode and reduce, float32 [sequences, heads, 512]."""
         plan, out = self.plan(), torch.full((*query.shape[:2], RANK), torch.nan)
         self.prepare(query, plan)
         self.pages.decode(self.table, self.lens, plan, out)

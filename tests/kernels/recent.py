@@ -62,7 +62,7 @@ class Sequences:
         )
 
     def slots(self, sequence: int, begin: int, end: int) -> torch.Tensor:
-        """Return int64 [end - begin] slots in the pages."""
+        """Return the slots of tokens [begin, end) in the pages, int64 [end - begin]."""
         at = torch.arange(begin, end)
         return self.table[sequence].long()[at // self.block_size] * self.block_size + at % self.block_size
 
@@ -102,11 +102,11 @@ class Sequences:
                 self.cpu.store(key[these], value[these], torch.arange(len(key[these])), where[these])
 
     def queries(self) -> torch.Tensor:
-        """Return float32 [sequences, heads, dim]."""
+        """Return queries, float32 [sequences, heads, dim]."""
         return torch.randn(len(self.lengths), self.kv_heads * self.ratio, self.dim, generator=self.rng)
 
     def decode(self, query: torch.Tensor) -> torch.Tensor:
-        """Decode by the CPU's code."""
+        """Decode by the CPU code."""
         lens = torch.tensor(self.lengths)
         return self.cpu.decode(query, self.table, lens, self.scale, ring_table=self.ring_table)
 

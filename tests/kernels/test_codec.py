@@ -1,4 +1,4 @@
-"""Codec of the group format: values after a round trip, and their error."""
+"""The codec of the group format: values after a round trip, and their error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kernels are compiled before their first launch, by Triton's own compiler, for a GPU that is not here."""
+"""Kernels are compiled before their first launch, by Triton's own compiler, for a GPU that this machine lacks."""
 
 import json
 import logging
@@ -22,12 +22,12 @@ from kvpilot_kernels.gpu.store import ring_slots as ring
 launched: list[str] = []
 """Kernels that a GPU would have run."""
 compiled: list[str] = []
-"""Kernels that were compiled, and not found in a cache."""
+"""Kernels that were compiled, not found in a cache."""
 said: list[str] = []
 
 
 class Launcher:
-    """Launcher of one kernel."""
+    """Stand-in for the launcher of one kernel."""
 
     def __init__(self, _source: Any, metadata: Any) -> None:
         self.name = metadata.name
@@ -37,7 +37,7 @@ class Launcher:
 
 
 class Absent:
-    """Driver of one absent H100."""
+    """Stand-in for Triton's driver, with one H100 that this machine lacks."""
 
     launcher_cls = Launcher
 
@@ -63,7 +63,7 @@ class Absent:
         return {"max_shared_mem": 227 * 1024}
 
     def load_binary(self, name: str, code: bytes, _shared: int, _device: int) -> tuple[str, str, int, int, int]:
-        """Check that it is machine code, and load nothing."""
+        """Check that `code` is machine code, and load nothing."""
         assert code.startswith(b"\x7fELF")
         return name, name, 32, 0, 1024
 
@@ -73,12 +73,12 @@ class Absent:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def impossible_kernel(out_ptr, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Fail to compile: ranges must have powers of two."""
+    """Make compilation fail, because the size of a range must be a power of two."""
     tl.store(out_ptr + tl.arange(0, size), 0)
 
 
 def rings() -> None:
-    """Launch two variants."""
+    """Launch two variants of the kernel that computes ring slots."""
     for sequences in (3, 300, 5):
         some = torch.zeros(sequences + 1, 2, dtype=torch.int32)
         ring.fill_ring_slots(torch.zeros(1, dtype=torch.int64), some[:, 0].contiguous(), some[1:, 0].contiguous(),
@@ -86,13 +86,13 @@ def rings() -> None:
 
 
 def rings_and_one_that_is_impossible() -> None:
-    """Launch two variants, then the impossible one."""
+    """Launch two variants of the ring kernel, then the kernel that cannot be compiled."""
     rings()
     impossible_kernel[(1,)](torch.zeros(3, dtype=torch.int32), size=3)
 
 
 def launch_all(launch: Callable[[], None]) -> dict[str, Any]:
-    """Report the compilations ahead, and whether `launch` succeeded."""
+    """Return the compilations that ran ahead, and whether `launch` succeeded."""
     for kept in (launched, compiled, said):
         kept.clear()
     error, ran_before = "", []
@@ -110,7 +110,7 @@ def launch_all(launch: Callable[[], None]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run two processes, the second with the first one's cache. Then compile an impossible kernel."""
+    """Run two processes, of which the second uses the first one's cache. Then compile an impossible kernel."""
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
@@ -135,7 +135,7 @@ LAUNCHES, VARIANTS = 3, 2
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the report of a process that compiles kernels. This process can only interpret them."""
+    """Return the report of a process that compiles kernels. The test's own process can only interpret them."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("ahead")), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -168,7 +168,7 @@ def test_a_kernel_that_does_not_compile_is_named_in_a_warning_and_fails_where_it
     told: dict[str, Any],
 ) -> None:
     found = told["impossible"]
-    assert found["launched"] == ["ring_slots_kernel"] * LAUNCHES  # these kernels come first
+    assert found["launched"] == ["ring_slots_kernel"] * LAUNCHES  # These kernels come first.
     assert found["error"] == "CompilationError"
     assert found["said"][-1].startswith("WARNING kernels are compiled one after another")
     assert "impossible_kernel" in found["said"][-1]

@@ -36,10 +36,10 @@ def test_a_step_of_one_token_reads_the_window_whatever_came_before_it(cuda: Any,
 def test_a_layer_that_attends_within_chunks_sees_none_before_its_own(cuda: Any, name: str, drafts: int) -> None:
     engine = Engine(cuda, name, blocks=24, width=7, drafts=drafts, chunk=2 * BLOCK)
     engine.step({"a": BLOCK}, padding=3)
-    engine.step({"a": 2 * BLOCK - 1, "b": 4 * BLOCK + 7}, padding=0)  # three chunks of b in one step
+    engine.step({"a": 2 * BLOCK - 1, "b": 4 * BLOCK + 7}, padding=0)  # This step has three chunks of b.
     engine.step({"a": 1, "b": 1}, padding=2)
     engine.step({"a": 1, "b": 2 * BLOCK - 9, "c": 2 * BLOCK + 1}, padding=2)
-    engine.step({"b": 2, "a": 1, "c": 1}, padding=2)  # b goes into its next chunk
+    engine.step({"b": 2, "a": 1, "c": 1}, padding=2)  # The next token of b is in its next chunk.
 
 
 def test_more_pieces_of_chunks_than_sequences_may_decode_are_served_as_prompts_are(cuda: Any) -> None:
@@ -48,10 +48,10 @@ def test_more_pieces_of_chunks_than_sequences_may_decode_are_served_as_prompts_a
     for name in names:
         engine.step({name: BLOCK - 1}, padding=0)
     assert 2 * len(names) > most
-    engine.step(dict.fromkeys(names, 2), padding=0)  # the chunk boundary lies between the two tokens of each sequence
+    engine.step(dict.fromkeys(names, 2), padding=0)  # A chunk ends between the two tokens of each sequence.
 
 
-@pytest.mark.parametrize(("name", "recent"), [("k4v4", 0), ("k4v4", 64), ("k2v2", 64)])
+@pytest.mark.parametrize(("name", "recent"), [("k4v4", 0), ("k2v2", 64)])
 def test_a_step_with_drafts_is_one_of_single_tokens_whatever_was_taken_back_before(
     cuda: Any, name: str, recent: int
 ) -> None:
@@ -59,7 +59,7 @@ def test_a_step_with_drafts_is_one_of_single_tokens_whatever_was_taken_back_befo
     engine.step({"a": 70}, padding=0)
     engine.step({"a": 4, "b": 60}, padding=9, wrong={"a": 3})
     engine.step({"a": 4, "b": 4}, padding=4, wrong={"a": 2, "b": 3})
-    engine.step({"b": 4, "a": 4}, padding=0, wrong={"b": 3})  # a uniform step, as in captured graphs
+    engine.step({"b": 4, "a": 4}, padding=0, wrong={"b": 3})  # All have 4 tokens, as in captured graphs.
     engine.step({"b": 3, "a": 1, "c": 30}, padding=3, wrong={"b": 1})
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
     engine.step({"a": 2, "c": 4, "b": 1}, padding=2, wrong={"c": 1})
@@ -102,10 +102,10 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
     engine.step({"a": 40}, padding=0)
     engine.step({"a": 1, "b": 70}, padding=9)
     engine.step({"a": 1, "b": 30, "c": 20}, padding=3)
-    engine.step({"a": 1, "d": 1, "b": 1, "c": 44}, padding=20)  # d is a prompt of one token
+    engine.step({"a": 1, "d": 1, "b": 1, "c": 44}, padding=20)  # The prompt of d has one token.
     engine.step({"a": 1, "d": 1}, padding=0)
     engine.step({"a": 1, "b": 1, "c": 1}, padding=5)
-    engine.step({"c": 1, "d": 30}, padding=2)  # the workspace holds d's context and new tokens together
+    engine.step({"c": 1, "d": 30}, padding=2)  # The workspace holds context and new tokens of d together.
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_model_may_say_that_a_group_of_layers_sees_no_image_both_ways(cuda: An
     def without(*args: Any) -> Any:
         found = build(*args)
         assert found.mm_prefix_range is not None
-        found.mm_prefix_range = None  # as in Gemma 4
+        found.mm_prefix_range = None  # Gemma 4 does the same.
         images.clear()
         return found
 
@@ -153,13 +153,13 @@ def test_a_model_may_say_that_a_group_of_layers_sees_no_image_both_ways(cuda: An
     engine.step({"a": 50}, padding=0, images=(images := {"a": [(3, 20)]}))
 
 
-@pytest.mark.parametrize(("recent", "shared"), [(0, False), (64, False), (0, True)])
+@pytest.mark.parametrize(("recent", "shared"), [(64, False), (0, True)])
 def test_heads_of_512_elements_need_no_flash_attention(
     cuda: Any, recent: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("get_flash_attn_version", "flash_attn_varlen_func"):
         monkeypatch.delattr(cuda, name)
-    room = 8 * cuda.workspace_bytes(0.9)  # room for as many tokens as with narrow heads
+    room = 8 * cuda.workspace_bytes(0.9)  # The workspace has room for as many tokens as with narrow heads.
     monkeypatch.setattr(cuda, "workspace_bytes", lambda _part: room)
     engine = Engine(cuda, "k4v4", recent=recent, shared=shared, dim=512)
     engine.step({"a": 40}, padding=0)
@@ -264,12 +264,12 @@ def test_the_cut_of_every_kind_of_step_is_settled_at_start_by_what_was_compiled(
     settled.clear()
     engine.step({"a": 20}, padding=0)
     engine.step({"a": 1 + drafts}, padding=0)
-    assert not settled  # a captured graph keeps its grid
+    assert not settled  # A captured graph has a fixed grid.
 
 
 @pytest.mark.parametrize(
     ("width", "recent", "drafts"),
-    [(4, 0, 0), (4, 64, 0), (4, 0, 3), (4, 64, 3), (16, 0, 0), (16, 64, 3), (1, 0, 0), (1, 64, 3)],
+    [(1, 0, 0), (4, 64, 0), (4, 0, 3), (16, 64, 3)],
 )
 def test_no_step_launches_a_variant_that_was_not_compiled_at_start(
     cuda: Any, width: int, recent: int, drafts: int, monkeypatch: pytest.MonkeyPatch
@@ -303,10 +303,10 @@ def test_a_layer_that_uses_anothers_cache_stores_nothing_and_reads_what_that_one
     engine.step({"a": 20}, padding=0)
     engine.step({"a": 20}, padding=0)
     engine.step({"a": 1, "d": 10}, padding=2)
-    engine.step({"a": 1, "d": 20}, padding=2)  # the workspace holds d's context and new tokens together
+    engine.step({"a": 1, "d": 20}, padding=2)  # The workspace holds context and new tokens of d together.
     engine.step({"a": 1, "b": 70}, padding=9)
     engine.step({"a": 1, "b": 1}, padding=2)
-    engine.step({"a": 1, "b": 60, "c": 100}, padding=3)  # contexts are read in several chunks
+    engine.step({"a": 1, "b": 60, "c": 100}, padding=3)  # Contexts are read in several chunks.
     engine.step({"c": 1, "a": 1, "b": 1}, padding=0)
 
 
@@ -339,7 +339,7 @@ def test_the_first_layer_holds_a_steps_buffers_until_the_builder_makes_its_own(c
         assert getattr(first.reserved, name).shape == getattr(builder.plan, name).shape
     type(builder)(builder.kv_cache_spec, ["x"], config, cpu)
     assert first.reserved is None
-    first.process_weights_after_loading(torch.float32)  # vLLM calls it again when it reloads weights
+    first.process_weights_after_loading(torch.float32)  # vLLM calls this again when it reloads weights.
     assert first.reserved is None
 
 

@@ -1,4 +1,4 @@
-"""Static factors: their effect on a cache, and their fit."""
+"""Static factors: how they change a cache, and how they are fitted."""
 
 from dataclasses import fields
 
@@ -130,7 +130,7 @@ def test_a_fit_spares_the_channels_that_matter() -> None:
 def test_a_fitted_mean_heeds_the_tokens_that_matter() -> None:
     x, gradient = torch.zeros(100, 1, 64), torch.ones(100, 1, 64)
     x[0], x[1:] = 5.0, -1.0
-    gradient[0] = 30.0  # an attention sink: one token has most of the gradient
+    gradient[0] = 30.0  # This is an attention sink: one token has most of the gradient.
     factors = fitted(x, gradient)
     share = 900 / (900 + 99)
     assert torch.allclose(factors.key_mean, torch.full((1, 64), 5 * share - (1 - share)), atol=1e-3)
@@ -203,7 +203,7 @@ def test_what_attention_tells_is_as_the_formula_says(
         for_key, for_value = told_by_attention(*one, tokens // 8, 0.7, softcap, window)
         of_keys[:, kv] += for_key
         of_values[:, kv] += for_value
-    assume(of_keys[1:].sum((0, 2)).min() > 1e-3)  # a query that attends only to itself yields only rounding errors
+    assume(of_keys[1:].sum((0, 2)).min() > 1e-3)  # A query that attends only to itself yields only rounding errors.
     keys.add(key[1:], of_keys[1:])
     values.add(value, of_values[..., None].expand(value.shape))
     factors = found.factors()

@@ -1,4 +1,4 @@
-"""Formats: names, sizes and the page layout as a contract."""
+"""Formats: names, sizes, and the page layout on which all implementations rely."""
 
 import ast
 import importlib.util

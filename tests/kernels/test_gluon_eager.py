@@ -1,4 +1,4 @@
-"""The interpreter of Gluon kernels detects each kind of mistake that it is made for."""
+"""The interpreter of Gluon kernels detects each kind of mistake that it is meant to detect."""
 
 import inspect
 import re
@@ -75,7 +75,7 @@ def test_instructions_see_two_neighbours_in_a_register() -> None:
     x = block(np.array([[0x1234, 0xABCD, 0x00FF, 0x0100]], np.uint16))
     masked = inline_asm_elementwise("and.b32 $0, $1, 0xf000f0;", "=r,r", [x], np.uint16, True, 2)
     assert masked.tolist() == [[0x0030, 0x00C0, 0x00F0, 0x0000]]
-    # The upper neighbour's low byte becomes the lower one's high byte.
+    # The low byte of the upper neighbour becomes the high byte of the lower one.
     moved = inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [x], np.uint16, True, 2)
     assert moved.tolist() == [[0xCD12, 0x00AB, 0x0000, 0x0001]]
     with pytest.raises(ValueError, match="xor"):
@@ -122,7 +122,7 @@ def test_a_transpose_swaps_a_threads_row_and_column_in_each_register() -> None:
         assert moved[g, t + 4 * half] == x[2 * t + half, g // 2 + 4 * (g % 2)]
 
 
-# Each entry breaks the kernel's source where the hardware would report no error.
+# Each entry changes the kernel's source in a way that the hardware would not report as an error.
 MISTAKES = {
     "a wait for one group too few": ("wait_group(C.stages - 1)", "wait_group(C.stages)"),
     "a prefetch into the tile that is read": ("next_stage = stage + C.stages - 1", "next_stage = stage + C.stages"),

@@ -55,6 +55,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(kvpilot_kernels.__file__).parent
 RESOURCES = ("-m", "benchmarks.kernels.kernel_resources")
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
+FULL = (86, 90)
+"""Compute capabilities for which `--few` has all kernels. The others lack store and gather, far below any limit."""
 
 
 def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) -> subprocess.CompletedProcess[str]:
@@ -68,19 +70,20 @@ def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) 
 
 @pytest.fixture(scope="module")
 def served(compiled: Path) -> subprocess.CompletedProcess[str]:
-    """Compile some programs of each kernel, for every GPU."""
+    """Compile some programs of each kernel, and for every GPU those that a limit may stop."""
     return python(*RESOURCES, "--few", "--processes", "1", cache=compiled, timeout=1800)
 
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_every_kernel_compiles_fits_and_spills_no_more_than_is_known_on_a_gpu_that_is_not_here(
+def test_kernels_compile_fit_and_spill_no_more_than_is_known_on_a_gpu_that_is_not_here(
     capability: int, served: subprocess.CompletedProcess[str]
 ) -> None:
     lines = [line.split() for line in served.stdout.splitlines() if line.startswith(f"{capability} ")]
     wanted = {("decode_kernel", dtype) for dtype in formats.own_names()}
-    wanted |= {("store_kernel", dtype) for dtype in ("int8", "k4v4", "k2v2")}
-    wanted |= {("gather_kernel", dtype) for dtype in ("int8", "k4v4")}
+    if capability in FULL:
+        wanted |= {("store_kernel", dtype) for dtype in ("int8", "k4v4", "k2v2")}
+        wanted |= {("gather_kernel", dtype) for dtype in ("int8", "k4v4")}
     wanted |= {(f"latent_{name}_kernel", "mla4") for name in ("store", "decode", "gather")}
     plain = ("plan", "ring_slots", "reduce", "prefill", "latent_prepare", "latent_reduce")
     wanted |= {(f"{name}_kernel", "any") for name in plain}

@@ -19,7 +19,7 @@ from support.gluon_eager import EagerKernel
 from support.gpu_batch import BLOCK_OUTERMOST, DIMS, MINE, OTHERS, Batch, among_layers, ordinals
 
 CLOSE = 1e-3
-"""Allowed error over a head's norm, for fixed inputs: queries and probabilities are rounded to float16."""
+"""Largest allowed error, relative to a head's norm, for fixed inputs. Queries and probabilities are float16."""
 ratios = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 12, 16, 20, 33])
 # (block size, tile): a tile divides its block.
 cuts = st.sampled_from([(16, 16), (32, 16), (32, 32), (48, 16), (64, 32), (64, 64), (128, 64)])
@@ -92,7 +92,7 @@ def test_caps_and_sinks_see_scores_whole_with_what_the_keys_mean_adds_to_all_of_
             query[i], batch.keys[i], batch.values[i], batch.fmt, batch.scale, batch.factors, softcap=softcap,
             sinks=sinks,
         )  # fmt: skip
-        assert off(out[i], wanted) < 5 * CLOSE  # factors make scores larger, and queries are float16
+        assert off(out[i], wanted) < 5 * CLOSE  # Factors make scores larger, and queries are float16.
     if softcap or sinking:
         batch.factors.key_mean.neg_()
         batch.factors.key_first.neg_()
@@ -104,7 +104,7 @@ def test_the_first_key_has_its_mean_before_softcap_bends_its_score(softcap: floa
     batch = Batch("k4v4", 64, [40], seed=3, ratio=2, softcap=softcap, calibrated=True)
     query = batch.queries()
     out, wanted = batch.decode(query), batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)
-    assert off(out, wanted) < 5 * CLOSE  # factors make scores larger, and queries are float16
+    assert off(out, wanted) < 5 * CLOSE  # Factors make scores larger, and queries are float16.
     batch.factors.key_first.copy_(batch.factors.key_mean)
     assert off(out, batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)) > 10 * CLOSE
 
@@ -217,11 +217,11 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
     monkeypatch.setattr(pages, "decode_kernel", EagerKernel(decode, "decode_kernel", hold_back, store))
     batch.shape.can_overlap = True
     batch.pages.attend(batch.table, batch.lens, plan)
-    batch.shape.can_overlap = False  # the interpreter has no equivalent of the wait in `reduce`
+    batch.shape.can_overlap = False  # The interpreter has no equivalent of the wait in `reduce`.
     out = torch.full_like(query, torch.nan)
     batch.pages.merge(len(lengths), plan, out)
     assert torch.equal(out, wanted)
-    assert waits == plan.splits.shape[0] * batch.kv_heads  # every program, even one without work
+    assert waits == plan.splits.shape[0] * batch.kv_heads  # Check every program, even those without work.
 
 
 @pytest.mark.parametrize(("name", "layout"), zip(formats.own_names(), itertools.cycle(BLOCK_OUTERMOST), strict=False))

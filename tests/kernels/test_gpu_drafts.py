@@ -1,4 +1,6 @@
-"""Decode with several query tokens per sequence. Each sees the tokens up to itself, and pages are read once."""
+"""Decode with several query tokens per sequence: each token sees the tokens up to itself, and pages are read once."""
+
+import itertools
 
 import pytest
 import torch
@@ -38,9 +40,9 @@ def assert_equals_reference(batch: Batch, counts: list[int], padding: int = 0, f
     assert torch.equal(out[at:], torch.zeros_like(out[at:]))
 
 
-@pytest.mark.parametrize("dim", formats.HEAD_DIMS)
-@pytest.mark.parametrize("name", formats.own_names())
-def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
+# test_gpu_decode.py has all pairs of a format and a head_dim. Here, the tokens of a sequence are what is new.
+@pytest.mark.parametrize(("name", "dim"), zip(itertools.cycle(formats.own_names()), formats.HEAD_DIMS, strict=False))
+def test_every_format_and_every_head_dim(name: str, dim: int) -> None:
     assert_equals_reference(Batch(name, dim, [35, 0, 2], seed=3, ratio=4), [4, 0, 2], padding=2)
 
 
@@ -66,7 +68,7 @@ def test_a_soft_cap_bends_the_scores_of_each_token(softcap: float) -> None:
 
 @pytest.mark.parametrize("zero", [0.0, 1e-20])
 def test_a_token_that_sees_nothing_of_a_split_adds_nothing_to_it(zero: float) -> None:
-    """Only the last token sees the second tile. After the last token come NaN scales and the largest codes."""
+    """Let only the last token see the second tile. NaN scales and the largest codes follow the last token."""
     batch = Batch("k2v2", 64, [17], seed=8, ratio=3, wave=8)
     query = torch.randn(4, 6, 64, generator=batch.rng) * zero
     out = decode_rows(batch.pages, batch.table, [17], [4], query, batch.scale)

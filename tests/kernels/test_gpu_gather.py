@@ -1,4 +1,4 @@
-"""Gather returns the same as the CPU code for any chunk of any sequence."""
+"""`gather` returns the same as the CPU code, for any chunk of any sequence."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_fresh_tokens_follow_the_context_of_their_sequence_as_they_are(
     lengths, new = [sum(one) for one in sequences], [fresh for _, fresh in sequences]
     batch = Batch(name, dim, lengths, seed, block_size=block_size)
     rows, starts = (torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32) for n in (lengths, new))
-    wide = torch.randn(2, sum(new), 3, dim, generator=batch.rng)  # rows of fresh tokens have a stride of their own
+    wide = torch.randn(2, sum(new), 3, dim, generator=batch.rng)  # Rows of fresh tokens have a different stride.
     fresh, read = wide[:, :, :2], torch.full((2, sum(lengths), 2, dim), 7.0)
     batch.pages.gather(*joined_slots(batch.table, rows, starts, sum(lengths), block_size), *read, *fresh)
     for i, (context, count) in enumerate(sequences):

@@ -217,12 +217,12 @@ def test_work_is_cut_for_no_more_programs_than_the_compiled_kernel_lets_fit(
     counted_on, a_multiprocessor = cut.choice.programs, 132 // (2 * cut.parts)
     assert cut.wave == counted_on * a_multiprocessor
     monkeypatch.setattr(tuning, "shared_memory", lambda device: HOPPER)
-    shape.settle(tokens, None)  # resources are unknown
+    shape.settle(tokens, None)  # Resources are unknown.
     shape.settle(tokens, Taken(64, 4096))  # more programs would fit than are useful
     assert shape.cut(tokens) == cut
     shape.settle(tokens, Taken(255, 4096))
     assert shape.cut(tokens) == cut._replace(wave=min(counted_on, 8) * a_multiprocessor)
-    # a plan made earlier has room for either choice
+    # A plan that was made earlier has room for either choice.
     plan = Plan(Shape(K4V4, 128, 2, 4, 16, CPU, recent=64), 2, tokens=3)
     plan.shape.settle(tokens, Taken(168, 33792))
     assert plan.shape.cut(tokens).wave == min(counted_on, 6) * a_multiprocessor

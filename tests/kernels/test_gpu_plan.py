@@ -21,10 +21,10 @@ from support.gpu_batch import CPU, launch_as, several
 
 
 def cut(lengths: list[int], tile: int, wave: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return splits [count, 4] and spans [sequences, 2]. Their buffers are filled with 77 before."""
+    """Return splits [count, 4] and spans [sequences, 2], from buffers that were filled with 77."""
     sequences = len(lengths)
     count = most_splits(sequences, wave, beyond(1))
-    # An extra row shows writes past the end.
+    # The additional row would show writes past the end.
     splits = torch.full((count + 1, 4), 77, dtype=torch.int32)
     spans = torch.full((sequences + 1, 2), 77, dtype=torch.int32)
     fill_splits(torch.tensor(lengths, dtype=torch.int32), splits, spans, wave, tile)
@@ -84,7 +84,7 @@ def test_no_program_waits_for_another_to_end(lengths: list[int]) -> None:
 
 
 def takes(splits: torch.Tensor, wave: int, tile: int) -> int:
-    """Return the total time in tiles. Programs start in order, each when one of the `wave` running ones ends."""
+    """Return the total time in tiles. Programs start in order, each as soon as one of `wave` running programs ends."""
     ends = [0] * wave
     for _, start, end, _ in splits[splits[:, 0] >= 0].tolist():
         heapq.heapreplace(ends, ends[0] + -(-(end - start) // tile) + int(FIXED))

@@ -1,4 +1,4 @@
-"""Prefill of wide heads: outputs and log-sums equal their definition for any sequences."""
+"""Prefill of wide heads: outputs and log-sum-exps equal their definition for any sequences."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from kvpilot_kernels.gpu.launch.tuning import PrefillBlock
 from support.gpu_batch import generator
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3}
-"""Allowed error over a head's norm: probabilities and outputs are rounded to the type of the inputs."""
+"""Largest allowed error, relative to a head's norm. Probabilities and outputs are rounded to the input's dtype."""
 
 
 def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool,
@@ -31,9 +31,9 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: fl
 def assert_is_attention(
     news: list[int], olds: list[int], seed: int, dim: int, ratio: int, causal: bool, softcap: float, dtype: torch.dtype
 ) -> None:
-    """Compare attention of queries in `news` sequences to the same number of keys, and to `olds` older ones.
+    """Compare the kernel's attention with the reference, for sequences of `news` new and `olds` older tokens.
 
-    If not causal, compare attention to the older keys alone.
+    Queries are the new tokens. They attend to all tokens if `causal`, and otherwise only to the older ones.
     """
     rng, kv_heads, heads = generator(seed), 2, 2 * ratio
     lens = [new + old for new, old in zip(news, olds, strict=True)] if causal else olds

@@ -44,7 +44,7 @@ def gpu(s: Sequences, cut: tuple[int, int, int] = (16, 2, 2), softcap: float = 0
 
 
 def attend(s: Sequences, at: GpuPages, query: torch.Tensor) -> torch.Tensor:
-    """Decode all sequences."""
+    """Return attention of one query per sequence."""
     return decode_rows(at, s.table, s.lengths, None, query, s.scale, s.ring_table)
 
 
@@ -153,7 +153,7 @@ def test_soft_caps_go_with_it() -> None:
 
 
 def test_no_byte_of_a_ring_is_read_before_the_step_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode starts while `store` still runs. The newest rows are missing until decode has waited for `store`."""
+    """Let decode start while `store` still runs. The newest rows are missing until decode has waited for `store`."""
     s = Sequences("k4v4", 64, [70, 33], 32, seed=7)
     for i, n in enumerate(s.lengths):
         s.store(i, 0, n - 1)

@@ -1,4 +1,4 @@
-"""Reduce: partial results of any splits merge to the result of one split over all tokens."""
+"""`reduce` merges the partial results of any splits to the result of one split over all tokens."""
 
 from unittest import mock
 
@@ -29,7 +29,9 @@ class Merge:
         self.values = [torch.randn(n, kv_heads, self.shape.row_dim, generator=rng).double() for n in lengths]
 
     def wanted(self) -> torch.Tensor:
-        """Return float64 [sequences, heads, dim]: the softmax to base 2, with rotation and factors undone."""
+        """Return the right result, float64 [sequences, heads, dim]: softmax to base 2, with rotation and factors
+        undone.
+        """
         f, dim, out = self.factors, self.shape.head_dim, []
         for scores, values in zip(self.scores, self.values, strict=True):
             o = torch.einsum("thr,thd->hrd", (scores * 0.6931471805599453).softmax(0), values)

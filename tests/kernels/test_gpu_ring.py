@@ -1,4 +1,4 @@
-"""Ring slots from the GPU code equal those of the CPU code for any batch."""
+"""Ring slots of the GPU code equal those of the CPU code for any batch."""
 
 import torch
 from hypothesis import given

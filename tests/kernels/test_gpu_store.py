@@ -1,4 +1,4 @@
-"""Store writes the same bytes as the CPU code, changes no other byte, and rotates queries for decode."""
+"""`store` writes the same bytes as the CPU code, changes no other byte, and rotates queries for decode."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ block_sizes, seeds = st.sampled_from([16, 48, 64]), st.integers(0, 2**31)
 
 
 def scattered_slots(tokens: int, block_size: int, rng: torch.Generator, padding: float = 0.0) -> torch.Tensor:
-    """Return int64 [tokens], all different; some are padding."""
+    """Return slots, int64 [tokens], in random order. No slot occurs twice, and some are padding."""
     slots = torch.randperm(BLOCKS * block_size, generator=rng)[:tokens]
     return torch.where(torch.rand(len(slots), generator=rng) < padding, -1 - slots, slots)
 
@@ -36,7 +36,7 @@ def whole(tokens: int, dim: int, rng: torch.Generator) -> torch.Tensor:
 
 def store(cache: torch.Tensor, fmt: formats.Format, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor,
           factors: Factors | None = None, ordinals: torch.Tensor | None = None) -> None:  # fmt: skip
-    """Store by the GPU's kernel, without queries."""
+    """Store tokens by the GPU's kernel, without queries."""
     dim = key.shape[-1]
     shape = Shape(fmt, dim, KV_HEADS, RATIO, cache.shape[2], CPU)
     query = torch.full((len(key), KV_HEADS * RATIO, dim), torch.nan)
@@ -58,7 +58,7 @@ def decided_rows(x: torch.Tensor, fmt: formats.Format, bits: int) -> torch.Tenso
 
 def store_rounded_once(cache: torch.Tensor, fmt: formats.Format, key: torch.Tensor, value: torch.Tensor,
                        slots: torch.Tensor) -> None:  # fmt: skip
-    """Return the reference's bytes for whole numbers."""
+    """Store whole numbers by the reference code, whose bytes are exact."""
     pages, dim = PackedPages(cache, fmt, key.shape[-1]), key.shape[-1]
     key, value, slots = key[slots >= 0], value[slots >= 0], slots[slots >= 0]
     for x, bits, codes_at, meta_at in ((key, fmt.key.bits, pages.key_codes, pages.key_meta),

@@ -1,4 +1,4 @@
-"""Launches without Triton's Python launcher rely on properties of the installed Triton and of our kernels."""
+"""Properties of Triton and of our kernels, on which launches without Triton's Python launcher rely."""
 
 import ast
 import inspect

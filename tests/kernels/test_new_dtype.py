@@ -1,4 +1,4 @@
-"""A new dtype of known bit widths is one row of the table: pages on CPUs and GPUs need no other change."""
+"""A new dtype with known bit widths needs only one row in the table: pages on CPUs and GPUs follow from it."""
 
 import pytest
 import torch

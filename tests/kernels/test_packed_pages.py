@@ -37,7 +37,7 @@ class Batch:
             slots = self.table[i][at // block_size] * block_size + at % block_size
             order = torch.randperm(n, generator=rng)  # tokens are stored independently of the tokens before them
             self.pages.store(self.keys[i][order], self.values[i][order], slots[order])
-            self.table[i, -(-n // block_size) :] = -(2**30)  # vLLM leaves old entries past a sequence's end
+            self.table[i, -(-n // block_size) :] = -(2**30)  # vLLM leaves old entries past a sequence's end.
 
 
 @settings(max_examples=40)
@@ -131,11 +131,11 @@ def test_with_factors_caps_and_sinks_see_what_the_means_of_keys_and_values_add(s
 
 def test_a_sink_takes_its_share_and_gives_no_value() -> None:
     batch = Batch("int8", 64, [3], 1, 16, 1)
-    args = (torch.zeros(1, 2, 64), batch.table, torch.tensor([3]), 0.125)  # all scores are 0
+    args = (torch.zeros(1, 2, 64), batch.table, torch.tensor([3]), 0.125)  # All scores are 0 here.
     without = batch.pages.decode(*args)
     far = batch.pages.decode(*args, sinks=torch.tensor([-50.0, -50.0]))
     torch.testing.assert_close(far, without)
-    alike = batch.pages.decode(*args, sinks=torch.zeros(2))  # a fourth token would have the same score
+    alike = batch.pages.decode(*args, sinks=torch.zeros(2))  # A fourth token would have the same score.
     torch.testing.assert_close(alike, without * 3 / 4)
 
 

@@ -1,4 +1,4 @@
-"""Layers of a step repeat its launches. A repeated launch equals a first one, and bad arguments are still refused."""
+"""Layers of a step repeat its launches: a repeated launch equals a first one, and bad arguments are still refused."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ SINKS = torch.ones(KV_HEADS * RATIO + 1)
 SHAPE = Shape(K4V4, DIM, KV_HEADS, RATIO, BLOCK, CPU, recent=RECENT)
 KERNELS = ("store_kernel", "decode_kernel", "reduce_kernel", "gather_kernel")
 Call = SimpleNamespace
-"""Arguments of one layer: `step` has those of all layers, `own` is the layer's `GpuPages`."""
+"""Arguments of one layer: `step` has the arguments that all layers share, `own` is the layer's `GpuPages`."""
 
 
 class Program:
@@ -30,7 +30,7 @@ class Program:
         self.identity, self.seen = identity, seen
 
     def run(self, *args: Any) -> None:
-        """Record grid, pointers as addresses, and numbers."""
+        """Record the grid, the tensors' addresses and the numbers of a launch."""
         addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in args[9:]]
         self.seen.append((self.identity, args[:3], addresses))
 
@@ -80,7 +80,7 @@ def layers() -> tuple[Call, Call]:
 
 
 def layer(step: dict[str, Any]) -> Call:
-    """Return the arguments of a layer with pages, keys, values and queries of its own."""
+    """Return the arguments of a layer that has its own pages, keys, values and queries."""
     query, key, value = (torch.zeros(ROWS, heads, DIM) for heads in (KV_HEADS * RATIO, KV_HEADS, KV_HEADS))
     return Call(own=own(), query=query, key=key, value=value, out=torch.zeros_like(query), **step)
 
@@ -162,7 +162,7 @@ OTHER: dict[str, Callable[[Call], None]] = {
 
 
 def as_first(x: Call, seen: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return programs, grids, addresses and numbers of a layer's launches by Triton, without earlier launches."""
+    """Return programs, grids, addresses and numbers of a layer's launches by Triton, as if they were the first."""
     monkeypatch.setattr(SHAPE, "launches", launches.Launches())
     seen.clear()
     run(x)

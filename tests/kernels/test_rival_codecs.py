@@ -1,4 +1,4 @@
-"""Codecs of the accuracy table: their size, and their error on rows with a known answer."""
+"""Codecs of the accuracy table: their size, and their error on rows whose error is known."""
 
 import sys
 from pathlib import Path

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minim
 RATIO, LENGTHS = 2, [50, 33]
 WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
 broken, seeds = st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.integers(0, 2**31)
-# (block size, tile), stages, wave
+# ((block size, tile), stages, wave)
 cuts = st.sampled_from([((16, 16), 2, 1), ((64, 32), 3, 2), ((64, 64), 2, 4), ((48, 16), 4, 3)])
 counts = st.sampled_from([None, [1, 1], [4, 2], [7, 5]])
 
@@ -31,9 +31,9 @@ def restore(pages: GpuPages, key: torch.Tensor, value: torch.Tensor, slot: torch
 
 
 def assert_seen_by_its_readers_alone(whole: torch.Tensor, out: torch.Tensor, rows: list[int], at: int) -> None:
-    """Check which rows became NaN.
+    """Check that exactly the rows that see the broken token are NaN.
 
-    `rows` gives the number of tokens that each row of the first sequence sees. The other sequence's rows follow.
+    `rows` has the number of tokens that each row of the first sequence sees. The rows of the other sequence follow.
     """
     assert whole.isfinite().all()
     readers = torch.zeros(out.shape[:2], dtype=torch.bool)
@@ -44,7 +44,7 @@ def assert_seen_by_its_readers_alone(whole: torch.Tensor, out: torch.Tensor, row
 
 
 def rows_of(step: list[int] | None) -> tuple[list[int], int]:
-    """Return the tokens that each row of the first sequence sees, and the number of rows."""
+    """Return how many tokens each row of the first sequence sees, and the number of rows."""
     first = 1 if step is None else step[0]
     return list(range(LENGTHS[0] - first + 1, LENGTHS[0] + 1)), 2 if step is None else sum(step)
 

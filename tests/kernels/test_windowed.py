@@ -1,4 +1,4 @@
-"""Attention with a recent window, compared with its definition, query by query."""
+"""Attention with a recent window equals its definition, query by query."""
 
 import pytest
 import torch

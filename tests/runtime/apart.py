@@ -42,15 +42,15 @@ class Apart:
 
     @property
     def log(self) -> str:
-        """Return all output of the engine."""
+        """Return everything that the engine has printed."""
         return self.log_file.read_text(errors="replace")
 
     def tell(self, what: str, **arguments: Any) -> None:
-        """Ask without waiting for the answer."""
+        """Send a question without waiting for the answer."""
         self.line.sendall(json.dumps([what, arguments]).encode() + b"\n")
 
     def hear(self) -> Any:
-        """Return the answer to the last question.
+        """Wait for the answer to the oldest open question, and return it.
 
         Raises:
             RuntimeError: the engine has ended. The message has the end of its output.
@@ -63,7 +63,7 @@ class Apart:
         raise RuntimeError(self.log[-8000:])
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        """Ask, and return the answer."""
+        """Send a question, and return the answer."""
         self.tell(what, **arguments)
         return self.hear()
 
@@ -73,7 +73,7 @@ class Apart:
         status(self.process)
 
     def end(self) -> None:
-        """Close the conversation; the engine ends."""
+        """Close the connection, which makes the engine end."""
         self.lines.close()
         self.line.close()
         self.process.close()
@@ -83,7 +83,7 @@ class Apart:
 def engines(
     model: Path, *each: tuple[dict[str, Any], dict[str, str]], module: str = "apart_engine"
 ) -> Iterator[list[Apart]]:
-    """Yield engines with these options of vLLM's, and these variables."""
+    """Yield engines with these options of vLLM and these environment variables."""
     with TemporaryDirectory() as folder:
         started = []
         try:

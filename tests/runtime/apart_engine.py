@@ -11,12 +11,12 @@ from typing import Any
 
 
 class Engine:
-    """Engine that answers questions. Each method is a question; arguments and answers are JSON."""
+    """Engine that answers questions. Each method is a question. Arguments and answers are JSON."""
 
     extension = "apart_worker.ApartWorker"
 
     def start(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Make the engine."""
+        """Create the engine."""
         from prometheus_client import generate_latest
         from vllm import LLM
 
@@ -48,12 +48,12 @@ class Engine:
         }  # fmt: skip
 
     def workers(self, what: str, *args: Any) -> list[Any]:
-        """Return the answer of each rank."""
+        """Call a method of each rank's worker, and return the results."""
         found: list[Any] = self.core.model_executor.collective_rpc(what, args=args)
         return found
 
     def take_down(self, scheduled: Any) -> None:
-        """Record a step's requests, as in `support.stepped_engine.Told`. The blocks are those of the first group."""
+        """Record a step's requests as `support.stepped_engine.Told` has them, with blocks of the first group."""
         cached = scheduled.scheduled_cached_reqs
         found = [(r.req_id, r.num_computed_tokens, r.block_ids, True) for r in scheduled.scheduled_new_reqs]
         for i, request in enumerate(cached.req_ids):
@@ -71,7 +71,9 @@ class Engine:
         """Do nothing after a step; subclasses may."""
 
     def serve(self, prompts: list[list[int]], tokens: list[int], params: list[Any]) -> dict[str, Any]:
-        """Answer prompts together, each with its `kv_transfer_params`. Also return what they read, and all steps."""
+        """Answer prompts together, each with its `kv_transfer_params`. Also return the blocks that were read, and all
+        steps.
+        """
         from vllm import SamplingParams
 
         first = self.requests
@@ -102,16 +104,16 @@ class Engine:
         }  # fmt: skip
 
     def copies(self) -> int:
-        """Return the number of copies of all reads, in all ranks."""
+        """Return how many copies all reads of all ranks needed."""
         return sum(self.workers("copies"))
 
     def digests(self, blocks: list[list[int]]) -> list[list[list[str]]]:
-        """Return the digests of blocks of each rank, group by group."""
+        """Return the digests of blocks by rank and group."""
         ranks = zip(*(self.workers("digests", group) for group in blocks), strict=True)
         return [list(rank) for rank in ranks]
 
     def poison(self, seed: int) -> dict[str, Any]:
-        """Fill every free block without a cached prefix with ring rows of others, or with random bytes."""
+        """Fill every free block without a cached prefix with other requests' ring rows, or with random bytes."""
         nobodys = [b.block_id for b in self.pool.free_block_queue.get_all_free_blocks() if b.block_hash is None]
         held = [b.block_id for b in self.pool.blocks if b.ref_cnt or b.block_hash is not None]
         for i, block in enumerate(nobodys):
@@ -123,12 +125,14 @@ class Engine:
         self.core.scheduler.connector.connector_scheduler._kv_lease_duration = seconds
 
     def look_away(self, seconds: float) -> None:
-        """Ignore the end of reads for so long."""
+        """Ignore the end of reads for this many seconds."""
         self.blind_until = time.perf_counter() + seconds
         self.workers("look_away", True)
 
     def step(self, seconds: float = 0.0) -> dict[str, Any]:
-        """Run an idle engine for this long, at least one step: it learns which blocks were read, and frees them."""
+        """Run an idle engine for this long, but at least one step, in which it learns which blocks were read and frees
+        them.
+        """
         until = time.perf_counter() + seconds
         while True:
             self.core.step()
@@ -138,12 +142,12 @@ class Engine:
 
 
 def main() -> None:
-    """Answer until the other side closes."""
+    """Answer questions until the other side closes the connection."""
     answer(Engine())
 
 
 def answer(engine: Engine) -> None:
-    """Answer the questions to an engine until the other side closes."""
+    """Answer the questions to an engine until the other side closes the connection."""
     with socket.socket(socket.AF_UNIX) as asker:
         asker.connect(sys.argv[1])
         for line in asker.makefile("r"):

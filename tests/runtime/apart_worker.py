@@ -1,4 +1,4 @@
-"""Extension of the workers of engines that exchange pages (vLLM's `worker_extension_cls`)."""
+"""Methods for the workers of engines that exchange pages (vLLM's `worker_extension_cls`)."""
 
 import hashlib
 from typing import Any

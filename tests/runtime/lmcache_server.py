@@ -1,4 +1,4 @@
-"""LMCache's cache server, in its own process."""
+"""LMCache's cache server, which runs in its own process."""
 
 import os
 import socket
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 STARTS = 300
-"""Time limit of a start in seconds, ten times the usual."""
+"""Time limit of a start in seconds: ten times the usual time."""
 
 
 class Server:
-    """Server at `port`."""
+    """LMCache server that listens at `port`."""
 
     def __init__(self, log: Path, *options: str) -> None:
         self.port, *others = _free_ports(3)
@@ -54,7 +54,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextmanager
 def server(folder: Path, *options: str) -> Iterator[Server]:
-    """Yield a server that ends with the block."""
+    """Yield a server that ends with the `with` block."""
     one = Server(folder / "lmcache.log", *options)
     try:
         yield one

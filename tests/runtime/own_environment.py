@@ -1,4 +1,4 @@
-"""Process that reports its environment to a test of `support.own_process`, and then changes its state or waits."""
+"""Report the environment of this process to a test of `support.own_process`, and then change its state or wait."""
 
 import importlib
 import json
@@ -17,16 +17,16 @@ from support.vllm_forks import IMPORTED
 
 @dataclass
 class Asked:
-    """Request. With `waits` no answer comes: the process writes its own ID and its child's ID to that file."""
+    """Request. If `waits` names a file, the process does not answer, but writes its own ID and its child's ID to it."""
 
     waits: str = ""
 
 
 @dataclass
 class Told:
-    """Environment and folder of a process, our modules at its start, and True if it sees another process's changes.
+    """Report of a process: environment, folder, our modules at its start, and whether it sees others' changes.
 
-    `spawned` has the same for a process that it spawns after its own changes.
+    `spawned` is the report of a process that it spawns after its own changes.
     """
 
     environment: dict[str, str]
@@ -39,7 +39,7 @@ class Told:
 
 
 def serve(waits: str = "", **environment: str) -> Told:
-    """Ask one."""
+    """Start one such process, and return its report."""
     return Told(**ask("own_environment", Asked(waits), **environment))
 
 

@@ -43,13 +43,13 @@ class SharedEngine(apart_engine.Engine):
                 self.rings.setdefault(request, []).append(block)
 
     def executed(self) -> None:
-        """Record the moves after each step."""
+        """Record the moved blocks after each step."""
         ranks = self.workers("moved")
         self.steps += [{"moved": list(one)} for one in zip(*ranks, strict=True)]
 
 
 def main() -> None:
-    """Answer until the other side closes."""
+    """Answer questions until the other side closes the connection."""
     apart_engine.answer(SharedEngine())
 
 

@@ -1,4 +1,4 @@
-"""Extension of the workers of engines that share pages through LMCache (vLLM's `worker_extension_cls`)."""
+"""Methods for the workers of engines that share pages through LMCache (vLLM's `worker_extension_cls`)."""
 
 import hashlib
 from typing import Any
@@ -10,7 +10,7 @@ class SharedWorker(ApartWorker):
     """Methods that vLLM adds to each of its workers."""
 
     def watch_reads(self) -> None:
-        """Record the blocks that go to LMCache and come from it, with their content at that moment."""
+        """Record the blocks that are sent to LMCache or come from it, with their content at that moment."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.moves: list[dict[str, Any]] = []
@@ -54,6 +54,6 @@ class SharedWorker(ApartWorker):
         context.submit_store, context.submit_retrieve = stored, loaded
 
     def moved(self) -> list[dict[str, Any]]:
-        """Return the records since the last call, in order."""
+        """Return the records since the last call, in the order of the moves."""
         moves, self.moves = self.moves, []
         return moves

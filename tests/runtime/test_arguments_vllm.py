@@ -1,4 +1,4 @@
-"""Our parser of vLLM's arguments has the same options as vLLM's own parser, and reads any arguments the same way."""
+"""Our parser of vLLM's arguments knows the same options as vLLM's own parser, and reads any arguments the same way."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser, human_readable_int
 from kvpilot_formats.arguments import Arguments, read, whole_number
 
 if not version("vllm").startswith("0.32."):
-    pytest.skip("each version has arguments of its own; ours are those of 0.32", allow_module_level=True)
+    pytest.skip("each version has its own arguments; ours are those of 0.32", allow_module_level=True)
 
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_arguments.py"
 _SPEC = importlib.util.spec_from_file_location("vllm_arguments", _SCRIPT)
@@ -34,7 +34,7 @@ TABLE: dict[str, Any] = vllm_arguments.table(REAL)
 
 
 class Seen(Action):
-    """Action that keeps argparse's values, of any type."""
+    """Action that keeps the values of argparse, whatever their type."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         assert option_string is not None
@@ -79,7 +79,7 @@ def test_the_committed_table_is_that_of_the_installed_vllm() -> None:
 
 
 def beginnings() -> Iterator[str]:
-    """Yield each name, and its beginnings up to the first that no other name has. Longer ones read like it."""
+    """Yield each name, and its beginnings until one is unique. Longer beginnings are read in the same way."""
     names = [name for action in REAL._actions for name in action.option_strings]
     for name in names:
         yield name
@@ -96,7 +96,8 @@ def test_every_beginning_of_every_name_is_read_as_vllm_reads_it() -> None:
         arguments = [f"{beginning}=x"]
         found = read(arguments)
         if (expected := theirs(arguments)) is None:
-            # Python 3.11 rejects -t=2 for -tp=2, and later versions accept it. To recognize it is harmless.
+            # Python 3.11 rejects -t=2 for -tp=2, and later versions accept it. It is harmless that our parser accepts
+            # it, too.
             later = re.fullmatch("-[a-z]+=x", arguments[0])
             assert found.faults or not found.given or later, arguments
         else:

@@ -19,12 +19,12 @@ from support.own_process import ask
 
 
 def main() -> None:
-    """Read objects from stdin and write vLLM's dtypes to stdout."""
+    """Read quantization settings from stdin, and write the dtypes that vLLM resolves to stdout."""
     print(json.dumps([resolved(scheme) for scheme in json.load(sys.stdin)]))
 
 
 def resolved(scheme: dict[str, Any] | None) -> str | None:
-    """Return the dtype of one checkpoint, as engine arguments resolve it."""
+    """Return the dtype of one checkpoint, as vLLM's engine arguments resolve it."""
     from transformers import PreTrainedConfig
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
     from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
@@ -53,7 +53,7 @@ LLAMA = {
 
 
 def written() -> list[dict[str, Any]]:
-    """Return objects in every form that checkpoints use, and some invalid ones."""
+    """Return quantization settings in every form that checkpoints use, and some invalid ones."""
     found: list[dict[str, Any]] = []
     for method, scheme, algorithm in itertools.product(METHODS, SCHEMES, SCHEMES):
         # One method uses all combinations, because the others read the two fields in the same way.
@@ -76,7 +76,7 @@ def test_auto_is_what_vllm_resolves_it_to() -> None:
     wrong = [
         (scheme, found, auto_dtype({"quantization_config": scheme}))
         for scheme, found in zip(schemes, theirs, strict=True)
-        # A scheme of compressed-tensors only takes effect in the layers, which the next test covers.
+        # A compressed-tensors scheme takes effect only in the layers, which the next test covers.
         if found is not None and "compressed" not in str((scheme or {}).get("quant_method"))
         and found != auto_dtype({"quantization_config": scheme})
     ]  # fmt: skip

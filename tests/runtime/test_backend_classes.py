@@ -1,4 +1,4 @@
-"""Backend classes from the table of formats: any process finds them by path, and each has one dtype."""
+"""Backend classes come from the table of formats: any process finds them by path, and each has one dtype."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ MADE_UP = replace(formats.parse("k8v4"), name="k8v2", value=formats.Side(2, 2, 6
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> formats.Format:
-    """Add an unknown dtype to the table."""
+    """Add a dtype that does not exist to the table."""
     monkeypatch.setitem(formats.FORMATS, MADE_UP.name, MADE_UP)
     return MADE_UP
 
@@ -83,7 +83,7 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
     builder = cls.get_builder_cls()(spec, ["x"], config, torch.device("cpu"))
     step = SimpleNamespace(attn_metadata=None)
     monkeypatch.setattr(cpu, "get_forward_context", lambda: step)
-    for new in (slice(0, 3), slice(3, 4), slice(4, 5)):  # a prompt first, then single steps
+    for new in (slice(0, 3), slice(3, 4), slice(4, 5)):  # A prompt comes first, then single steps.
         lens, slots = torch.tensor([new.stop], dtype=torch.int32), 32 + torch.arange(new.start, new.stop)
         meta = builder.build(0, SimpleNamespace(
             num_reqs=1, causal=True, query_start_loc=torch.tensor([0, len(slots)]), seq_lens=lens, slot_mapping=slots,

@@ -23,12 +23,12 @@ values = st.recursive(
 
 
 class BecameError(Exception):
-    """Signal that kvpilot-serve reached the point at which it becomes vLLM."""
+    """Signal that kvpilot-serve has reached the point at which it would become vLLM."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_gpu() -> Iterator[None]:
-    """Pretend that this machine has eight H200, and start nothing."""
+    """Pretend that this machine has eight H200. Start no engine."""
 
     def become(*_: Any) -> None:
         raise BecameError

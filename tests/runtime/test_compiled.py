@@ -1,4 +1,4 @@
-"""An engine loads compiled code from a claim completely or not at all, only from the same kind, and always starts."""
+"""An engine unpacks compiled code of its own kind from a claim completely or not at all, and starts in any case."""
 
 import json
 import os

@@ -56,7 +56,7 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_kept_under_its_next_name(
 
     def late(path: str) -> Iterator[os.DirEntry[str]]:
         if Path(path) == folder / "tmp.pid_1_2":
-            Path(path).rename(folder / "KEY")  # Triton renames the folder once all files of a kernel are written
+            Path(path).rename(folder / "KEY")  # Triton renames the folder once all files of a kernel are written.
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", late)
@@ -67,7 +67,7 @@ def test_a_folder_that_goes_while_it_is_looked_at_is_kept_under_its_next_name(
 
 
 def contend(folder: Path, archive: Path, content: bytes, rounds: int) -> None:
-    """Write the archive so many times, as a pod would."""
+    """Write the archive `rounds` times, as a pod would."""
     write(folder, {f"{i}.so": content * 1000 for i in range(20)})
     for _ in range(rounds):
         assert compiled.pack(folder, archive)

@@ -1,4 +1,4 @@
-"""A pod with real vLLM runs the code that another pod compiled."""
+"""A pod with real vLLM runs the code that another pod has compiled."""
 
 import hashlib
 import tarfile
@@ -20,7 +20,7 @@ Files = dict[str, tuple[str, int]]
 
 @dataclass(frozen=True)
 class Start:
-    """Life of one pod: its answer, its log, its compiled or unpacked files, and the seconds until it was ready."""
+    """Record of one pod: its answer, its log, its compiled or unpacked files, and the seconds until it was ready."""
 
     tokens: list[int]
     log: str

@@ -1,4 +1,4 @@
-"""A supported version of vLLM is served, a newer one with a warning. If vLLM lacks a part, the error names it."""
+"""A supported vLLM is served, and a newer one with a warning. If vLLM lacks a part, the error names the part."""
 
 import importlib.metadata
 import logging
@@ -35,7 +35,7 @@ REMEDY = "supported are 0.32 on a CPU; 0.32, 0.33 on a GPU; use a runtime image 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test an environment without earlier warnings."""
+    """Give each test an environment in which no warning was printed yet."""
     monkeypatch.setenv(contract.TOLD, "")  # monkeypatch restores it afterwards
     monkeypatch.delenv(contract.TOLD)
     monkeypatch.setattr(contract.log, "propagate", True)
@@ -147,15 +147,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[in
         try:
             with forked_serve.engine(tiny_llama(), "k4v4", folder, *small, env=env) as running:
                 answer = running.tokens([5, 6, 7], 4)
-        except RuntimeError:  # the engine ended by itself; its log says why
+        except RuntimeError:  # The engine has ended by itself. Its log says why.
             pass
         (log,) = folder.glob("*.log")
         return answer, log.read_text(errors="replace")
 
-    # By vLLM's default the serving engine has several processes, and each loads the plugin.
+    # By default, vLLM runs the serving engine in several processes, and each of them loads the plugin.
     asked = {"served": ("", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}), "swapped": (SWAPS, dict[str, str]())}
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.delenv(contract.TOLD, raising=False)  # an earlier test's plugin set it
+        patch.delenv(contract.TOLD, raising=False)  # The plugin of an earlier test has set it.
         return dict(zip(asked, pool.map(lambda name: run(name, *asked[name]), asked), strict=True))
 
 

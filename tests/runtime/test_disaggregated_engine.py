@@ -20,14 +20,14 @@ from kvpilot_smallmodels.oracle import Oracle
 from support.judge import Judge
 from support.stepped_engine import Asked, Told
 
-pytest.importorskip("nixl", reason="prefill and decode apart need the package nixl")
+pytest.importorskip("nixl", reason="separate engines for prefill and decode need the package nixl")
 pytestmark = pytest.mark.timeout(3600)
 
 BLOCK, LONGEST, TOGETHER = 16, 192, 5
 
 
 def engine(role: str, dtype: str = "k4v4", recent: str = "", **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return an engine's options and variables. By default it has its dtype's window and calibrates itself at start."""
+    """Return options and variables of an engine, which by default has its dtype's window and calibrates itself."""
     transfer = {
         "kv_connector": "NixlConnector", "kv_role": role, "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kv_lease_duration": 3600},
@@ -41,19 +41,19 @@ def engine(role: str, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 
 def room(dtype: str, recent: str = "") -> int:
-    """Return the blocks for prompts that are prefilled together. The first engine keeps them until all are read."""
+    """Return the number of blocks for prompts that are prefilled together. Their blocks are kept until all are read."""
     window = 0 if recent else window_of(dtype)
     ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
     return TOGETHER * (LONGEST // BLOCK + ring)
 
 
 def window_of(dtype: str) -> int:
-    """Return the tokens of a dtype's own window in these engines."""
+    """Return the tokens of a dtype's default window in these engines."""
     return formats.parse(dtype).recent_tokens(None, LONGEST + 64)
 
 
 class Pair:
-    """Prefilling and decoding engine, with their history and an oracle that judges their answers."""
+    """Prefilling and decoding engine, with their history, and an oracle that judges their answers."""
 
     def __init__(self, prefill: Apart, decode: Apart, dtype: str, window: int) -> None:
         self.prefill, self.decode, self.dtype = prefill, decode, dtype
@@ -82,12 +82,12 @@ class Pair:
         assert [len(answer) for answer in answers] == tokens
         self.asked.rounds[0] += prompts
         self.told.answers[0] += answers
-        for step in found["steps"]:  # block numbers of the two engines are unrelated
+        for step in found["steps"]:  # The block numbers of the two engines are unrelated.
             at, blocks = step["request"], [self.name(engine, block) for block in step["table"]]
             step |= {"request": first + at, "table": blocks}
             read = found["outputs"][at]["read"]
             if read and not any(one["request"] == first + at for one in self.told.steps if "request" in one):
-                # The ring came with the pages, as if the request had started here.
+                # The ring came with the pages, as if the request had started on this engine.
                 begin, (here, _) = left[at]["cached"], read[0][0]
                 away = left[at]["params"]["remote_block_ids"][0][-len(here) :]
                 places = range(self.judged, self.judged + len(here))
@@ -130,7 +130,7 @@ class Pair:
 
 
 def pair(dtype: str, recent: str = "", roles: tuple[str, str] = ("kv_producer", "kv_consumer"), **options: Any) -> Any:
-    """Return two engines, for a `with`."""
+    """Return two engines, as a context manager."""
     return engines(tiny_llama(), *(engine(role, dtype, recent, **options) for role in roles))
 
 
@@ -146,7 +146,7 @@ def rows(pairs: list[tuple[int, int]]) -> int:
 
 
 def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1, regions: int = 1) -> dict[str, int]:
-    """Check random requests that all use transferred blocks, with this many regions per block."""
+    """Send random requests that all use transferred blocks with `regions` regions each, and check pages and answers."""
     copies = both.decode.ask("copies")
     seen = {"requests": 0, "blocks": 0, "found at prefill": 0, "found at decode": 0}
     for _ in range(rounds):
@@ -202,7 +202,8 @@ def test_what_is_told_of_other_blocks_than_a_prompts_is_computed_anew(both: Pair
     assert_computed_anew(both, prompts, left)
     for what in ("remote_num_tokens", "remote_block_ids", "remote_blocks_expiry_time"):
         assert what in both.decode.log
-    assert both.prefill.ask("step", seconds=1)["free"] == both.free  # the engine knows by now that nobody reads them
+    # By now, the engine knows that nobody reads these blocks.
+    assert both.prefill.ask("step", seconds=1)["free"] == both.free
 
 
 def test_blocks_that_were_given_away_are_not_taken_for_the_prompts(both: Pair) -> None:
@@ -253,7 +254,7 @@ def hash_of(one: Apart) -> str:
 
 
 def refused(both: Pair, other: Apart) -> str:
-    """Return the message of an engine that receives blocks with other parameters, and so computes the prompt itself."""
+    """Return the message of an engine that refuses another engine's blocks, and so computes the prompt itself."""
     stranger = Pair(both.prefill, other, both.dtype, both.window)
     both.prefill.ask("lease", seconds=0.2)
     left = both.leave(prompts := both.prompts(3))
@@ -289,7 +290,7 @@ def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str) -> Non
 def test_ranks_of_tensor_parallelism_read_from_their_like() -> None:
     with pair("k4v4", tensor_parallel_size=2) as (prefill, decode):
         both = Pair(prefill, decode, "k4v4", window_of("k4v4"))
-        assert [one.started["layout"] for one in (prefill, decode)] == ["LBHNC", "LBHNC"]  # each rank has one KV head
+        assert [one.started["layout"] for one in (prefill, decode)] == ["LBHNC", "LBHNC"]  # Each rank has one KV head.
         assert all(assert_pages_and_answers(both, 4, ranks=2, regions=2).values())
         with engines(tiny_llama(), engine("kv_consumer")) as (alone,):
             said = refused(both, alone)

@@ -1,4 +1,4 @@
-"""Options that preflight and backend refuse if pages are transferred by NIXL or LMCache."""
+"""Preflight and backend refuse the same options if pages are transferred by NIXL or LMCache."""
 
 import importlib.metadata
 import importlib.util

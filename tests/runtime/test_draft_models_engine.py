@@ -30,7 +30,7 @@ DTYPES = ("k8v4", "k4v4", "k4v2", "k2v2")
 
 @dataclass(frozen=True)
 class Case:
-    """Way to make a draft model from the served one. A `skilled` model drafts well without help."""
+    """Recipe for a draft model. A `skilled` one drafts well even without window or factors."""
 
     method: str
     make: Callable[[Path, Path], Path]
@@ -75,7 +75,7 @@ class Models:
         self.plain = cache(self._plain)
 
     def _pair(self, name: str) -> tuple[Path, str]:
-        """Return the served model and its draft model, which MTP does not have."""
+        """Return the paths of the served model and of its draft model. MTP has no separate draft model."""
         case, folder = CASES[name], self.root / name.replace(" ", "-")
         if case.method == "mtp":
             heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -86,7 +86,7 @@ class Models:
         return model, str(case.make(model, folder))
 
     def _plain(self, model: Path, dtype: str, recent: int, calibrated: bool, roomy: bool = False) -> Told:
-        """Return the answers without drafts."""
+        """Return the answers of an engine without drafts."""
         return serve(requests(model, dtype, recent, calibrated, roomy))
 
 
@@ -153,7 +153,7 @@ def test_greedy_answers_are_those_without_speculation(
     assert not found.wrong
     assert min(seen.values()) > 0
     others = [(kind, [x for x in layers if not x.startswith((*SERVED, "spare."))]) for kind, layers in told.groups]
-    assert [kind for kind, layers in others if layers] == ["FullAttentionSpec"]  # a single group, and no ring
+    assert [kind for kind, layers in others if layers] == ["FullAttentionSpec"]  # There is only one group, and no ring.
     if plain is not None:
         pairs = zip(chain(*told.answers), chain(*plain.answers), strict=True)
         other = sum(one != another for one, another in pairs)
@@ -193,7 +193,7 @@ def test_where_nothing_is_preempted_or_found_answers_with_a_window_are_those_wit
         print(f"{key}: {value}")
     assert min(seen.values()) > 0
     assert len(told.steps) < len(plain.steps)
-    assert other < 6  # rounding changes these few
+    assert other < 6  # Rounding changes these few answers.
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The operator refuses every spelling of a vLLM option in spec.engine.extraArgs, or checks it as that option."""
+"""The operator treats every spelling of a vLLM option in spec.engine.extraArgs in the same way as the option itself."""
 
 from argparse import Action
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from kvpilot_runtime import serve
 from support.bad_manifests import GOOD
 
 if not version("vllm").startswith("0.32."):
-    pytest.skip("each version has arguments of its own; the API's rules are those of 0.32", allow_module_level=True)
+    pytest.skip("each version has its own arguments; the API's rules are those of 0.32", allow_module_level=True)
 make_arg_parser = import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser
 
 REFUSED = {name.removeprefix("--").replace("-", "_") for one in rules.RESERVED for name in one.options}

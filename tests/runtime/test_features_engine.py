@@ -55,11 +55,11 @@ def served(lora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         "--dtype=float32", "--recent-tokens=0", "--kv-cache-memory-bytes=64M", "--max-num-seqs=8",
         "--max-num-batched-tokens=32", "--max-lora-rank=8", *of_adapters(adapter=lora[0], **{"acme/other": lora[0]}),
         "--enable-auto-tool-choice", "--tool-call-parser=hermes",
-        # A model of random weights would generate spaces for ever.
+        # A model with random weights would generate spaces forever.
         "--structured-outputs-config.backend=xgrammar", "--structured-outputs-config.disable_any_whitespace=true",
     )  # fmt: skip
     exact = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
-    compact = {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # grammars of tool calls have no option against spaces
+    compact = {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}  # Tool calls would use grammars that allow endless spaces.
     with (
         engine(
             tiny_llama(), "k4v4", tmp_path_factory.mktemp("features"), *arguments, env={**exact, **compact}
@@ -76,7 +76,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="module")
 def plain() -> Oracle:
-    """Return the same model with a 16-bit cache, for answers without the codec."""
+    """Return the oracle for the same model with a 16-bit cache, for comparison."""
     return Oracle(tiny_llama(), "auto")
 
 
@@ -137,7 +137,7 @@ def test_structured_output_holds_to_its_schema(served: httpx.Client) -> None:
         assert found["city"] in ("Ghent", "Oslo", "Porto")
         assert isinstance(found["warm"], bool)
         assert 1 <= found["days"] <= 9
-    # Control: without the option random weights generate no JSON.
+    # As a control: without the option, random weights generate no JSON.
     with pytest.raises(json.JSONDecodeError):
         json.loads(chatted(served)["content"])
 

@@ -1,4 +1,4 @@
-"""Errors that our backends return to vLLM in engines that start without preflight."""
+"""Our backends return errors to vLLM in engines that start without preflight."""
 
 from operator import attrgetter
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def chosen(**asked: Any) -> Any:
-    """Return the backend class that vLLM selects for such a layer on a CPU."""
+    """Return the backend class that vLLM selects on a CPU for a layer with these properties."""
     plugin.serve_dtype("k4v4")
     return resolve_obj_by_qualname(CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(**asked), 4))
 

@@ -1,4 +1,4 @@
-"""vLLM keeps every attribute when kvpilot is installed, unless the process uses one of our dtypes or options."""
+"""Installing kvpilot changes no attribute of vLLM, unless the process uses one of our dtypes or options."""
 
 import ast
 import importlib
@@ -82,7 +82,7 @@ def test_a_dtype_that_cannot_be_made_known_leaves_vllms_own_dtypes_alone(
 
 
 class Stock:
-    """Functions of each kind, with more parameters than their wrappers name."""
+    """Functions of each kind. They have more parameters than our wrappers name."""
 
     def method(self, known: int, later: int = 0, *, named: str = "") -> tuple[Any, ...]:
         return "method", known, later, named
@@ -98,7 +98,7 @@ class Stock:
 
 @pytest.fixture
 def stock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stock]]:
-    """Yield the class, and restore it afterwards."""
+    """Yield the class `Stock`, and restore it afterwards."""
     for name in ("method", "of_class", "static"):
         monkeypatch.setattr(Stock, name, vars(Stock)[name])
     yield Stock
@@ -199,7 +199,7 @@ def test_every_function_that_we_put_on_an_object_of_vllms_takes_whatever_it_is_g
 
 
 def not_taken(ours: Any, theirs: Any) -> list[str]:
-    """Return parameters of vLLM's method that our override does not take."""
+    """Return the parameters of vLLM's method that our override does not accept."""
     own = inspect.signature(ours).parameters.values()
     kinds = {parameter.kind for parameter in own}
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
@@ -222,8 +222,7 @@ def overrides(module: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "recent.ring_layers", "recent.ring_spec",
-              "transfer.disk_spec", "transfer.disk_tier", "transfer.host_copies",
-              "transfer.nixl_connector")  # fmt: skip
+              "transfer.host_copies", "transfer.nixl_connector")  # fmt: skip
 
 
 @pytest.mark.parametrize("module", OVERRIDING)

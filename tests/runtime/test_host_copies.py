@@ -1,4 +1,4 @@
-"""Offloading worker on a CPU, with vLLM's own descriptions of a transfer: bytes return unchanged."""
+"""The offloading worker on a CPU returns bytes unchanged, for any transfer that vLLM describes."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_what_is_stored_and_loaded_into_other_blocks_is_what_was_there_and_nothi
     assert worker.submit_store(1, device, host)
     stored = [b for own, _, _ in groups for b in own]
     for cache in layers:
-        cache.copy_(torch.randint(0, 256, cache.shape, dtype=torch.uint8))  # other requests own the blocks now
+        cache.copy_(torch.randint(0, 256, cache.shape, dtype=torch.uint8))  # Other requests own the blocks now.
     others = [cache.clone() for cache in layers]
     target = data.draw(st.permutations(range(BLOCKS)))[: len(stored)]
     assert worker.submit_load(2, host, specs(groups, target)[0])

@@ -25,7 +25,7 @@ _EXACT = {"KVPILOT_CALIBRATION": "off", "KVPILOT_RECENT_TOKENS": "0", "KVPILOT_P
 
 @dataclass
 class Question:
-    """Request to one engine: prompts, each after the image of a seed; `options` go to vLLM's LLM."""
+    """Request to one engine. Each prompt follows an image, which is made from a seed. `options` are for vLLM's LLM."""
 
     model: str
     dtype: str
@@ -37,7 +37,7 @@ class Question:
 
 @dataclass
 class Answered:
-    """Results. `prompts` have the image tokens. `cached` is the number of tokens of each from the prefix cache."""
+    """Answers of an engine. `prompts` include the image tokens. `cached` is how many tokens of each were cached."""
 
     prompts: list[list[int]]
     answers: list[list[int]]
@@ -52,7 +52,7 @@ def picture(seed: int) -> Any:
 
 
 def serve(question: Question) -> Answered:
-    """Ask an engine in its own process."""
+    """Send the request to an engine in its own process."""
     return Answered(**ask("test_images_engine", asdict(question), **_EXACT))
 
 

@@ -1,4 +1,4 @@
-"""Import paths that vLLM gets as text name modules with the right classes."""
+"""The import paths that we give vLLM as text name modules with the right classes."""
 
 import ast
 from importlib.util import find_spec
@@ -9,12 +9,12 @@ from vllm.platforms import current_platform
 
 from kvpilot_formats import formats, latent
 from kvpilot_runtime import plugin
-from kvpilot_runtime.config import connectors, offload
+from kvpilot_runtime.config import connectors
 from kvpilot_runtime.vllm_api import compat, hooks
 
 
 def names_in(module: str) -> set[str]:
-    """Return the top-level names of a module's file, without importing it: some need a GPU's packages."""
+    """Return the top-level names in a module's file. Do not import it, because some modules need packages for GPUs."""
     spec = find_spec(module)
     assert spec is not None, module
     assert spec.origin is not None, module
@@ -36,7 +36,7 @@ def test_every_backend_that_the_plugin_names_leads_somewhere(on_cuda: bool, monk
     for path in told.values():
         module, _, name = path.rpartition(".")
         found = names_in(module)
-        assert name in found or "__getattr__" in found, path  # backends create their classes on first access
+        assert name in found or "__getattr__" in found, path  # Backends create their classes on first access.
     platform = "cuda" if on_cuda else "cpu"
     own = {f"kvpilot_runtime.backends.{platform}.{compat.backend_class(dtype)}" for dtype in formats.own_names()}
     own |= {f"kvpilot_runtime.backends.latent_{platform}.{compat.backend_class(one)}" for one in latent.names()}
@@ -47,7 +47,3 @@ def test_every_backend_that_the_plugin_names_leads_somewhere(on_cuda: bool, monk
 def test_a_connector_of_ours_is_where_its_carrier_says(path: str) -> None:
     module, _, name = path.rpartition(".")
     assert name in names_in(module)
-
-
-def test_the_disk_below_host_memory_is_where_its_configuration_says() -> None:
-    assert offload.DISK in names_in(offload.DISK_MODULE)

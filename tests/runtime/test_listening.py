@@ -1,4 +1,4 @@
-"""An engine listens on its pod's address families: IPv4, IPv6 or both."""
+"""An engine listens on the address families of its pod: IPv4, IPv6 or both."""
 
 import errno
 import socket
@@ -11,7 +11,7 @@ from kvpilot_runtime import listening, serve
 
 
 def engines_host(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the one --host of an engine's arguments."""
+    """Return the value of --host in an engine's arguments."""
     monkeypatch.delenv(listening.HOST, raising=False)
     _, arguments = serve.parse(["--model=m", "--kv-cache-dtype=auto"])
     (host,) = (one.removeprefix("--host=") for one in arguments if one.startswith("--host="))
@@ -29,7 +29,7 @@ def test_vllms_socket_is_reached_by_either_family(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("which", ["no IPv6", "an IPv6 of its own"])
 def test_a_node_whose_sockets_do_not_take_both_serves_ipv4(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    """Simulate a kernel without IPv6 or with net.ipv6.bindv6only: a test cannot set these."""
+    """Simulate a kernel without IPv6 or with net.ipv6.bindv6only, because a test cannot set these."""
     made = socket.socket
 
     class Other(made):  # type: ignore[misc,valid-type]

@@ -4,6 +4,7 @@ The engines calibrate themselves, and their free blocks are full of other rows. 
 is installed.
 """
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,14 +47,14 @@ def engine(port: int, dtype: str = "k4v4", recent: str = "", **options: Any) -> 
 
 
 def room(dtype: str, recent: str) -> int:
-    """Return the blocks for slightly more than two of the longest requests, or five of the shortest, with rings."""
+    """Return the number of blocks for slightly more than two of the longest requests, or five of the shortest."""
     window = window_of(dtype, recent)
     ring = formats.parse(dtype).ring_blocks(window, 64, BLOCK) if window else 0
     return max(44, 24 + 5 * ring)
 
 
 def window_of(dtype: str, recent: str = "") -> int:
-    """Return the tokens of the window in these engines."""
+    """Return the tokens of the recent window in these engines."""
     return 0 if recent == "0" else formats.parse(dtype).recent_tokens(None, LONGEST + 64)
 
 
@@ -71,7 +72,7 @@ class Shared:
         self.texts = [[self.rng.randrange(3, 49152) for _ in range(LONGEST)] for _ in range(3 * TOGETHER)]
 
     def prompts(self, turn: int) -> list[list[int]]:
-        """Return the first, second, or third turn of conversations."""
+        """Return the prompts of the first, second, or third turn of conversations."""
         return [text[: LONGEST * turn // 3 - self.rng.randrange(8)] for text in self.rng.sample(self.texts, TOGETHER)]
 
     def serve(self, engine: Apart, prompts: list[list[int]]) -> int:
@@ -92,7 +93,7 @@ class Shared:
         return self.seen["loaded"] - before
 
     def moved(self, engine: Apart, ranks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the blocks that each rank stored or loaded. Of two equal blocks, LMCache keeps the first one."""
+        """Yield the blocks that each rank stored or loaded. If two blocks are equal, LMCache keeps the first one."""
         for rank, move in enumerate(ranks):
             for what, blocks in move.items():
                 self.seen[what] += len(blocks)
@@ -112,7 +113,7 @@ class Shared:
 
     def name(self, engine: Apart, block: int) -> int:
         """Return a number for a block of one engine that is unique among the blocks of all engines."""
-        return block * len(self.each) + self.each.index(engine)
+        return block + 10_000 * self.each.index(engine)
 
     def assert_answers(self) -> None:
         """Check that all answers so far match the oracle, each with the window of its engine's steps."""
@@ -129,7 +130,7 @@ class Shared:
 
 
 def assert_shared(both: Shared, rounds: int) -> None:
-    """Serve turns of conversations, each at a random engine."""
+    """Send turns of conversations to the two engines at random, and check blocks and answers."""
     for turn in [1, 2, 3] * rounds:
         for one in both.rng.sample(both.each, len(both.each)):
             both.serve(one, both.prompts(turn))
@@ -187,6 +188,23 @@ def test_a_server_that_shares_memory_is_refused(tmp_path: Path) -> None:
         engines(tiny_llama(), engine(cache.port), module="shared_engine"),
     ):
         pass
+
+
+def test_pages_on_a_disk_outlive_the_server_and_the_engine(tmp_path: Path) -> None:
+    folder, shared = tmp_path / "disk", Shared([], "k4v4", window_of("k4v4"))
+    folder.mkdir()
+    disk = {"type": "fs_native", "base_path": str(folder), "max_capacity_gb": 1, "eviction": {"eviction_policy": "LRU"}}
+    for turns in ((1, 2, 3), (3, 3, 2)):
+        with (
+            server(tmp_path, f"--l2-adapter={json.dumps(disk)}") as cache,
+            engines(tiny_llama(), engine(cache.port), module="shared_engine") as (one,),
+        ):
+            shared.each.append(one)
+            for turn in turns:
+                shared.serve(one, shared.prompts(turn))
+    shared.assert_answers()
+    assert shared.seen["from the other"] > 0
+    assert shared.seen["changed"] == 0
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Facts about a model for the operator: from config.json through kvpilot-serve's environment to a metric."""
+"""Facts about a model reach the operator: from config.json by the environment of kvpilot-serve to a metric."""
 
 import json
 import os
@@ -19,7 +19,7 @@ LLAMA = 'kvpilot_model_info{head_dim="64",kv_heads="2",layers="2",mla="false",wi
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the process's registry afterwards."""
+    """Restore the Prometheus registry of the process afterwards."""
     monkeypatch.delenv(model_info.VARIABLE, raising=False)
     yield
     gauge = REGISTRY._names_to_collectors.get(model_info.NAME)

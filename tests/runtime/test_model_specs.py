@@ -1,4 +1,4 @@
-"""Layers of published models (published.json), compared with the KV-cache specs that vLLM builds for them."""
+"""The layers that we read for published models (published.json) equal the KV-cache specs that vLLM builds for them."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from support.own_process import ask
 ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
 BUILT = [entry for entry in CORPUS if "vllm" not in entry]
-"""Models that vLLM's CPU build can build. The others state a reason."""
+"""Models that vLLM's CPU build can build. The entries of other models have a reason."""
 LARGEST_FIRST = sorted(BUILT, key=lambda entry: -read(entry["config"]).layers)
 ONE_OF_EACH = list({(entry["family"], read(entry["config"]).idle_window): entry for entry in LARGEST_FIRST}.values())
 """Smallest model of each family, with and without an unused window."""

@@ -6,13 +6,18 @@ full of other tokens' rows when a request gets them, even if its pages were load
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvpilot_formats import formats
+from kvpilot_localcluster.engines.real import HANGS
 from kvpilot_smallmodels.models import tiny_llama
 from kvpilot_smallmodels.oracle import Oracle
+from support.forked_serve import engine
 from support.judge import Judge
 from support.stepped_engine import Asked, serve
 
@@ -83,3 +88,33 @@ def assert_bytes_return(question: Asked) -> None:
     told = serve(question)
     assert told.loaded > 0
     assert told.changed == 0
+
+
+def test_an_engine_of_two_processes_loads_from_host_memory_what_a_probe_asks_it_to(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 49152) for _ in range(160)] for _ in range(2)]
+    with engine(
+        tiny_llama(), "k4v4", tmp_path, "--dtype=float32", "--recent-tokens=0", "--kv-cache-memory-bytes=64M",
+        "--block-size=16", "--max-model-len=256", "--tensor-parallel-size=2", "--kv-offloading-size=0.125",
+        env={"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"},
+    ) as running:  # fmt: skip
+        fresh = [running.tokens(prompt, 3) for prompt in prompts]
+        again = [running.tokens(prompt, 3) for prompt in prompts]
+        before = loaded(running.page())  # a prompt's last block at most: the KV cache still has the others
+        body = {"model": "m", "max_tokens": 3, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+                "kv_transfer_params": {"kvpilot_from_host": True}}  # fmt: skip
+        judged = [
+            httpx.post(f"{running.url}/v1/completions", json={**body, "prompt": prompt}, timeout=HANGS).json()
+            for prompt in prompts
+        ]
+        after = loaded(running.page())
+    assert before <= 2 * 16
+    assert after - before >= 2 * 144
+    assert again == fresh
+    assert [one["choices"][0]["token_ids"] for one in judged] == fresh
+
+
+def loaded(page: str) -> float:
+    """Return the prompt tokens that an engine has loaded from host memory."""
+    samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+    return sum(s.value for s in samples if s.name == "vllm:external_prefix_cache_hits_total")

@@ -1,4 +1,4 @@
-"""Offloading to host memory: if this machine lacks the memory, preflight refuses it and names the sizes."""
+"""If this machine lacks the memory for offloading, preflight refuses it and names the sizes."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_offloading_more_than_this_machine_has_is_refused_with_the_numbers(
 ) -> None:
     monkeypatch.setattr(machine, "available_memory", lambda: 12 * 2**30)
     check(asked("--kv-offloading-size=4", "--kv-cache-memory-bytes=64M", dtype=dtype))
-    # Offloaded memory adds to that of weights, cache and engine, which is about 2.5 GiB here.
+    # Offloaded pages take memory in addition to weights, cache and engine, which take about 2.5 GiB here.
     beside = refusal(asked("--kv-offloading-size=10", "--kv-cache-memory-bytes=64M", dtype=dtype))
     assert beside.reason == "DoesNotFit"
     several = refusal(asked("--kv-offloading-size=7", "--data-parallel-size=2", dtype=dtype))

@@ -17,7 +17,7 @@ from support.own_process import ask
 def measured(loses: bool = False) -> float:
     """Return the error of a real engine's answers.
 
-    `loses` replaces the first entry of each block table before the step that computes all requests.
+    With `loses`, replace the first entry of each block table before the step that computes all requests.
     """
     return float(ask("test_page_check", {"loses": loses}, KVPILOT_CALIBRATION="off")["off"])
 

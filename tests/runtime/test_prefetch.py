@@ -1,4 +1,4 @@
-"""`kvpilot-prefetch` against a hub on loopback: fetched files, kept files, and refusals."""
+"""`kvpilot-prefetch` against a hub on loopback: which files it fetches and keeps, and when it refuses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Image tokens in a step and the later tokens that they see, for any images and chunks."""
+"""For any images and chunks, `prefix_lm` finds the image tokens of a step and the later tokens that they see."""
 
 from types import SimpleNamespace
 

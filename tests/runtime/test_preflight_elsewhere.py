@@ -1,4 +1,4 @@
-"""Options that change config, weights or GPUs: preflight follows them, or warns and leaves the check to vLLM."""
+"""If options change config, weights or GPUs, preflight follows them, or warns and leaves the check to vLLM."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Preflight judges a hub model by its config.json, from the client's cache or fetched into it."""
+"""Preflight judges a hub model by its config.json, which it finds in the hub cache or downloads."""
 
 import json
 import os
@@ -31,7 +31,7 @@ sys.exit(serve.main(sys.argv[1:]))
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Return the client's cache with MODEL's config.json, for the branch main and the tag v2."""
+    """Return a hub cache with MODEL's config.json, for the branch main and the tag v2."""
     put(tmp_path, "main", COMMIT)
     put(tmp_path, "v2", COMMIT[::-1], head_dim=40)
     return tmp_path
@@ -79,7 +79,7 @@ def test_without_its_config_vllm_is_left_to_judge(cache: Path) -> None:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Hub that only returns the reason why it does not show a model."""
+    """Hub that refuses every model, and gives the reason."""
 
     code = ""
 

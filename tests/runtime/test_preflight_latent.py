@@ -1,4 +1,4 @@
-"""Preflight of dtypes of multi-head latent attention: models, platforms and options."""
+"""Preflight of our dtypes for multi-head latent attention: models, platforms and options."""
 
 import json
 from functools import partial

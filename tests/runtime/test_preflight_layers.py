@@ -1,4 +1,4 @@
-"""Models of unknown type: preflight takes the layers that vLLM itself builds."""
+"""For a model of unknown type, preflight uses the layers that vLLM itself builds."""
 
 import json
 from pathlib import Path

@@ -24,7 +24,7 @@ MIB = 2**20
 
 @pytest.fixture
 def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Pretend that the driver's nvidia-smi prints these lines, and that vLLM is its GPU build."""
+    """Pretend that nvidia-smi prints these lines, and that vLLM is built for GPUs."""
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
 
     def prints(*lines: str, code: int = 0) -> None:

@@ -19,7 +19,7 @@ H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))
 A100 = machine.Gpu("NVIDIA A100", 80 * 2**30, 0, (8, 0))
 T4 = machine.Gpu("Tesla T4", 16 * 2**30, 0, (7, 5))
 
-# These fields of each family's config.json suffice to recognize its shape. A refusal needs no weights.
+# These fields of each family's config.json are enough to recognize the model's shape. A refusal needs no weights.
 SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
 REFUSED = {
     "MLA": {**SMALL, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 512},
@@ -35,7 +35,7 @@ WORDS = {
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretend that this machine has these GPUs, and that vLLM is its GPU build."""
+    """Pretend that this machine has these GPUs, and that vLLM is built for GPUs."""
 
     def pretend(*gpus: machine.Gpu) -> None:
         monkeypatch.setattr(machine, "platform", lambda: "cuda")
@@ -254,7 +254,7 @@ def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_in_t
 ) -> None:
     file = tmp_path / "factors.safetensors"
     file.write_bytes(b"")
-    for said in ("KVPILOT_CALIBRATION", "HF_HUB_OFFLINE"):  # an environment variable of the shell must not matter
+    for said in ("KVPILOT_CALIBRATION", "HF_HUB_OFFLINE"):  # Variables of the shell must not influence the test.
         monkeypatch.delenv(said, raising=False)
     before = dict(serve.os.environ)
     started: list[tuple[list[str], dict[str, str]]] = []
@@ -282,7 +282,7 @@ def test_layers_skipped_by_number_are_counted_in_16_bits() -> None:
     assert silent(check(small))  # 4,096 tokens of 272 bytes
     error = refusal(replace(small, skip_layers=("0",)))
     assert error.reason == "DoesNotFit"
-    assert "(648 bytes a token)" in error.message  # 512 bytes of them for the layer in 16 bits
+    assert "(648 bytes a token)" in error.message  # Of these bytes, 512 are for the layer in 16 bits.
     assert check(replace(small, skip_layers=("0",), kv_bytes=3 * 2**20)).skip_layers == ("0",)
 
 

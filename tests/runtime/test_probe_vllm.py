@@ -1,4 +1,4 @@
-"""Probes of real vLLM with real weights distinguish noise, damage and garbage, and so does `kvpilot probe`.
+"""Probes of real vLLM with real weights distinguish noise, damage and garbage; `kvpilot probe` does so, too.
 
 Each dtype has its own vLLM on the CPU.
 """
@@ -62,7 +62,7 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def reference(sixteen: str) -> tuple[Baseline, Measurement]:
-    """Return the answers of the 16-bit engine, also after encoding and decoding, and its noise against itself."""
+    """Return the answers of the 16-bit engine, after encoding and decoding, and its noise (the control)."""
     prompts = packs.load(["builtin/general"])
 
     async def both(url: str) -> tuple[Baseline, Measurement]:
@@ -100,7 +100,7 @@ def test_k4v4_stays_within_the_default_limits_from_its_pages_and_from_host_memor
     for found in (k4v4, returned):
         judgement = judge(found, described(kept), DEFAULTS)
         assert judgement.verdict == Verdict.PASSED, judgement.message
-    # Prefixes come from the cache, unless a probe tests the tier. Then every whole block is loaded.
+    # Prefixes come from the GPU's cache, unless a probe tests the host memory. Then every whole block is loaded.
     assert stayed == 0
     assert came_back >= sum((len(prompt.tokens) - 1) // 16 * 16 for prompt in kept.prompts) > 200
 
@@ -148,7 +148,7 @@ def test_the_packs_that_follow_the_engine_find_no_damage_in_the_engine_that_was_
     assert kept.left_out == ()
     assert found.mean_kl_micronats < 5_000
     assert found.top1_agreement_permille >= 950
-    # This small model solves some of each kind, and the same engine again about as many.
+    # This small model solves some tasks of each kind, and the same engine solves about as many in a second run.
     assert {tasks.bucket for tasks in found.tasks} == {"agent", "reasoning", "reasoning-loops"}
     assert all(tasks.baseline_solved > 0 for tasks in found.tasks)
     assert not any(candidate_worse(tasks) or baseline_worse(tasks) for tasks in found.tasks)
@@ -183,7 +183,7 @@ def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_co
     measured, noise = found["measured"], found["control"]
     assert measured["mean_kl_micronats"] - noise["mean_kl_micronats"] > 500_000
     assert measured["top1_agreement_permille"] < 700
-    # The requests are half of each prompt, the whole prompt, its continuations, and one answer to show.
+    # The engine gets half of each prompt, the whole prompt, its continuations, and one answer to show.
     assert found["baseline"]["prompts"] == 8
     assert measured["requests"] <= 8 * (SETTINGS.max_resumes + 2) + 1
     assert measured["sample"]["canary"] != measured["sample"]["stable"]
@@ -242,7 +242,7 @@ def test_a_canary_is_judged_while_prompts_fill_its_pool(tmp_path: Path, monkeypa
 
 
 def test_a_probe_gives_way_to_queued_users_and_yet_gets_its_figures_while_they_wait(tmp_path: Path) -> None:
-    """One request runs at a time here. With three busy users, two wait at nearly any time."""
+    """Run one request at a time. With three busy users, two requests wait nearly all the time."""
     prompts = packs.load(["builtin/structured"])[:3]
     load = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 

@@ -30,7 +30,7 @@ FROM_PAGES = {"KVPILOT_PREFILL_FROM_PAGES": "1", "KVPILOT_CALIBRATION": "off"}
 
 
 class Request:
-    """Prompt of up to `longest` tokens that may share a prefix with others, and the number of tokens to answer."""
+    """Request: a prompt of up to `longest` tokens that may share a prefix with others, and the length of its answer."""
 
     def __init__(self, rng: random.Random, shared: list[int], longest: int) -> None:
         self.alone = rng.random() < 0.5
@@ -51,7 +51,7 @@ def drawn(count: int, longest: int, seed: int) -> list[Request]:
 
 
 def served(running: Engine, count: int, longest: int, seed: int) -> list[Request]:
-    """Answer such requests, 24 at a time."""
+    """Send `count` random requests, 24 at a time, and return them with their answers."""
     requests = drawn(count, longest, seed)
 
     def ask(request: Request) -> None:
@@ -63,7 +63,7 @@ def served(running: Engine, count: int, longest: int, seed: int) -> list[Request
 
 
 def served_in_turn(model: Path, count: int, longest: int, blocks: int, seed: int) -> tuple[list[Request], Answered]:
-    """Answer the same requests, all queued from the start."""
+    """Answer the same requests in an engine in which all of them wait from the start."""
     requests = drawn(count, longest, seed)
     options: dict[str, Any] = {
         "dtype": "float32", "max_num_batched_tokens": CHUNK, "max_num_seqs": 16, "block_size": 16,
@@ -138,7 +138,7 @@ def judge(
     for name, value in told.items():
         record_property(name, value)
         print(f"{name}: {value}")
-    # One occurrence of each suffices, because their number depends on the machine's speed.
+    # One occurrence of each event is enough, because their number depends on the speed of the machine.
     assert all(figures.values())
     assert told["certainly_chunked"] > len(requests) / 10
     # Rounding may change any number of answers, so judge each one alone. A broken engine fails in the first three.

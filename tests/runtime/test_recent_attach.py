@@ -1,4 +1,4 @@
-"""Layers that get a ring, the spec of its pages, and the reasons why other layers get none."""
+"""Some layers get a ring, whose spec is checked here. For other layers there are reasons why they get none."""
 
 import logging
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def attached(
     config: Any, dim: int = 128, kv_heads: tuple[int, int] = (8, 8), shared: str | None = None,
     names: Sequence[str] = NAMES,
 ) -> list[Any]:  # fmt: skip
-    """Return two layers as vLLM has them after it loaded their weights."""
+    """Return two layers in the state in which vLLM has just loaded their weights."""
     dtype, context = config.cache_config.cache_dtype, config.compilation_config.static_forward_context
     cls = getattr(cpu, compat.backend_class(dtype))
     for name, heads in zip(names, kv_heads, strict=True):

@@ -1,4 +1,4 @@
-"""The recent window in a real engine: requests share prefixes, come in chunks, are preempted and change rows.
+"""The recent window in a real engine, whose requests share prefixes, come in chunks, are preempted and change rows.
 
 Rings are full of other tokens' rows when a request gets them. The test records each step of the engine, so that the
 oracle knows the window and the ring's content at every position.
@@ -89,7 +89,7 @@ def test_answers_are_the_same_where_a_block_has_the_pages_of_all_layers_in_a_row
     assert not found.wrong
     assert found.judged == sum(map(sum, question.tokens))
     assert found.preempted
-    assert bool(told.poisoned) == bool(recent)  # only rings are poisoned
+    assert bool(told.poisoned) == bool(recent)  # Only the rings are poisoned.
 
 
 def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pages(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""vLLM itself also refuses features that our backend does not support, when it starts without preflight."""
+"""If an engine starts without preflight, vLLM itself refuses features that our backend does not support."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ SPECULATION = {
 }
 TRANSFER = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
                                    "kv_connector_extra_config": {"shared_storage_path": "unused"}}}  # fmt: skip
-# Each request, with words that its refusal must contain beside the dtype's name.
+# Each case is a request, with words that its refusal must contain besides the dtype's name.
 CASES: dict[str, tuple[str | None, dict[str, Any], str]] = {
     "mla": ("mla", {}, "MLA not supported"),
     "alibi": ("alibi", {}, "a model with ALiBi is not supported"),

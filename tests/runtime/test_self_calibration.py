@@ -1,4 +1,4 @@
-"""Engines that calibrate themselves find the same factors of the built-in text at every start, and report them."""
+"""Engines that calibrate themselves find the same factors at every start, and report them."""
 
 import random
 import shutil
@@ -37,7 +37,7 @@ SLACK = 1e-3
 
 
 def told(page: list[str]) -> dict[str, str]:
-    """Return the labels of the one series of the factors' source."""
+    """Return the labels of the only series that shows the source of the factors."""
     [line] = [line for line in page if line.startswith(calibration_info.NAME + "{")]
     labels = line.partition("{")[2].partition("}")[0]
     return dict(part.split("=", 1) for part in labels.replace('"', "").split(","))
@@ -64,7 +64,7 @@ def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[
     calibrated = Oracle(model(), "k4v4", factors_of(model(), CHUNK, CONTEXT))
     wrong = [i for i, (prompt, answer) in enumerate(both) if not calibrated.sound(prompt, answer)]
     assert not wrong
-    # Control: the same codec answers differently without factors.
+    # As a control: the same codec answers differently without factors.
     plain = Oracle(model(), "k4v4")
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 5
 
@@ -176,7 +176,7 @@ def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone(sinks
         wanted = calibration_attention.causal(query[rows], key[rows], value[rows], *how)
         torch.testing.assert_close(output.view(65, 4, 64)[rows], wanted)
         apart.add(query[rows], key[rows], value[rows], *how)
-    for row in range(60, 65):  # each of these tokens alone
+    for row in range(60, 65):  # Each of these tokens is computed alone.
         wanted = calibration_attention.causal(*(x[row : row + 1] for x in (query, key, value)), *how)
         torch.testing.assert_close(output.view(65, 4, 64)[row : row + 1], wanted)
         apart.add_first(key[row : row + 1])

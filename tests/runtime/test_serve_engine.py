@@ -25,7 +25,7 @@ LONG = ("--kv-cache-memory-bytes=64M", "--max-model-len=4096", "--max-num-batche
 
 
 def capacity(model: Path, dtype: str, folder: Path, *arguments: str) -> int:
-    """Return the tokens of the engine's KV cache, as it reports them."""
+    """Return the capacity of the engine's KV cache in tokens, as the engine reports it."""
     with forked_serve.engine(model, dtype, folder, *arguments) as running:
         labels = running.cache_config()
         assert labels["cache_dtype"] == dtype
@@ -34,19 +34,19 @@ def capacity(model: Path, dtype: str, folder: Path, *arguments: str) -> int:
 
 @dataclass(frozen=True)
 class Life:
-    """One engine with our dtype, from its start until SIGTERM ends it during an answer."""
+    """Record of one engine with our dtype, from its start until SIGTERM ends it during an answer."""
 
     capacity: int
     text: str
     page: PodMetrics
-    """Its metrics while it answered, as parsed."""
+    """Metrics of the engine while it answered, as parsed."""
     in_flight: bool
     """True if the request still ran after the signal was sent."""
     answer: list[int]
     url: str
 
 
-# The answer takes seconds, and polls are milliseconds apart.
+# The answer takes seconds, and the test polls every few milliseconds.
 ANSWER_TOKENS = 500
 SAME = ("--kv-cache-memory-bytes=64M",)
 
@@ -69,7 +69,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
 
 
 def running_page(running: Engine, answer: Future[list[int]]) -> tuple[str, PodMetrics]:
-    """Return the engine's first page on which the request runs. All assertions use this page."""
+    """Return the first metrics page on which the request runs. All assertions use this page."""
     while not answer.done():
         text = running.page()
         if (page := parse_page(text)).running:

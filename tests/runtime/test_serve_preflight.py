@@ -1,4 +1,6 @@
-"""Invalid requests are refused before vLLM is imported: a JSON line with field, value and remedy, exit code 78."""
+"""kvpilot-serve refuses invalid requests before it imports vLLM: a JSON line with field, value and remedy, exit code
+78.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""An engine that drains finishes all requests that it has received, even those that wait for the end of its step."""
+"""An engine that drains finishes all requests that it has received, even those that wait for the end of a step."""
 
 import queue
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from kvpilot_runtime import plugin
 
 
 class Core(EngineCoreProc):
-    """vLLM's loop around an engine that only records its input."""
+    """vLLM's loop around an engine. This engine only records its input."""
 
     def __init__(self, timeout: int) -> None:
         self.vllm_config: Any = SimpleNamespace(shutdown_timeout=timeout)
@@ -48,7 +48,7 @@ def _hooked() -> None:
 def test_what_came_before_the_engine_looked_up_is_taken_and_what_comes_after_is_handed_back() -> None:
     core = Core(timeout=60)
     core.send("waits")
-    core.shutdown_state = EngineShutdownState.REQUESTED  # like the signal's handler in the middle of a step
+    core.shutdown_state = EngineShutdownState.REQUESTED  # The signal handler does the same in the middle of a step.
     core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
     assert core._handle_shutdown(), "there is work left"
     assert core.taken == ["waits"]

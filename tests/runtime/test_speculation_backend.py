@@ -1,6 +1,6 @@
-"""Steps with draft tokens in the CPU backend, compared with the same tokens one at a time.
+"""Steps with draft tokens in the CPU backend give the same answers as the same tokens one at a time.
 
-The stand-in for the model runner drafts right and wrong tokens, and rejects the wrong ones. Sequences come in chunks,
+A stand-in for the model runner drafts right and wrong tokens, and rejects the wrong ones. Sequences come in chunks,
 change rows, and restart in other pages. As in vLLM, all pages and rings come from one pool, which is never cleared.
 """
 
@@ -170,7 +170,7 @@ def test_tokens_with_drafts_among_them_get_the_answers_of_tokens_that_come_one_a
                 live.remove(s)
             elif s.done > s.prompt and choose.random() < 0.01 * (
                 1 + drafts
-            ):  # preempted: all tokens are computed again, in other pages
+            ):  # After a preemption, all tokens are computed again, in other pages.
                 preempted += 1
                 s.prompt, s.done = s.done, 0
             else:
@@ -213,7 +213,7 @@ def test_a_prompts_last_tokens_are_no_drafts_and_attend_to_themselves_as_they_ar
     mean = value.cumsum(0) / torch.arange(1, 4)[:, None, None]
     assert torch.allclose(found, mean.repeat_interleave(2, 1), atol=1e-6)
     runner.forget("a")
-    part.prompt = False  # like drafts, they are read from the 2-bit pages
+    part.prompt = False  # Like drafts, these tokens are read from the 2-bit pages.
     [found] = runner.step([part], monkeypatch)
     assert (found - mean.repeat_interleave(2, 1)).abs().max() > 0.1
 

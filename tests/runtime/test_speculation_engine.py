@@ -1,4 +1,4 @@
-"""Speculative decoding in a real engine: greedy answers equal those without it, for all drafts and rejections."""
+"""In a real engine, greedy answers with speculative decoding equal those without it, whichever drafts are rejected."""
 
 import random
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def asked(model: Path, dtype: str, count: int, blocks: int, longest: int = 120, 
 
 
 def figures(question: Asked, told: Told) -> dict[str, int]:
-    """Count the events."""
+    """Count preemptions, prefix hits, drafts and similar events."""
     begun = sum(step["anew"] for step in told.steps)
     return {
         "drafted": told.drafted, "accepted": told.accepted, "refused": told.drafted - told.accepted,
@@ -137,5 +137,5 @@ def test_drafts_that_were_taken_back_cost_the_window_no_token_and_are_never_read
     if told.block_size > 16:  # Gemma's full layers have blocks of 256 tokens, and no prefix here is that long
         del seen["cached"], seen["preempted"]
     assert min(seen.values()) > 0
-    # Control: a window with one token less gives other answers.
+    # As a control: a window with one token less gives other answers.
     assert Judge(question, told, Oracle(model(), dtype, recent=60), rounds=0).wrong

@@ -1,4 +1,4 @@
-"""Features of vLLM with our dtypes: impossible combinations are refused before vLLM starts, and all others pass."""
+"""Features of vLLM with our dtypes: preflight refuses combinations that cannot work, and lets all others pass."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ GEMMA3 = {
 
 
 def folder(path: Path, config: dict[str, Any]) -> str:
-    """Make a model of this config, with placeholders for weights."""
+    """Write a model with this config and a placeholder for its weights to a folder, and return the folder."""
     (path / "config.json").write_text(json.dumps(config))
     (path / "model.bin").write_bytes(b"0")
     return str(path)
@@ -89,7 +89,7 @@ OF_A_MODEL = [
     ('-sc={"method": "mtp", "num_speculative_tokens": 1}',), ("--spec-method=mimo_mtp",),
     ('-sc={"method": "eagle", "model": "org/head", "parallel_drafting": false}',),
 ]  # fmt: skip
-"""Drafts from a separate model, or from extra layers of the served model."""
+"""Draft methods that use a separate model, or extra layers of the served model."""
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_stages_and_data_parallel_engines_share_weights_and_stages_share_the_cac
     config = json.loads((tiny_llama() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with (tmp_path / "model.bin").open("wb") as stream:
-        stream.truncate(200 * 2**30)  # more memory than a GPU has
+        stream.truncate(200 * 2**30)  # This is more memory than a GPU has.
     model = str(tmp_path)
     assert refusal(asked(model=model)).reason == "DoesNotFit"
     assert "--pipeline-parallel-size 2" in refusal(asked("--pipeline-parallel-size=2", model=model)).message

@@ -1,4 +1,4 @@
-"""Two ranks of tensor parallelism in a real engine: each has its own KV heads, rings and factors.
+"""Two tensor-parallel ranks of a real engine each have their own KV heads, rings and factors.
 
 As in `test_recent_engine.py`, requests share prefixes, come in chunks and are preempted, and rings start full of other
 tokens' rows. A rank that read another rank's factors or rows would give other answers.
@@ -28,7 +28,7 @@ RANKS, CHUNK, CONTEXT = 2, 128, 224
 
 
 def asked(model: Path, count: int, seed: int, **more: Any) -> Asked:
-    """Return three rounds of random requests; most of them begin alike."""
+    """Return three rounds of random requests. Most requests begin in the same way."""
     rng = random.Random(seed)
     shared = [[rng.randrange(3, 49152) for _ in range(120)] for _ in range(2)]
 
@@ -51,7 +51,7 @@ def factors_by_rank(told: Told) -> list[list[Factors]]:
 
 
 def joined(ranks: Sequence[Sequence[Factors]]) -> list[Factors]:
-    """Join the ranks' factors into the model's."""
+    """Join the factors of all ranks to those of the whole model."""
     return [Factors(*(torch.cat([getattr(one, name) for one in layer]) for name in Factors.__dataclass_fields__))
             for layer in zip(*ranks, strict=True)]  # fmt: skip
 
@@ -118,7 +118,7 @@ def test_keys_that_are_not_finite_on_the_second_rank_alone_end_the_start_of_both
     for path in tiny_llama().iterdir():
         (model / path.name).write_bytes(path.read_bytes())
     weights = load_file(model / "model.safetensors")
-    weights["model.layers.1.self_attn.k_proj.weight"][64, 0] = torch.nan  # the last layer's second KV head
+    weights["model.layers.1.self_attn.k_proj.weight"][64, 0] = torch.nan  # row 64 belongs to the second KV head
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     question = asked(model, 3, seed=1, calibration="")
     with pytest.raises(RuntimeError, match=r"calibration of layer 'model\.layers\.1\.self_attn\.attn': keys are not"):

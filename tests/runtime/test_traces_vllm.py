@@ -24,14 +24,14 @@ pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
 
 
 class NoMaps:
-    """Cluster without a ConfigMap."""
+    """Cluster client that finds no ConfigMap."""
 
     async def find(self, *_: str) -> None:
         return None
 
 
 def documented() -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment that the page gives engines."""
+    """Return the arguments and the environment of engines in docs/tracing.md."""
     page = (ROOT / "docs/tracing.md").read_text()
     (block,) = re.findall(r"```yaml\n(spec:\n  engine:.*?)```", page, re.DOTALL)
     given = yaml.safe_load(block)["spec"]["engine"]

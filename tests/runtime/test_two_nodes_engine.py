@@ -1,4 +1,4 @@
-"""Two kvpilot-serve processes, as on two nodes, form one engine: each computes one rank."""
+"""Two kvpilot-serve processes form one engine, as on two nodes, and each computes one rank."""
 
 import random
 from pathlib import Path
@@ -20,7 +20,7 @@ FLOAT32 = {"KVPILOT_PREFILL_FROM_PAGES": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def random_factors(facts: factors_file.ModelFacts) -> list[Factors]:
-    """Return different factors for each layer and head. A rank with those of another rank would answer differently."""
+    """Return different factors for each layer and head. A rank with another rank's factors would answer differently."""
     rng = torch.Generator().manual_seed(5)
 
     def one() -> Factors:

@@ -1,4 +1,4 @@
-"""The dtypes that we exclude, compared with the pinned vLLM: its backends on GPUs that are absent, and on this CPU."""
+"""The dtypes that we exclude are those that the pinned vLLM refuses, on GPUs (simulated) and on this CPU."""
 
 import contextlib
 import importlib
@@ -32,15 +32,15 @@ _KERNELS = (
 
 
 class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of compiled kernels that a CPU does not have."""
+    """Importer of empty modules in place of compiled kernels that a CPU lacks."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Find any module of `_KERNELS` and below."""
+        """Find any module of `_KERNELS`, and any module below it."""
         ours = any(fullname == name or fullname.startswith(f"{name}.") for name in _KERNELS)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if ours else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        """Make a module that has any name."""
+        """Create an empty module that has an attribute for every name."""
         made: Any = MagicMock(name=spec.name)
         made.__spec__, made.__path__, made.__name__ = spec, [], spec.name
         return made
@@ -50,7 +50,7 @@ class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def main() -> None:
-    """Read questions from stdin and write vLLM's answers to stdout."""
+    """Read questions from stdin, and write vLLM's answers to stdout."""
     with contextlib.redirect_stdout(sys.stderr):
         sys.meta_path.insert(0, _Kernels())
         from vllm.config import VllmConfig, set_current_vllm_config
@@ -69,7 +69,7 @@ def served(capability: tuple[int, int], dtype: Any, head_dim: int, latent: bool)
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     class Pretended(CudaPlatformBase):  # type: ignore[misc]
-        """A GPU of this capability."""
+        """Stand-in for a GPU of this compute capability."""
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
@@ -96,7 +96,7 @@ def served(capability: tuple[int, int], dtype: Any, head_dim: int, latent: bool)
 
 
 def _made(candidate: Any, head_dim: int, dtype: str) -> bool:
-    """Return False if a Triton implementation refuses its arguments. Other backends refuse earlier."""
+    """Return False if a Triton implementation refuses these arguments. Other backends refuse earlier."""
     if not candidate.backend.name.startswith("TRITON"):
         return True
     more = {} if candidate.backend.name != "TRITON_MLA" else {
@@ -118,7 +118,7 @@ CAPABILITIES = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0),
 HEADS = (64, 80, 96, 128, 192, 256, 512)
 VLLMS = [name for name in tuple(formats.FORMATS) if not formats.parse(name).ours]
 NOT_HERE = ("nvfp4", "turboquant")
-"""Dtypes that we never exclude on a GPU. Their backends do not load without a GPU."""
+"""Dtypes that we never exclude on a GPU, because their backends cannot be imported without one."""
 
 QUESTIONS = [
     (capability, dtype, head_dim, is_latent)
@@ -161,7 +161,7 @@ def test_dtypes_that_are_called_wrong_on_a_cpu_are_those_that_its_backend_does_n
 
     named = {str(dtype) for dtype in CPUAttentionBackend.supported_kv_cache_dtypes}
     assert named <= CPU_DTYPES
-    assert CPU_DTYPES - named == {"bfloat16", "float16"}  # the model's own dtype by its name
+    assert CPU_DTYPES - named == {"bfloat16", "float16"}  # This is the model's own dtype by its name.
     for dtype in VLLMS:
         assert (hardware_fault(dtype, NodeFacts()) is None) == (dtype in CPU_DTYPES), dtype
 

@@ -1,4 +1,4 @@
-"""Weight files of a model: preflight and planner count the files that vLLM's own loader reads, each once."""
+"""Preflight and planner count exactly the weight files that vLLM's own loader reads."""
 
 import itertools
 import json

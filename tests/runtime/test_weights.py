@@ -1,4 +1,4 @@
-"""The hash by which an engine identifies its weights."""
+"""An engine identifies its weights by a hash."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""8-bit and 4-bit weights with one of our KV caches: the cache does as much damage as with 16-bit weights.
+"""With 8-bit and 4-bit weights, our KV cache does as much damage as with 16-bit weights.
 
 These engines compute in bfloat16, where a key's codes differ slightly from the oracle's, so answers are not equal. The
 test measures how far an answer's tokens are below the oracle's best ones. With `auto` and dequantized weights the
@@ -40,14 +40,14 @@ def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
 
 
 def _int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Quantize as compressed-tensors W8A8: one scale per output, symmetric."""
+    """Quantize as compressed-tensors W8A8 does: symmetric, with one scale per output."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     codes = (weight / scale).round().clamp(-127, 127)
     return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
 
 
 def _gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Quantize symmetrically, 8 is zero; codes are packed along the inputs."""
+    """Quantize as GPTQ does: symmetric, where code 8 is zero. Codes are packed along the inputs."""
     groups = weight.view(weight.shape[0], -1, GROUP)
     scale = (groups.abs().amax(2, keepdim=True) / 7).half()
     codes = (groups / scale.float()).round().clamp(-8, 7)
@@ -62,7 +62,7 @@ def _gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Quantize with zero points; codes are packed along the outputs."""
+    """Quantize as AWQ does, with zero points. Codes are packed along the outputs."""
     groups = weight.view(weight.shape[0], -1, GROUP)
     low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low) / 15).half()
@@ -95,7 +95,7 @@ METHODS: dict[str, tuple[Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]],
 
 
 def make(method: str, model: Path, quantized: Path, read_back: Path) -> None:
-    """Write `model` with its projections quantized, and dequantized."""
+    """Write two copies of `model`: one with quantized projections, and one with the same projections dequantized."""
     quantize, said = METHODS[method]
     config = json.loads((model / "config.json").read_text())
     tensors = load_file(model / "model.safetensors")
@@ -122,7 +122,7 @@ CASES = ("none", *METHODS) if serves_quantized() else ("none",)
 
 
 def asked(model: Path, dtype: str) -> Turn:
-    """Return twelve random prompts, in chunks."""
+    """Return twelve random prompts, which the engine computes in chunks."""
     rng = random.Random(5)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(8, 96))] for _ in range(12)]
     options = {"dtype": "bfloat16", "max_model_len": 160, "max_num_batched_tokens": 48, "max_num_seqs": 8,
@@ -154,7 +154,7 @@ def below(folder: Path, codec: str, turn: Turn, told: Answered) -> float:
 
 @pytest.fixture(scope="module")
 def found(served: dict[tuple[str, str], tuple[Path, Turn, Answered]]) -> dict[tuple[str, str, str], float]:
-    """Return this distance by method, dtype and the oracle's codec."""
+    """Return the mean shortfall (see `below`) by method, dtype and the oracle's codec."""
     return {(case, dtype, codec): below(*served[case, dtype][:1], codec, *served[case, dtype][1:])
             for case in CASES for dtype in DTYPES for codec in DTYPES}  # fmt: skip
 

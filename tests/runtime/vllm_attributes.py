@@ -1,4 +1,4 @@
-"""Find the attributes of vLLM's modules and classes that a registered plugin replaces, in a separate process.
+"""Find the attributes of vLLM's modules and classes that our plugin replaces, in a separate process.
 
 The process imports vLLM and every module that the plugin may wrap. It registers the plugin, may configure an option,
 and reports the attributes that have become other objects.
@@ -22,16 +22,16 @@ Attributes = dict[tuple[str, str], int]
 
 @dataclass
 class Asked:
-    """Dtypes that configure a cache after registration."""
+    """Dtypes for which the process configures a cache after it has registered the plugin."""
 
     dtypes: tuple[str, ...] = ()
 
 
 @dataclass
 class Told:
-    """Replaced attributes, as `module.Class.name`: after registration, and after the configurations.
+    """Attributes of vLLM that the plugin replaced by registration, and by the end of all configurations.
 
-    `environment` has our variables at that time, which later processes inherit.
+    An attribute is written as `module.Class.name`. `environment` has our variables, which later processes inherit.
     """
 
     registered: list[str]
@@ -40,7 +40,7 @@ class Told:
 
 
 def replaced(dtypes: tuple[str, ...] = (), **environment: str) -> Told:
-    """Ask one."""
+    """Let a new process register the plugin and configure the dtypes, and return its report."""
     return Told(**ask("vllm_attributes", Asked(dtypes), **environment))
 
 
@@ -64,12 +64,12 @@ def others(before: dict[str, Any]) -> list[str]:
 
 
 def look(asked: Asked) -> Told:
-    """Register and configure."""
+    """Register the plugin, configure the dtypes, and report the replaced attributes."""
     import kvpilot_runtime.plugin
 
     sources = (file.read_text() for file in Path(kvpilot_runtime.plugin.__file__).parent.rglob("*.py"))
     for module in {name for text in sources for name in re.findall(r'"(vllm\.[\w.]+):', text)}:
-        with contextlib.suppress(ImportError):  # of another platform
+        with contextlib.suppress(ImportError):  # Modules of another platform cannot be imported.
             importlib.import_module(module)
 
     before = attributes()

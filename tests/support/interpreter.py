@@ -18,6 +18,7 @@ def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
     set_attribute(interpreter, "_patch_lang", patch_language)
     set_attribute(interpreter, "_patch_builtin", patch_builtins)
     set_attribute(interpreter, "_get_np_dtype", numpy_dtype)
+    set_attribute(interpreter.interpreter_semantic, "broadcast_impl_value", broadcast)
     set_attribute(tl.core.tensor, "__init__", make_tensor)
     set_attribute(tl.core.block_type, "__init__", make_block_type)
     options = interpreter.interpreter_builder.options
@@ -81,6 +82,12 @@ def make_tensor(self: Any, handle: Any, kind: Any) -> None:
     self.shape, self.numel = constants_of(tuple(kind.shape) if kind.is_block() else ())
 
 
+def broadcast(left: Any, right: Any) -> Any:
+    """Return two operands with one shape. Triton itself compares equal shapes size by size."""
+    # `constants_of` gives equal shapes one object.
+    return (left, right) if left.shape is right.shape else stock_broadcast(left, right)
+
+
 @functools.cache
 def constants_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Return the shape and the number of elements as Triton constants, cached by shape."""
@@ -106,5 +113,6 @@ def checked(shape: tuple[int, ...]) -> tuple[Any, int, str]:
     return made.shape, made.numel, str(made.shape)
 
 
+stock_broadcast = interpreter.interpreter_semantic.broadcast_impl_value
 stock_block_type = tl.core.block_type.__init__
 stock_patch_language = interpreter._patch_lang

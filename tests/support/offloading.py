@@ -2,7 +2,7 @@
 
 When a copy to the host is submitted, the hook keeps the bytes of the layers' caches. After a later load it compares
 them. With `late`, a copy ends that many steps after its submission, or when vLLM waits for it. As on a GPU, no byte
-moves earlier. By their keys, the hook recognizes chunks that went to a disk and return to another block.
+moves earlier.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class Transfers:
 
     Attributes:
         moves: records of copies. `stored` or `loaded` holds pairs of a block and the number of the stored bytes.
-        loaded, changed, read, unread, unwritten: as in `Told`.
+        loaded, changed: as in `Told`.
     """
 
     def __init__(self, connector: Any, config: Any, layers: dict[str, Any], pages: int, late: int) -> None:
@@ -37,50 +37,9 @@ class Transfers:
         self._kept: dict[tuple[int, int], tuple[int, list[torch.Tensor]]] = {}
         self._waiting: dict[int, tuple[list[int], tuple[Any, ...], list[tuple[int, int, list[torch.Tensor]]]]] = {}
         self.moves: list[dict[str, Any]] = []
-        self.loaded = self.changed = self.read = self.unread = self.unwritten = 0
+        self.loaded = self.changed = 0
         self._copy, self._get_finished = self._worker._copy, self._worker.get_finished
         self._worker._copy, self._worker.get_finished, self._worker.wait = self._submit, self._finished, self._wait
-
-    def follow(self, tier: Any) -> None:
-        """Follow the chunks that a `DiskTier` loads, and count those that it returned and those that it did not."""
-        from vllm.v1.kv_offload.base import get_offload_group_idx
-
-        ids = [group.group_id for group in self._spec.config.groups]
-        by_key: dict[bytes, tuple[int, list[torch.Tensor]]] = {}
-        promised: dict[int, list[tuple[bytes, tuple[int, int], Any]]] = {}
-        move, load, finished = tier._move, tier.submit_load, tier.get_finished_jobs
-
-        def place(key: Any, at: Any) -> tuple[int, int]:
-            """Return the group and the block of a chunk."""
-            return ids.index(get_offload_group_idx(key)), int(at)
-
-        def moved(job: int, held: Any, at: Any, *, load: bool) -> None:
-            # Keep the bytes that the disk keeps, because a chunk that is computed again may differ in a quantized
-            # element.
-            if held is not None and not load:
-                by_key[held.key] = self._kept[place(held.key, at)]
-            move(job, held, at, load=load)
-
-        def submit_load(job: Any) -> None:
-            promised[job.job_id] = [
-                (key, place(key, at), by_key.get(key)) for key, at in zip(job.keys, job.chunk_ids, strict=True)
-            ]
-            load(job)
-
-        def get_finished_jobs() -> list[Any]:
-            ended: list[Any] = finished()
-            for result in ended:
-                wanted = promised.pop(result.job_id, None)
-                if wanted is None:
-                    self.unwritten += not result.success
-                    continue
-                good = {key for key, *_ in wanted} if result.success else set(result.successful_keys or ())
-                self.read += len(good)
-                self.unread += len(wanted) - len(good)
-                self._kept.update({at: stored for key, at, stored in wanted if key in good})
-            return ended
-
-        tier._move, tier.submit_load, tier.get_finished_jobs = moved, submit_load, get_finished_jobs
 
     def taken(self) -> list[dict[str, Any]]:
         """Return the records of copies since the last call."""

@@ -12,9 +12,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
-from kvpilot_runtime.config.offload import below_host
 from kvpilot_smallmodels.stepping import in_steps
-from support import disk_faults
 from support.own_process import ask
 from support.right_drafts import right_drafts
 
@@ -23,16 +21,21 @@ from support.right_drafts import right_drafts
 class Asked:
     """Requests to serve.
 
-    Attributes: rounds: prompts by round; the prompts of a round are sent together. tokens: tokens of each answer.
-    options: options of vLLM's LLM. recent: tokens of the recent window; None for the default. drafts: largest number of
-    draft tokens of a sequence in a step; 0 turns speculation off. method: vLLM's method of speculation. right: expected
-    answers. Drafts of random length come from them, and some get a wrong token. Random weights repeat themselves too
-    rarely for ngram drafts. trusting: True reads ring rows without checking their tags, which our engines always check.
-    given_up: requests that their client cancels: number over all rounds, and step of its round. late: number of steps
-    by which offloading copies are delayed. calibration: a file of factors, `off`, or an empty string for an engine that
-    calibrates itself. drafter: the draft model, if the method needs a separate one. disk: disk tier below host memory:
-    `path` and `size` in bytes of its file, and `faults` (`support.disk_faults`). A fault is applied after the round of
-    its key. layout: vLLM's name of a KV-cache layout; an empty string leaves the choice to vLLM.
+    Attributes:
+        rounds: prompts by round; the prompts of a round are sent together.
+        tokens: tokens of each answer.
+        options: options of vLLM's LLM.
+        recent: tokens of the recent window; None for the default.
+        drafts: largest number of draft tokens of a sequence in a step; 0 turns speculation off.
+        method: vLLM's method of speculation.
+        right: expected answers. Drafts of random length come from them, and some get a wrong token. Random weights
+            repeat themselves too rarely for ngram drafts.
+        trusting: True reads ring rows without a check of their tags, unlike our engines.
+        given_up: requests that their client cancels: number over all rounds, and step of its round.
+        late: number of steps by which offloading copies are delayed.
+        calibration: a file of factors, `off`, or an empty string for an engine that calibrates itself.
+        drafter: the draft model, if the method needs a separate one.
+        layout: vLLM's name of a KV-cache layout; an empty string leaves the choice to vLLM.
     """
 
     model: str
@@ -49,7 +52,6 @@ class Asked:
     late: int = 0
     calibration: str = "off"
     drafter: str = ""
-    disk: dict[str, Any] = field(default_factory=dict)
     layout: str = ""
 
 
@@ -64,8 +66,6 @@ class Told:
             number of tokens, True if the request starts or restarts, and its blocks. Between them are offloading
             copies: `stored` or `loaded` holds pairs of a block and the number of the stored bytes.
         loaded, changed: blocks of all groups that came back from host memory, and those with a changed byte.
-        read, unread: chunks that the disk returned, and requested chunks that it did not return.
-        unwritten: transfers to the disk that failed, at least in part.
         block_size: tokens of a block.
         moved: how often a request changed its row of the batch between steps.
         poisoned: number of ring pages that were overwritten.
@@ -86,9 +86,6 @@ class Told:
     accepted: int = 0
     loaded: int = 0
     changed: int = 0
-    read: int = 0
-    unread: int = 0
-    unwritten: int = 0
     factors: list[list[list[Any]]] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     groups: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -141,9 +138,6 @@ class Steps:
             connector, config = get_kv_transfer_group().connector_worker, core.scheduler.kv_cache_config
             layers = self.executor.vllm_config.compilation_config.static_forward_context
             self.transfers = Transfers(connector, config, layers, self.pages, asked.late)
-            if asked.disk:
-                self.disk = core.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
-                self.transfers.follow(self.disk)
 
         def watched(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             first = len(told.steps)
@@ -151,8 +145,7 @@ class Steps:
             result = execute(scheduled, *args, **kwargs)
             if self.transfers is not None:  # offloaded blocks are copied before the step computes its tokens
                 told.steps[first:first] = self.transfers.taken()
-                for name in ("loaded", "changed", "read", "unread", "unwritten"):
-                    setattr(told, name, getattr(self.transfers, name))
+                told.loaded, told.changed = self.transfers.loaded, self.transfers.changed
             for request, row in zip(requests, self.ask("rows_of", requests), strict=True):
                 told.moved += self.rows.get(request, row) != row
                 self.rows[request] = row
@@ -239,8 +232,6 @@ def main() -> None:
         drafter = {"model": asked.drafter} if asked.drafter else {}
         speculation = {"method": asked.method, "num_speculative_tokens": asked.drafts, **lookup, **drafter}
         asked.options["speculative_config"] = speculation
-    if asked.disk:
-        asked.options["kv_transfer_config"] = below_host(asked.disk["path"], asked.disk["size"])
     # An engine with a tokenizer calibrates itself on a text.
     options = {"enforce_eager": True, "skip_tokenizer_init": asked.calibration == "off", **asked.options}
     llm = LLM(
@@ -250,13 +241,11 @@ def main() -> None:
     told, engine = Told(), llm.llm_engine
     told.factors = engine.engine_core.engine_core.model_executor.collective_rpc("factors_of_rank")
     told.metrics = [x for x in generate_latest().decode().splitlines() if x.startswith("kvpilot_")]
-    steps_of = Steps(engine.engine_core.engine_core, asked, told)
+    Steps(engine.engine_core.engine_core, asked, told)
     if asked.right and asked.method != "ngram":
         right_drafts(expected(asked))
     number = 0
-    for turn, (prompts, tokens) in enumerate(zip(asked.rounds, asked.tokens, strict=True)):
-        if fault := asked.disk.get("faults", {}).get(str(turn)):
-            getattr(disk_faults, fault)(steps_of.disk)
+    for prompts, tokens in zip(asked.rounds, asked.tokens, strict=True):
         leaving = [(n, after) for n, after in asked.given_up if number <= n < number + len(prompts)]
 
         def give_up(steps: int, _outputs: Sequence[Any], leaving: Sequence[tuple[int, int]] = leaving) -> None:

@@ -22,8 +22,8 @@ PASSED = ("Shifting", "Promoting")
 ACCURACY = {"probeSets": ["builtin/structured"]}
 # On a busy machine it may take a while until the picker learns that a pod terminates.
 DRAIN = {"preStopSeconds": 5, "timeoutSeconds": 20}
-# Without a pause two users take a whole core, which the operator and its engines need.
-PAUSE_SECONDS = 0.05
+# Without a pause two users take a whole core. A stage in which a canary must get none of them lasts seconds.
+PAUSE_SECONDS = 0.2
 
 
 class Witness:

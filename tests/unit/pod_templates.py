@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 Json = Any
 
 # Valid and invalid templates: reserved names, reserved fields, and access to the node.
-NAMES = st.sampled_from(["engine", "proxy", "shm", "model", "compile", "offload", "adapters-0", "data", "gpu", "http"])
+NAMES = st.sampled_from(["engine", "proxy", "shm", "model", "compile", "adapters-0", "data", "gpu", "http"])
 BOOLEANS = st.booleans()
 USERS = st.sampled_from([0, 1000, 65532])
 CAPABILITIES = st.lists(
@@ -54,7 +54,7 @@ CONTAINERS = named(
                 {
                     "name": NAMES,
                     "mountPath": st.sampled_from(
-                        ["/models", "//dev/shm/", "/./models", "/", "/dev", "/data", "/offload", "/adapters/a"]
+                        ["/models", "//dev/shm/", "/./models", "/", "/dev", "/data", "/adapters/a"]
                     ),
                 }
             ),

@@ -97,8 +97,6 @@ def test_every_optional_field_of_the_spec_has_a_default_or_means_something_when_
         "spec.cache.weights.storageClassName", "spec.kvCache.dtype",
         "spec.kvCache.recentTokens", "spec.kvCache.offload", "spec.engine.tensorParallelSize",
         "spec.engine.image", "spec.kvCache.startDtype",
-        "spec.kvCache.offload.disk", "spec.kvCache.offload.disk.storageClassName",
-        "spec.kvCache.offload.disk.claimName",
         "spec.canary.routeRef", "spec.inferencePool", "spec.inferencePool.endpointPickerRef",
         "spec.inferencePool.canaryEndpointPickerRef",
     }  # fmt: skip

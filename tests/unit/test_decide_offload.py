@@ -16,11 +16,10 @@ QUERIED = 8000.0
 KNOWN = Flows(5.0, prompt_tokens=QUERIED, generation_tokens=200, finished=4, prefill_seconds=0.5, decode_seconds=60)
 
 
-def service(gpu: float, host: float = 0.0, before: float = 0.9, disk: float = 0.0, **sections: Any) -> Snapshot:
-    """Return a full replica with a queue and the hit rates `gpu`, `host` and `disk`; `before` is its earlier one."""
+def service(gpu: float, host: float = 0.0, before: float = 0.9, **sections: Any) -> Snapshot:
+    """Return a full replica with a queue and the hit rates `gpu` and `host`; `before` is the earlier one."""
     known = [replace(KNOWN, prefix_queries=QUERIED, prefix_hits=before * QUERIED)] * 90
     late = replace(KNOWN, prefix_queries=QUERIED, prefix_hits=gpu * QUERIED, host_hits=host * QUERIED)
-    late = replace(late, disk_hits=disk * QUERIED)
     seen = samples(usage=0.97, waiting=20, seconds=900)
     flows = [*known, *[late] * (len(seen) - len(known))]
     s = running(manifest(**sections), "auto")
@@ -37,13 +36,6 @@ def shown(s: Snapshot) -> dict[str, float]:
 
 def test_hits_by_tier_stand_in_the_metrics_of_a_service_with_two() -> None:
     assert shown(service(0.3, 0.45, **OFFLOADED)) == pytest.approx({"gpu": 0.3, "host": 0.45})
-
-
-def test_what_a_disk_gave_is_distinguished_from_what_host_memory_gave() -> None:
-    below = {"kvCache": {"mode": "Auto", "offload": {"cpuMemoryGiB": 64, "disk": {"sizeGiB": 500}}}}
-    found = shown(service(0.3, 0.45, disk=0.2, **below))
-    assert found == pytest.approx({"gpu": 0.3, "host": 0.25, "disk": 0.2})
-    assert shown(service(0.3, 1e300, disk=1e301, **below))["host"] == 0
 
 
 def test_a_service_with_one_tier_is_told_of_none() -> None:

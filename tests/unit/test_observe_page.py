@@ -60,14 +60,10 @@ vllm:prefix_cache_hits_total{engine="0"} 300.0
 vllm:external_prefix_cache_hits_total{engine="0"} 500.0
 vllm:external_prefix_cache_hits_total{engine="1"} 20.0
 vllm:external_prefix_cache_queries_total{engine="0"} 700.0
-vllm:prompt_tokens_cached_by_source_total{engine="0",source="device"} 300.0
-vllm:prompt_tokens_cached_by_source_total{engine="0",source="host"} 430.0
-vllm:prompt_tokens_cached_by_source_total{engine="0",source="disk"} 80.0
-vllm:prompt_tokens_cached_by_source_total{engine="1",source="disk"} 10.0
 """
     totals = parse_page(PAGE + tiers).totals
-    assert (totals.prefix_hits, totals.host_hits, totals.disk_hits) == (300, 520, 90)
-    assert parse_page(PAGE).totals.host_hits == parse_page(PAGE).totals.disk_hits == 0
+    assert (totals.prefix_hits, totals.host_hits) == (300, 520)
+    assert parse_page(PAGE).totals.host_hits == 0
 
 
 def test_capacity_comes_from_blocks_where_tokens_are_not_given() -> None:

@@ -133,12 +133,11 @@ def own_mounts() -> set[str]:
     obj = engine({}, resources={"limits": {"cpu": 1}})
     obj["spec"]["cache"] = {"weightsClaimName": "w", "compileClaimName": "c"}
     obj["spec"]["model"]["adapters"] = [{"name": "sql", "source": "pvc://a/sql"}]
-    obj["spec"]["kvCache"] = {"offload": {"cpuMemoryGiB": 1, "disk": {"sizeGiB": 1}}}
     pod = pod_template(KEY.name, spec_of(apply_defaults(obj)), "k4v4")["spec"]
     return {one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
 
 
-PARTS = ("", ".", "..", "models", "adapters", "a", "compile-cache", "offload", "dev", "shm", "data")
+PARTS = ("", ".", "..", "models", "adapters", "a", "compile-cache", "dev", "shm", "data")
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=5))

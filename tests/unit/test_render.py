@@ -121,38 +121,6 @@ def test_tensor_parallelism_takes_all_gpus_of_a_pod_unless_the_user_says_otherwi
     assert ("--pipeline-parallel-size=2" in container["args"]) == (nodes == 2 or len(arguments) == 1)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8", "k4v4"])
-@pytest.mark.parametrize(
-    ("asked", "source"),
-    [
-        ({"sizeGiB": 200, "claimName": "nvme"}, {"persistentVolumeClaim": {"claimName": "nvme"}}),
-        ({"sizeGiB": 201, "storageClassName": "local"},
-         {"ephemeral": {"volumeClaimTemplate": {"spec": {
-             "accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "222Gi"}},
-             "storageClassName": "local"}}}}),
-        ({"sizeGiB": 1},
-         {"ephemeral": {"volumeClaimTemplate": {"spec": {
-             "accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "2Gi"}}}}}}),
-    ],
-)  # fmt: skip
-def test_a_disk_for_offloaded_blocks_is_a_claim_or_a_volume_of_the_pods_own_and_makes_a_new_revision(
-    dtype, asked, source
-):
-    without, template = (
-        pod_template("chat", spec_of(manifest(kvCache={"offload": {"cpuMemoryGiB": 64, **disk}})), dtype)
-        for disk in ({}, {"disk": asked})
-    )
-    pod, container = template["spec"], template["spec"]["containers"][0]
-    assert [one for one in pod["volumes"] if one["name"] == "offload"] == [{"name": "offload", **source}]
-    (mount,) = (one for one in container["volumeMounts"] if one["name"] == "offload")
-    assert f"--kv-offloading-disk-path={mount['mountPath']}" in container["args"]
-    assert f"--kv-offloading-disk-size={asked['sizeGiB']}" in container["args"]
-    assert "readOnly" not in mount
-    assert pod["securityContext"]["fsGroup"]  # this group may write to a new volume
-    assert revision(without) != revision(template)
-    assert not [one for one in without["spec"]["volumes"] if one["name"] == "offload"]
-
-
 def test_scaling_and_pressure_are_no_part_of_the_revision():
     one = spec_of(manifest())
     other = spec_of(manifest(replicas=3, scaling={"maxReplicas": 5}, kvCache={"pressure": {"highPercent": 70}}))

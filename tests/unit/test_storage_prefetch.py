@@ -90,12 +90,6 @@ def test_it_fetches_the_models_revision_and_the_hubs_adapters() -> None:
     assert [one["mountPath"] for one in container["volumeMounts"]] == ["/models"]
 
 
-def test_it_asks_for_no_disk_of_offloaded_blocks_which_is_the_engines() -> None:
-    pod, container = pod_of(made(kvCache={"offload": {"cpuMemoryGiB": 8, "disk": {"sizeGiB": 100}}}))
-    assert [one["name"] for one in pod["volumes"]] == ["model"]
-    assert [one["mountPath"] for one in container["volumeMounts"]] == ["/models"]
-
-
 def test_on_a_disk_it_is_on_the_node_of_the_engines() -> None:
     cache = {"weights": {"size": "1Gi", "accessMode": "ReadWriteOnce"}, "prefetch": True}
     template = made(cache=cache)["spec"]["template"]

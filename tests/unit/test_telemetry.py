@@ -115,7 +115,7 @@ STATUS = Status(
 
 
 FIGURES = Figures(
-    recent_tokens=64, hits={"gpu": 0.3, "host": 0.45, "disk": 0.15},
+    recent_tokens=64, hits={"gpu": 0.3, "host": 0.45},
     latencies=(Latency("TTFT", 95, 0.5, 0.4), Latency("ITL", 99, 0.05, None)),
 )  # fmt: skip
 
@@ -150,7 +150,6 @@ LAST_CANARY = {"dtype": "k8v4", "verdict": "Failed", "reason": "AccuracyRegresse
         ("kvpilot_recent_tokens", {}, 64),
         ("kvpilot_prefix_hit_ratio", {"tier": "gpu"}, 0.3),
         ("kvpilot_prefix_hit_ratio", {"tier": "host"}, 0.45),
-        ("kvpilot_prefix_hit_ratio", {"tier": "disk"}, 0.15),
         ("kvpilot_objective_seconds", {"metric": "ITL", "percentile": "99"}, 0.05),
         ("kvpilot_objective_observed_seconds", {"metric": "TTFT", "percentile": "95"}, 0.4),
         ("kvpilot_objective_observed_seconds", {"metric": "ITL", "percentile": "99"}, None),

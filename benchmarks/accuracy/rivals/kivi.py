@@ -1,8 +1,8 @@
 """KIVI in plain torch (arXiv 2402.02750): keys per channel over groups of tokens, values per token, without a rotation.
 
-Some key channels are large in every token. So each channel of a group of G = 32 tokens has its own step and minimum.
-Values have no such channels. So G = 32 neighbouring channels of one token share a step and a minimum. Steps and minima
-are float16.
+Some channels of keys are large in every token. So each channel of a group of G = 32 tokens has its own step and
+minimum. Values have no such channels, so G = 32 neighbouring channels of one token share a step and a minimum. Steps
+and minima are float16.
 
 The original keeps the last tokens in 16 bits until a group is full. Here they are quantized as a short group.
 """
@@ -15,7 +15,7 @@ GROUP = 32
 
 
 def kivi(bits: int) -> Codec:
-    """Return KIVI with the same number of bits for keys and values: `kivi(2)` is the published one."""
+    """Return the codec of KIVI with `bits` bits for keys and for values. The published one is `kivi(2)`."""
     return Codec(
         f"kivi_{bits}bit",
         lambda x: _keys(x, bits),

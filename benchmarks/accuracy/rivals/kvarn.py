@@ -22,11 +22,11 @@ from kvpilot_kernels.reference.hadamard import hadamard
 TILE = 128
 _ROUNDS = 16
 _STD = (1e-3, 1e3)
-_LOG_SCALE = (-0.3, 10.0)  # the published limits: the quantizer's own step handles scales below 0.74
+_LOG_SCALE = (-0.3, 10.0)  # limits of the original; the quantizer's own step handles scales below 0.74
 
 
 def kvarn(key_bits: int, value_bits: int, *, exact_ends: bool = False) -> Codec:
-    """Return KVarN with tiles of 128 tokens: `kvarn(4, 2)` is its k4v2_g128."""
+    """Return the codec of KVarN with tiles of 128 tokens. `kvarn(4, 2)` is the original's k4v2_g128."""
     name = f"kvarn_k{key_bits}v{value_bits}" + ("+exact" if exact_ends else "")
     return Codec(
         name,

@@ -1,4 +1,4 @@
-"""Speculative decoding in vLLM's arguments, and the draft methods that our dtypes support."""
+"""Methods of speculative decoding that our dtypes support, and their options in vLLM's arguments."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding with a draft model, which has its own layers and KV cache."""
 
 SUFFIX_TOKENS = 24
-"""Default number of draft tokens of the method `suffix`."""
+"""Number of draft tokens that the method `suffix` has by default."""
 
 _CONFIG = "--speculative-config"
 _PARTS = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
@@ -22,9 +22,10 @@ _OFF = (None, False, "False", "false")
 
 
 def speculation(arguments: Arguments) -> dict[str, str]:
-    """Return the given fields of vLLM's SpeculativeConfig, and always `method`; empty without speculative decoding.
+    """Return the fields of vLLM's SpeculativeConfig that the arguments set, and always `method`.
 
-    Ignore a value that cannot be read, because vLLM's own parser refuses it.
+    Return an empty dictionary without speculative decoding. Ignore a value that cannot be read, because vLLM's own
+    parser refuses it.
     """
     whole = arguments.mapping(_CONFIG)
     found = {str(name).replace("-", "_"): str(part) for name, part in whole.items() if part is not None}
@@ -39,7 +40,7 @@ def speculation(arguments: Arguments) -> dict[str, str]:
 
 
 def unsupported_drafts(method: str | None, asked: Mapping[str, object]) -> str | None:
-    """Return text that names a part of a speculative configuration that our dtypes do not support, or None.
+    """Name a part of a speculative configuration that our dtypes do not support, or return None.
 
     Args:
         method: vLLM's name of the method; None without speculative decoding.

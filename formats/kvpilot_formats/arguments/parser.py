@@ -1,8 +1,9 @@
 """Parser of vLLM's arguments, in pure Python.
 
 vLLM accepts an underscore for a dash, any unique prefix of a name, `-n2`, `-O3`, and values after `=` or in the next
-items. It also accepts `--option.key value` for one key of a JSON value. A parser that misses a spelling misses the
-option. So this module follows vLLM's parser and argparse step by step, and a property test compares both.
+items. It also accepts `--option.key value` for one key of a JSON value. A parser that does not know one of these
+spellings overlooks the option. So this module follows vLLM's parser and argparse step by step, and a property test
+compares the results of both.
 """
 
 import functools
@@ -14,9 +15,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
-KVPILOT = (
-    "--calibration", "--recent-tokens", "--kv-offloading-disk-path", "--kv-offloading-disk-size",
-)  # fmt: skip
+KVPILOT = ("--calibration", "--recent-tokens")
 """Options that only kvpilot-serve has. Each takes one value, and its name cannot be abbreviated."""
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
@@ -36,7 +35,7 @@ class Option(NamedTuple):
 
 
 class Given(NamedTuple):
-    """An option that the parsed arguments set. `name` is its main name."""
+    """Option that the parsed arguments set. `name` is its main name."""
 
     name: str
     values: tuple[str, ...]
@@ -47,7 +46,7 @@ class Given(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Argument that vLLM's parser refuses: its index (`place`), and a message with the reason and a remedy."""
+    """Argument that vLLM's parser would refuse: its index (`place`), and a message with the reason and a remedy."""
 
     place: int
     message: str
@@ -60,7 +59,7 @@ class _Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Parsed list of arguments. If an option is given twice, the last one counts."""
+    """Parsed list of arguments. If an option is given several times, the last one counts."""
 
     items: tuple[str, ...]
     given: tuple[Given, ...]
@@ -83,7 +82,7 @@ class Arguments:
         return found is not None and not found.off
 
     def count(self, name: str) -> int:
-        """Return the option's value as a number; 1 if it is not set, not a number, or below 1."""
+        """Return the option's value as a number. Return 1 if it is not set, not a number, or below 1."""
         try:
             return max(1, whole_number(self.value(name) or ""))
         except ValueError:
@@ -98,13 +97,13 @@ class Arguments:
         return found if isinstance(found, dict) else {}
 
     def without(self, *options: str) -> list[str]:
-        """Return the arguments except those that set one of these options."""
+        """Return the arguments without those that set one of these options."""
         left_out = {place for one in self.given if one.name in options for place in one.places}
         return [item for place, item in enumerate(self.items) if place not in left_out]
 
 
 def whole_number(text: str) -> int:
-    """Parse a whole number as vLLM does: 8192, 8k (8,000), 8K (8,192), 2.5k. Raise ValueError where vLLM does."""
+    """Parse a whole number as vLLM does: 8192, 8k (8,000), 8K (8,192), 2.5k. Raise ValueError if vLLM would."""
     text = text.strip()
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", text)
     if found is None:
@@ -131,7 +130,7 @@ def _options() -> Mapping[str, Option]:
 
 
 def names(option: str) -> tuple[str, ...]:
-    """Return every full name that turns an option on, its main name first."""
+    """Return all full names that turn an option on, the main name first."""
     if option in KVPILOT:
         return (option,)
     return tuple(spelled for spelled, row in _options().items() if row.name == option and not row.off)
@@ -151,7 +150,7 @@ def _read(items: tuple[str, ...]) -> Arguments:
 
 
 def _spelled(items: Sequence[str]) -> Iterator[_Word]:
-    """Yield the items with dashes for underscores in option names, and with `-O` as `--optimization-level`."""
+    """Yield the arguments with dashes instead of underscores in option names, and `-O` as `--optimization-level`."""
     for place, item in enumerate(items):
         here = (place,)
         if item.startswith("--help="):
@@ -170,7 +169,7 @@ def _spelled(items: Sequence[str]) -> Iterator[_Word]:
 
 
 def _merged(words: list[_Word], faults: list[Fault]) -> list[_Word]:
-    """Merge all `--option.key value` of an option into one JSON value, appended at the end, as vLLM does."""
+    """Merge all `--option.key value` of an option into one JSON value at the end of the list, as vLLM does."""
     kept: list[_Word] = []
     found: dict[str, tuple[dict[str, Any], list[int]]] = {}
     rest = iter(words)
@@ -288,7 +287,7 @@ def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None
 
 
 def _beginning(text: str) -> Iterator[tuple[str, str | None]]:
-    """Yield each option name that the word abbreviates, and the value after `=` in the word, or None."""
+    """Yield each option that `text` abbreviates, by its full name, and the value after `=` in `text`, or None."""
     name, equals, value = text.partition("=")
     given = value if equals else None
     for spelled in _options():

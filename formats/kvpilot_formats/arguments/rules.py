@@ -1,7 +1,7 @@
 """Options and variables of vLLM that kvpilot reserves, or that do not work with its features.
 
-Each rule is written here once. `first_on` applies the rules to arguments. `first_set` applies them to the configuration
-of an engine that kvpilot-serve did not start.
+`first_on` applies the rules to arguments. `first_set` applies the same rules to the configuration of an engine, which
+kvpilot-serve may not have started.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -20,7 +20,7 @@ PIPELINE_PARALLEL = "--pipeline-parallel-size"
 SPECULATION = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
 
 CONNECTORS = ("NixlConnector", "LMCacheMPConnector")
-"""Connectors of vLLM that carry pages of our dtypes between engines."""
+"""KV connectors of vLLM that may send pages of our dtypes from one engine to another."""
 
 
 class Switch(NamedTuple):
@@ -33,7 +33,8 @@ class Switch(NamedTuple):
     off: tuple[str, ...] = ()
     """Values of these options that leave the feature off."""
     setting: str = ""
-    """Path of the feature's attribute in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty for none."""
+    """Path of the feature's attribute in vLLM's VllmConfig, such as `parallel_config.enable_dbo`; empty if it has none.
+    """
 
 
 _PIPELINE = Switch(
@@ -75,10 +76,10 @@ BESIDE_LATENT = (
 """Features that our latent dtypes do not support."""
 
 BESIDE_DRAFT_MODELS = (_TENSOR, _PIPELINE, _ADAPTERS, _OFFLOADING)
-"""Features that are not tested with a draft model."""
+"""Features that are not tested together with a draft model."""
 
 BESIDE_CONNECTORS = (_PIPELINE, _DATA, _SPECULATIVE, _ADAPTERS, _OFFLOADING._replace(setting=""))
-"""Features of vLLM that are not tested with a KV connector of `CONNECTORS`."""
+"""Features of vLLM that are not tested together with a KV connector of `CONNECTORS`."""
 
 SEVERAL_ENGINES = (
     DATA_PARALLEL, "--data-parallel-size-local", "--data-parallel-address", "--data-parallel-rpc-port",
@@ -87,13 +88,13 @@ SEVERAL_ENGINES = (
 """Options that start several engines in a pod."""
 
 GROUPS_OF_GPUS = (PIPELINE_PARALLEL, DATA_PARALLEL, "--prefill-context-parallel-size")
-"""Options whose value multiplies the GPUs that tensor parallelism takes."""
+"""Options whose values multiply the number of GPUs of an engine, besides tensor parallelism."""
 
 VARIABLES_BESIDE_OURS = {BATCH_INVARIANT: "batch invariance", SIMPLE_OFFLOAD: "vLLM's simple offloading"}
 
 
 def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """Return the first option that turns one of these features on, with the feature's name; None if all are off."""
+    """Return the first option that turns one of these features on, and the feature's name; None if all are off."""
     for switch in switches:
         for option in switch.options:
             if arguments.on(option) and arguments.value(option) not in switch.off:
@@ -102,7 +103,7 @@ def first_on(arguments: Arguments, switches: Iterable[Switch]) -> tuple[str, str
 
 
 def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None:
-    """Return the first of these features that is on in vLLM's `VllmConfig`, as `first_on` does for arguments."""
+    """Return the first of these features that is on in vLLM's `VllmConfig`, in the form of `first_on`."""
     for switch in switches:
         value = config if switch.setting else None
         for part in switch.setting.split("."):
@@ -113,7 +114,7 @@ def first_set(config: Any, switches: Iterable[Switch]) -> tuple[str, str] | None
 
 
 def beside_ours(arguments: Arguments, variables: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the first option or variable that our dtypes do not support, with the feature's name, or None."""
+    """Return the first option or variable that our dtypes do not support, and the feature's name, or None."""
     asked = speculation(arguments)
     if (what := unsupported_drafts(asked.get("method"), asked)) is not None:
         return next(option for option in SPECULATION if arguments.on(option)), what
@@ -159,7 +160,7 @@ RESERVED = (
     ),
     Reserved(
         ("--logprobs-mode",),
-        "accuracy is measured on the logprobs of the model itself, which vLLM returns without it: remove it",
+        "it may change the logprobs, and kvpilot measures accuracy on the model's own logprobs: remove it",
     ),
     Reserved(
         ("--hf-token",), "arguments are no place for a secret: remove it and use model.tokenSecretRef"
@@ -169,7 +170,7 @@ RESERVED = (
         "its file may set anything, and kvpilot cannot read it: remove it and list its options one by one",
     ),
 )  # fmt: skip
-"""Options that users must not set. The operator refuses every spelling."""
+"""Options that users must not set. The operator refuses them in every spelling."""
 
 
 def reserved(arguments: Arguments) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Size and kind of a model's KV cache, from its config.json, for `kvpilot-serve`, `kvpilot plan` and the operator.
+"""Size and kind of a model's KV cache, read from config.json for `kvpilot-serve`, `kvpilot plan` and the operator.
 
 Pure Python: it imports neither torch nor transformers and uses no network. Missing fields take the defaults of
 transformers' config classes, from `defaults.json` (written by scripts/model_defaults.py).

@@ -1,4 +1,4 @@
-"""Properties of a model that determine the size of its KV cache, and properties that our dtypes do not support."""
+"""Properties of a model that determine the size of its KV cache, or that our dtypes do not support."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,14 +20,14 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that keep keys and values of one size."""
+    """Group of layers whose keys and values have the same size."""
 
     kind: Kind
     """FULL, WINDOW or CHUNKED."""
     layers: int
     kv_heads: int
     head_dim: int
-    """Elements of a head's key. Its value (`value_dim`) may be shorter."""
+    """Number of elements of a key. A value (`value_dim`) may be shorter."""
     value_dim: int
     window: int = 0
     """Length of the window or chunk in tokens; 0 for FULL."""
@@ -40,7 +40,7 @@ class Architecture:
     model_type: str
     architectures: tuple[str, ...]
     groups: tuple[Group, ...]
-    """Layers with their own KV cache, those with full attention first."""
+    """Groups of layers that have their own KV cache. Groups with full attention come first."""
     heads: int
     """Query heads of a layer."""
     state_layers: int = 0
@@ -50,9 +50,9 @@ class Architecture:
     other_layers: int = 0
     """Layers with an unknown kind of cache, which is not counted."""
     latent: int = 0
-    """Elements that a layer with multi-head latent attention caches per token; 0 without it."""
+    """Number of elements that a layer with multi-head latent attention caches per token; 0 for other attention."""
     index_bytes: int = 0
-    """Bytes of a token's index in a layer with sparse attention, the same in every dtype; 0 without such layers."""
+    """Bytes of a token's index in a layer with sparse attention, whatever the dtype; 0 without such layers."""
     softcap: float | None = None
     """Cap on attention logits."""
     alibi: bool = False
@@ -66,11 +66,11 @@ class Architecture:
     idle_window: bool = False
     """True if no context is longer than the sliding window. Layers with this window then count as full attention."""
     auto: str = "auto"
-    """KV-cache dtype that vLLM chooses for `auto`; `auto` itself means the model's own dtype."""
+    """KV-cache dtype that vLLM uses for `auto`. The value `auto` stands for the model's own dtype."""
     element_bytes: int = 2
     """Bytes of a KV element in the model's own dtype."""
     doubt: str = ""
-    """Message to users about uncertain facts; empty if there are none."""
+    """Message to users about facts that are uncertain; empty if there are none."""
 
     @property
     def layers(self) -> int:
@@ -106,13 +106,13 @@ class Architecture:
         return tuple(group for group in self.groups if group.kind is Kind.FULL) or self.groups
 
     def token_bytes(self, dtype: str | formats.Format | latent_formats.LatentFormat, kept: int = 0) -> int:
-        """Return the bytes that a token adds to the cache of all layers with full attention, over all KV heads.
+        """Return how many bytes a token takes in the cache of all layers with full attention, over all KV heads.
 
         Raise FormatError if the dtype is unknown, or has no layout for these keys and values.
 
         Args:
             dtype: for multi-head latent attention, a dtype of 16 bits, fp8 or a latent format.
-            kept: number of layers with full attention that stay in the model's own dtype.
+            kept: number of these layers that stay in the model's own dtype.
         """
         if isinstance(dtype, latent_formats.LatentFormat):
             return self.full_layers * dtype.row_bytes
@@ -134,14 +134,14 @@ class Architecture:
 
 
 def _row_bytes(stored: formats.Format, group: Group) -> int:
-    """Return the bytes of one head's key and value."""
+    """Return the bytes of one head's key and value for one token."""
     if group.value_dim == group.head_dim:
         return stored.row_bytes(group.head_dim)
     return (stored.row_bytes(group.head_dim) + stored.row_bytes(group.value_dim)) // 2
 
 
 def unsupported(model: Architecture) -> str | None:
-    """Return text that names a property of this model that our dtypes do not support, or None."""
+    """Name a property of this model that our dtypes do not support, or return None."""
     ours = [group for group in model.groups if group.kind is not Kind.WINDOW]
     sizes = {size for group in ours for size in (group.head_dim, group.value_dim)}
     odd = sorted(size for size in sizes if formats.stored_dim(size) is None)
@@ -160,7 +160,7 @@ def unsupported(model: Architecture) -> str | None:
 
 
 def unsupported_latent(model: Architecture) -> str | None:
-    """Return text that names a property of this model that our latent dtypes do not support, or None."""
+    """Name a property of this model that our latent dtypes do not support, or return None."""
     found = (
         (not model.latent, "a model without multi-head latent attention"),
         (model.index_bytes, "sparse attention with an index, as in DeepSeek V3.2"),

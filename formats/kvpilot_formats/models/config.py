@@ -1,4 +1,4 @@
-"""Reader of config.json. Missing fields get the defaults of transformers' config classes."""
+"""Reader of config.json. A missing field gets its default from the config class in transformers."""
 
 import functools
 import json
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_FILE = 16 * 2**20
-"""Size limit of a file in bytes. The largest published config.json has about 0.4 MB."""
+"""Largest size of a file in bytes. The largest published config.json has about 0.4 MB."""
 
 LARGEST_SIZE = 2**40
 MOST_LAYERS = 10_000
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-# Other spellings of fields, tried after those that the config class lists.
+# Other names of fields, which are tried after the names that the config class lists.
 _SPELLINGS = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_hidden_size"),
@@ -27,8 +27,7 @@ _SPELLINGS = {
 
 
 class ConfigError(ValueError):
-    """Error for a config.json that is unreadable or, if `missing`, does not exist. The message names field, value and
-    remedy."""
+    """Error for a config.json that is unreadable or does not exist (`missing`). It names field, value and remedy."""
 
     def __init__(self, message: str, missing: bool = False) -> None:
         super().__init__(message)
@@ -65,7 +64,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Return facts of transformers' config classes by model_type: defaults, field names, text part, kinds of layers."""
+    """Return data of transformers' config classes by model_type: defaults, field names, text part, kinds of layers."""
     text = (resources.files("kvpilot_formats.models") / "defaults.json").read_text()
     table: dict[str, Any] = json.loads(text)["models"]
     return table
@@ -81,7 +80,7 @@ _TYPES = {
     "LongcatFlashForCausalLM": "longcat_flash",
     "LongcatFlashNgramForCausalLM": "longcat_flash",
 }
-"""model_type by architecture, for published configs whose model_type is missing or wrong."""
+"""Right model_type by architecture, for published configs whose model_type is missing or wrong."""
 
 
 class Fields:
@@ -116,12 +115,12 @@ class Fields:
         return self._defaults.get(field)
 
     def anywhere(self, field: str) -> Any:
-        """Return the field of the text part, else of the whole model, else its class's default."""
+        """Return a field of the text part, else of the whole model, else the default of its config class."""
         value = self.text.get(field)
         return value if value is not None else self.raw.get(field, self._defaults.get(field))
 
     def size(self, *fields: str, most: int = LARGEST_SIZE) -> int:
-        """Return the first of these fields that is present and not null, or 0."""
+        """Return the first of these fields that is present and not null. Return 0 if there is none."""
         for field in fields:
             value = self.get(field)
             if value is not None:
@@ -137,7 +136,7 @@ class Fields:
 
     @staticmethod
     def checked(field: str, value: Any, most: int = LARGEST_SIZE) -> int:
-        """Return a size, or the largest of a list of sizes. Raise ConfigError for other values or above `most`."""
+        """Return a size, or the largest of a list of sizes. Raise ConfigError for other values, or above `most`."""
         values = value if isinstance(value, list) and value else [value]
         for one in values:
             if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one <= most:
@@ -164,5 +163,5 @@ def _type_of(raw: Mapping[str, Any]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return the value if it is a text, else the empty string."""
+    """Return the value if it is a string, else an empty string."""
     return value if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""Kind of each layer of a model, from lists in its config or from a rule of its config class."""
+"""Find out the kind of each layer of a model, from lists in its config or from a rule for its config class."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ WORDS: dict[str, Kind] = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), Kind.STATE),
     **dict.fromkeys(("mlp", "moe"), Kind.NONE),
 }  # fmt: skip
-"""Kind of a layer, by its name in transformers and in configs. For other names the kind of cache is unknown."""
+"""Kinds of layers, by their names in transformers and in configs. Layers with other names have an unknown cache."""
 
 HYBRID = "hybrid"
-"""Name of the kind of layer that attends and also has a state."""
+"""Name of a kind of layer that has both attention and a state."""
 REPEATED = frozenset({"longcat_flash", "iquestloopcoder"})
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # Nemotron-H's hybrid_override_pattern
 
@@ -26,7 +26,7 @@ def kinds(fields: Fields) -> list[str]:
     """Return the kind of each layer as one word: a key of `WORDS`, `hybrid`, or an unknown word."""
     if fields.built_as in REPEATED:
         return _repeated(fields)
-    if fields.listed("compress_ratios") is not None:  # DeepSeek V4 has caches of windows and of merged tokens
+    if fields.listed("compress_ratios") is not None:  # DeepSeek V4 caches windows and merged tokens
         return ["compressed_attention"] * fields.needed("num_hidden_layers", MOST_LAYERS)
     pattern = fields.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
@@ -36,7 +36,8 @@ def kinds(fields: Fields) -> list[str]:
         found = fields.listed(field)
         if found is not None:
             layers = fields.size("num_hidden_layers", most=MOST_LAYERS) or len(found)
-            # Some configs also list the layers for multi-token prediction, which are not part of the model's layers.
+            # Some configs also list layers for multi-token prediction. These are not layers of the model, so leave them
+            # out.
             return [_word(field, value) for value in _as_long(field, found, layers)]
     layers = fields.needed("num_hidden_layers", MOST_LAYERS)
     for listed in (_by_sparsity, _by_index, _by_flag, _by_block, _by_period):
@@ -47,7 +48,7 @@ def kinds(fields: Fields) -> list[str]:
 
 
 def _repeated(fields: Fields) -> list[str]:
-    """Return the layers of models in which a layer attends several times, each time with its own cache."""
+    """Return one word per attention, for models whose layers attend several times, each time with its own cache."""
     if fields.built_as == "longcat_flash":  # LongCat's num_hidden_layers counts attentions, two per layer
         twice = 2 * fields.size("num_layers", most=MOST_LAYERS)
         return ["attention"] * (twice or fields.needed("num_hidden_layers", MOST_LAYERS))
@@ -57,7 +58,7 @@ def _repeated(fields: Fields) -> list[str]:
 
 
 def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of MiniMax M3, in which some layers use sparse attention with an index."""
+    """Return the kinds of layers of MiniMax M3, in which some layers have sparse attention with an index."""
     sparse = fields.get("sparse_attention_config")
     if not isinstance(sparse, Mapping) or not sparse.get("use_sparse_attention"):
         return None
@@ -67,7 +68,7 @@ def _by_sparsity(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_index(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of a config that lists its attention layers by number."""
+    """Return the kinds of layers of a config that lists the numbers of its attention layers."""
     for field, other in (("attn_layer_indices", "mamba"), ("full_attn_idxs", "conv")):
         found = fields.listed(field)
         if found is not None:
@@ -80,7 +81,7 @@ def _by_index(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_flag(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of a config that marks two kinds of layers: one with 0, the other with another number."""
+    """Return the kinds of layers of a config that marks each layer with 0 or another number."""
     for field, one, zero in (
         ("attn_type_list", "attention", "linear_attention"),
         ("hybrid_layer_pattern", "sliding_attention", "attention"),
@@ -95,7 +96,7 @@ def _by_flag(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_block(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of repeated blocks (RecurrentGemma), and of blocks without attention (Nemotron-NAS)."""
+    """Return the kinds of layers of repeated blocks (RecurrentGemma), or of blocks without attention (Nemotron-NAS)."""
     repeated = fields.listed("block_types")
     if repeated is not None:
         return [_word("block_types", repeated[i % len(repeated)]) for i in range(layers)]
@@ -108,7 +109,7 @@ def _by_block(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_period(fields: Fields, layers: int) -> list[str] | None:
-    """Return the layers of Jamba: every `attn_layer_period`-th layer attends."""
+    """Return the kinds of layers of Jamba, in which every `attn_layer_period`-th layer has attention."""
     period, offset = fields.size("attn_layer_period"), fields.size("attn_layer_offset")
     if not period:
         return None
@@ -116,7 +117,7 @@ def _by_period(fields: Fields, layers: int) -> list[str] | None:
 
 
 def _by_class(fields: Fields, layers: int) -> list[str]:
-    """Return the layers of a config that does not list kinds, by the rule of its class."""
+    """Return the kinds of layers by the rule of the config class, for a config that does not list them."""
     rule = fields.kinds
     if "period" in rule:
         period: Sequence[str] = rule["period"]
@@ -126,7 +127,7 @@ def _by_class(fields: Fields, layers: int) -> list[str]:
             written = None
         length = 0 if written is None else Fields.checked(rule["by"], written, MOST_LAYERS)
         if length:
-            # The class's rule for lists of this length: the first or the last layer has the other kind.
+            # The class's rule for lists of this length: the first or the last layer is of the other kind.
             odd, others = (0, 1) if rule["odd"] == 0 else (-1, 0)
             one, many = [period[odd]], [period[others]] * (length - 1)
             period = one + many if odd == 0 else many + one

@@ -1,4 +1,4 @@
-"""Reader of a config.json that returns an `Architecture` with the layers that vLLM would build."""
+"""Read a config.json, and return an `Architecture` with the layers that vLLM would build."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,8 +13,10 @@ LATENT = frozenset({
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note", "glm4_moe_lite", "glm5_next",
     "glm5_next_text", "glm_moe_dsa", "hy_v4", "kimi_k2", "kimi_linear", "longcat_flash", "pangu_ultra_moe",
 })  # fmt: skip
-"""model_types for which vLLM caches latents if the config has a kv_lora_rank. For other types vLLM expands latents to
-keys and values, and caches these."""
+"""model_types for which vLLM caches latents if the config has a kv_lora_rank.
+
+For other types, vLLM expands the latents to keys and values, and caches keys and values.
+"""
 
 _ALIBI = frozenset({"bloom", "mpt"})
 _INDEX_SCALE_BYTES = 4  # vLLM keeps an index (sparse attention) in fp8 with a float32 scale
@@ -82,9 +84,9 @@ def _decoder(fields: Fields) -> list[str]:
 
 
 def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
-    """Return the sliding window in tokens, or 0 for none, and True for an idle window.
+    """Return the sliding window in tokens (0 for none), and True if the window is idle.
 
-    A window is idle if no context is longer. It then counts as none.
+    A window is idle if no context is longer than it. Its size is then returned as 0.
     """
     window = fields.size("sliding_window", "sliding_window_size")
     if fields.built_as == "iquestloopcoder":
@@ -98,7 +100,7 @@ def _window(fields: Fields, limit: int | None) -> tuple[int, bool]:
 
 
 def _sharing(fields: Fields, words: list[str]) -> tuple[list[str], int]:
-    """Return the layers with their own cache, and the number of later layers that read another layer's cache."""
+    """Return the kinds of layers with their own cache, and how many later layers read another layer's cache."""
     shared = fields.size("num_kv_shared_layers", most=MOST_LAYERS)
     if shared >= len(words):
         if shared:
@@ -114,10 +116,10 @@ def _heads(fields: Fields, crossed: bool = False) -> int:
 
 
 def _group(fields: Fields, index: int, kind: Kind, window: int, crossed: bool) -> Group:
-    """Return a group of one layer."""
+    """Return a group that consists of one layer."""
     heads = _heads(fields, crossed)
     head_dim = fields.size("head_dim", "attention_head_dim", "kv_channels")
-    # With latent attention, some classes set head_dim to the RoPE part, which does not describe a cache.
+    # In models with latent attention, head_dim may be the size of the RoPE part, which does not describe a cache.
     if fields.size("kv_lora_rank") and (nope := fields.size("qk_nope_head_dim")):
         head_dim = nope + fields.size("qk_rope_head_dim")
     if not head_dim:
@@ -149,7 +151,7 @@ def _kv_heads(fields: Fields, heads: int, index: int) -> int:
             grouped = attention.get("n_heads_in_group")
             if grouped:
                 return max(1, heads // Fields.checked("block_configs.attention.n_heads_in_group", grouped))
-    # Falcon: in older models this field holds the number of query heads, but they have one KV head.
+    # In older Falcon models, this field has the number of query heads, although these models have one KV head.
     if fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
         return 1
     if fields.get("multi_query_attention") is True:  # a field of ChatGLM
@@ -175,7 +177,7 @@ def _latent(fields: Fields) -> int:
 
 
 def _element_bytes(fields: Fields) -> int:
-    """Return the bytes of an element in the model's own dtype. vLLM serves float32 checkpoints in 16 bits too."""
+    """Return the bytes of an element in the model's own dtype. vLLM serves float32 checkpoints in 16 bits, too."""
     dtype = str(fields.anywhere("dtype") or fields.anywhere("torch_dtype"))
     return 1 if "float8" in dtype else 2
 
@@ -193,10 +195,10 @@ def _architectures(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def auto_dtype(raw: Mapping[str, Any], latent: bool = False) -> str:
-    """Return the dtype that `auto` becomes in vLLM 0.32, or `auto` for the model's own dtype.
+    """Return the dtype that vLLM 0.32 uses for `auto`. Return `auto` if this is the model's own dtype.
 
-    A checkpoint may request a quantized cache. `raw` is a config.json from `load`, with hf_quant_config.json in place
-    of its quantization_config. `latent` attention ignores compressed-tensors schemes.
+    A checkpoint may request a quantized cache. `raw` is a config.json as `load` returns it, with the content of
+    hf_quant_config.json as quantization_config. With `latent` attention, ignore schemes of compressed-tensors.
     """
     scheme = _part(raw, "quantization_config")
     if _by_modelopt(scheme):
@@ -215,7 +217,7 @@ def auto_dtype(raw: Mapping[str, Any], latent: bool = False) -> str:
 def _by_modelopt(scheme: Mapping[str, Any]) -> bool:
     if str(scheme.get("quant_method")).lower().startswith("modelopt"):
         return True
-    # ModelOpt before 0.31 wrote its settings to a separate file, which does not name a method.
+    # ModelOpt before 0.31 wrote its settings to a separate file, which does not name the method.
     inner = _part(scheme, "quantization")
     written = _part(scheme, "producer").get("name") == "modelopt" or "modelopt_quant_config" in inner
     return written and str(inner.get("quant_algo")).upper() in _LEGACY_ALGORITHMS

@@ -1,4 +1,4 @@
-"""Weight files that vLLM's default loader reads, and their size. Other copies in the folder do not count."""
+"""Find the weight files that vLLM's default loader reads, and their size. Other copies in the folder do not count."""
 
 import json
 import struct
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpilot_formats.models.config import ConfigError
 
-_MAX_HEADER = 100 * 2**20  # bytes: the safetensors format's own limit on a header
+_MAX_HEADER = 100 * 2**20  # limit of the safetensors format on a header, in bytes
 _INDEX = "model.safetensors.index.json"
 _MISTRAL, _MISTRAL_INDEX = "consolidated*.safetensors", "consolidated.safetensors.index.json"
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
@@ -35,7 +35,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the size of a model's weights in bytes. For safetensors files, use the sizes in their headers."""
+    """Return the size of a model's weights in bytes. For safetensors files, take the sizes from their headers."""
     return sum(
         _tensor_bytes(file) if file.suffix == ".safetensors" else file.stat().st_size for file in weight_files(folder)
     )

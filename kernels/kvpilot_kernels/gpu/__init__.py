@@ -1,1 +1,1 @@
-"""GPU kernels: store, plan, decode, reduce and gather over packed pages (Triton and Gluon)."""
+"""GPU kernels over packed pages, in Triton and Gluon: store, plan, decode, reduce and gather."""

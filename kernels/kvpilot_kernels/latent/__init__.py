@@ -1,1 +1,1 @@
-"""Multi-head latent attention (MLA): a cache of one latent per token in packed pages."""
+"""Multi-head latent attention (MLA) on a CPU: packed pages with one latent per token."""

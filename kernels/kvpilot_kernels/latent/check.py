@@ -1,6 +1,7 @@
 """Checks of arguments for latent pages, which have one entry per token.
 
-They read only shapes, types and strides, and never wait for a GPU. `kvpilot_kernels.check` is for all other pages.
+The checks read only shapes, types and strides, and never wait for a GPU. `kvpilot_kernels.check` has the checks for all
+other pages.
 """
 
 import torch
@@ -15,7 +16,7 @@ def page_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:
 
 
 def tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Check new tokens.
+    """Check the entries of new tokens.
 
     Args:
         latent: floats [tokens, 512].

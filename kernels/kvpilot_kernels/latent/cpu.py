@@ -1,7 +1,7 @@
 """Latent pages on a CPU, in vectorised plain torch: store, decode and read over `LatentLayout`.
 
-Decode never dequantizes. A token has codes c, a scale s and a zero point z for its latent, and others for its RoPE
-part. With x for one of the two, the rotated query q, and the probability p_t of token t,
+Decode never dequantizes. The latent of a token has codes c, a scale s and a zero point z, and so has its RoPE part. Let
+x be one of the two, q the rotated query, and p_t the probability of token t:
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
@@ -20,7 +20,7 @@ from kvpilot_kernels.reference.hadamard import hadamard
 from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
 
 LATENT, POSITION = slice(RANK), slice(RANK, None)
-"""Channels of a token's latent and of its RoPE part in the factors."""
+"""Channels of the factors that belong to a token's latent, and to its RoPE part."""
 
 
 class LatentPages:
@@ -75,7 +75,7 @@ class LatentPages:
         seq_lens: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Attend from one query token of each sequence to all stored tokens of the sequence, including itself.
+        """Return attention of one query token per sequence to all stored tokens of its sequence, including itself.
 
         Args:
             query: [sequences, heads, 512], absorbed into latent space.

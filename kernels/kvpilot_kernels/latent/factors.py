@@ -2,7 +2,7 @@
 
 A token is stored as x' = ((x - mean) * scale) H and read back with the inverse. Latent and RoPE part each have their
 own Hadamard matrix H. The mean costs nothing at decode: q . mean is the same for every token, so the softmax ignores
-it. An output contains the mean once, because probabilities sum to one. The scale divides queries and outputs.
+it. An output contains the mean once, because probabilities sum to one. Queries and outputs are divided by the scale.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kvpilot_formats.latent import ENTRY
 
 @dataclass(frozen=True)
 class LatentFactors:
-    """Mean and scale, each float32 [576], the latent's channels first; scales are positive.
+    """Mean and (positive) scale, each float32 [576]. The latent's channels come first.
 
     Raises:
         ValueError: a tensor has another shape.

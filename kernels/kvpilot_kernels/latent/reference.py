@@ -4,7 +4,7 @@ In the absorbed form all heads share a token's entry e = (latent, rope), and its
 
     o_h = sum_t softmax_t(scale * q_h . e_t) latent_t        q_h = (q_nope_h W_UK_h, q_rope_h)
 
-Entries are read back from their format and rotated back. There is no paging and no optimization.
+Entries are quantized, read back and rotated back. There is no paging and no optimization.
 """
 
 import torch

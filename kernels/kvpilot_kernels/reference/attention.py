@@ -4,7 +4,8 @@
 
 with cap(x) = softcap * tanh(x / softcap), or x without a cap. An attention sink here is one logit of a head, not a
 token: it adds exp(logit) to the sum that softmax divides by, and has no value. k and v are read back from the group
-format (`quantize`) and rotated back (`hadamard`). There is no paging and no optimization."""
+format (`quantize`) and rotated back (`hadamard`). There is no paging and no optimization.
+"""
 
 from collections.abc import Sequence
 
@@ -60,7 +61,7 @@ def decode_reference(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return attention from one query token to all stored tokens of one sequence.
+    """Return attention of one query token to all stored tokens of its sequence.
 
     Args:
         query: [heads, D].

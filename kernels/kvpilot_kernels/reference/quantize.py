@@ -11,7 +11,7 @@ shrinks the range by the factor with the smallest squared error. With few codes,
 use the coarser scale that covers them. `kvpilot_formats.layouts` describes the scale metadata.
 
 At 2 bits, x' is too short along x: <x, x'> is about 0.89 <x, x>. A sum over tokens does not average this error out,
-because all tokens have it. So at 2 bits the codes stay, and the stored scale becomes
+because all tokens have it. So at 2 bits the codes stay the same, and the stored scale becomes
 
     scale * min(<x, x> / <x, x'>, GAIN_LIMIT)
 
@@ -22,7 +22,7 @@ import torch
 
 from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK, ZERO_BITS, ZERO_STEPS
 
-_INF = 0x7C00 >> CUT_BITS  # bits of a scale that is float16's infinity or NaN
+_INF = 0x7C00 >> CUT_BITS  # bits of a stored scale that is float16's infinity or NaN
 _NAN = 0x7E00 >> CUT_BITS
 
 
@@ -100,7 +100,7 @@ def encode_range(
 
 
 def _scale(bits: torch.Tensor) -> torch.Tensor:
-    """Return the float32 scale that a group's scale bits stand for."""
+    """Return the float32 scale that the stored bits of a scale stand for."""
     return (bits << CUT_BITS).to(torch.int16).view(torch.float16).float()
 
 
@@ -112,7 +112,7 @@ def scale_and_zero(meta: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.T
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes uint8 [..., D] into bytes [..., D * bits / 8]; byte j of n holds elements j, j + n, j + 2n, ..."""
+    """Pack codes uint8 [..., D] into n = D * bits / 8 bytes, [..., n]. Byte j holds elements j, j + n, j + 2n, ..."""
     if bits == 8:
         return codes
     planes = split(codes, 8 // bits).unbind(-2)
@@ -131,7 +131,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Decode codes uint8 [..., D] and scale metadata int16 [..., groups] to float32 [..., D], still rotated."""
+    """Decode codes uint8 [..., D] and scale metadata int16 [..., groups] to float32 [..., D], without rotating back."""
     scale, zero = scale_and_zero(meta, bits)
     grouped = split(codes.float(), meta.shape[-1])
     return grouped.sub_(zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1)).flatten(-2)

@@ -1,11 +1,12 @@
-"""Ring rows in plain torch: the residual of a token's codes, and the tags that identify its row in the page.
+"""Ring rows in plain torch: residuals, which refine a token's codes to 8 bits, and tags, which identify the token.
 
-With n = 2^(8 - b), the codes c, scales s and zero points z of a row x (`quantize`), and h = (n - 1) / 2::
+Let c be the codes of b bits, s the scales and z the zero points of a row x (`quantize`), n = 2^(8 - b), and
+h = (n - 1) / 2. Then r is the residual, and x' the refined row::
 
     r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
 
-The largest |x / s + z - c| of a group decides its exponent e in 0..2: groups with clipped tails need 1 or 2.
-`kvpilot_formats.layouts` describes the bytes of a ring's page.
+The largest |x / s + z - c| of a group decides its exponent e, which is 0, 1 or 2. Groups in which the encoder has
+clipped large values need 1 or 2. `kvpilot_formats.layouts` describes the bytes of a ring's page.
 """
 
 import torch
@@ -49,7 +50,7 @@ def encode_residual(
 
 
 def decode_residual(r: torch.Tensor, exponents: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return what residuals r, uint8 [..., D], add to the row that was decoded from its codes: float32 [..., D]."""
+    """Return the numbers that residuals r, uint8 [..., D], add to the decoded row of codes: float32 [..., D]."""
     fine = fine_scales(exponents, meta, bits)
     return ((split(r.float(), meta.shape[-1]) - half(bits)) * fine.unsqueeze(-1)).flatten(-2)
 
@@ -91,11 +92,11 @@ def tags(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
 
 
 def ring_meta(tags: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Combine tags and exponents, [..., groups] each, into a ring row's metadata, int16 [..., groups]."""
+    """Combine tags and exponents, [..., groups] each, into the metadata of a ring row, int16 [..., groups]."""
     return (tags << 2 | exponents.long()).to(torch.int16)
 
 
 def split_ring_meta(meta: torch.Tensor, tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return exponents, int64 [..., groups], and bool [...], True if the metadata has the tags of the row."""
+    """Return the exponents, int64 [..., groups], and bool [...]: True if the metadata contains `tags`."""
     wide = meta.long() & 0xFFFF
     return wide & 3, (wide >> 2 == tags)[..., :2].all(-1)

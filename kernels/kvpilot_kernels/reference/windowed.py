@@ -1,4 +1,4 @@
-"""Attention of whole sequences with a recent window, in differentiable torch."""
+"""Attention of whole sequences with a recent window, in plain torch that can be differentiated."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +16,7 @@ def windowed(
 ) -> torch.Tensor:  # fmt: skip
     """Return causal attention with a recent window.
 
-    A query reads the last `recent` tokens, its own included, from `fine`, and all earlier tokens from `pages`.
+    A query reads the last `recent` tokens, including its own, from `fine`, and all earlier tokens from `pages`.
 
     Args:
         query: [sequences, heads, tokens, D]; heads is a multiple of kv_heads.

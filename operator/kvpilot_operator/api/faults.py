@@ -107,8 +107,7 @@ def _shown(value: Json, field: str) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-_OFFLOAD = (rules.OFFLOAD, "--kv-offloading-backend", rules.TRANSFER, "--kv-offloading-disk-path",
-            "--kv-offloading-disk-size")  # fmt: skip
+_OFFLOAD = (rules.OFFLOAD, "--kv-offloading-backend", rules.TRANSFER)
 _NODES = (rules.PIPELINE_PARALLEL, "--prefill-context-parallel-size", "--distributed-executor-backend",
           "--master-addr", "--master-port", *rules.SEVERAL_ENGINES)  # fmt: skip
 _NOT_OVER_NODES = (*rules.SPECULATION, *_OFFLOAD)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from kvpilot_formats import dtypes
-from kvpilot_operator.api.record import SET, Name, Record, Rule, rules
+from kvpilot_operator.api.record import SET, Record, Rule
 
 SmallDtype = Literal[
     "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4",
@@ -42,32 +42,8 @@ class Pressure(Record, frozen=True):
     """Seconds for which a sign must hold before kvpilot acts on it."""
 
 
-@rules(
-    Rule(
-        ".storageClassName",
-        "!(has(self.claimName) && has(self.storageClassName))",
-        "kvCache.offload.disk has claimName, a claim that is there, and storageClassName, which is for volumes of the "
-        "pods' own: remove one of the two",
-    )
-)
-class OffloadDisk(Record, frozen=True):
-    """A disk tier below host memory. Each engine keeps blocks that leave its host memory in a file of its own, whose
-    content is lost when the engine ends. Without claimName, each pod gets its own volume (a generic ephemeral volume).
-    The tier needs vLLM 0.32. An engine does not start if the volume is full or read-only. If the disk fails later, the
-    engine continues without it."""
-
-    size_gib: Annotated[int, Meta(ge=1, le=131_072)]
-    """Largest size of each engine's file, in GiB. A pod's own volume is a tenth larger, for its file system. A claim
-    needs this much free space for each pod."""
-    storage_class_name: Name | None = None
-    """StorageClass of the pods' own volumes; the cluster's default if not set. A node's local disks are the fastest."""
-    claim_name: Name | None = None
-    """PersistentVolumeClaim of this namespace on which all pods keep their files, instead of volumes of their own. For
-    pods on several nodes it must be ReadWriteMany."""
-
-
 class Offload(Record, frozen=True):
-    """Host memory, and optionally a disk, for KV blocks of prompts that leave the GPU. A later request with the same
+    """Host memory for KV blocks of prompts that leave the GPU. A later request with the same
     prefix loads these blocks instead of computing them again. Without this field, the GPU drops them. With a smaller
     dtype, the same memory holds more tokens. Offloading does not work with mla8 and mla4. With int8, k8v4, k4v4, k4v2
     and k2v2 it does not work for a model with sliding-window layers. A change starts a new revision."""
@@ -76,7 +52,6 @@ class Offload(Record, frozen=True):
     """Host memory of each replica for offloaded blocks, in GiB, shared by its GPUs. The pod requests it in addition to
     engine.resources: requests.memory and limits.memory grow by it if they are set. If neither is set, requests.memory
     is set to it. The engine takes all of it when it starts, or refuses to start."""
-    disk: OffloadDisk | None = None
 
 
 class KVCache(Record, frozen=True):

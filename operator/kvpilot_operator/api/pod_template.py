@@ -152,10 +152,10 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         Rule(
             ".volumeMounts",
             "self.name != 'engine' || !has(self.volumeMounts) || self.volumeMounts.all(mount, !mount.mountPath.matches("
-            "'^/+((models|compile-cache|offload|dev(/+shm)?|adapters(/+[^/]+)?)/*)?$'))",
-            "kvpilot mounts /models, /adapters, /compile-cache, /offload and /dev/shm of the engine itself: use "
-            "another mountPath, not one of these or a folder above one, or spec.model, spec.cache, "
-            "spec.kvCache.offload or the size of the volume shm",
+            "'^/+((models|compile-cache|dev(/+shm)?|adapters(/+[^/]+)?)/*)?$'))",
+            "kvpilot mounts /models, /adapters, /compile-cache and /dev/shm of the engine itself: use another "
+            "mountPath, not one of these or a folder above one, or spec.model, spec.cache or the size of the volume "
+            "shm",
         ),
         _OWN_PORTS,
     ),
@@ -169,9 +169,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         Rule(
             ".name",
-            "!(self.name in ['model', 'compile', 'offload']) && !self.name.startsWith('adapters-') && "
+            "!(self.name in ['model', 'compile']) && !self.name.startsWith('adapters-') && "
             "(self.name != 'shm' || has(self.emptyDir))",
-            "model, compile, offload and adapters-N are volumes of kvpilot, and shm is an emptyDir: use another name",
+            "model, compile and adapters-N are volumes of kvpilot, and shm is an emptyDir: use another name",
         ),
     ),
     f"{_REQUIRED_NODES}.nodeSelectorTerms[].matchExpressions[]": (

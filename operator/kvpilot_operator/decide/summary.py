@@ -54,9 +54,8 @@ def summarise(c: Context) -> Context:
 
 def _figures(c: Context, sample: Sample | None) -> Figures:
     w, offload = c.workload, c.spec.kv_cache.offload
-    hits = {"gpu": w.gpu_hits, "host": None if w.host_hits is None else w.host_hits - (w.disk_hits or 0.0)}
-    hits["disk"] = w.disk_hits if offload is not None and offload.disk is not None else None
-    known = {tier: min(1.0, max(0.0, share)) for tier, share in hits.items() if share is not None}
+    hits = (("gpu", w.gpu_hits), ("host", w.host_hits))
+    known = {tier: min(1.0, share) for tier, share in hits if share is not None}
     return Figures(
         recent_tokens=sample.recent_tokens or 0 if sample is not None else None,
         hits={} if offload is None else known,

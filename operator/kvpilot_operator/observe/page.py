@@ -31,8 +31,6 @@ _CONFIG = "vllm:cache_config_info"
 _MODEL = "kvpilot_model_info"
 _FACTORS = "kvpilot_calibration_info"
 _RECENT = "kvpilot_recent_window_info"
-# Cached prompt tokens by the tier that they were found in.
-_SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 _START = "process_start_time_seconds"
 
 # Map each field of `Totals` to the name of its counter.
@@ -66,7 +64,6 @@ _PARTS: Mapping[str, Mapping[str, Callable[[Mapping[str, str]], bool]]] = {
         "errors": lambda labels: labels.get("finished_reason") == "error",
         "stopped": lambda labels: labels.get("finished_reason") == "stop",
     },
-    _SOURCES: {"disk_hits": lambda labels: labels.get("source") == "disk"},
     _HTTP: {
         "server_errors": lambda labels: (
             labels.get("status", "").startswith("5") and labels.get("handler", "").startswith("/v1/")
@@ -199,7 +196,7 @@ class PageReader(SeriesReader[PodMetrics]):
         counts |= {field: self._histogram(name) for field, name in _HISTOGRAMS.items()}
         counts |= {
             part: _count(name, self._parts.get(part, 0.0))
-            for name in (_COUNTED["finished"], _SOURCES, _HTTP)
+            for name in (_COUNTED["finished"], _HTTP)
             for part in _PARTS[name]
         }
         return Totals(**counts)

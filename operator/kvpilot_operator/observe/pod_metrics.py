@@ -11,8 +11,8 @@ from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.snapshot import ModelFacts
 
 _COUNTS = (
-    "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "host_hits", "disk_hits",
-    "finished", "stopped", "asked_tokens",
+    "preemptions", "prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "host_hits", "finished",
+    "stopped", "asked_tokens",
 )  # fmt: skip
 DONE_COUNTS = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
 """At least one of these counts moves while an engine works."""

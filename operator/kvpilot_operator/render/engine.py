@@ -9,7 +9,6 @@ from typing import Any
 
 from kvpilot_formats import dtypes
 from kvpilot_operator.api import names
-from kvpilot_operator.api.kv_cache import OffloadDisk
 from kvpilot_operator.api.pod_template import KEYS
 from kvpilot_operator.api.pods import Adapter
 from kvpilot_operator.api.spec import Spec
@@ -20,7 +19,6 @@ ENGINE_USER = 65532
 _WEIGHTS_PATH = "/models"
 _ADAPTERS_PATH = "/adapters"
 _COMPILE_PATH = "/compile-cache"
-_OFFLOAD_PATH = "/offload"
 # Variable by which kvpilot-serve learns the folder for archives of compiled code.
 COMPILED = "KVPILOT_COMPILED"
 
@@ -212,8 +210,6 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
         arguments.append(f"--recent-tokens={recent}")
     if spec.kv_cache.offload is not None:
         arguments.append(f"--kv-offloading-size={spec.kv_cache.offload.cpu_memory_gib}")
-        if (disk := spec.kv_cache.offload.disk) is not None:
-            arguments += [f"--kv-offloading-disk-path={_OFFLOAD_PATH}", f"--kv-offloading-disk-size={disk.size_gib}"]
     return [*arguments, *workloads.group_arguments(engine.nodes), *_adapters(spec), *engine.extra_args]
 
 
@@ -290,17 +286,4 @@ def _volumes(service: str, spec: Spec) -> tuple[list[dict[str, Any]], list[dict[
     if spec.cache.compile_claim_name:
         volumes.append({"name": "compile", "persistentVolumeClaim": {"claimName": spec.cache.compile_claim_name}})
         mounts.append({"name": "compile", "mountPath": _COMPILE_PATH})
-    if spec.kv_cache.offload is not None and spec.kv_cache.offload.disk is not None:
-        volumes.append({"name": "offload", **_disk(spec.kv_cache.offload.disk)})
-        mounts.append({"name": "offload", "mountPath": _OFFLOAD_PATH})
     return volumes, mounts
-
-
-def _disk(disk: OffloadDisk) -> dict[str, Any]:
-    if disk.claim_name is not None:
-        return {"persistentVolumeClaim": {"claimName": disk.claim_name}}
-    # Add 10%, because a file system uses part of the volume itself.
-    size = f"{-(-disk.size_gib * 11 // 10)}Gi"
-    asked = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
-    named = {} if disk.storage_class_name is None else {"storageClassName": disk.storage_class_name}
-    return {"ephemeral": {"volumeClaimTemplate": {"spec": {**asked, **named}}}}

@@ -91,4 +91,4 @@ def _arguments(spec: Spec) -> list[str]:
 
 def _engines_alone(volume: Mapping[str, Any]) -> bool:
     """Return True for a volume or mount that kvpilot adds only for engines."""
-    return volume["name"] in ("shm", "compile", "offload") or str(volume["name"]).startswith("adapters-")
+    return volume["name"] in ("shm", "compile") or str(volume["name"]).startswith("adapters-")

@@ -29,8 +29,7 @@ class Flows:
     """Prompt tokens that were looked up in the GPU's prefix cache. `prefix_hits` of them were found."""
     prefix_hits: float = 0.0
     host_hits: float = 0.0
-    """Prompt tokens that were loaded from host memory or disk. `disk_hits` of them came from disk."""
-    disk_hits: float = 0.0
+    """Prompt tokens that were loaded from host memory."""
     finished: float = 0.0
     """Requests that ended, failed ones included."""
     failed: float = 0.0
@@ -61,7 +60,7 @@ class Flows:
 
     @property
     def hits(self) -> float:
-        """Prompt tokens that were found in a cache: GPU, host memory or disk."""
+        """Prompt tokens that were found in a cache: GPU or host memory."""
         return self.prefix_hits + self.host_hits
 
     @property

@@ -1,1 +1,1 @@
-"""vLLM attention backends for our KV-cache dtypes: on CPU and CUDA, for keys and values or for MLA latents."""
+"""Attention backends for our KV-cache dtypes, which vLLM loads: on CPU and CUDA, for keys and values or MLA latents."""

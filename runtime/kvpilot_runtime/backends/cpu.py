@@ -1,8 +1,9 @@
 """Attention backend on a CPU: packed pages, computed in plain torch.
 
 The cache is uint8 [blocks, kv_heads, block_size, row_bytes]. In each engine step vLLM calls `do_kv_cache_update` to
-store the new keys and values, and then `forward` with the whole batch. Decoding sequences (one new token each, plus
-draft tokens) attend together, with one query row per token. The other sequences prefill one by one.
+store the new keys and values, and then `forward` to compute attention for the whole batch. One call computes all
+decoding sequences (one new token each, plus draft tokens), with one query row per token. The other sequences are
+prefilled one by one.
 """
 
 from dataclasses import dataclass
@@ -25,11 +26,11 @@ from kvpilot_runtime.speculation import drafts
 
 @dataclass
 class Prefill:
-    """Prefilling sequence.
+    """Sequence that is prefilled in this engine step.
 
     Attributes:
         sequence: index of the sequence in the batch.
-        start, end: the new tokens are the batch's rows [start, end).
+        start, end: the sequence's new tokens are rows [start, end) of the batch.
         context: number of tokens that were stored before the new ones.
     """
 
@@ -41,7 +42,7 @@ class Prefill:
 
 @dataclass
 class Metadata:
-    """Metadata of a batch.
+    """What the layers need to know about a batch: whose tokens it has, and where they are stored.
 
     Attributes:
         block_table: int32 [sequences, blocks].
@@ -63,7 +64,7 @@ class Metadata:
 
 
 class CpuBuilder(PackedBuilder):
-    """Builder of a batch's `Metadata`, once for all layers."""
+    """Builder that makes a batch's `Metadata` once for all layers."""
 
     def describe(self, common: Any) -> Metadata:
         """Return the metadata of one batch, from vLLM's `CommonAttentionMetadata`."""
@@ -71,7 +72,8 @@ class CpuBuilder(PackedBuilder):
         starts = common.query_start_loc[: sequences + 1].long()
         owner, ordinals = owners(starts, common.seq_lens[:sequences], int(starts[-1]))
         lengths = starts[1:] - starts[:-1]
-        # A prompt's last chunk may be as short as a decoding sequence with drafts, so exclude the prompts vLLM lists.
+        # Also exclude prompts that vLLM lists: a prompt's last chunk may be as short as a decoding sequence with
+        # drafts.
         short = lengths <= 1 + drafts(self.vllm_config)
         if (prompts := getattr(common, "is_prefilling", None)) is not None:
             short &= ~prompts[:sequences]
@@ -87,10 +89,10 @@ class CpuBuilder(PackedBuilder):
 
 
 class CpuRingBuilder(PackedBuilder):
-    """Builder of a batch's `Rings`, once for all layers."""
+    """Builder that makes a batch's `Rings` once for all layers."""
 
     def describe(self, common: Any) -> Rings:
-        """Return the rings of one batch. `Rings.table` has one row per token here, not per sequence."""
+        """Return where the batch's ring rows are. `Rings.table` has one row per token here, not one per sequence."""
         spec = self.kv_cache_spec
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()
@@ -114,11 +116,11 @@ class CpuImpl(PackedImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Quantize and store a step's keys and values, [tokens, kv_heads, head_dim], into their slots."""
+        """Quantize a step's keys and values, [tokens, kv_heads, head_dim], and store them in their slots."""
         rings, ring_slots = self.rings(), None
         if self.ring is not None:
             ring_slots = torch.full_like(slot_mapping, -1) if rings is None else rings.slots[: slot_mapping.shape[0]]
-        # In vLLM's warm-up there is no metadata. Every slot is padding then, so no ordinals are needed.
+        # vLLM's warm-up has no metadata. All its slots are padding, so no ordinals are needed.
         step = get_forward_context().attn_metadata
         ordinals = step[layer.layer_name].ordinals if step else None
         self.pages_of(layer, kv_cache).store(key, value, slot_mapping, ring_slots, ordinals)
@@ -135,7 +137,7 @@ class CpuImpl(PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend for a whole batch. Write the result to `output`, and return `output`.
+        """Compute attention for a whole batch. Write the result to `output`, and return `output`.
 
         Args:
             query, output: [tokens, heads, head_dim].
@@ -170,7 +172,7 @@ class CpuImpl(PackedImpl):
         return output
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor) -> PackedPages:
-        """Return this layer's cache as packed pages. Make the views only once."""
+        """Return this layer's cache as packed pages. Create the views only in the first call."""
         if self._pages is None or self._pages[0] != kv_cache.data_ptr():
             ring = self.ring.kv_cache if self.ring is not None else None
             pages = PackedPages(
@@ -181,14 +183,14 @@ class CpuImpl(PackedImpl):
 
 
 class CpuRingBackend(RingBackend):
-    """Backend of ring layers on a CPU."""
+    """Backend of ring layers (layers that store the recent windows) on a CPU."""
 
     block_step = BLOCK_STEPS["cpu"]
     builder = CpuRingBuilder
 
 
 class CpuBackend(PackedBackend):
-    """Backend of our dtypes on a CPU, with one subclass per dtype."""
+    """Backend of our dtypes on a CPU. Each dtype has its own subclass."""
 
     block_step = BLOCK_STEPS["cpu"]
     impl, builder, ring_backend = CpuImpl, CpuBuilder, CpuRingBackend

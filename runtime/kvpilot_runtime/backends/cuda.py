@@ -1,13 +1,13 @@
-"""Attention backend on CUDA: packed pages, our decode kernels, FlashAttention for prefill.
+"""Attention backend on CUDA: packed pages, our own decode kernels, and FlashAttention for prefill.
 
 In each engine step, one kernel launch stores the new keys and values, and applies the Hadamard rotation to the queries
-of decoding sequences. Then split-KV decode attends with these queries, in a full CUDA graph. It reads a sequence's
-pages once for all its draft tokens.
+of decoding sequences. A split-KV kernel then computes their attention, in a full CUDA graph. It reads a sequence's
+pages once for all draft tokens of the sequence.
 
-Prefilling sequences attend by FlashAttention. A kernel dequantizes each context from its pages into a workspace of
-fixed size and appends the sequence's new tokens. One call then attends to both. Contexts that do not fit are read in
-chunks, and the partial results are merged by their log-sum-exp (LSE). FlashAttention supports heads of at most 256
-elements, so wider heads use our own prefill kernel.
+Prefill uses FlashAttention. A kernel dequantizes each sequence's context (its stored tokens) from pages into a
+workspace of fixed size, and appends the sequence's new tokens. One call of FlashAttention then reads both. Contexts
+that do not fit into the workspace are read in chunks, and the partial results are merged by their log-sum-exp (LSE).
+FlashAttention supports heads of at most 256 elements, so wider heads use our own prefill kernel.
 """
 
 import math
@@ -39,7 +39,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 
 def workspace_bytes(utilization: float) -> int:
-    """Return the size in bytes of the workspace that prefill reads contexts into.
+    """Return the size in bytes of the workspace into which prefill dequantizes contexts.
 
     `utilization` is the fraction of the current GPU's memory that the engine may use.
     """
@@ -50,7 +50,7 @@ class CudaImpl(Reserving, PackedImpl):
     """Attention of one layer over packed pages on a GPU.
 
     Attributes:
-        workspaces: workspace by device. All layers use the dictionary of the engine's first layer.
+        workspaces: workspace by device. All layers share the dictionary of the engine's first layer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +65,7 @@ class CudaImpl(Reserving, PackedImpl):
         self._first: CudaImpl | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Attach rings as `PackedImpl` does, and reserve a decode `Plan`, so that vLLM counts the plan's memory."""
+        """Attach rings as `PackedImpl` does. Also reserve a decode `Plan`, so that vLLM counts the plan's memory."""
         super().process_weights_after_loading(act_dtype)
         sequences, rows = decode_sizes(self._config)
         self.reserve(
@@ -94,7 +94,7 @@ class CudaImpl(Reserving, PackedImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store a batch's keys and values, and attend. Write the result to `output`, and return `output`.
+        """Store a batch's keys and values, and compute attention. Write the result to `output`, and return `output`.
 
         A layer that reads another layer's cache ignores `key` and `value`, because that layer has stored them already.
 
@@ -104,7 +104,7 @@ class CudaImpl(Reserving, PackedImpl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedModelError("quantized attention outputs are not supported; turn this fusion off")
-        if attn_metadata is None:  # vLLM's warm-up, in which it measures memory
+        if attn_metadata is None:  # vLLM's warm-up, in which vLLM measures how much memory the model needs
             self.workspace(query.device, query.dtype)
             return output.zero_()
         meta, prefills, rings = attn_metadata, attn_metadata.prefills, self.rings()
@@ -113,8 +113,8 @@ class CudaImpl(Reserving, PackedImpl):
         ring_slots, ring_table = (None, None) if rings is None else (rings.slots, rings.table)
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
-            # This layer reads another layer's cache. Pass only padding slots, so that the launch stores nothing and
-            # only rotates the queries.
+            # This layer reads another layer's cache. Pass only padding slots: the launch then stores nothing, and only
+            # rotates the queries.
             slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
             key = value = query[:, : self.num_kv_heads]
         pages.store(query, key, value, slots, meta.plan, meta.decodes, self.scale, ring_slots, meta.ordinals)
@@ -138,15 +138,15 @@ class CudaImpl(Reserving, PackedImpl):
 
     def _read(self, pages: GpuPages, part: ContextChunk, like: torch.Tensor, *fresh: torch.Tensor,
               apart: bool = False) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Dequantize a context chunk, and return keys and values, [total, kv_heads, D] each.
+        """Dequantize a chunk of the contexts, and return its keys and values, [total, kv_heads, D] each.
 
-        The result is in the workspace, if it fits.
+        The result is in the workspace if it fits there.
 
         Args:
             part: the chunk.
             like: tensor with the dtype and device of the result.
             fresh: keys and values of the step's new tokens, if the chunk includes new tokens.
-            apart: put the result into new memory.
+            apart: put the result into newly allocated memory instead of the workspace.
         """
         room = part.room
         if room is None:
@@ -163,9 +163,11 @@ class CudaImpl(Reserving, PackedImpl):
                  pages: GpuPages, out: torch.Tensor, later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
         """Write attention without sink logits to `out`. Return the LSE of the scores, float32 [heads, tokens].
 
-        `key` and `value` have contexts and new tokens if `prefills.joined` is set, else only the new tokens.
+        `key` and `value` contain contexts and new tokens if `prefills.joined` is set, otherwise only the new
+        tokens.
 
-        With sink logits, `forward` then scales the output by the share of softmax weight that the sinks leave.
+        If the model has sink logits, `forward` then scales `out` by the share of the softmax weight that the sinks
+        leave.
         """
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:
@@ -189,7 +191,7 @@ class CudaImpl(Reserving, PackedImpl):
 
     def _add_later(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, later: LaterTokens,
                    out: torch.Tensor, lse: torch.Tensor) -> None:  # fmt: skip
-        """Attend from image tokens to later tokens of their image, and merge this into the causal `out` and `lse`."""
+        """Compute attention of image tokens to later tokens of their image. Merge it into the causal `out`, `lse`."""
         rows = later.queries
         part, part_lse = self._attend(
             query[rows], key[later.keys], value[later.keys], later.starts, later.longest, later.starts, later.longest,
@@ -202,12 +204,12 @@ class CudaImpl(Reserving, PackedImpl):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, most: int,
                 rows: torch.Tensor, longest: int, causal: bool,
                 out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return attention over keys and values in 16 bits, in `out` if given, and the LSE of its scores.
+        """Return attention over 16-bit keys and values, and the LSE of its scores. Write to `out` if it is given.
 
         Args:
-            starts: int32 [sequences + 1], each sequence's first query.
+            starts: int32 [sequences + 1], index of each sequence's first query.
             most: largest number of queries of a sequence.
-            rows: int32 [sequences + 1], each sequence's first key.
+            rows: int32 [sequences + 1], index of each sequence's first key.
             longest: largest number of keys of a sequence.
         """
         if self.own_prefill:
@@ -222,7 +224,7 @@ class CudaImpl(Reserving, PackedImpl):
     def workspace(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return the workspace, [2, tokens, kv_heads, D], a view of memory that all layers share.
 
-        The first call allocates the memory. It happens in vLLM's profiling run, so that vLLM counts this memory.
+        The first call allocates the memory. This call happens in vLLM's profiling run, so vLLM counts the memory.
         """
         if self._first is None:
             self._first = next((layer.impl for layer in our_layers(self._config).values()), self)
@@ -233,7 +235,7 @@ class CudaImpl(Reserving, PackedImpl):
         return kept[device][:size].view(dtype).view(shape)
 
     def pages_of(self, layer: Any, kv_cache: torch.Tensor, shape: Shape) -> GpuPages:
-        """Return this layer's cache as packed pages. Make the views only once."""
+        """Return this layer's cache as packed pages. Create and check the views only in the first call."""
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             factors = self.factors(layer, kv_cache.device)
             ring = self.ring.kv_cache if self.ring is not None else None
@@ -242,14 +244,14 @@ class CudaImpl(Reserving, PackedImpl):
 
 
 class CudaRingBackend(RingBackend):
-    """Backend of ring layers on CUDA."""
+    """Backend of ring layers (layers that store the recent windows) on CUDA."""
 
     block_step = BLOCK_STEPS["cuda"]
     builder = CudaRingBuilder
 
 
 class CudaBackend(CudaLimits, PackedBackend):
-    """Backend of our dtypes on CUDA, with one subclass per dtype. One call of `forward` stores and attends."""
+    """Backend of our dtypes on CUDA. Each dtype has its own subclass. `forward` stores tokens and attends."""
 
     impl, builder, ring_backend = CudaImpl, CudaBuilder, CudaRingBackend
     forward_includes_kv_cache_update = True

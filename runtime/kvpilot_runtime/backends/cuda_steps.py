@@ -1,6 +1,6 @@
-"""Metadata of an engine step for the CUDA backend: which query tokens decode, and which contexts prefill reads.
+"""Metadata of an engine step for the CUDA backend: which tokens are decoded, and which contexts prefill must read.
 
-vLLM's metadata builders make it once for all layers of a KV-cache group.
+The builders make the metadata once for all layers of a KV-cache group.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from kvpilot_runtime.speculation import drafts
 
 
 def powers(most: int) -> set[int]:
-    """Return numbers of tokens that cover all kernel variants in a warm-up: powers of two up to `most`, and `most`."""
+    """Return the token counts to launch in a warm-up: powers of two up to `most`, and `most`."""
     return {most, *(2**i for i in range(most.bit_length()))}
 
 
@@ -40,7 +40,7 @@ def warm_up(launch: Callable[[], None], vllm_config: Any, device: torch.device) 
 
 
 def decode_sizes(vllm_config: Any) -> tuple[int, int]:
-    """Return how many sequences, and how many query tokens, decode at most in a step.
+    """Return the largest numbers of sequences, and of query tokens, that one step may decode.
 
     Both numbers include the padding of CUDA graphs.
     """
@@ -51,10 +51,10 @@ def decode_sizes(vllm_config: Any) -> tuple[int, int]:
 
 
 class CudaLimits:
-    """Mixin for backends with the limits of our CUDA kernels.
+    """Mixin that tells vLLM the limits of our CUDA kernels.
 
     Attributes:
-        block_step: tokens of a decode tile; block sizes must be a multiple of it.
+        block_step: number of tokens in a decode tile. Block sizes must be a multiple of it.
     """
 
     block_step: ClassVar[int] = BLOCK_STEPS["cuda"]
@@ -68,15 +68,15 @@ class CudaLimits:
 
 @dataclass
 class ContextChunk:
-    """Tokens [begin, begin + length) of each prefilling sequence, which are read into the workspace together.
+    """Part of the contexts that is read into the workspace at once: tokens [begin, begin + length) of each sequence.
 
     Attributes:
         longest: largest length, in tokens.
         total: sum of all lengths, in tokens.
-        rows: int32 [sequences + 1], each sequence's first row in the workspace.
+        rows: int32 [sequences + 1], index of each sequence's first row in the workspace.
         slots: int64 [total], from `places.stored_slots` or `places.joined_slots`.
         ordinals: int32 [total], from the same function.
-        room: part of the workspace for keys and values, [total, kv_heads, D] each; None until a layer has used it.
+        room: views of the workspace for keys and values, [total, kv_heads, D] each; None until a layer has used them.
     """
 
     longest: int
@@ -88,9 +88,10 @@ class ContextChunk:
 
 
 def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut the concatenated contexts into pieces of `room` tokens, so that every piece except the last is full.
+    """Cut the contexts of all sequences, laid end to end, into pieces of `room` tokens. The last piece may be shorter.
 
-    `context` is int64 [sequences], in tokens. Yield for each piece the `begin` and `length` of each sequence's part.
+    `context` is int64 [sequences], in tokens. For each piece, yield the `begin` and `length` of each sequence's
+    part.
     """
     ends = context.cumsum(0)
     starts = ends - context
@@ -101,17 +102,17 @@ def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, tor
 
 @dataclass
 class Prefills:
-    """Prefilling sequences of a batch. In the batch they come after the decoding sequences.
+    """Sequences of a batch that are prefilled. They come after the decoding sequences in the batch.
 
     Attributes:
-        starts: int32 [sequences + 1], each sequence's first row, counted from the first prefilling token.
+        starts: int32 [sequences + 1], index of each sequence's first row, counted from the first row of `Prefills`.
         longest: largest number of new tokens of a sequence.
-        tokens: number of new tokens of all sequences; rows after them are padding.
+        tokens: number of new tokens of all sequences. The batch's rows after them are padding.
         ordinals: int32 [tokens], each token's position in its sequence, counted from 1.
-        context_chunks: contexts in pieces that fit into the workspace; empty if `joined` is set.
+        context_chunks: the contexts, cut into chunks that fit into the workspace; empty if `joined` is set.
         stored: slots of the new tokens, or of contexts and new tokens if `joined` is set, for layers that read another
             layer's cache; None without such layers.
-        joined: contexts and new tokens together; None without contexts, or if the workspace is too small for them.
+        joined: one chunk with contexts and new tokens; None without contexts, or if the workspace is too small for it.
     """
 
     starts: torch.Tensor
@@ -125,14 +126,14 @@ class Prefills:
 
 @dataclass
 class Metadata:
-    """Metadata of a batch: the first `decodes` rows (query tokens) decode, the others are `prefills`.
+    """Metadata of a batch. Its first `decodes` rows (query tokens) are decoded. The other rows belong to `prefills`.
 
     Attributes:
-        plan: work of decode, and buffers for its partial results.
+        plan: the decode kernel's division of its work, and buffers for partial results.
         block_table: int32 [sequences or more, blocks].
         seq_lens: int32 [decoding sequences], stored tokens.
         ordinals: int32 [tokens without padding], each token's position in its sequence, counted from 1.
-        nowhere: slot mapping with only padding, for layers that read another layer's cache and so store nothing.
+        nowhere: slot mapping with only padding slots, for layers that read another layer's cache and store nothing.
         mm_prefix_range: tokens of `prefills` that attend to later tokens, or None. Keep this name: for layers without
             such attention, vLLM's Gemma 4 deletes the attribute.
     """
@@ -149,7 +150,7 @@ class Metadata:
 
 
 class CudaRingBuilder(PackedBuilder):
-    """Builder of a batch's `Rings`, in buffers that captured graphs read."""
+    """Builder that makes a batch's `Rings`, in buffers whose addresses captured CUDA graphs contain."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -164,13 +165,13 @@ class CudaRingBuilder(PackedBuilder):
         warm_up(self.warm_up, vllm_config, device)
 
     def warm_up(self) -> None:
-        """Launch every variant of the ring-slots kernel that serving needs."""
+        """Launch every variant of the kernel that computes ring slots, as far as serving needs it."""
         for count in {2**i for i in range(self._sequences.bit_length())}:
             zeros = torch.zeros(count + 1, self.kv_cache_spec.ring_blocks, dtype=torch.int32, device=self.device)
             self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
 
     def describe(self, common: Any) -> Rings:
-        """Return the rings of one batch, in the buffers that captured graphs read."""
+        """Return where the batch's ring rows are, in the buffers that captured CUDA graphs read."""
         slots = self.slots[: common.slot_mapping.shape[0]]
         table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
         lens = common.seq_lens[: common.num_reqs]
@@ -182,7 +183,7 @@ class CudaRingBuilder(PackedBuilder):
 
 
 class CudaBuilder(PackedBuilder):
-    """Builder of a batch's `Metadata`, once for all layers of a KV-cache group."""
+    """Builder that makes a batch's `Metadata` once for all layers of a KV-cache group."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -207,7 +208,7 @@ class CudaBuilder(PackedBuilder):
         self.owners, self.seen = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
 
     def describe(self, common: Any) -> Metadata:
-        """Return the metadata of one batch. Overwrite the buffers that captured graphs read."""
+        """Return the metadata of one batch. Overwrite the buffers that captured CUDA graphs read."""
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
             # With chunked attention, vLLM cuts sequences at their chunks, and the plan may have room for fewer pieces.
@@ -232,21 +233,21 @@ class CudaBuilder(PackedBuilder):
         return Metadata(self.plan, rows, table, lens, common.slot_mapping, ordinals, found, nowhere, later)
 
     def _several(self, common: Any, decodes: int, tokens: int) -> tuple[Several | None, torch.Tensor]:
-        """Return the query tokens (rows) of the decoding sequences, for steps with draft tokens.
+        """Return which query tokens (rows) each decoding sequence has, for steps with draft tokens.
 
         Args:
             decodes: number of decoding sequences, which come first in the batch.
             tokens: number of their rows.
 
         Returns:
-            The rows, or None if each sequence has one row.
+            The rows of each sequence, or None if each sequence has one row.
             Each row's position in its sequence, int32 [rows], counted from 1.
         """
         starts, lens = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
         most = int(common.query_start_loc_cpu[: decodes + 1].diff().max()) if self.width > 1 and decodes else 1
         if most <= 1:
             return None, lens
-        rows = min(tokens, decodes * most)  # without padding
+        rows = min(tokens, decodes * most)  # leave padding out
         owner, seen = owners(starts, lens, rows)
         self.owners[:rows] = torch.where(seen > 0, owner, -1)
         self.seen[:rows] = seen
@@ -256,7 +257,8 @@ class CudaBuilder(PackedBuilder):
         """Launch every variant of our kernels that serving needs.
 
         Triton compiles a new variant if a constant changes, or if an address or a stride is not a multiple of 16.
-        vLLM's own warm-up misses some variants: it never reads context back, and never decodes beside a prefill.
+        vLLM's own warm-up misses some variants: its prefills have no stored context, and it never mixes decode and
+        prefill.
         """
         shape, sequences, rows = self.shape, self.plan.sequences, self.plan.rows
         heads = shape.kv_heads * shape.ratio
@@ -286,7 +288,7 @@ class CudaBuilder(PackedBuilder):
             for count in powers(rows):
                 self.plan.update(lens[:1], several=Several(starts[:2], owner[:count], most))
                 pages.decode(table[:1], lens[:1], self.plan, query[:count], rings[:1] if shape.recent else None)
-        for most in range(1, self.width + 1):  # `settle` must run before graphs are captured, which fix the grid
+        for most in range(1, self.width + 1):  # capture fixes the grid, so `settle` must run first
             self.plan.update(lens[:1], several=None if most == 1 else Several(starts[:2], owner[:most], most))
             taken = pages.attend(table[:1], lens[:1], self.plan, rings[:1] if shape.recent else None)
             shape.settle(most, taken)
@@ -303,19 +305,20 @@ class CudaBuilder(PackedBuilder):
     def _first_image(self, common: Any, decodes: int) -> int:
         """Return the index of the first decoding sequence with new image tokens, or `decodes` if there is none.
 
-        This sequence and those after it must prefill, because image tokens may attend to later tokens.
+        This sequence and those after it must be prefilled, because image tokens may attend to later tokens.
         """
         if self.width == 1 or not prefix_lm.ranges(common):
             return decodes
         new = common.query_start_loc_cpu.diff().tolist()
-        lens = common.seq_lens_cpu_upper_bound  # exact for prompts, and only prompts have images
+        lens = common.seq_lens_cpu_upper_bound  # The lengths are exact for prompts, and only prompts have images.
         seen = (common.seq_lens.cpu() if lens is None else lens).tolist()
         return min(prefix_lm.spans(common, [(i, seen[i] - new[i], new[i]) for i in range(decodes)]), default=decodes)
 
     def _prefills(self, common: Any, decodes: int, decode_tokens: int) -> tuple[Prefills, prefix_lm.LaterTokens | None]:
         starts = common.query_start_loc_cpu[decodes : common.num_reqs + 1] - decode_tokens
         new = starts[1:] - starts[:-1]
-        # The host's lengths are exact for prompts. For other requests they count rejected drafts, so ask the device.
+        # The host's lengths are exact only for prompts. For other requests they include rejected drafts, so ask the
+        # device.
         lens = common.seq_lens_cpu_upper_bound
         if lens is None or (self.width > 1 and not self._prompts(common, decodes)):
             lens = common.seq_lens.cpu()
@@ -342,13 +345,13 @@ class CudaBuilder(PackedBuilder):
 
     def _later(self, common: Any, decodes: int, context: torch.Tensor, new: torch.Tensor,
                keys: torch.Tensor) -> prefix_lm.LaterTokens | None:  # fmt: skip
-        """Return the attention of image tokens to later tokens, or None if the step has none.
+        """Return which image tokens attend to which later tokens, or None if no token of the step does.
 
         Args:
             decodes: number of decoding sequences, which come first in the batch.
             context: int [prefilling sequences], stored tokens before the new ones.
             new: int [prefilling sequences], new tokens.
-            keys: int [prefilling sequences], row of each sequence's first new key.
+            keys: int [prefilling sequences], index of each sequence's first new key.
         """
         if not prefix_lm.ranges(common):
             return None
@@ -377,7 +380,7 @@ class CudaBuilder(PackedBuilder):
         return ContextChunk(int(lengths.max()), total, rows, *places)
 
     def _upload(self, *parts: torch.Tensor) -> list[torch.Tensor]:
-        """Copy the parts as int32 to the device in one transfer. Their addresses are multiples of 16."""
+        """Copy the tensors as int32 to the device in one transfer. Align each to 16 bytes."""
         sizes = [-(-len(part) // 4) * 4 for part in parts]
         whole = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         for place, part in zip(whole.split_with_sizes(sizes), parts, strict=True):

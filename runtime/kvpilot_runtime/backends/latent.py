@@ -1,8 +1,9 @@
 """Base classes of our backends for multi-head latent attention (MLA): page sizes, prefill, and unsupported features.
 
-An entry is what MLA stores per token: the latent and its RoPE part. Prompts attend by vLLM's own prefill backend. For
-it, this module reads the context's entries from the pages, in the chunks that vLLM plans, and expands them to each
-head's keys and values. `latent_cpu` and `latent_cuda` store entries, and decode in the absorbed form.
+An *entry* is what MLA stores per token: the latent and its RoPE part. vLLM's own prefill backend computes attention for
+prompts. This module gives it the context: it reads the entries from the pages, in the chunks that vLLM plans, and
+expands them to keys and values of each head. `latent_cpu` and `latent_cuda` store entries. They decode in the absorbed
+form, in which queries are multiplied by latents directly.
 """
 
 import os
@@ -22,13 +23,13 @@ from kvpilot_formats.arguments import rules
 from kvpilot_formats.latent import ENTRY, RANK, LatentFormat, parse
 from kvpilot_runtime.backends.packed import PREFILL_FROM_PAGES, OurBackend, refuse_beside
 
-if TYPE_CHECKING:  # import only for types: the GPU module needs Triton, which a machine may lack
+if TYPE_CHECKING:  # Import it only for type checks: the GPU module needs Triton, which some machines lack.
     from kvpilot_kernels.gpu.mla.pages import GpuLatentPages
     from kvpilot_kernels.latent.cpu import LatentPages
 
 
 class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Base of the backends for latent pages, on CPU and CUDA."""
+    """Base of the backends for pages of latents, on CPU and CUDA."""
 
     fmt: ClassVar[LatentFormat]
     remedies: ClassVar[dict[str, str]] = {
@@ -44,12 +45,12 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return the spec with `LatentFormat.row_bytes` per token. Layers in 16 bits keep their page size."""
+        """Return the spec with `LatentFormat.row_bytes` as bytes of a token. Layers in 16 bits keep their page size."""
         return spec if spec.dtype != torch.uint8 else replace(spec, state_content_bytes=cls.fmt.row_bytes)
 
 
 class LatentImpl:
-    """Attention of one layer over latent pages: a mixin for the platform's MLA class in vLLM."""
+    """Mixin for vLLM's MLA class of a platform, which computes attention of one layer over pages of latents."""
 
     kv_cache_dtype: str
     kv_lora_rank: int
@@ -62,13 +63,13 @@ class LatentImpl:
 
     @abstractmethod
     def pages_of(self, kv_cache: torch.Tensor) -> "LatentPages | GpuLatentPages":
-        """Return a layer's cache, uint8 [blocks, block_size, row_bytes], as latent pages."""
+        """Return a layer's cache, uint8 [blocks, block_size, row_bytes], as pages of latents."""
 
     def do_kv_cache_update(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
         *_scales: Any, **_more: Any,
     ) -> None:  # fmt: skip
-        """Write a step's entries into their slots. Ignore vLLM's scales, which are for its own dtypes."""
+        """Write a step's entries into their slots. Ignore vLLM's scales, which belong to vLLM's own dtypes."""
         if kv_cache.numel():
             self.pages_of(kv_cache).store(kv_c_normed, k_pe.squeeze(1), slot_mapping.flatten())
 
@@ -77,13 +78,13 @@ class LatentImpl:
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
         longest: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Read entries from pages into `out`.
+        """Dequantize entries from pages into `out`.
 
         Args:
             block_table: int32 [sequences, blocks].
-            starts: int32 [sequences], each sequence's first token to read.
-            rows: int32 [sequences + 1], each sequence's first row in `out`.
-            longest: largest number of a sequence's rows.
+            starts: int32 [sequences], position of the first token to read in each sequence.
+            rows: int32 [sequences + 1], index of each sequence's first row in `out`.
+            longest: largest number of rows of a sequence.
             out: output, [tokens, 576] in the model's dtype.
         """
 
@@ -91,9 +92,10 @@ class LatentImpl:
         self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: Any, *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Prefill as vLLM does: queries attend to the new tokens in 16 bits, and to their contexts from pages.
+        """Prefill as vLLM does: queries attend to the new tokens in 16 bits, and to their context as read from pages.
 
-        With `PREFILL_FROM_PAGES` on, read the new tokens back from their pages first, so that they are quantized, too.
+        If `PREFILL_FROM_PAGES` is on, first store the new tokens and read them back, so that they are quantized,
+        too.
         """
         if self.read_back:
             prefill = attn_metadata.prefill
@@ -107,13 +109,13 @@ class LatentImpl:
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any, k_scale: torch.Tensor
     ) -> Any:
-        """Return attention to contexts, and its LSE. vLLM merges both with the attention to new tokens.
+        """Return attention to the contexts, and its LSE. vLLM merges both with the attention to new tokens.
 
-        This replaces vLLM's own method, whose kernels read only vLLM's dtypes.
+        This method replaces vLLM's own, whose kernels read only vLLM's dtypes.
         """
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
-        merged: Any = None  # the loop always sets it, because vLLM calls this method only with at least one chunk
+        merged: Any = None  # The loop always sets it, because vLLM calls this method only with at least one chunk.
         for chunk in context.chunks:
             entries = context.workspace[: chunk.num_context_tokens]
             table = prefill.block_table[chunk.request_slice]

@@ -16,13 +16,13 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees 
     """Attention of one layer over latent pages on a CPU."""
 
     def pages_of(self, kv_cache: torch.Tensor) -> LatentPages:
-        """Return a layer's cache as latent pages; see `LatentImpl.pages_of`."""
+        """Return a layer's cache as pages of latents; see `LatentImpl.pages_of`."""
         return LatentPages(kv_cache, self.fmt)
 
     def forward_mqa(
         self, q: tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return attention from one absorbed query token per sequence to its pages, in latent space."""
+        """Return attention of one absorbed query token per sequence to the sequence's pages, in latent space."""
         absorbed, rope = q
         decode = attn_metadata.decode
         pages = self.pages_of(kv_c_and_k_pe_cache)
@@ -33,7 +33,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees 
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
         longest: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Read entries from pages into `out`; see `LatentImpl.read`."""
+        """Dequantize entries from pages into `out`; see `LatentImpl.read`."""
         pages, first = self.pages_of(kv_cache), rows.tolist()
         for i, start in enumerate(starts.tolist()):
             count = first[i + 1] - first[i]
@@ -42,7 +42,7 @@ class CpuLatentImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]  # mypy sees 
 
 
 class CpuLatentBackend(LatentBackend):
-    """Backend of latent dtypes on a CPU, with one subclass per dtype.
+    """Backend of latent dtypes on a CPU. Each dtype has its own subclass.
 
     vLLM uses blocks of 16 tokens. On a CPU with AMX, it uses the block size that the user chose.
     """

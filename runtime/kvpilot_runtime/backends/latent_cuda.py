@@ -1,8 +1,8 @@
-"""Backend of multi-head latent attention (MLA) on CUDA: latent pages, our decode kernels, vLLM's own prefill.
+"""Backend of multi-head latent attention (MLA) on CUDA: pages of latents, our decode kernels, vLLM's own prefill.
 
 In each engine step, vLLM calls us to store the new entries, and then computes the absorbed queries. Our split-KV decode
-attends with these queries, in a full CUDA graph. Prompts attend by vLLM's fastest prefill backend, to contexts that
-`latent` reads from the pages.
+kernel computes attention with these queries, in a full CUDA graph. Prompts use vLLM's fastest prefill backend, with
+contexts that the module `latent` reads from the pages.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from kvpilot_runtime.errors import UnsupportedModelError
 
 @cache
 def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> LatentShape:
-    """Return the `LatentShape` of layers, which the kernels take. Equal layers get the same object."""
+    """Return the layers' `LatentShape`, which the kernels take. Layers with equal arguments get the same object."""
     try:
         return LatentShape(fmt, heads, block_size, device)
     except BadInputError as error:
@@ -40,7 +40,7 @@ def shape_of(fmt: LatentFormat, heads: int, block_size: int, device: torch.devic
 
 @cache
 def no_factors(device: torch.device) -> LatentFactors:
-    """Return identity factors. Repeated calls return the same tensors, because captured CUDA graphs read them."""
+    """Return factors that change nothing. Always return the same tensors, because captured CUDA graphs read them."""
     return LatentFactors.identity(device)
 
 
@@ -52,7 +52,7 @@ class Decode(MLACommonDecodeMetadata):  # type: ignore[misc]  # mypy sees vLLM's
 
 
 class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """Builder of vLLM's metadata and of the decode plan. Overwrite one plan in place: captured CUDA graphs read it."""
+    """Builder of vLLM's metadata and of the decode plan. It overwrites one plan, which captured graphs read."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -71,7 +71,7 @@ class CudaLatentBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         return Decode(block_table_tensor, seq_lens_device, None, self.plan)
 
     def warm_up(self) -> None:
-        """Launch every kernel variant that serving needs, so that Triton compiles all of them now."""
+        """Launch every kernel variant that serving needs, so that Triton compiles all variants now."""
         shape, sequences, dims = self.shape, self.plan.sequences, self.mla_dims
         make: dict[str, Any] = {"device": shape.device}
         floats = make | {"dtype": self.model_config.dtype}
@@ -101,7 +101,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
         self._gpu_pages: tuple[int, GpuLatentPages] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Process weights as vLLM does, and reserve a decode plan, so that vLLM counts the plan's memory."""
+        """Process weights as vLLM does. Also reserve a decode plan, so that vLLM counts the plan's memory."""
         super().process_weights_after_loading(act_dtype)
         sequences = decode_sizes(self._config)[0]
         self.reserve(
@@ -111,7 +111,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
     def forward_mqa(
         self, q: tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[torch.Tensor, None]:
-        """Return attention from one absorbed query token per sequence to its pages, in latent space."""
+        """Return attention of one absorbed query token per sequence to the sequence's pages, in latent space."""
         absorbed, rope = q
         decode: Decode = attn_metadata.decode
         pages = self.pages_of(kv_c_and_k_pe_cache)
@@ -124,11 +124,11 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
         self, kv_cache: torch.Tensor, block_table: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor,
         longest: int, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Read entries from pages into `out`; see `LatentImpl.read`."""
+        """Dequantize entries from pages into `out`; see `LatentImpl.read`."""
         self.pages_of(kv_cache).gather(block_table, starts, rows, longest, out)
 
     def pages_of(self, kv_cache: torch.Tensor) -> GpuLatentPages:
-        """Return a layer's cache as latent pages, as `LatentImpl.pages_of` does. Make and check them only once."""
+        """Return a layer's cache as pages of latents, as `LatentImpl.pages_of` does. Create them only once."""
         if self._gpu_pages is None or self._gpu_pages[0] != kv_cache.data_ptr():
             shape = shape_of(self.fmt, self.num_heads, kv_cache.shape[1], kv_cache.device)
             self._gpu_pages = kv_cache.data_ptr(), GpuLatentPages(kv_cache, shape, no_factors(kv_cache.device))
@@ -136,7 +136,7 @@ class CudaLatentImpl(Reserving, LatentImpl, MLACommonImpl):  # type: ignore[misc
 
 
 class CudaLatentBackend(CudaLimits, LatentBackend):
-    """Backend of latent dtypes on CUDA, with one subclass per dtype."""
+    """Backend of latent dtypes on CUDA. Each dtype has its own subclass."""
 
     impl, builder = CudaLatentImpl, CudaLatentBuilder
 

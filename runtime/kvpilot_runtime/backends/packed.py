@@ -1,8 +1,8 @@
-"""Base classes of our attention backends: one class per dtype, its page size, and errors for unsupported features.
+"""Base classes of our attention backends: a class for each dtype, page sizes, and errors for unsupported features.
 
 vLLM finds a backend by the import path of its class, and asks the class for its page size (`customize_spec`). So each
-dtype has its own class, such as `kvpilot_runtime.backends.cuda.K4V4Backend`. `classes_of` makes this class from the
-table of formats, in each process that imports or unpickles it.
+dtype has its own class, such as `kvpilot_runtime.backends.cuda.K4V4Backend`. `classes_of` creates these classes from
+the table of formats, in each process that imports or unpickles one of them.
 """
 
 import os
@@ -36,17 +36,17 @@ from kvpilot_runtime.speculation import drafts, has_draft_model, refuse_other_dr
 from kvpilot_runtime.vllm_api.compat import backend_class, page_layouts
 
 PREFILL_FROM_PAGES = "KVPILOT_PREFILL_FROM_PAGES"
-"""Environment variable. If it is 1, prefill stores a chunk's own tokens first and attends to their quantized pages.
+"""Environment variable. If it is 1, prefill first stores a chunk's tokens, and then reads them back from their pages.
 
-Outputs are then slightly less accurate than with the tokens in 16 bits, but do not depend on chunks, prefix hits and
-preemption. Tests rely on this.
+Outputs are then slightly less accurate than with the chunk's tokens in 16 bits. But they do not depend on the size of
+chunks, on prefix hits or on preemption. Tests rely on this.
 """
 
 
 def classes_of(
     parent: type[Any], names: Callable[[], Iterable[str]], parse: Callable[[str], Any]
 ) -> Callable[[str], type[Any]]:
-    """Return a function for a module's `__getattr__`, which makes a dtype's subclass of `parent` from its class name.
+    """Return a module's `__getattr__`. Given the class name of a dtype, it creates the dtype's subclass of `parent`.
 
     Args:
         names: function that returns the names of the dtypes.
@@ -65,13 +65,13 @@ def classes_of(
 
 
 class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Base of our backends. Its methods return class attributes, which subclasses set.
+    """Base of our backends. Its methods return class attributes that subclasses set.
 
     Attributes:
         block_step: block sizes are multiples of this many tokens.
-        impl: implementation of one layer.
-        builder: builder of a batch's metadata.
-        remedies: by vLLM's reason against a backend, our message that replaces it and names a remedy.
+        impl: class that computes the attention of one layer.
+        builder: class that builds a batch's metadata.
+        remedies: maps vLLM's reason against a backend to our message, which also names a remedy.
     """
 
     block_step: ClassVar[int]
@@ -81,7 +81,7 @@ class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @staticmethod
     def get_name() -> str:
-        """Return CUSTOM, the name that vLLM reserves for plugins. vLLM refuses unknown names."""
+        """Return CUSTOM, the name that vLLM reserves for plugins, because vLLM refuses unknown names."""
         return "CUSTOM"
 
     @classmethod
@@ -96,12 +96,12 @@ class OurBackend(AttentionBackend):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Return `block_step`: block sizes must be a multiple of it."""
+        """Return `block_step`. A block size must be a multiple of it."""
         return [MultipleOf(cls.block_step)]
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Return vLLM's reasons why this backend cannot serve a layer, with our remedies."""
+        """Return vLLM's reasons why this backend cannot serve a layer, with our remedies instead where we have one."""
         remedies = {"batch invariance not supported": _NOT_INVARIANT, **cls.remedies}
         return [remedies.get(reason, reason) for reason in super().validate_configuration(*args, **kwargs)]
 
@@ -110,10 +110,10 @@ _NOT_INVARIANT = "batch invariance is not supported (unset VLLM_BATCH_INVARIANT)
 
 
 class PackedBackend(OurBackend):
-    """Backend of packed pages, uint8 [blocks, kv_heads, tokens, row_bytes]. Each (block, head) is one page.
+    """Backend of packed pages, uint8 [blocks, kv_heads, tokens, row_bytes]. Each (block, KV head) is one page.
 
     Attributes:
-        ring_backend: backend of the layers that hold the recent windows.
+        ring_backend: backend of the ring layers, which store the recent windows.
     """
 
     fmt: ClassVar[formats.Format]
@@ -127,12 +127,12 @@ class PackedBackend(OurBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return the cache layouts of vLLM that store a page contiguously."""
+        """Return the cache layouts of vLLM in which the bytes of a page are contiguous."""
         return page_layouts()
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Return the supported head dimensions. Some are stored with padding (`formats.stored_dim`)."""
+        """Return the supported head sizes. The cache stores some of them with padding (`formats.stored_dim`)."""
         return [dim for dim in range(max(formats.HEAD_DIMS) + 1) if formats.stored_dim(dim)]
 
     @classmethod
@@ -165,16 +165,16 @@ class PackedBackend(OurBackend):
 
 
 class RingBackend(OurBackend):
-    """Backend of ring layers, which hold recent windows. It only builds `Rings`; attention layers read the rings."""
+    """Backend of ring layers, which store the recent windows. It only builds `Rings`; attention layers read them."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return the cache layouts of vLLM that store a page contiguously."""
+        """Return the cache layouts of vLLM in which the bytes of a page are contiguous."""
         return page_layouts()
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Raise an error: a ring layer does not attend, so vLLM must not ask for its implementation."""
+        """Raise an error: a ring layer computes no attention, so vLLM must not ask for its implementation."""
         raise UnsupportedModelError("a ring layer does not attend")
 
 

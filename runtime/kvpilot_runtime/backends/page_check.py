@@ -1,4 +1,4 @@
-"""Check at engine start: write pages and read them back through vLLM's own attention layer.
+"""Check at engine start that pages which vLLM's own attention layers write can be read back correctly.
 
 A later vLLM may keep shapes and names but change their meaning: swap blocks and heads, exchange keys and values, or
 count slots differently. So a worker runs this check once it has its KV cache. One layer of each shape stores up to
@@ -28,20 +28,20 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 
 def check(worker: Any) -> None:
-    """Raise UnsupportedEngineError if vLLM's layers misread stored pages. Restore the cache afterwards."""
+    """Raise UnsupportedEngineError if one of vLLM's layers misreads stored pages. Restore the cache afterwards."""
     layers = [layer for layer in our_layers(worker.vllm_config).values() if layer.kv_sharing_target_layer_name is None]
     for layer in {(x.head_size, x.num_kv_heads, x.num_heads): x for x in layers}.values():
         try:
             off = _off(worker.vllm_config, layer)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            # The installed vLLM is tested on this kind of device, so only warn.
+            # This vLLM is tested on this kind of device, so only warn.
             if compat.was_run_on(worker.device.type):
-                log.warning("No page was written and read back at start: %s", why)
+                log.warning("The check of pages at start could not run: %s", why)
                 return
             raise _refusal(layer, why) from error
         if not off <= WORST:
-            raise _refusal(layer, f"the answer is off by {off:.0%} of its size, and {WORST:.0%} is the most")
+            raise _refusal(layer, f"the output is off by {off:.0%}, and at most {WORST:.0%} is allowed")
 
 
 def _refusal(layer: Any, why: str) -> UnsupportedEngineError:
@@ -54,7 +54,7 @@ def _refusal(layer: Any, why: str) -> UnsupportedEngineError:
 
 @dataclass(frozen=True)
 class _Request:
-    """Test request.
+    """Request with random content, which the check stores and attends to.
 
     Attributes:
         new: queries, keys and values, [tokens, heads, head_dim] each.
@@ -80,7 +80,7 @@ def lengths(blocks: int, size: int, longest: int) -> list[int]:
     Leave out a request for which the cache has no blocks left.
 
     Args:
-        blocks: number of blocks of the cache, with block 0, which vLLM gives to no request.
+        blocks: number of blocks of the cache. It includes block 0, which vLLM gives to no request.
         size: tokens of a block.
         longest: largest number of tokens of a request.
     """
@@ -104,7 +104,7 @@ def _off(config: Any, layer: Any) -> float:
     table = torch.nn.utils.rnn.pad_sequence([request.pages.int() for request in requests], batch_first=True)
     saved = cache[used]
     try:
-        for row, request in enumerate(requests):  # one step for each prompt, which stores it
+        for row, request in enumerate(requests):  # each of these steps stores a part of a prompt
             for begin in range(0, request.tokens - 1, scheduler.max_num_batched_tokens):
                 end = min(begin + scheduler.max_num_batched_tokens, request.tokens - 1)
                 _step(config, layer, [(request, begin, end)], table[row : row + 1])
@@ -116,7 +116,7 @@ def _off(config: Any, layer: Any) -> float:
 
 
 def _requests(config: Any, layer: Any, wanted: list[int]) -> list[_Request]:
-    """Make random requests of the `wanted` lengths. They use the cache's last pages, in descending order."""
+    """Make random requests of the `wanted` lengths. They use the last pages of the cache, in descending order."""
     cache, found = layer.kv_cache, []
     random, last = torch.Generator().manual_seed(0), cache.shape[0] - 1
     for tokens in wanted:
@@ -141,7 +141,7 @@ def _differs(layer: Any, request: _Request, found: torch.Tensor) -> float:
 
 
 def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table: torch.Tensor) -> torch.Tensor:
-    """Run vLLM's layer on one engine step with these new tokens, and return the layer's output.
+    """Run vLLM's layer on one engine step with the new tokens in `asked`, and return the layer's output.
 
     Args:
         asked: (request, begin, end), for new tokens [begin, end) of each request.
@@ -168,7 +168,7 @@ def _step(config: Any, layer: Any, asked: list[tuple[_Request, int, int]], table
     spec = replace(backend.customize_spec(layer.get_kv_cache_spec(config)), block_size=size)
     metadata = {layer.layer_name: backend.get_builder_cls()(spec, [layer.layer_name], config, device).build(0, common)}
     mapping = {layer.layer_name: slots}
-    if impl.ring is not None:  # without rings, because tests of their own cover the recent window
+    if impl.ring is not None:  # The check uses no rings: the recent window has tests of its own.
         blocks = impl.fmt.ring_blocks(impl.recent + impl.drafts, layer.head_size, size)
         nobodys = torch.full((count, blocks), -1, dtype=torch.int32, device=device)
         metadata[impl.ring.layer_name] = Rings(torch.full((count,), -1, device=device), nobodys)

@@ -1,4 +1,4 @@
-"""Attention in both directions within an image's tokens, as in Gemma 3 and PaliGemma."""
+"""Let tokens of an image attend to earlier and later tokens of the same image, as Gemma 3 and PaliGemma do."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 Spans = list[tuple[int, int]]
-"""Ranges [begin, end) of two or more tokens, relative to a sequence's first new token."""
+"""Token ranges [begin, end) of two or more tokens, counted from a sequence's first new token."""
 
 
 def ranges(common: Any) -> Mapping[int, Sequence[tuple[int, int]]]:
-    """Return each image's first and last token, as positions in the sequence, by the sequence's index in the batch."""
+    """Return the (first, last) position of each image in its sequence, by the sequence's index in the batch."""
     return common.mm_req_doc_ranges or {}
 
 
 def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, Spans]:
-    """Return the parts of images among new tokens, by sequence. Leave out sequences without images.
+    """Return which new tokens belong to images, by the sequence's index. Leave out sequences without images.
 
     Args:
         common: vLLM's `CommonAttentionMetadata`.
@@ -33,15 +33,15 @@ def spans(common: Any, sequences: Sequence[tuple[int, int, int]]) -> dict[int, S
 
 @dataclass
 class LaterTokens:
-    """Attention of image tokens to later tokens of their image, expressed as causal attention.
+    """Attention of image tokens to later tokens of their image, written as causal attention.
 
-    Backends support only causal attention to earlier tokens. So tokens are listed in reverse order: for an image of
-    tokens a to z, queries are y to a and keys are z to b.
+    Attention kernels support only causal attention to earlier tokens. So the tokens are listed in reverse order: for an
+    image of tokens a to z, the queries are y to a and the keys are z to b.
 
     Attributes:
-        queries: int [tokens], rows of the queries.
-        keys: int [tokens], rows of the keys.
-        starts: int32 [spans + 1], each span's first place in `queries`.
+        queries: int [tokens], row of each query in the batch.
+        keys: int [tokens], row of each key.
+        starts: int32 [spans + 1], index in `queries` where each span of image tokens begins.
         longest: largest number of queries of a span.
     """
 
@@ -54,7 +54,7 @@ class LaterTokens:
 def later_tokens(rows: Sequence[tuple[int, int, int]]) -> LaterTokens:
     """Return the causal form of attention to later tokens, for spans of image tokens.
 
-    `rows` has for each span: row of its first query, row of its first key, and number of tokens.
+    `rows` has three numbers for each span: row of its first query, row of its first key, and number of tokens.
     """
     counts = torch.tensor([tokens - 1 for _, _, tokens in rows])
     queries = torch.cat([query + torch.arange(tokens - 2, -1, -1) for query, _, tokens in rows])

@@ -1,11 +1,11 @@
-"""Calibration at start, for engines without a calibration file: before CUDA graphs are captured and requests arrive.
+"""Calibrate an engine that has no calibration file, before it captures CUDA graphs and takes requests.
 
-One forward pass runs built-in text (`calibration.text`) through the model, as sequences at positions all over the
-served context. In it, each sequence attends only to its own, unquantized keys and values. The factors of our layers are
-fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`).
+One forward pass runs built-in text (`calibration.text`) through the model. The text is cut into sequences, which are
+placed at positions all over the served context. In this pass each sequence attends only to its own, unquantized keys
+and values. The factors of our layers are fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`).
 
-Each tensor-parallel rank keeps the factors of its heads, and each pipeline stage those of its layers. The same model,
-text and number of ranks give the same factors.
+Each tensor-parallel rank keeps the factors of its heads, and each pipeline stage the factors of its layers. The same
+model, text and number of ranks give the same factors.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 
 def calibrate(worker: Any, layers: dict[str, Any]) -> None:
-    """Set the factors of a worker's layers after it has loaded the model, and report their source to log and metrics.
+    """Set the factors of a worker's layers, and report their source to log and metrics. The model must be loaded.
 
     Args:
         worker: vLLM's worker.
@@ -43,7 +43,7 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
     config = worker.vllm_config
     if not any(of_all_ranks(len(layers))):
         return
-    # If one pipeline stage cannot calibrate, no stage must, because the others would wait for its output.
+    # If one pipeline stage cannot calibrate, no stage may: the others would wait for its output.
     reason = "" if factors_file.asked() else next(filter(None, of_all_ranks(obstacle(config, layers))), "")
     if factors_file.asked():
         source = "off" if factors_file.turned_off() else "file"
@@ -61,16 +61,20 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
         source = "self"
         began = time.perf_counter()
         tokens, reason = token_ids(config)
-        _refuse_together(_fill(layers, _observed(worker, tokens, layers)))
+        problem = _fill(layers, _observed(worker, tokens, layers))
+        # If one rank has a problem, refuse on every rank, because the others would wait for it forever.
+        if told := next(filter(None, of_all_ranks(problem)), ""):
+            raise UnsupportedModelError(told)
         log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
     outcome = Outcome(source, factors_hash(layers, worker.device), reason)
     calibration_info.settle((layer.impl for layer in layers.values()), outcome)
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:
-    """Return the token ids to calibrate on, at most one chunk of prefill, and an empty string.
+    """Return the token ids to calibrate on, at most one chunk of prefill, and a reason for metrics.
 
-    Without a tokenizer, return random token ids from a fixed seed, and `RandomTokens` as a reason for metrics.
+    The reason is empty for built-in text. Without a tokenizer, return random token ids from a fixed seed, and
+    the reason `RandomTokens`.
     """
     from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -91,7 +95,7 @@ _REMEDY = f"give a file of `kvpilot calibrate` in {factors_file.VARIABLE}, or se
 
 
 def obstacle(config: Any, layers: dict[str, Any]) -> str:
-    """Return why this engine cannot calibrate itself, as one word for metrics; empty if it can."""
+    """Return why this engine cannot calibrate itself, as one word for metrics. Return an empty string if it can."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -110,7 +114,7 @@ def obstacle(config: Any, layers: dict[str, Any]) -> str:
 
 @torch.inference_mode()
 def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[str, Observed]:
-    """Run the tokens through the model, and return the statistics of each of our layers."""
+    """Run the tokens through the model, and return the statistics of each of our layers, by layer name."""
     from vllm.forward_context import set_forward_context
 
     config, model, device = worker.vllm_config, worker.model_runner.get_model(), worker.device
@@ -128,7 +132,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     try:
         with (
             attending_to_itself(config, seen, [length for length, _ in plan]),
-            # Run eagerly, so that this pass leaves no trace in the engine's own compilation.
+            # Run eagerly, so that the compilation of the engine does not see this pass.
             set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
         ):
             found = _forward(model, ids, positions)
@@ -142,7 +146,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
 
 
 def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Run this pipeline stage on the previous stage's output. Send its output to the next stage, and return it."""
+    """Run this pipeline stage on the previous stage's output. Send the result to the next stage, and return it."""
     from vllm.distributed import get_pp_group, get_tp_group
     from vllm.sequence import IntermediateTensors
 
@@ -159,10 +163,10 @@ def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
 
 
 def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
-    """Run the text through the draft model. `found` is the served model's output for the same text.
+    """Run the text through the draft model. `found` is the output of the target model for the same text.
 
-    For each token, a draft head (EAGLE, MTP) reads the next token and the served model's hidden state. At the end of a
-    sequence, the next token belongs to the following sequence. The error is negligible: one token in hundreds.
+    For each token, a draft head (EAGLE, MTP) reads the next token and the target model's hidden state. At the end of a
+    sequence, the next token wrongly belongs to the following sequence. This error is negligible: one token in hundreds.
     """
     if not drafter.reads_states:
         drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)
@@ -179,16 +183,10 @@ def _fill(layers: dict[str, Any], seen: dict[str, Observed]) -> str:
     """Fit and set the layers' factors for this rank's heads. Return an error message, or an empty string."""
     for name, layer in layers.items():
         if layer.impl.drafting and not seen[name].tokens:
-            continue  # vLLM ran only the first of the model's MTP layers, so there is nothing to fit
+            continue  # vLLM ran only the first of the model's MTP layers, so there is nothing to fit for the others
         try:
             found = seen[name].factors()
         except ValueError as error:
             return f"calibration of layer {name!r}: {error}; use --kv-cache-dtype auto, or {_REMEDY}"
         layer.impl.set_factors(layer, found)
     return ""
-
-
-def _refuse_together(problem: str) -> None:
-    """Raise UnsupportedModelError on every rank if one rank has a problem; else the other ranks would wait forever."""
-    if told := next(filter(None, of_all_ranks(problem)), ""):
-        raise UnsupportedModelError(told)

@@ -1,4 +1,4 @@
-"""Attention of an engine that calibrates itself: each sequence attends to its own tokens, and statistics are kept."""
+"""Attention for the calibration pass: each sequence attends to its own tokens, and statistics are collected."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,25 +11,27 @@ from kvpilot_kernels.fit import Observed
 from kvpilot_kernels.softmax import attention, softmax
 
 _ROWS = 1024
-"""Number of queries that attend at once. It limits the memory of scores and masks."""
+"""Number of queries that are computed at once, to limit the memory of scores and masks."""
 
 
 class Chunk:
-    """Replacement of a layer's attention. Each sequence of the chunk attends to itself.
+    """Replacement of a layer's attention, in which each sequence of the chunk attends only to itself.
 
-    The chunk's first tokens are sequences of `lengths` tokens. Each further token is a sequence of its own. `seen`
-    collects statistics of queries, keys and values; it is None for layers without factors.
+    The chunk begins with sequences of `lengths` tokens. Each token after them is a sequence of its own. `seen` collects
+    statistics of queries, keys and values. It is None for layers without factors.
     """
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
-        self.scale, self.softcap, self.sinks = float(impl.scale), softcap_of(impl), getattr(impl, "sinks", None)
+        self.scale, self.sinks = float(impl.scale), getattr(impl, "sinks", None)
+        # Backends have either name for the soft cap on scores, and 0 or None for none.
+        self.softcap = float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
         self.window, self.seen, self.lengths = sliding_window, seen, lengths
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
         attn_metadata: None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attend, as vLLM calls it. Query and output are [tokens, heads, D], key and value [tokens, kv_heads, D]."""
+        """Compute attention. Query and output are [tokens, heads, D], key and value [tokens, kv_heads, D]."""
         how = self.scale, self.softcap, self.window, self.sinks
         out = output.view(query.shape)
         start = 0
@@ -49,20 +51,15 @@ class Chunk:
         return output
 
 
-def softcap_of(impl: Any) -> float:
-    """Return a backend's soft cap on scores, 0 for none, whichever attribute name the backend uses."""
-    return float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
-
-
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float = 0.0,
            window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
-    """Return causal attention of a sequence to itself, [tokens, heads, D]; key and value are [tokens, kv_heads, D].
+    """Return causal attention of a sequence to itself, [tokens, heads, D]. Key and value are [tokens, kv_heads, D].
 
     Args:
         scale: factor on the scores.
-        softcap: 0 for none, else scores become cap * tanh(score / cap).
+        softcap: cap of the scores, which become cap * tanh(score / cap); 0 for none.
         window: number of last tokens that a query attends to, including its own; None for all.
-        sinks: [heads], a logit per head that takes weight but has no value; None without sinks.
+        sinks: [heads], a logit per head that takes part in the softmax but has no value; None without sinks.
     """
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     if not softcap and window is None and sinks is None:
@@ -83,7 +80,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 @contextmanager
 def attending_to_itself(config: Any, seen: dict[str, Observed], lengths: list[int]) -> Iterator[None]:
-    """Replace the attention of every layer by a `Chunk` within the context, and restore it afterwards."""
+    """Replace the attention of every layer by a `Chunk` inside the `with` block, and restore it afterwards."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 

@@ -21,7 +21,7 @@ from kvpilot_runtime.calibration.text import beginnings, lone
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return the texts of a prompts file: lines ``{"text": "..."}`` of a .jsonl file, or a text file as one text."""
+    """Return the texts of a prompts file: the "text" of each line of a .jsonl file, or any other file as one text."""
     try:
         body = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -46,7 +46,7 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list[torch.Tensor]:
-    """Cut texts into sequences of token ids, int64 [up to length] each, with at most `limit` tokens in all.
+    """Cut texts into sequences of token ids, int64 [at most `length`] each, with at most `limit` tokens in all.
 
     Every sequence starts with the tokenizer's BOS token if it has one, as prompts do, because the first token is an
     attention sink.
@@ -70,24 +70,26 @@ def main(argv: list[str] | None = None) -> int:
     """Run `kvpilot calibrate`, and return its exit status."""
     parser = argparse.ArgumentParser(prog="kvpilot calibrate", description="Fit a model's static KV-cache factors.")
     parser.add_argument("model", type=Path, help="folder of a transformers model")
-    parser.add_argument("--prompts", type=Path, required=True, help='text, or .jsonl of {"text": "..."}')
-    parser.add_argument("--output", type=Path, help="default: kvpilot-calibration.safetensors beside the weights")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help='text file, or .jsonl file with lines {"text": "..."}'
+    )
+    parser.add_argument("--output", type=Path, help="default: kvpilot-calibration.safetensors in the model's folder")
     parser.add_argument(
         "--length",
         type=int,
         default=4096,
-        help="tokens of a sequence: as long as contexts that are served (default %(default)s)",
+        help="tokens of a sequence; take the length of the contexts to serve (default %(default)s)",
     )
-    parser.add_argument("--tokens", type=int, default=16384, help="at most this many in all (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=16384, help="most tokens in all sequences (default %(default)s)")
     parser.add_argument(
         "--recent",
         type=int,
-        help=f"tokens of the recent window that is served (default {RECENT}, or as many as a sequence has room for)",
+        help=f"tokens of the recent window to serve with (default {RECENT}, or less for short sequences)",
     )
     parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where to run, such as cuda:0 (default here: %(default)s)",
+        help="device to run on, such as cuda:0 (default on this machine: %(default)s)",
     )
     options = parser.parse_args(argv)
     try:

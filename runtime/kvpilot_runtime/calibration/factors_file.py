@@ -49,7 +49,7 @@ class CalibrationError(EngineRefusedError):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Properties that tie a calibration file to a model.
+    """Properties of a model by which a calibration file recognizes it.
 
     Attributes:
         layers: number of layers.
@@ -72,7 +72,7 @@ class ModelFacts:
         Raises:
             ValueError: the config does not describe a decoder.
         """
-        found = models.read(config)  # fills in missing sizes by the model class's defaults
+        found = models.read(config)  # This fills in missing sizes with the defaults of the model's class.
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else config
         rope = {
@@ -116,10 +116,10 @@ class Calibration:
         return self.layers[int(found[1])]
 
     def shard(self, rank: int, size: int) -> "Calibration":
-        """Return the factors of one tensor-parallel rank's KV heads. With more ranks than heads, ranks share heads.
+        """Return the factors of the KV heads of one tensor-parallel rank. If ranks outnumber heads, they share heads.
 
         Raises:
-            ValueError: neither number divides the other, or the rank does not exist.
+            ValueError: `size` and the number of heads are not multiples of each other, or the rank does not exist.
         """
         heads = self.layers[0].key_mean.shape[0]
         if not 0 <= rank < size or (heads % size and size % heads):
@@ -154,13 +154,8 @@ def turned_off() -> bool:
     return os.environ.get(VARIABLE) == OFF
 
 
-def from_environment(facts: ModelFacts) -> Calibration | None:
-    """Load the file that `KVPILOT_CALIBRATION` names, or return None. Raise CalibrationError as `load` does."""
-    return load(Path(os.environ[VARIABLE]), facts) if asked() and not turned_off() else None
-
-
 def digest(layers: Sequence[Factors]) -> str:
-    """Return a hash of all layers' calibration factors, 16 hexadecimal digits."""
+    """Return a hash of the calibration factors of all layers, as 16 hexadecimal digits."""
     found = hashlib.sha256()
     for factors in layers:
         for name in _NAMES:
@@ -169,7 +164,7 @@ def digest(layers: Sequence[Factors]) -> str:
 
 
 def join_digests(digests: Sequence[str]) -> str:
-    """Return one hash of the factor hashes of several ranks, given in rank order."""
+    """Return one hash of the hashes of all ranks' factors, which are given in rank order."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 
@@ -177,8 +172,8 @@ def load(path: Path, facts: ModelFacts) -> Calibration:
     """Read a calibration file for the model of `facts`.
 
     Raises:
-        CalibrationError: there is no such file, it is for another model or version, or it is damaged: a missing layer,
-            a wrong shape or dtype, a number that is not finite, or a scale that is not positive.
+        CalibrationError: the file does not exist, is for another model or version, or is damaged. A damaged file lacks
+            a layer, or has a wrong shape or dtype, a number that is not finite, or a scale that is not positive.
     """
     again = "run `kvpilot calibrate` with the model that is served"
     if not path.is_file():

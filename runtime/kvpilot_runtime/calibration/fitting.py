@@ -1,9 +1,9 @@
 """Fit the static factors of a whole model to texts, with transformers.
 
-The model runs forwards and backwards over each text once. Each layer yields its keys (after RoPE), its values, and the
-gradients of the log-likelihood of next tokens with respect to both. The next tokens are drawn from the model's own
-distribution. `kvpilot_kernels.fit` turns sums over keys, values and gradients (moments) into factors. An engine reads
-the recent window at 8 bits, so a query contributes no gradient for keys and values inside its window.
+The model runs one forward and one backward pass over each text. Each layer yields its keys (after RoPE), its values,
+and the gradients of the log-likelihood of next tokens with respect to both. The next tokens are drawn from the model's
+own distribution. `kvpilot_kernels.fit` turns sums over keys, values and gradients (moments) into factors. An engine
+reads the recent window at 8 bits, so a query contributes no gradient for keys and values inside its window.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration.factors_file import ModelFacts
 
 HOOK = "kvpilot_calibrate"
-"""Name under which transformers finds our attention. Functions of this module register different ones under it."""
+"""Name of our attention function in transformers. Functions of this module register different functions under it."""
 
 _CHUNK = 256
 """Number of tokens whose logits are in memory at once."""
@@ -28,18 +28,18 @@ Progress = Callable[[int, int], None]
 
 
 class CalibrateError(ValueError):
-    """Refusal of a model, prompts or options that cannot be used. The message names the fault and the remedy."""
+    """Error for a model, prompts or options that cannot be used. The message names the fault and the remedy."""
 
 
 def _window(module: Any, options: dict[str, Any]) -> int | None:
-    """Return a layer's sliding window from the arguments of transformers' attention function; None if it has none."""
+    """Return a layer's sliding window in tokens, or None, from the arguments of transformers' attention function."""
     return options.get("sliding_window") or getattr(module, "sliding_window", None)
 
 
 def _attend(
     module: Any, query: torch.Tensor, pages: Sides, fine: Sides, recent: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, None]:
-    """Call `windowed`, with the shapes and the options of transformers' attention function."""
+    """Call `windowed` with the shapes and options that transformers gives to an attention function."""
     softcap, window = float(options.get("softcap") or 0.0), _window(module, options)
     out = windowed(query, pages, fine, float(options["scaling"]), recent, softcap=softcap, sliding_window=window)
     return out.transpose(1, 2).contiguous(), None
@@ -48,18 +48,18 @@ def _attend(
 def _exact(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend without a recent window, as transformers calls it. The query is [sequences, heads, tokens, D]."""
+    """Compute attention without a recent window for transformers. The query is [sequences, heads, tokens, D]."""
     return _attend(module, query, (key, value), (key, value), 0, options)
 
 
 def hook() -> str:
-    """Register our attention with transformers, and return the name to load a model with."""
+    """Register our attention with transformers. Return the name that a model must be loaded with to use it."""
     AttentionInterface.register(HOOK, _exact)
     return HOOK
 
 
 def _first_keys(model: Any, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the keys of `tokens`, int64 [n], by layer: [n, kv_heads, D]. Each token runs alone, at position 0."""
+    """Return the keys of `tokens`, int64 [n], as [n, kv_heads, D] by layer. Each token runs alone, at position 0."""
     seen: dict[int, torch.Tensor] = {}
 
     def attend(
@@ -80,7 +80,7 @@ def fit_model(
 ) -> list[Factors]:  # fmt: skip
     """Return the factors of every layer of a transformers causal language model.
 
-    Layers without our dtype, such as those with a sliding window, get factors that change nothing.
+    Layers that engines keep in 16 bits, such as those with a sliding window, get factors that change nothing.
 
     Args:
         model: model that was loaded with `attn_implementation=hook()`.
@@ -126,7 +126,7 @@ def _backward(model: Any, piece: torch.Tensor, draw: torch.Generator) -> None:
 
 
 class _Recorder:
-    """Recorder of a forward pass's keys and values. Once their gradients are known, it adds both to the moments."""
+    """Recorder of the keys and values of a forward pass. Once their gradients are known, it adds all to the moments."""
 
     def __init__(self, facts: ModelFacts, recent: int) -> None:
         self._facts, self._recent = facts, recent
@@ -137,7 +137,7 @@ class _Recorder:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """Attend, as transformers calls it, and keep keys and values. Both are [1, kv_heads, tokens, D]."""
+        """Compute attention, as transformers calls it, and keep keys and values, [1, kv_heads, tokens, D] each."""
         shape = (self._facts.kv_heads, self._facts.head_dim)
         for name, x in (("keys", key), ("values", value)):
             if (x.shape[1], x.shape[3]) != shape:
@@ -147,7 +147,8 @@ class _Recorder:
                 )
         if options.get("s_aux") is not None:
             raise CalibrateError("our formats do not serve attention with sinks of its own; use dtype auto or fp8")
-        if _window(module, options) is not None:  # no factors: engines keep sliding-window layers in 16 bits
+        # Engines keep sliding-window layers in 16 bits, so these layers need no factors.
+        if _window(module, options) is not None:
             return _exact(module, query, key, value, mask, **options)
         far_key, far_value = key.clone(), value.clone()
         far_key.retain_grad()

@@ -1,7 +1,7 @@
 """Report the source of an engine's factors on /metrics: ``kvpilot_calibration_info{hash,source,reason} 1``.
 
 `source` is `self` (calibrated at start), `file`, `off` (turned off) or `none` (calibration is not possible). `reason`
-says why calibration is not possible. If the weights were replaced after calibration, it is `WeightsChanged`.
+says why calibration is not possible. It is `WeightsChanged` if the weights were replaced after calibration.
 """
 
 import logging

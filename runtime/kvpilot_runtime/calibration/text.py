@@ -1,4 +1,4 @@
-"""Built-in calibration text (`text.txt`), and how an engine cuts it into sequences. This module does not import vLLM.
+"""Built-in calibration text (`text.txt`), and its division into sequences. This module does not import vLLM.
 
 The text has prose, code, tables, chats and several writing systems.
 """
@@ -11,19 +11,19 @@ TEXT = Path(__file__).with_name("text.txt")
 _SEPARATOR = "\n%%\n"
 
 LONGEST = 8192
-"""Largest number of tokens that an engine calibrates on. A quarter of them gave about the same factors."""
+"""Largest number of tokens that an engine calibrates on. A quarter of this number gave about the same factors."""
 
 SHORTEST = 128
-"""Smallest number of tokens to calibrate on. With fewer, almost all keys are in the recent window of every query."""
+"""Smallest number of tokens to calibrate on. With fewer tokens, almost all keys lie in each query's recent window."""
 
 _LOG_FROM = 1024
-"""Position beyond which sequences start at logarithmic distances. Before it they start at even distances."""
+"""Position up to which short sequences start at even distances. Beyond it they start at logarithmic distances."""
 
 _SHORT = 4
-"""Number of short sequences, into which the second half of the tokens is divided."""
+"""Number of short sequences. Together they get the second half of the tokens."""
 
 _LONE, _LONE_SHARE = 64, 16
-"""Two limits on the number of tokens that run alone at position 0: `_LONE`, and one of `_LONE_SHARE` tokens."""
+"""Limits on the number of tokens that run alone at position 0: `_LONE`, and one in `_LONE_SHARE` tokens."""
 
 
 class NoTokensError(ValueError):
@@ -33,7 +33,7 @@ class NoTokensError(ValueError):
 def text_ids(tokenizer: Any, length: int) -> list[int]:
     """Return `length` token ids of the built-in text, which begin like a prompt. Repeat the text if it is too short.
 
-    The last `lone(length)` of them are possible first tokens of a prompt, from `beginnings`.
+    The last `lone(length)` ids are not text, but possible first tokens of a prompt (`beginnings`).
     """
     ids: list[int] = []
     while len(ids) < length:
@@ -58,17 +58,17 @@ def beginnings(tokenizer: Any, ids: Sequence[int], count: int) -> list[int]:
 
 
 def lone(tokens: int) -> int:
-    """Return how many of the last tokens run alone, each at position 0. Their mean key becomes `key_first`."""
+    """Return how many tokens at the end run alone, each at position 0. The mean of their keys becomes `key_first`."""
     return min(_LONE, tokens // _LONE_SHARE)
 
 
 def passes(tokens: int, context: int) -> list[tuple[int, int]]:
-    """Return the sequences to run, as (tokens, position of the first one). They leave out the last `lone` tokens.
+    """Return the sequences to run, as (tokens, position of the first token). Leave out the last `lone` tokens.
 
     RoPE rotates a channel's mean with the position, and one static mean must serve all positions of the context. So
-    half of the text is one sequence from position 0, in which queries also see distant tokens. The other half is four
-    sequences that begin at positions all over the context. RoPE attention depends only on distances between tokens, so
-    their outputs are as valid as from position 0.
+    half of the text is one sequence that begins at position 0, in which queries also see distant tokens. The other half
+    is four sequences that begin at positions all over the context. RoPE attention depends only on distances between
+    tokens, so a sequence gives the same outputs wherever it begins.
 
     Args:
         context: number of served positions, at least `tokens`.

@@ -1,1 +1,1 @@
-"""Settings of an engine, and the limits that our dtypes put on them, without importing vLLM."""
+"""Engine settings that our dtypes support. These modules do not import vLLM."""

@@ -1,7 +1,7 @@
-"""KV connectors of vLLM that may carry our pages between engines, and their supported configurations.
+"""KV connectors of vLLM that may send our pages between engines, and their supported configurations.
 
-A page can be read only with the factors that it was quantized with. So a class of ours replaces each connector, and
-lets pages travel only between engines with equal dtype, layout and factors (`transfer.terms`).
+A page can be read only with the factors that it was quantized with. So a class of ours replaces each connector. It
+sends pages only between engines with equal dtype, layout and factors (`transfer.terms`).
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ from kvpilot_runtime.vllm_api import compat
 
 @dataclass(frozen=True)
 class Connector:
-    """Connector of vLLM, and the configurations of it that our dtypes support.
+    """KV connector of vLLM, with the configurations that our dtypes support.
 
     Attributes:
         name: vLLM's name of the connector.
@@ -24,7 +24,8 @@ class Connector:
         extra: allowed keys of `kv_connector_extra_config`, with the allowed values of each; None allows any value.
         needed: required keys of `kv_connector_extra_config`, with their values.
         release: required release of the package; None for any.
-        sends_alone: True if an engine with the role `kv_producer` only sends, so it needs no policy for failed loads.
+        sends_alone: True if an engine with the role `kv_producer` only sends pages, and so needs no policy for failed
+            loads.
         layouts: supported layouts of the KV cache.
     """
 
@@ -61,10 +62,10 @@ LMCACHE = Connector(
 )  # fmt: skip
 
 SERVED = {one.name: one for one in (NIXL, LMCACHE)}
-"""Supported connectors by name, the same as in `rules.CONNECTORS`."""
+"""Supported connectors by name. `rules.CONNECTORS` has the same names."""
 
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
-"""Environment variable of vLLM with the layout of the KV cache."""
+"""Environment variable of vLLM that sets the layout of the KV cache."""
 
 _EXTRA = "kv_connector_extra_config"
 _MISSING = object()

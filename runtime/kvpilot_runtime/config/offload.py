@@ -1,7 +1,7 @@
 """Offloading of the KV cache to host memory (`--kv-offloading-size`), as far as our dtypes support it.
 
-A page can be read only with the factors that it was quantized with. vLLM's host-memory tier belongs to one engine,
-which fixes its factors before it makes its KV cache. So a page that returns from the tier meets the same factors.
+A page can be read only with the factors that it was quantized with. The host memory belongs to one engine, which fixes
+its factors before it creates its KV cache. So a page that returns from host memory is read with the same factors.
 Connectors between engines are supported only if `connectors` lists them. Other connectors would give pages to engines
 with different factors.
 """
@@ -11,9 +11,6 @@ from typing import Any
 from kvpilot_runtime.config import connectors
 
 CONNECTOR, TIER = "OffloadingConnector", "CPUOffloadingSpec"
-
-DISK, DISK_MODULE, DISK_TIER = "DiskOffloadingSpec", "kvpilot_runtime.transfer.disk_spec", "disk"
-"""Names by which vLLM finds our offloading spec (class, module) and its file tier. Metrics have them as labels."""
 
 FROM_HOST = "kvpilot_from_host"
 """Key of a request's `kv_transfer_params`. If true, the engine loads the prefix from host memory, not from GPU pages.
@@ -33,22 +30,8 @@ def unsupported(transfer: Any, device: str) -> str | None:
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector != CONNECTOR:
         return f"the connector {transfer.kv_connector!r}"
-    if (tier := extra.get("spec_name", TIER)) == DISK and extra.get("spec_module_path") == DISK_MODULE:
-        others = [one.get("type") for one in extra.get("secondary_tiers", ()) if one.get("type") != DISK_TIER]
-        if others:
-            return f"the tier {others[0]!r} below host memory"
-    elif tier != TIER:
+    if (tier := extra.get("spec_name", TIER)) != TIER:
         return f"the tier {tier!r}"
     if extra.get("canonical_layout"):
         return "canonical_layout"
     return None
-
-
-def below_host(path: str, size: int) -> dict[str, Any]:
-    """Return vLLM's `KVTransferConfig` for a file of at most `size` bytes in the folder `path`, below host memory.
-
-    `--kv-offloading-size` sets the size of the host memory.
-    """
-    file = {"type": DISK_TIER, "path": path, "size_bytes": size}
-    extra = {"spec_name": DISK, "spec_module_path": DISK_MODULE, "secondary_tiers": [file]}
-    return {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": extra}

@@ -4,27 +4,25 @@ from collections.abc import Mapping, Sequence
 
 from kvpilot_formats import arguments as vllm
 from kvpilot_formats.arguments import rules
-from kvpilot_formats.arguments.rules import OFFLOAD, SIMPLE_OFFLOAD, TRANSFER
+from kvpilot_formats.arguments.rules import OFFLOAD, TRANSFER
 from kvpilot_runtime.config import connectors
 
-__all__ = ["OFFLOAD", "SIMPLE_OFFLOAD", "TRANSFER"]
+__all__ = ["OFFLOAD", "TRANSFER"]
 
-DISK_PATH, DISK_SIZE = "--kv-offloading-disk-path", "--kv-offloading-disk-size"
-"""Options of `kvpilot-serve` that vLLM does not have."""
 SERVE = "KVPILOT_SERVE"
-"""Environment variable that `kvpilot-serve` sets for its engine, with every dtype.
+"""Environment variable that `kvpilot-serve` sets for its engine, whatever the dtype.
 
 An engine with this variable loads offloaded pages if a request asks for it (`offload.FROM_HOST`). When it drains, it
 also finishes requests that still wait.
 """
 WORKSPACE_SHARE = 200
-"""Divisor of an engine's GPU memory that gives the size of the workspace, into which prefill reads context."""
+"""Divisor: the workspace, into which prefill dequantizes contexts, gets this fraction of an engine's GPU memory."""
 SLIDING = "sliding_window"
-"""Value of `--kv-cache-dtype-skip-layers` for all layers with a sliding window."""
+"""Value of `--kv-cache-dtype-skip-layers` that keeps all layers with a sliding window in 16 bits."""
 
 
 def refused(arguments: Sequence[str], environment: Mapping[str, str], device: str) -> tuple[str, str] | None:
-    """Return the first option or variable that our dtypes do not support, and its feature; None if there is none.
+    """Return the first option or variable that our dtypes do not support, and the feature's name, or None.
 
     Args:
         device: `cuda` or `cpu`.

@@ -38,7 +38,8 @@ def publish() -> bool:
     """Register the gauge in this process's Prometheus registry, if the variable is set. Return True if it was new.
 
     vLLM serves the registry of its API server. With several API servers, all processes write metrics to a folder, and
-    "mostrecent" merges their equal series. If the value cannot be read, log it and leave the gauge out.
+    the gauge's mode "mostrecent" merges their equal series. If the variable's value cannot be read, log the fault and
+    leave the gauge out.
     """
     from prometheus_client import REGISTRY, Gauge
 

@@ -1,7 +1,7 @@
-"""Report facts from a worker on the engine's /metrics, as labels of gauges with the value 1.
+"""Report facts that a worker knows on the engine's /metrics, as labels of gauges whose value is 1.
 
-A worker process writes the labels to a file, and the API server reads the file. Its path is in an environment variable,
-which vLLM's first process sets for the others.
+The worker process writes the labels to a file, and the API server reads the file. vLLM's first process sets an
+environment variable with the path of the file for the others.
 """
 
 import json
@@ -18,7 +18,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Gauge with labels from a worker.
+    """Gauge whose labels a worker sets.
 
     Attributes:
         name, help, labels: name, help text and label names of the gauge.
@@ -33,7 +33,7 @@ class WorkerInfo:
     def report(self, values: Mapping[str, str]) -> None:
         """Write the labels' values to the file. Do nothing in workers other than the first rank.
 
-        If the file cannot be written, only log it: the engine works without the metric.
+        If the file cannot be written, only log the error, because the engine works without the metric.
         """
         from vllm.distributed import get_tp_group
 
@@ -49,14 +49,15 @@ class WorkerInfo:
         except OSError as error:
             log.warning("%s cannot be written (%s): no %s on /metrics", path, error, self.name)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            # With several API servers, each one serves metrics from a folder, so the worker must write its gauge there.
+            # With several API servers, each one serves metrics from a common folder, so the worker must write its gauge
+            # there.
             from prometheus_client import Gauge
 
             gauge = Gauge(self.name, self.help, self.labels, multiprocess_mode="mostrecent")
             gauge.labels(*(values[label] for label in self.labels)).set(1)
 
     def publish(self) -> None:
-        """Set the path of the workers' file if it is not set yet, and serve the file from this process's registry."""
+        """Add the gauge, which workers write to a file, to this process's registry. Choose the path if none is set."""
         from prometheus_client import REGISTRY
 
         if self.variable not in os.environ:
@@ -71,7 +72,7 @@ class WorkerInfo:
 
 
 class Reported:
-    """Collector of the gauge that a worker reported, for the Prometheus registry."""
+    """Collector for the Prometheus registry, which reads the gauge that a worker reported."""
 
     def __init__(self, info: WorkerInfo, path: Path) -> None:
         self.info, self._path = info, path
@@ -81,7 +82,7 @@ class Reported:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauge with the labels that a worker reported; nothing before that."""
+        """Yield the gauge with the labels that a worker reported. Yield nothing before that."""
         from prometheus_client.core import GaugeMetricFamily
 
         try:
@@ -98,7 +99,7 @@ RECENT_WINDOW = WorkerInfo(
     "kvpilot_recent_window_info", "Tokens of the recent window, which are read with more bits than the KV-cache dtype "
     "has.", ("dtype", "tokens", "reason"), "KVPILOT_RECENT_REPORT",
 )  # fmt: skip
-"""Gauge of the recent window that the engine serves, in tokens; 0 for no window.
+"""Gauge of the recent window that the engine uses, in tokens; 0 for no window.
 
-If the window is smaller than the requested or the default one, `reason` says why.
+If the window is smaller than the requested or the default window, the label `reason` says why.
 """

@@ -1,9 +1,8 @@
 """Preflight: check a request to start an engine, before vLLM is imported or a GPU is used.
 
-For a model in a folder the check takes well under a second. For a model on the hub it first fetches config.json.
+The check takes well under a second for a model in a folder. For a model on the hub it first fetches config.json.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +14,15 @@ from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import elsewhere, hub, installed, machine, memory, own_dtypes
 from kvpilot_runtime.preflight.modelconfig import read_config, weight_bytes
 from kvpilot_runtime.preflight.request import Findings, Request, model_folder
-from kvpilot_runtime.transfer import disk_file
-from kvpilot_runtime.vllm_api import compat
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
-"""Dtypes of vLLM that its CPU backend implements. It accepts other dtypes without an error, but answers garbage."""
+"""Dtypes of vLLM that its CPU backend implements. With other dtypes it starts, but its answers are wrong."""
 
 
 def check(request: Request) -> Findings:
     """Check a request's model, dtype, options and memory. Raise PreflightError at the first fault.
 
-    Return the warnings, the model's architecture, and the arguments that follow from it.
+    Return the warnings, the model's architecture, and the arguments of vLLM that follow from the architecture.
     """
     findings = Findings(skip_layers=request.skip_layers or ())
     platform = machine.platform()
@@ -35,15 +32,12 @@ def check(request: Request) -> Findings:
     findings.warnings += left.warnings()
     config = model_folder(elsewhere.config_source(request)) if left.config is None else None
     if config is not None:
-        findings.config = elsewhere.as_cached(read_config(config, elsewhere.overrides(request)))
-        _architecture(findings.config, request, left, findings)
+        _architecture(config, request, left, findings)
     if left.gpus is None:
         _platform_dtype(fmt, platform, request, findings)
         findings.warnings += memory.unknown(request, platform)
     if request.arguments.on(options.OFFLOAD):
         memory.check_offload(request, platform)
-    if request.disk_path is not None or request.disk_bytes is not None:
-        _disk(request)
     if fmt.ours:
         own_dtypes.check_options(fmt, request)
     own_dtypes.check_window(fmt, request, findings)
@@ -65,7 +59,7 @@ def check(request: Request) -> Findings:
 
 
 def _draft_bytes(request: Request, model: Path) -> int:
-    """Return the size in bytes of a draft model's weights, if it has a folder of its own; else 0."""
+    """Return the size in bytes of a draft model's weights if the draft model has its own folder, else 0."""
     asked = speculation(request.arguments)
     folder = model_folder(asked.get("model", "")) if asked.get("method") in DRAFT_MODELS else None
     return 0 if folder is None or folder == model or not asked.get("model") else weight_bytes(folder)
@@ -79,13 +73,12 @@ def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) ->
         ("ModelNotChecked", f"model {request.model!r} is on the hub: {unchecked} for vLLM to check")
     )
     if file is not None:
-        findings.config = elsewhere.as_cached(read_config(file, elsewhere.overrides(request)))
-        _architecture(findings.config, request, left, findings)
+        _architecture(file, request, left, findings)
 
 
 def _dtype(name: str) -> Dtype:
     if name in formats.VLLM_DTYPES_LEFT_OUT:
-        # Leave the check of these dtypes to vLLM. Assume the smallest page size, to refuse nothing that might fit.
+        # vLLM checks these dtypes itself. Assume the smallest page size, to refuse nothing that might fit.
         return replace(formats.parse("nvfp4"), name=name)
     try:
         return dtypes.parse(name)
@@ -93,9 +86,9 @@ def _dtype(name: str) -> Dtype:
         raise PreflightError("DtypeUnsupported", f"--kv-cache-dtype: {error}") from error
 
 
-def _architecture(
-    config: models.Architecture, request: Request, left: elsewhere.Elsewhere, findings: Findings
-) -> None:  # fmt: skip
+def _architecture(path: Path, request: Request, left: elsewhere.Elsewhere, findings: Findings) -> None:
+    """Read the model's config, a file or its folder, into `findings`. Refuse or warn by its architectures."""
+    config = findings.config = elsewhere.as_cached(read_config(path, elsewhere.overrides(request)))
     model = request.model
     if not config.architectures and models.known(config.model_type):
         findings.warnings.append(("ModelNotChecked", f"model {model!r}: config.json names no architecture: vLLM picks the class of {config.model_type!r}"))  # fmt: skip  # noqa: E501
@@ -157,7 +150,7 @@ def _platform_dtype(fmt: Dtype, platform: machine.Platform, request: Request, fi
 
 
 def _capability(fmt: Dtype, request: Request, config: models.Architecture | None) -> None:
-    """Refuse a dtype that is known not to work on one of this machine's GPUs."""
+    """Refuse a dtype if one of this machine's GPUs is known not to support it."""
     head_dim, latent = (None, None) if config is None else (config.head_dim, bool(config.latent))
     served = config.auto if config is not None and fmt.name == "auto" else fmt.name
     said = repr(fmt.name) if served == fmt.name else f"'auto', which this checkpoint makes {served},"
@@ -169,25 +162,3 @@ def _capability(fmt: Dtype, request: Request, config: models.Architecture | None
             wide = "'auto'" if served == fmt.name else "'float16'"
             instead = f"{wide} or 'int8'" if ours else wide
             raise PreflightError("DtypeUnsupported", f"kv-cache dtype {said} {fault}, and {gpu.name} has {hardware.shown(gpu.capability)}; use {instead}")  # fmt: skip  # noqa: E501
-
-
-def _disk(request: Request) -> None:
-    """Refuse a disk for offloaded pages if an option is missing, another option excludes it, or it has no room."""
-    if request.disk_path is None or request.disk_bytes is None:
-        lacks, given = (options.DISK_PATH, options.DISK_SIZE)[:: 1 if request.disk_path is None else -1]
-        raise PreflightError("BadArguments", f"{given} needs {lacks}: give both, or leave it out")
-    if not request.arguments.on(options.OFFLOAD):
-        raise PreflightError("BadArguments", f"{options.DISK_PATH} holds pages that do not fit in host memory: give {options.OFFLOAD}, too, or leave it out")  # fmt: skip  # noqa: E501
-    if lacks := compat.lacks(compat.PINNED):
-        raise PreflightError("BadArguments", f"{options.DISK_PATH} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
-    if request.arguments.on(options.TRANSFER):
-        raise PreflightError("BadArguments", f"{options.TRANSFER}: {options.DISK_PATH} sets it; leave one of the two out")  # fmt: skip  # noqa: E501
-    backend = request.arguments.value("--kv-offloading-backend") or "native"
-    if backend != "native" or os.environ.get(options.SIMPLE_OFFLOAD, "0").strip() not in ("", "0"):
-        named = f"--kv-offloading-backend {backend}" if backend != "native" else options.SIMPLE_OFFLOAD
-        raise PreflightError("BadArguments", f"{named}: {options.DISK_PATH} is for vLLM's own offloading; leave one of the two out")  # fmt: skip  # noqa: E501
-    if memory.nodes(request) > 1:
-        raise PreflightError("BadArguments", f"{options.DISK_PATH}: an engine over {memory.nodes(request)} nodes (--nnodes) has host memory on each, and a disk would hold only one node's part; leave it out")  # fmt: skip  # noqa: E501
-    engines_here = request.arguments.count("--data-parallel-size")
-    if (error := disk_file.refused(options.DISK_PATH, request.disk_path, request.disk_bytes * engines_here)) is not None:  # fmt: skip  # noqa: E501
-        raise error

@@ -1,8 +1,8 @@
 """Find options and variables that make vLLM use another config, other weights or other GPUs than preflight sees.
 
-Preflight reads the config as `--hf-overrides`, `--hf-config-path` and `--hf-token` say. If another such option is set,
-preflight skips the check that depends on it, and names the option in a warning. So it never refuses an engine because
-of a number that vLLM would not use.
+Preflight applies `--hf-overrides`, `--hf-config-path` and `--hf-token` when it reads the config. If another such option
+is set, preflight skips the check that depends on it, and names the option in a warning. So preflight never refuses an
+engine because of a number that vLLM would not use.
 """
 
 import json
@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from kvpilot_formats.arguments import Arguments
@@ -48,7 +47,7 @@ _VARIABLES = {
 class Elsewhere:
     """Facts that preflight cannot check on this machine.
 
-    Each field names the option or variable that is the reason. It is None if preflight can check the fact.
+    Each field names the option or variable that prevents a check. It is None if preflight can check the fact.
     """
 
     config: str | None = None
@@ -71,18 +70,15 @@ def look(request: Request, platform: str) -> Elsewhere:
     """Return the options and variables that keep preflight from checking config, weights, GPUs or model class."""
     arguments, folder = request.arguments, model_folder(request.model)
     config = _by(arguments, _CONFIG, _VARIABLES["config"]) or _unreadable(arguments)
-    if config is None and model_folder(config_source(request)) is None and modelscope():
+    modelscope = os.environ.get(MODELSCOPE, "").strip().lower() in ("1", "true")
+    if config is None and model_folder(config_source(request)) is None and modelscope:
         config = f"{MODELSCOPE} (a model that is not on the Hugging Face hub)"
-    if config is None and folder is not None and not arguments.on(CONFIG_PATH) and _mistral(folder):
+    mistral = folder is not None and (folder / "params.json").is_file() and not (folder / "config.json").exists()
+    if config is None and mistral and not arguments.on(CONFIG_PATH):
         config = "params.json without config.json (Mistral's format)"
     weights = _by(arguments, _WEIGHTS, _VARIABLES["weights"])
     gpus = _by(arguments, _GPUS, _VARIABLES["gpus"]) if platform == "cuda" else None
     return Elsewhere(config, weights, gpus, _by(arguments, _CLASSES, ()) or _plugin())
-
-
-def modelscope() -> bool:
-    """Return True if vLLM takes models from ModelScope instead of the Hugging Face hub."""
-    return os.environ.get(MODELSCOPE, "").strip().lower() in ("1", "true")
 
 
 def config_source(request: Request) -> str:
@@ -91,7 +87,7 @@ def config_source(request: Request) -> str:
 
 
 def overrides(request: Request) -> dict[str, Any]:
-    """Return the fields of `--hf-overrides`; empty without it."""
+    """Return the fields of the JSON in `--hf-overrides`; empty without this option."""
     return request.arguments.mapping(OVERRIDES)
 
 
@@ -108,7 +104,7 @@ def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def as_cached(config: Architecture) -> Architecture:
-    """Return the architecture with the cache that vLLM uses: with `VLLM_MLA_DISABLE` keys and values, not latents."""
+    """Return the architecture as vLLM caches it. With `VLLM_MLA_DISABLE`, vLLM stores keys and values, not latents."""
     unfolded = os.environ.get(UNFOLDED, "0").strip() not in ("", "0")
     return replace(config, latent=0, index_bytes=0) if unfolded else config
 
@@ -119,7 +115,7 @@ def asks_a_hub(request: Request) -> bool:
     named = [arguments.value(option) for option in ("--tokenizer", CONFIG_PATH, "--spec-model")]
     named.append(arguments.mapping("--speculative-config").get("model"))
     named += [_adapter(item) for one in arguments.given if one.name == "--lora-modules" for item in one.values]
-    # These method names may stand in place of a draft model, and need no hub.
+    # These method names may stand in place of a draft model. They need no hub.
     words = (None, "", "ngram", "[ngram]", "suffix")
     return any(one not in words and isinstance(one, str) and model_folder(one) is None for one in named)
 
@@ -150,10 +146,6 @@ def _is_object(text: str | None) -> bool:
         return isinstance(json.loads(text or ""), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _mistral(folder: Path) -> bool:
-    return (folder / "params.json").is_file() and not (folder / "config.json").exists()
 
 
 def _plugin() -> str | None:

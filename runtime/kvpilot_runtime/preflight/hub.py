@@ -1,4 +1,4 @@
-"""Ask the Hugging Face hub for a model's config.json, and refuse at errors that no retry can fix."""
+"""Ask the Hugging Face hub for a model's config.json. Refuse the model if the hub's error is permanent."""
 
 import logging
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def refusals(model: str, revision: str | None) -> Iterator[None]:
-    """Turn errors of the hub that no retry can fix into PreflightError: a gated or unknown model, or revision."""
-    # Import here, because the import takes a quarter of a second and a model in a folder does not need it.
+    """Raise PreflightError for errors of the hub that no retry can fix: a gated or unknown model or revision."""
+    # Import here, because the import takes a quarter of a second, and models in folders do not need it.
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -28,7 +28,7 @@ def refusals(model: str, revision: str | None) -> Iterator[None]:
 
 
 def config_file(model: str, revision: str | None, token: str | None = None) -> Path | None:
-    """Return the config.json of a model on the hub, from the cache that vLLM also reads. Fetch it if it is missing.
+    """Return the path of a model's config.json in the hub cache. Download the file if it is missing.
 
     Return None if the model has no such file, or if the hub cannot be reached within about 20 s.
     """

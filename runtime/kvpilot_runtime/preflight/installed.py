@@ -1,4 +1,4 @@
-"""Find out which models the installed vLLM knows. Parse its source text, because importing vLLM takes seconds."""
+"""Find out which models the installed vLLM knows. Parse vLLM's source text, because importing vLLM takes seconds."""
 
 import ast
 import functools
@@ -76,7 +76,7 @@ def lacks(connector: Connector) -> str:
 
 
 def known_to_transformers(architecture: str) -> bool:
-    """Return True if the installed transformers has this class, which vLLM's fallback may then serve."""
+    """Return True if the installed transformers has this class. vLLM may then serve the model through transformers."""
     tree = _parse("transformers", "models/auto/modeling_auto.py")
     return tree is not None and any(
         isinstance(node, ast.Constant) and node.value == architecture for node in ast.walk(tree)

@@ -21,13 +21,13 @@ class Gpu:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Names, as in nvidia-smi, of the values that are None because the driver does not report them."""
+        """Fields, named as in nvidia-smi, that are None because the driver does not report them."""
         figures = {"memory.total": self.total, "memory.used": self.used, "compute_cap": self.capability}
         return tuple(name for name, value in figures.items() if value is None)
 
 
 def platform() -> Platform:
-    """Return the platform of the installed vLLM, or `cuda` without vLLM. A CPU build has `cpu` in its version."""
+    """Return `cpu` if the installed vLLM is built for CPUs (`cpu` is in its version), otherwise `cuda`."""
     try:
         return "cpu" if "cpu" in importlib.metadata.version("vllm") else "cuda"
     except importlib.metadata.PackageNotFoundError:
@@ -83,9 +83,9 @@ def may_have_gpus() -> bool:
 
 
 def parse_gpus(listing: str) -> list[Gpu]:
-    """Parse nvidia-smi's csv lines `name, MiB, MiB, capability`.
+    """Parse csv lines of nvidia-smi: name, total memory in MiB, used memory in MiB, compute capability.
 
-    A value that is not a number, such as [N/A] or [Insufficient Permissions], is unknown.
+    A value that is not a number, such as [N/A] or [Insufficient Permissions], counts as unknown.
     """
     found = []
     for line in listing.splitlines():

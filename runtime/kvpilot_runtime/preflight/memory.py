@@ -1,4 +1,4 @@
-"""Check that weights, one request's KV cache and an engine's buffers fit on this machine, by estimates without vLLM."""
+"""Estimate, without vLLM, whether weights, one request's KV cache and an engine's buffers fit on this machine."""
 
 import math
 import os
@@ -12,19 +12,20 @@ from kvpilot_runtime.preflight import machine
 from kvpilot_runtime.preflight.request import Request
 
 CPU_OVERHEAD = 2_500 * 2**20
-"""Bytes of vLLM's three processes on a CPU, besides weights and KV cache: estimated for vLLM 0.32.0, SmolLM2-135M."""
+"""Estimated bytes of vLLM's processes on a CPU, besides weights and KV cache (vLLM 0.32.0, SmolLM2-135M)."""
 
 GPU_OVERHEAD = 3 * 2**30
-"""Bytes per GPU for activations, CUDA graphs and unused memory of the allocator: an assumption, not measured."""
+"""Assumed bytes per GPU for activations, CUDA graphs and unused memory of the allocator. The value is not measured."""
 
 BLOCK_TOKENS: dict[machine.Platform, int] = {"cpu": 128, "cuda": 64}
 """Default number of tokens of a block, by platform."""
 
 SEQUENCES, LARGE_GPU = (256, 1024), 70 * 2**30
-"""Default `--max-num-seqs` of vLLM 0.32 on small and large GPUs, and the memory in bytes of the smallest large GPU."""
+"""Default `--max-num-seqs` of vLLM 0.32 on (small, large) GPUs, and the memory in bytes from which a GPU is large."""
 
 RESULTS = 3
-"""Assumed number of partial results of split-KV decode per sequence, without drafts. It sizes their buffer."""
+"""Assumed number of partial results of split-KV decode per sequence, without drafts. The size of their buffer follows.
+"""
 
 
 def stages(request: Request) -> int:
@@ -63,8 +64,8 @@ def check(
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = config.token_bytes(fmt, in_16_bits)
     ring = _ring_tokens(fmt, config, request, length, platform) * per_token
-    # Divide a request's cache by the ranks that share it. But every tensor-parallel rank holds all latents, and with
-    # more ranks than KV heads each rank holds one whole head.
+    # A request's cache is divided among the ranks. But every tensor-parallel rank holds all latents, and with more
+    # ranks than KV heads each rank holds one whole head.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
     wanted = ((length or 0) * per_token + ring) // shares
     if request.kv_bytes is not None and wanted > request.kv_bytes:
@@ -99,7 +100,7 @@ def check(
 def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture, request: Request, total: int) -> int:
     """Estimate how many bytes of one GPU our backends use in addition to weights and KV pages.
 
-    These are the buffers of decode, and the workspace for contexts. With vLLM's own dtypes, return 0.
+    They use buffers for decode, and a workspace for the contexts of prefill. Return 0 for vLLM's own dtypes.
 
     Args:
         total: the GPU's memory in bytes.
@@ -117,7 +118,7 @@ def step_buffers(fmt: formats.Format | LatentFormat, config: models.Architecture
 
 
 def _of_gpus(request: Request) -> tuple[int | None, int | None]:
-    """Return two sizes in bytes: the least that vLLM may use on one of the GPUs, and the smallest GPU's memory.
+    """Return two sizes in bytes: the least memory that vLLM may use on one of the GPUs, and the smallest GPU's memory.
 
     A size is None if it is unknown.
     """
@@ -153,7 +154,7 @@ def _left(what: str) -> tuple[str, str]:
 
 
 def offloaded(request: Request) -> int:
-    """Return the host memory in bytes for offloaded pages of all data-parallel engines; 0 without offloading."""
+    """Return the host memory, in bytes, that offloaded pages of all data-parallel engines take; 0 without any."""
     value = request.arguments.value(options.OFFLOAD)
     if value is None:
         return 0
@@ -175,8 +176,8 @@ def check_offload(request: Request, platform: machine.Platform) -> None:
             f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of host memory and {_mib(have)} are "
             "available; offload less, or give the container more memory",
         )
-    # On a GPU, and on a CPU with a disk tier, vLLM maps these pages as a file in /dev/shm, which all ranks share.
-    have = machine.shared_memory() if platform != "cpu" or request.disk_path is not None else None
+    # On a GPU, vLLM maps these pages as a file in /dev/shm, which all ranks share.
+    have = machine.shared_memory() if platform != "cpu" else None
     if have is not None and wanted > have:
         raise PreflightError(
             "DoesNotFit",

@@ -14,7 +14,7 @@ from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
             "ForTextEncoding")  # fmt: skip
-"""Suffixes of class names that vLLM serves as pooling models, which have no decode."""
+"""Suffixes of class names that vLLM serves as pooling models. These models do not decode."""
 
 
 def check_options(fmt: Dtype, request: Request) -> None:
@@ -57,7 +57,7 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
 
 
 def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
-    """If kvpilot does not know a model's type, ask vLLM for its layers, and put them into `findings.config`."""
+    """If kvpilot does not know the type of the model, ask vLLM for its layers, and put them into `findings.config`."""
     config = findings.config
     if config is None or not config.doubt or not installed.known_architectures():
         return
@@ -70,11 +70,11 @@ def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
          f"{fmt.name!r} goes by its config.json, and layers with a sliding window stay in 16 bits")
     )  # fmt: skip
     if request.skip_layers is None:
-        findings.skip_layers = (options.SLIDING,)  # this option is harmless for models without sliding-window layers
+        findings.skip_layers = (options.SLIDING,)  # without sliding-window layers, this option is harmless
 
 
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
-    """Refuse models that our backends cannot serve, and write into `findings` the layers that stay in 16 bits."""
+    """Refuse models that our backends do not support. Write into `findings` which layers stay in 16 bits."""
 
     def refuse(what: str, remedy: str = "use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
@@ -86,7 +86,7 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
     if what is not None:
         refuse(what)
     if (pooled := _pooled(config, request)) is not None:
-        refuse(f"pooling, which is what vLLM serves {pooled!r} for")
+        refuse(f"pooling models, and vLLM would serve {pooled!r} as one")
     findings.disable_window = config.idle_window
     drafted = speculation(request.arguments).get("method") in DRAFT_MODELS
     if drafted and (config.layers != config.full_layers or config.state_layers or request.skip_layers):
@@ -105,7 +105,7 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
 
 
 def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, request: Request) -> None:
-    """Refuse options and models that our backend for multi-head latent attention does not serve."""
+    """Refuse options and models that our backend for multi-head latent attention does not support."""
 
     def refuse(what: str, remedy: str = "leave it out, or use --kv-cache-dtype=auto") -> None:
         raise PreflightError("DtypeUnsupported", f"kv-cache dtype {fmt.name!r} does not support {what}; {remedy}")
@@ -121,11 +121,11 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
     if (what := models.unsupported_latent(config)) is not None:
         refuse(what, "use --kv-cache-dtype=auto")
     if (pooled := _pooled(config, request)) is not None:
-        refuse(f"pooling, which is what vLLM serves {pooled!r} for", "use --kv-cache-dtype=auto")
+        refuse(f"pooling models, and vLLM would serve {pooled!r} as one", "use --kv-cache-dtype=auto")
 
 
 def _pooled(config: models.Architecture, request: Request) -> str | None:
-    """Return the model's class if vLLM would serve it as a pooling model (embedding, scoring, classification)."""
+    """Return the model's class if vLLM would serve it for pooling (embedding, scoring, classification), else None."""
     if request.arguments.value("--runner") == "generate":
         return None
     folder, name = model_folder(request.model), next(iter(config.architectures), config.model_type)

@@ -1,4 +1,4 @@
-"""Input and result of a preflight: the request to start an engine, and the findings about it."""
+"""Input and result of a preflight: the request to start an engine, and what preflight found out about it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,23 +7,22 @@ from kvpilot_formats import models
 from kvpilot_formats.arguments import Arguments, read
 
 CALIBRATION_OFF = "off"
-"""Value of `--calibration` that turns factors off."""
+"""Value of `--calibration` that turns calibration factors off."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request to `kvpilot-serve`; sizes in bytes, lengths in tokens.
+    """Request to `kvpilot-serve`. Sizes are in bytes, lengths in tokens.
 
     Attributes:
         dtype: KV-cache dtype.
         model_dtype: dtype of the weights.
         memory_fraction: `--gpu-memory-utilization`.
         kv_bytes: size of the KV cache; None if vLLM chooses it.
-        skip_layers: layers that stay in 16 bits; None if not given.
+        skip_layers: layers that stay in 16 bits (`--kv-cache-dtype-skip-layers`); None if not given.
         calibration: calibration file or `off`; None if not given.
         others: arguments of `vllm serve` that are not fields here.
         recent: tokens of the recent window; None if not given.
-        disk_path, disk_bytes: folder and size of the file for pages that host memory evicts; one file per engine.
         fit_length: True if vLLM chooses the longest context that fits.
     """
 
@@ -39,24 +38,22 @@ class Request:
     revision: str | None = None
     others: tuple[str, ...] = ()
     recent: int | None = None
-    disk_path: str | None = None
-    disk_bytes: int | None = None
     fit_length: bool = False
 
     @property
     def arguments(self) -> Arguments:
-        """The arguments in `others`, parsed as vLLM does."""
+        """The arguments in `others`, parsed as vLLM parses them."""
         return read(self.others)
 
 
 @dataclass
 class Findings:
-    """Result of a preflight that passed.
+    """What a preflight found out about a request that it accepts.
 
     Attributes:
         config: the model's architecture; None if its config could not be read.
         skip_layers: layers that stay in 16 bits.
-        disable_window: True if vLLM must ignore the sliding window, because no context is longer than it.
+        disable_window: True if vLLM must ignore the sliding window, because no context is longer than the window.
         warnings: warnings as (reason, message).
     """
 

@@ -1,4 +1,4 @@
-"""Ask vLLM for the layers of a model whose type kvpilot does not know: a separate process builds them, unloaded."""
+"""Ask vLLM for the layers of a model of unknown type. A separate process builds them without loading weights."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from kvpilot_formats.models import Architecture, Group, Kind
 from kvpilot_runtime.preflight.request import Request
 
 DEADLINE = 600
-"""Time limit in seconds. On idle cores, importing vLLM and building the model without weights takes about 20 s."""
+"""Time limit in seconds. Importing vLLM and building a model without weights takes about 20 s on idle cores."""
 
 _KINDS = {"FullAttentionSpec": Kind.FULL, "MLAAttentionSpec": Kind.FULL, "SlidingWindowSpec": Kind.WINDOW,
           "ChunkedLocalAttentionSpec": Kind.CHUNKED, "MambaSpec": Kind.STATE}  # fmt: skip
@@ -37,7 +37,7 @@ def ask(request: Request) -> tuple[Mapping[str, Any] | None, str]:
 
 
 def as_built(config: Architecture, found: Mapping[str, Any]) -> Architecture:
-    """Return the architecture with the layers that vLLM reported, instead of those from config.json."""
+    """Return the architecture, with the layers that vLLM reported instead of those from config.json."""
     groups: list[Group] = []
     counts = dict.fromkeys(Kind, 0)
     latents = {key for spec, _, key, *_ in found["groups"] if spec == "MLAAttentionSpec"}

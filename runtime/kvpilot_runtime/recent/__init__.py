@@ -1,1 +1,1 @@
-"""Recent window inside vLLM: ring layers, which hold each layer's ring of residuals, and their KV-cache specs."""
+"""Recent window inside vLLM: the ring layers, which store rings of residuals, and their KV-cache specs."""

@@ -1,9 +1,9 @@
 """Ring layers, which make vLLM allocate and address the rings of the recent window.
 
-A layer with one of our dtypes and a cache of its own gets a companion, a `RecentLayer`. The companion has no weights,
-only a KV cache: the pages of the rings. vLLM gives every KV-cache group a block table and a metadata builder. So ring
-layers have a block table of their own, and their builder computes the ring slot of each token of an engine step.
-`attach` adds the companions once the weights are loaded. Layers of a draft model get no companion.
+Each attention layer with one of our dtypes and its own cache gets a ring layer (`RecentLayer`). A ring layer has no
+weights, only a KV cache: the pages of the rings. vLLM gives every KV-cache group a block table and a metadata builder.
+So ring layers have their own block table, and their builder computes the ring slot of each token of an engine step.
+`attach` adds the ring layers once the weights are loaded. Layers of a draft model get no ring layer.
 """
 
 import logging
@@ -21,7 +21,7 @@ from kvpilot_runtime.metrics.worker_info import RECENT_WINDOW
 from kvpilot_runtime.speculation import drafts, spares
 
 VARIABLE = "KVPILOT_RECENT_TOKENS"
-"""Environment variable with the size of the recent window in tokens, set by kvpilot-serve; empty for the default."""
+"""Environment variable with the recent window in tokens, which kvpilot-serve sets; empty for the default."""
 
 SUFFIX = ".recent"
 """Suffix that turns a layer's name into the name of its ring layer."""
@@ -31,7 +31,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its 
 
 @dataclass
 class Rings:
-    """Metadata of an engine step for rings: where its tokens go, and which blocks each ring has.
+    """Metadata of an engine step for rings: where the residuals of its tokens go, and which blocks each ring has.
 
     Attributes:
         slots: int64 [tokens or more], slot for each token's residual; -1 for a token without a residual.
@@ -52,13 +52,14 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> Any:
-        """Return the backend of ring layers, whose builder makes `Rings`."""
+        """Return the backend of ring layers, whose builder creates `Rings`."""
         return self.owner.get_attn_backend().ring_backend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Return the spec of the ring's pages.
 
-        A ring also has room for a step's drafts. Otherwise drafts that are then rejected would leave a shorter window.
+        A ring also has room for a step's draft tokens. Otherwise rejected drafts would overwrite the oldest residuals,
+        and the window would be shorter.
         """
         from kvpilot_runtime.recent.ring_spec import RingSpec
 
@@ -68,7 +69,7 @@ class RecentLayer(AttentionLayerBase):  # type: ignore[misc]  # mypy sees vLLM's
 
 
 def asked() -> int | None:
-    """Return the environment's recent window in tokens; None if unset. Raise UnsupportedModelError if it is invalid."""
+    """Return the recent window of the environment in tokens, or None. Raise UnsupportedModelError if it is invalid."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return None
@@ -81,17 +82,17 @@ def asked() -> int | None:
 
 
 def attach(config: Any, layers: dict[str, Any]) -> None:
-    """Attach rings to an engine's layers, or decide that it serves without a window. `layers` are our layers, by name.
+    """Attach rings to an engine's layers, or turn its recent window off. `layers` are our layers, by name.
 
-    Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name,
-    because vLLM has one metadata builder per backend, and a builder plans steps either with or without a window.
+    Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name: vLLM
+    has one metadata builder per backend, and a builder plans steps either with or without a window.
 
     Raises:
         UnsupportedModelError: the requested window is longer than the context.
     """
     if any(layer.impl.recent is not None for layer in layers.values()):
         for layer in layers.values():
-            if layer.impl.recent is None:  # a draft model's layer: vLLM does not build `Rings` for it
+            if layer.impl.recent is None:  # This layer belongs to a draft model, so vLLM does not build `Rings` for it.
                 layer.impl.recent, layer.attn_backend = 0, _of_drafts(layer.attn_backend)
         return
     fmt = formats.parse(config.cache_config.cache_dtype)
@@ -127,12 +128,12 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
 
 @cache
 def _of_drafts(backend: type[Any]) -> type[Any]:
-    """Return a subclass of the backend that differs only in its name."""
+    """Return a subclass of the backend that has another name and is otherwise the same."""
     return type(f"{backend.__name__}OfDrafts", (backend,), {"__module__": backend.__module__})
 
 
 def report(config: Any, layers: dict[str, Any]) -> None:
-    """Report the served recent window to log and metrics."""
+    """Report the engine's recent window to log and metrics."""
     if not layers:
         return
     dtype = config.cache_config.cache_dtype
@@ -149,7 +150,7 @@ def report(config: Any, layers: dict[str, Any]) -> None:
 
 
 def _cannot(config: Any, layers: dict[str, Any]) -> str:
-    """Return why this engine cannot have rings, as one word for metrics; empty if it can."""
+    """Return why this engine cannot have rings, as one word for metrics. Return an empty string if it can."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention import Attention
 

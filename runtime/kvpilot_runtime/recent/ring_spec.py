@@ -1,4 +1,4 @@
-"""Recent window in vLLM's scheduler: a ring of pages per request, never shared and never cached.
+"""Recent window in vLLM's scheduler: each request gets a ring of pages, which is never shared and never cached.
 
 Unpickling a `RingSpec` imports this module, which registers it.
 """
@@ -19,10 +19,10 @@ from kvpilot_formats import formats
 class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
     """KV-cache spec of a ring layer.
 
-    Its pages have the page size and the block size of the attention layer's pages, so that one pool holds both.
+    Ring pages have the page size and block size of the attention layer's pages, so that both come from one pool.
 
     Attributes:
-        kept: tokens that a ring keeps: the window, plus the largest number of drafts in a step.
+        kept: number of tokens whose residuals a ring keeps: the window, plus the largest number of drafts in a step.
         fmt: name of the layer's format.
     """
 
@@ -42,7 +42,7 @@ class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's cl
 
     @property
     def block_table_token_alignment(self) -> int | None:
-        """Alignment of the block table: that of the attention layer's, so that both tables have the same stride."""
+        """Alignment of the block table: that of the attention layer's table, so that both have the same stride."""
         return 128
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
@@ -75,14 +75,14 @@ class RingManager(CircularBufferManager):  # type: ignore[misc]
         return max(int(wanted) - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> Sequence[Any]:
-        """Take the missing pages from the pool. They need no clearing: a row's tag tells which token it belongs to."""
+        """Take the missing pages from the pool. They need no clearing: each row has a tag that identifies its token."""
         missing = self.get_num_blocks_to_allocate(request_id, num_tokens)
         new: list[Any] = self.block_pool.get_new_blocks(missing) if missing else []
         self.req_to_blocks[request_id].extend(new)
         return new
 
     def allocate_external_computed_blocks(self, *_: Any, **__: Any) -> None:
-        """Do nothing for pages from another engine: `allocate_new_blocks` provides the ring for them, too."""
+        """Do nothing for pages from another engine, because `allocate_new_blocks` also provides the ring for them."""
 
 
 # Let vLLM register its own specs first, because it adds them only to an empty registry.

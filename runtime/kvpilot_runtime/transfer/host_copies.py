@@ -1,8 +1,8 @@
 """Worker for vLLM's offloading on the CPU platform, which copies pages with torch.
 
-vLLM's own worker copies only with CUDA. With ours, an engine on a CPU offloads like one on a GPU. This saves no memory,
-because pages and offloaded copies are in the same memory. But it lets a machine without a GPU test all of offloading
-except vLLM's own copies.
+vLLM's own worker copies only with CUDA. With our worker, an engine on a CPU offloads like an engine on a GPU. This
+saves no memory, because pages and offloaded copies are in the same memory. But all of offloading except vLLM's own
+copies can then be tested without a GPU.
 """
 
 import time
@@ -19,19 +19,15 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
         kv_caches: vLLM's `CanonicalKVCaches`.
         chunks: number of chunks in the tier.
         blocks_per_chunk: blocks of a chunk.
-        region: vLLM's `SharedOffloadRegion` if other processes use the chunks too; None for private memory.
     """
 
-    def __init__(self, kv_caches: Any, chunks: int, blocks_per_chunk: int, region: Any = None) -> None:
-        self._per_chunk, self._region = blocks_per_chunk, region
+    def __init__(self, kv_caches: Any, chunks: int, blocks_per_chunk: int) -> None:
+        self._per_chunk = blocks_per_chunk
         self._groups = kv_caches.group_data_refs
         self._cache = [t.tensor.view(torch.int8) for t in kv_caches.tensors]
-        sizes = [t.page_size_bytes for t in kv_caches.tensors]
         self._host = [  # int8 [chunks, blocks of a chunk, bytes of a page] each
-            torch.zeros(chunks, blocks_per_chunk, size, dtype=torch.int8) if region is None
-            else region.create_next_worker_view(size * blocks_per_chunk).unflatten(1, (blocks_per_chunk, size))
-            for size in sizes
-        ]  # fmt: skip
+            torch.zeros(chunks, blocks_per_chunk, t.page_size_bytes, dtype=torch.int8) for t in kv_caches.tensors
+        ]
         self._done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -50,12 +46,6 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
     def wait(self, job_ids: set[int]) -> None:
         """Do nothing: a copy has ended when `submit_store` or `submit_load` returns."""
 
-    def shutdown(self) -> None:
-        """Release the memory that other processes also map."""
-        self._host.clear()
-        if self._region is not None:
-            self._region.cleanup()
-
     def _copy(self, job: int, blocks: Any, chunks: Any, source: list[torch.Tensor], target: list[torch.Tensor]) -> bool:
         began, size = time.perf_counter(), 0
         to_host = source is self._cache
@@ -72,9 +62,9 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
 
 
 def rows(blocks: Any, chunks: Any, per_chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return for each KV-cache group of a transfer the numbers of its blocks in cache and tier, each int64 [blocks].
+    """For each KV-cache group of a transfer, return its block numbers in cache and tier, int64 [blocks] each.
 
-    A group's blocks are consecutive in their request. The first one may be in the middle of a chunk.
+    A group's blocks are consecutive in their request. The first block may be in the middle of a chunk.
 
     Args:
         blocks: vLLM's `GPULoadStoreSpec`.

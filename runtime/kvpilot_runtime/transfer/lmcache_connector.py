@@ -1,9 +1,9 @@
-"""Store our pages in LMCache: its `LMCacheMPConnector`, with model names that identify our quantization.
+"""Store our pages in LMCache, by its `LMCacheMPConnector` with model names that identify our quantization.
 
 LMCache identifies a chunk by the model's name and the chunk's tokens. We add a hash of the engine's terms
 (`transfer.terms`) and weights to the name, so that engines with other terms do not find the chunk. Rings are not
-stored: a request begins with an empty ring, as after any prefix hit. The engine sends a chunk in one message. So if an
-engine dies, the server has the whole chunk or nothing.
+stored, so a request begins with an empty ring, as after any prefix hit. The engine sends a chunk in one message. So if
+an engine dies, the LMCache server has the whole chunk or nothing.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
     """Replacement of `LMCacheMPConnector` in engines with our dtypes."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Keep the layers' pages until `agree` registers them. Leave out rings, which LMCache would copy too."""
+        """Keep the layers' pages until `agree` registers them. Leave out rings, which LMCache would copy, too."""
         groups = self._kv_cache_config.kv_cache_groups
         rings = {name for g in groups if isinstance(g.kv_cache_spec, RingSpec) for name in g.layer_names}
         self._pages = {name: cache for name, cache in kv_caches.items() if name not in rings}
@@ -56,7 +56,7 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         adapter.model_name = name_of(adapter.model_name, terms, weights)
         send = adapter._send_register_kv_caches_request
 
-        def send_and_look(*args: Any, **kwargs: Any) -> None:  # LMCache calls this again when a server comes back
+        def send_and_look(*args: Any, **kwargs: Any) -> None:  # LMCache calls this again when its server has restarted.
             send(*args, **kwargs)
             if not isinstance(adapter.transfer_ctx.engine_driven_context, EngineDrivenContextPickle):
                 raise UnsupportedEngineError(
@@ -74,14 +74,14 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
         return Named(self.worker_adapter.model_name)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Let the scheduler look chunks up under the workers' name."""
+        """Let the scheduler look up chunks under the name that the workers use."""
         (name,) = {told.name for told in metadata.values()}
         self.scheduler_adapter.model_name = name
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return LMCache's result. If LMCache's server seems dead, first wait for the copies that have begun.
 
-        LMCache would otherwise release blocks while it still copies them.
+        Otherwise LMCache would release blocks while it still copies them.
         """
         adapter = self.worker_adapter
         if not adapter.is_healthy:

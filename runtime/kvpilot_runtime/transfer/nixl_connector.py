@@ -1,4 +1,4 @@
-"""Move our pages between engines by NIXL: vLLM's `NixlConnector`, which pulls blocks, with three more checks.
+"""Move our pages between engines by NIXL: vLLM's `NixlConnector`, which pulls blocks, with three additional checks.
 
 - Engines with different terms (`terms.Terms`) refuse each other in vLLM's own handshake.
 - Blocks are pulled only if the other engine has exactly the blocks of the prompt, and whole rings.
@@ -23,14 +23,14 @@ from kvpilot_runtime.transfer.terms import Terms, short
 log = init_logger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 _CLOCKS = 0.5
-"""Assumed error, in seconds, of our estimate of another machine's clock: half a round trip, and a margin."""
+"""Assumed error of our estimate of another machine's clock, in seconds: half a round trip, and a margin."""
 
 
 class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """Scheduler's side of the connector: it decides which blocks to pull."""
+    """Part of the connector in the scheduler, which decides what blocks to pull."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return the number of tokens to pull from another engine; 0 unless it has all blocks of the prompt."""
+        """Return how many tokens to pull from another engine; 0 if it does not have all blocks of the prompt."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             wanted = [
@@ -61,13 +61,13 @@ def _blocks(spec: Any, tokens: int) -> int:
 
 
 class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
-    """Worker's side of the connector: it pulls blocks, and rejects those that came too late."""
+    """Part of the connector in a worker, which pulls blocks and rejects blocks that came too late."""
 
     compat_hash: str
     xfer_handshake_metadata: Any
 
     def agree(self, terms: Terms) -> None:
-        """Refuse engines whose `Terms` differ. Call this after the pages are registered, before the first handshake."""
+        """Refuse engines whose `Terms` differ. Call this once the pages are registered, before the first handshake."""
         self.compat_hash = f"{self.compat_hash} ({terms})"
         self.xfer_handshake_metadata = replace(self.xfer_handshake_metadata, compatibility_hash=self.compat_hash)
 
@@ -114,7 +114,7 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
             self.connector_worker = Reading(vllm_config, self.engine_id, kv_cache_config)
 
     def agree(self, terms: Terms, worker: Any) -> None:
-        """Pass the engine's `Terms` to the worker's side of the connector."""
+        """Pass the engine's `Terms` to the connector's part in the worker."""
         self.connector_worker.agree(terms)
 
     def request_finished_all_groups(

@@ -1,7 +1,7 @@
 """Terms: the properties of an engine that decide whether another engine can read its pages.
 
-A page can be read only with the layout, dtype and factors that it was quantized with. So pages travel only between
-engines with equal terms.
+A page can be read only with the layout, dtype and factors that it was written with. So engines exchange pages only if
+their terms are equal.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Terms:
 
 
 def agree(worker: Any, layers: dict[str, Any]) -> None:
-    """Pass the engine's `Terms` to a worker's KV connector if that is one of ours. Every rank must call this.
+    """Pass the engine's `Terms` to a worker's KV connector if the connector is one of ours. Every rank must call this.
 
     Args:
         worker: vLLM's worker, which has its KV cache.
@@ -81,7 +81,7 @@ def agree(worker: Any, layers: dict[str, Any]) -> None:
 
 
 def connector_class(config: Any) -> type[Any] | None:
-    """Return our class that replaces an engine's connector, or None to keep vLLM's."""
+    """Return our class that replaces an engine's KV connector, or None to keep vLLM's class."""
     connector = SERVED.get(config.kv_transfer_config.kv_connector)
     if connector is None or config.cache_config.cache_dtype not in formats.own_names():
         return None
@@ -92,7 +92,7 @@ def connector_class(config: Any) -> type[Any] | None:
 
 
 def layout(config: Any) -> str | None:
-    """Return the layout of the KV cache to request from vLLM; None for the choice of vLLM's own connector.
+    """Return which layout of the KV cache to request from vLLM. Return None to let vLLM's own connector choose.
 
     If all layers of a block are contiguous, one copy transfers a block. So request this layout, except for ranks with
     one KV head: there vLLM copies each layer separately anyway, and NIXL merges adjacent blocks of a layer.
@@ -106,7 +106,7 @@ def layout(config: Any) -> str | None:
 
 
 def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str | None:
-    """Describe what is wrong with the blocks that another engine announces for a prompt, or return None.
+    """Say what is wrong with the blocks that another engine announces for a prompt. Return None if nothing is wrong.
 
     Without this check, vLLM would use the last of the announced blocks, even if their number is wrong.
 
@@ -126,15 +126,15 @@ def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str 
 
 
 def weights_hash(worker: Any) -> str:
-    """Return a hash of some elements of all ranks' weights. Every rank must call this.
+    """Return a hash of sampled elements of all ranks' weights. Every rank must call this.
 
-    Training, merged adapters and quantization change the hash. A change of only a few elements may leave it as it is.
+    Training, merged adapters and quantization change the hash. A change of only a few elements may not change it.
     """
     return hashlib.sha256("".join(of_all_ranks(digest(worker.get_model()))).encode()).hexdigest()[:16]
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Return a hash of some elements of one rank's weights."""
+    """Return a hash of sampled elements of one rank's weights."""
     found = hashlib.sha256()
     for name, tensor in sorted(chain(model.named_parameters(), model.named_buffers()), key=lambda one: one[0]):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -144,7 +144,7 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Return up to `_SAMPLES` elements, spread evenly over the tensor's memory, for any strides."""
+    """Return up to `_SAMPLES` elements, spread evenly over the tensor's memory. The tensor may have any strides."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     count = min(_SAMPLES, last + 1)
     step = max(last // max(count - 1, 1), 1)

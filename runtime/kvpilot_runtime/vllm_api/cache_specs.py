@@ -1,4 +1,4 @@
-"""Print a model's KV-cache specs. vLLM's layers report them, built on torch's meta device without weights.
+"""Print a model's KV-cache specs, as vLLM's layers report them. The layers are built without weights on a meta device.
 
 `python -m kvpilot_runtime.vllm_api.cache_specs --model MODEL ARGUMENT...` takes the arguments of `vllm serve`. It
 prints the result of `specs` as JSON on the last line of stdout.
@@ -31,8 +31,8 @@ def specs(arguments: Any) -> dict[str, Any]:
     """Return the `groups` of layers with equal specs, the number of `shared` layers, and the KV-cache `dtype`.
 
     `arguments` are vLLM's EngineArgs; settings for several devices are ignored. A shared layer reads another layer's
-    cache. A group is a list: class of the spec, KV heads, elements of a key, elements of a value, tokens of the window
-    or chunk, bytes of a token, number of layers.
+    cache. Each group is a list: class of the spec, number of KV heads, elements of a key, elements of a value, tokens
+    of the window or chunk, bytes of a token, number of layers.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -65,7 +65,7 @@ def specs(arguments: Any) -> dict[str, Any]:
 
 
 def _at_once(stock: Any, function: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function in this short-lived process, instead of starting another one as vLLM does."""
+    """Call the function in this process, which ends soon, instead of starting another process as vLLM does."""
     return function()
 
 
@@ -84,9 +84,9 @@ def _ranks() -> None:
     from vllm.distributed import parallel_state
 
     if not torch.distributed.is_initialized():
-        file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch needs it until the process ends
+        file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - torch needs the file until the process ends
         parallel_state.init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
-    parallel_state.destroy_model_parallel()  # make the groups again: models with experts need more of them
+    parallel_state.destroy_model_parallel()  # make the groups again, because models with experts need more of them
     parallel_state.initialize_model_parallel(1, 1)
 
 

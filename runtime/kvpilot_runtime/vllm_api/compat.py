@@ -11,7 +11,7 @@ from kvpilot_runtime.errors import UnsupportedEngineError
 PINNED = (0, 32)
 """vLLM's version in `requirements.lock`, which error messages recommend.
 
-KV connectors (`config.connectors`) and disks for offloaded pages require it: vLLM changes both in every version.
+KV connectors (`config.connectors`) require it: vLLM changes them in every version.
 """
 
 OLDEST, NEWEST = PINNED, (0, 33)
@@ -51,7 +51,7 @@ def was_run_on(platform: str) -> bool:
 
 
 def unsupported_on(platform: str) -> str:
-    """Return a message with the installed version, the tested ones and the remedy; empty if this one is tested."""
+    """Return a message with installed version, tested versions and remedy; empty if the installed one is tested."""
     if was_run_on(platform):
         return ""
     names = {"cpu": "a CPU", "cuda": "a GPU"}
@@ -63,7 +63,7 @@ def unsupported_on(platform: str) -> str:
 
 
 def lacks(newest: tuple[int, int] | None = None) -> str:
-    """Return the versions of vLLM that are needed, as text, if the installed one is not among them; else "".
+    """Return the required versions of vLLM as text if the installed version is not one of them, else an empty string.
 
     Needed are all versions from `OLDEST` on; with `newest`, which is `PINNED`, only that one. If vLLM is absent, return
     an empty string, too.
@@ -89,7 +89,7 @@ def kept_graphs(platform: str) -> dict[str, str]:
 def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
     """Make `names` valid values of `--kv-cache-dtype`. vLLM then calls `asked` with the name that an engine uses.
 
-    This changes only vLLM's data: in 0.33 a registry of dtypes, in 0.32 a closed `Literal`, and validators that
+    This changes only data of vLLM: in 0.33 a registry of dtypes, in 0.32 a closed `Literal` and the validators that
     pydantic has compiled from it. A second call changes nothing.
     """
     from vllm.config import cache
@@ -101,7 +101,7 @@ def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
 
 
 def store_as_bytes(names: tuple[str, ...]) -> None:
-    """Let vLLM store pages of these dtypes as bytes. Call this before a layer with such a dtype is made."""
+    """Let vLLM store pages of these dtypes as bytes. Call this before vLLM creates a layer with such a dtype."""
     import torch
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
@@ -115,10 +115,10 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     class Packed:
-        """Handler of a dtype that is stored in bytes, and that vLLM's generic kernels do not read.
+        """Handler of a dtype whose pages vLLM stores as bytes, and which vLLM's generic kernels cannot read.
 
-        Its quantization mode is NONE, which 0.32 uses for unknown names. `KVQuantMode.CUSTOM` would fit better, but has
-        the same value as another mode, so that vLLM confuses the two.
+        Its quantization mode is NONE, which 0.32 uses for unknown names. `KVQuantMode.CUSTOM` would fit better, but
+        vLLM confuses it with another mode that has the same value.
         """
 
         name: str
@@ -128,7 +128,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
             return torch.uint8
 
         def quant_mode(self) -> Any:
-            """Return NONE, and call `asked`: vLLM calls this only for the dtype of its engine."""
+            """Return NONE. Also call `asked`, because vLLM asks only the engine's own dtype for its mode."""
             if not self.told:
                 asked(self.name)
                 self.told = True
@@ -171,19 +171,19 @@ def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> Non
 
 
 def backend_class(dtype: str) -> str:
-    """Return the name of a dtype's backend class. Each platform's module has one."""
+    """Return the name of a dtype's backend class, which is the same in each platform's module."""
     return f"{dtype.upper()}Backend"
 
 
 LAYER_OUTERMOST, BLOCK_OUTERMOST = "LBHNC", ("BHLNC", "BLHNC")
-"""vLLM's names of the layouts that our pages support: each layer by itself, and all layers of a block together.
+"""vLLM's names of the supported layouts: layers one after the other, or all layers of a block together.
 
 The letters are the dimensions, outermost first: L layers, B blocks, H heads, N tokens, C the bytes of a token.
 """
 
 
 def page_layouts() -> tuple[Any, ...]:
-    """Return vLLM's layouts in which each (block, head) is one page. vLLM uses the first one by default."""
+    """Return vLLM's layouts in which each (block, KV head) is one page. vLLM uses the first layout by default."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     names = (LAYER_OUTERMOST, *BLOCK_OUTERMOST)
@@ -196,9 +196,9 @@ class Drafter:
 
     Attributes:
         model: the draft model.
-        reads_states: True if it reads hidden states of the served model.
-        combines_states: True if it reads them from several layers.
-        uses_mrope: True if its positions have three dimensions (M-RoPE).
+        reads_states: True if the draft model reads hidden states of the target model.
+        combines_states: True if the draft model reads hidden states from several layers.
+        uses_mrope: True if the draft model's positions have three dimensions (M-RoPE).
     """
 
     model: Any
@@ -208,7 +208,7 @@ class Drafter:
 
 
 def drafter(runner: Any) -> Drafter:
-    """Return the draft model of a worker's model runner, of vLLM's older class or of V2, which GPUs use."""
+    """Return the draft model of a worker's model runner, which may be of vLLM's older class or of V2 (used on GPUs)."""
     if (old := getattr(runner, "drafter", None)) is not None:
         return Drafter(old.model, old.pass_hidden_states_to_model, old.eagle3_use_aux_hidden_state, old.uses_mrope)
     new = runner.speculator

@@ -1,7 +1,8 @@
 """Refuse vLLM versions that cannot work, and warn about versions that kvpilot is not tested with.
 
-A tested version (`compat.RUN_ON`) has every part of vLLM that we use. An engine may also run a newer version: `needed`
-refuses a version that lacks a part, and `page_check` compares an engine step's output with a computation in float64.
+A tested version (`compat.RUN_ON`) has every part of vLLM that we use. An engine may also run a newer version. Then
+`needed` refuses a version that lacks a part, and `page_check` compares the output of an engine step with a computation
+in float64.
 """
 
 import logging
@@ -37,7 +38,7 @@ def refuse(dtype: str) -> None:
 
 @contextmanager
 def needed(dtype: str) -> Iterator[None]:
-    """Turn ImportError and AttributeError within the context into UnsupportedEngineError: vLLM lacks a part we need."""
+    """Turn ImportError and AttributeError in the `with` block into UnsupportedEngineError: vLLM lacks a needed part."""
     try:
         yield
     except (ImportError, AttributeError) as error:

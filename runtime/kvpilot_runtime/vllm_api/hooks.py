@@ -1,7 +1,8 @@
 """Hooks into vLLM. Each function here wraps one or two functions of vLLM (`wrap`), once per process.
 
-`plugin` calls a hook only in processes that use one of our dtypes or options. vLLM lets no plugin choose the backend of
-a dtype on a CPU, so `route_backends` wraps the platform's choice. Other dtypes keep vLLM's choice.
+`plugin` calls a hook only in processes that use one of our dtypes or options. vLLM has no interface by which a plugin
+can choose the backend of a dtype on a CPU. So `route_backends` wraps the function that chooses. Other dtypes keep the
+backend that vLLM chooses.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,9 +49,10 @@ def _settle_cpu(paths: Mapping[str, str]) -> None:
     def check_and_update_config(stock: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         """Undo settings of vLLM's CPU platform that our backends do not need, and avoid a wrong RoPE kernel.
 
-        For MLA, the platform turns off chunked prefill and prefix caching, because its own backend cannot read context.
-        Ours can. For images whose tokens attend in both directions, the platform allows chunks that split an image. The
-        RoPE kernel of 0.32 gives wrong results for DeepSeek, so plain torch replaces it.
+        For MLA, the platform turns off chunked prefill and prefix caching, because its own backend cannot read stored
+        context. Our backend can, so turn them on. For images whose tokens attend in both directions, the platform
+        allows chunks that split an image, so forbid them. The RoPE kernel of 0.32 gives wrong results for DeepSeek, so
+        let plain torch replace it.
         """
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
@@ -68,7 +70,7 @@ def _settle_cpu(paths: Mapping[str, str]) -> None:
 
 
 def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
-    """Return our backend's import path for a layer; None for other dtypes.
+    """Return our backend's import path for a layer; None if the layer's dtype is not ours.
 
     Raises:
         UnsupportedModelError: our backend does not support the layer, which `asked` describes.
@@ -93,8 +95,8 @@ def share_pages(names: tuple[str, ...]) -> None:
 
     All pages of a pool have one size. vLLM takes the page size of the quantized layers, and fits the blocks of other
     layers into it. To find that size, vLLM asks the backend of the model's first layer, which may be in 16 bits. With
-    this hook it asks the backend of a quantized layer, and a page holds the smallest block of every backend. A model
-    without 16-bit layers keeps its block size.
+    this hook, vLLM asks the backend of a quantized layer instead, and a page is large enough for the smallest block of
+    every backend. The block size of a model without 16-bit layers does not change.
     """
 
     def align(stock: Any, cls: Any, vllm_config: Any, backend_cls: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +122,7 @@ def share_pages(names: tuple[str, ...]) -> None:
 
 
 def around_kv_cache(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
-    """Call `before` with each of vLLM's workers before it makes its KV cache, and `after` afterwards.
+    """Call `before` with each of vLLM's workers before the worker creates its KV cache, and `after` afterwards.
 
     At both times the worker has loaded the model and measured the memory, but not captured CUDA graphs.
     """
@@ -161,7 +163,7 @@ def around_layout(ours: Callable[[Any], str | None]) -> None:
 def around_shutdown() -> None:
     """Let an engine that drains also finish requests that still wait in the input queue of its core.
 
-    vLLM's core reads this queue between engine steps. Without this hook it rejects what it reads once it drains.
+    vLLM's core reads this queue between engine steps. Without this hook, a draining core rejects the requests it reads.
     """
     from vllm.v1.engine.core import EngineShutdownState
 

@@ -1,1 +1,1 @@
-"""Decode: attend from a step's tokens to packed pages."""
+"""Decode kernels: attention from the tokens of an engine step to packed pages."""

@@ -1,1 +1,1 @@
-"""Launches: the interface for backends, and launch parameters."""
+"""Interface to the kernels for backends, and the launch parameters of the kernels."""

@@ -1,7 +1,7 @@
 """Parallel compilation of the kernel variants that launches need, before any of them runs.
 
-Triton compiles a variant at its first launch, in the launching thread. Most of that time goes to Triton's passes, LLVM,
-the assembler and the C compiler. These run without Python's global lock, so threads can compile in parallel. The
+Triton compiles a variant at its first launch, in the thread that launches it. Most of the time goes to Triton's passes,
+LLVM, the assembler and the C compiler. These release Python's global lock, so threads can compile in parallel. The
 results go to the kernels' own caches, where the real launch finds them.
 """
 
@@ -18,12 +18,11 @@ from triton.runtime.driver import driver
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 MOST_THREADS = 8
-"""Largest useful number of threads. More do not help: a tenth of the work holds Python's lock, and the slowest variant
-determines the time."""
+"""Largest useful number of threads. A tenth of the work holds Python's lock, and the slowest variant takes longest."""
 
 
 class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's classes as Any
-    """Mode in which launching an uncompiled variant only queues its compilation in `pool`."""
+    """Mode of Triton in which launching an uncompiled variant only queues its compilation in `pool`."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__(pool, ignore_errors=True)
@@ -31,7 +30,7 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's class
         self.failed: list[Exception] = []
 
     def submit(self, key: Any, compile_fn: Callable[[], Any], *then: Callable[..., None]) -> None:
-        """Submit a compilation as Triton does, but return no kernel, so that Triton launches nothing."""
+        """Submit a compilation as Triton does. Return no kernel, so that Triton launches nothing."""
 
         def make() -> Any:
             try:
@@ -47,14 +46,14 @@ class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's class
 
 
 def threads(sharers: int) -> int:
-    """Return the number of threads for each of `sharers` processes, which together use about half of the cores."""
+    """Return the number of threads for each of `sharers` processes. All together use about half of the cores."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * sharers)))
 
 
 def compile_ahead(launch: Callable[[], None], sharers: int = 1) -> None:
     """Compile the kernel variants that `launch` needs in parallel, then call `launch`.
 
-    If that fails, log a warning. The launches then compile one after another as usual, and may raise.
+    If the compilation fails, log a warning. The launches then compile one after another as usual, and may raise.
 
     Args:
         launch: function that launches kernels. It is called twice. The first call runs only variants that were already

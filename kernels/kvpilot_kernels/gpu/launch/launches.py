@@ -1,11 +1,13 @@
 """Repeated launches of a compiled kernel without Triton's Python launcher.
 
-At every launch, Triton binds, specializes and looks up all arguments in Python. With 40 parameters that takes longer
+At every launch, Triton binds, specializes and looks up all arguments in Python. With 40 parameters this takes longer
 than the kernels of a small step, so outside a CUDA graph the GPU would wait for the host. `Launches` keeps Triton's
-compiled program for each kind of arguments, and passes later arguments directly to its compiled launcher.
+compiled program for each kind of arguments. It passes the arguments of later launches directly to the program's
+compiled launcher.
 
-All layers of a step launch the same programs, with other addresses. So arguments are checked, and the program is looked
-up, only in the first layer. Addresses are passed as numbers, which cost the compiled launcher less than tensors.
+All layers of a step launch the same programs, with different addresses. So arguments are checked, and the program is
+looked up, only in the first layer. Addresses are passed as numbers, which the compiled launcher handles faster than
+tensors.
 """
 
 from collections.abc import Callable
@@ -20,17 +22,17 @@ Pointers = tuple[torch.Tensor | None, ...]
 Numbers = tuple[int | float, ...]
 
 Order = Callable[[Any, Any, Any], tuple[Any, ...]]
-"""Function that puts a launch's varying pointers, the layer's own and the step's into the kernel's order."""
+"""Function that orders a launch's varying pointers, the layer's pointers and the step's pointers for the kernel."""
 
 UNALIGNED = (15).__and__
-"""Function that returns 0 for a multiple of 16."""
+"""Function that returns 0 for a multiple of 16, and another number otherwise."""
 
 
 class First(NamedTuple):
-    """Launch of a step's first layer.
+    """Launch in the first layer of a step.
 
     Attributes:
-        kernel: a function of `triton.jit` or `gluon.jit` that takes pointers, then numbers, then constants.
+        kernel: a function of `triton.jit` or `gluon.jit`. Its parameters are pointers, then numbers, then constants.
         step: pointers that are the same for all layers.
         constants: values of the kernel's constants, and options such as `num_warps`.
     """
@@ -44,11 +46,11 @@ class First(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A launch that later layers may repeat.
+    """Launch that later layers of the step may repeat.
 
     Attributes:
-        like: properties of the launch that must be equal in a repetition.
-        given: objects that must be identical in a repetition.
+        like: properties that must be equal if a launch is to be a repetition of this one.
+        given: objects that must be identical for the same purpose.
         step: addresses that are the same for all layers.
         rest: numbers and constants, which follow the pointers.
     """
@@ -64,10 +66,10 @@ class Kept(NamedTuple):
 
 
 class Own:
-    """Tensors of a layer that its launches pass. Their addresses must not change.
+    """Tensors that all launches of one layer get, at addresses that never change.
 
     Attributes:
-        kind: properties on which a launch depends, besides addresses.
+        kind: properties of the tensors, and `numbers`. A launch depends on these and on the addresses.
 
     Args:
         numbers: further values on which a launch depends, such as strides.
@@ -79,7 +81,7 @@ class Own:
 
 
 class Launches:
-    """Launches of all steps. `last` has the last launch of each kernel, which later layers of the step repeat."""
+    """Launches of all steps. `last` has the last launch of each kernel, which later layers of a step repeat."""
 
     def __init__(self) -> None:
         self.last: dict[str, Kept] = {}
@@ -87,15 +89,15 @@ class Launches:
 
     def __call__(self, name: str, given: tuple[Any, ...], values: tuple[Any, ...], varying: tuple[torch.Tensor, ...],
                  own: Own, first: Callable[[], First]) -> CompiledKernel | None:  # fmt: skip
-        """Repeat a kernel's last launch with other addresses if all else is the same, or launch what `first` returns.
+        """Repeat a kernel's last launch with other addresses if all else is equal. If not, launch what `first` returns.
 
         Return the compiled program, or None in Triton's interpreter.
 
         Args:
-            given: the step's objects on which checks and launch depend. They are the same if they are identical.
-            values: numbers on which they depend.
-            varying: tensors of this launch. They are the same if their types, shapes and strides are equal.
-            first: function that checks all arguments.
+            given: objects of the step on which checks and launch depend, compared by identity.
+            values: numbers on which checks and launch depend.
+            varying: tensors of this launch, compared by dtype, shape and strides.
+            first: function that checks all arguments and returns the launch.
         """
         addresses = [x.data_ptr() for x in varying]
         like = own.kind, values, [(x.dtype, x.shape, x.stride()) for x in varying]
@@ -127,7 +129,7 @@ class Launches:
 
 
 def kinds(pointers: Pointers, numbers: Numbers) -> tuple[Any, ...]:
-    """Return the properties of arguments that decide which compiled program Triton uses.
+    """Return those properties of arguments on which Triton's choice of the compiled program depends.
 
     The first item is 0 if every address is a multiple of 16.
     """

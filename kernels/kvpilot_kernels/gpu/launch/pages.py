@@ -29,8 +29,8 @@ class Cut(NamedTuple):
     """Launch parameters of decode.
 
     Attributes:
-        take: queries of a program.
-        parts: programs that share a split and a KV head.
+        take: number of queries of a program.
+        parts: number of programs that share a split and a KV head.
         choice: tile, stages and registers.
         wave: number of splits that run at once.
     """
@@ -49,7 +49,7 @@ class Several:
     to one token less.
 
     Attributes:
-        starts: int32 [sequences + 1], each sequence's first row.
+        starts: int32 [sequences + 1], index of each sequence's first row.
         owners: int32 [rows], the sequence of each row, negative for padding.
         most: largest number of rows of a sequence.
     """
@@ -60,7 +60,7 @@ class Several:
 
 
 class Shape:
-    """Fixed properties of a layer: format, heads, block size, and the launch parameters that follow.
+    """Fixed properties of a layer: format, heads, block size, and the launch parameters that follow from them.
 
     Attributes:
         row_dim: number of elements of a stored row and of a rotated query.
@@ -114,9 +114,9 @@ class Shape:
     def settle(self, tokens: int, taken: tuning.Taken | None) -> None:
         """Lower the number of concurrent programs of decode to what fits with the compiled kernel's resources.
 
-        The tables of `tuning` hold for one compiler and compute capability 9.0. Elsewhere fewer programs may fit, and
-        some programs of a wave would wait for others. Call this before CUDA graphs are captured, because a graph keeps
-        its grid.
+        The tables in `tuning` hold for one compiler version and compute capability 9.0. Elsewhere fewer programs may
+        fit on a multiprocessor, and some programs of a wave would wait for others. Call this before CUDA graphs are
+        captured, because a graph has a fixed grid.
 
         Args:
             tokens: largest number of query tokens per sequence, as for `cut`.
@@ -133,7 +133,7 @@ class Shape:
 
 
 class Plan:
-    """Work of one decode step, and memory for its results. The buffers keep their addresses, for CUDA graphs.
+    """Division of a decode step's work, and memory for its results. Buffers keep their addresses for CUDA graphs.
 
     A row is a query token.
 
@@ -147,11 +147,11 @@ class Plan:
         spans: int32 [sequences, 2], see `schedule`.
         bases: int32 [sequences], see `schedule`.
         partial: float32 [results, kv_heads, ratio, row_dim], outputs of the splits.
-        lse: float32 [results, kv_heads, ratio], log2 of their softmax sums.
-        rotated: int8 [rows, kv_heads * ratio, 2, row_dim], rotated queries as integers, by upper and lower bytes.
+        lse: float32 [results, kv_heads, ratio], log2 of the softmax sums of the splits.
+        rotated: int8 [rows, kv_heads * ratio, 2, row_dim], rotated queries as integers: upper bytes, then lower bytes.
         sums: int32 [rows, kv_heads * ratio, groups, 3], sums of these integers (`store.store_integers`).
-        units: float32 [rows, kv_heads * ratio], the value of their 1.
-        apart: float32 [rows, kv_heads * ratio], added to the score of a sequence's first token.
+        units: float32 [rows, kv_heads * ratio], factor that turns these integers into the query's numbers.
+        apart: float32 [rows, kv_heads * ratio], correction that is added to the score of a sequence's first token.
         level: float32 [rows, kv_heads * ratio], part of every score from the keys' mean; used only with a soft cap or
             a sink.
         several: rows of the step; None if each sequence has one row.
@@ -189,7 +189,7 @@ class Plan:
         Args:
             seq_lens: int32 [sequences or fewer], stored tokens; 0 means padding.
             overlap: let decode start to read before the step's tokens are stored. This is correct only if the step
-                stores one token of each sequence, because a chunk of a prompt may be another sequence's prefix.
+                stores one token of each sequence: a chunk of a prompt may be the prefix that another sequence reads.
             several: rows of the step; None if each sequence has one row.
         """
         check.sequences(seq_lens, self.sequences if several else min(self.sequences, self.rows))
@@ -201,7 +201,7 @@ class Plan:
 
 
 class GpuPages:
-    """Cache of packed pages of one layer, uint8 [blocks, kv_heads, block_size, row_bytes], flat per (block, head).
+    """Packed pages of one layer, uint8 [blocks, kv_heads, block_size, row_bytes]. Each (block, head) is a page.
 
     Args:
         ring: pages of the recent window, in the shape of `cache`. It may be the same tensor. None without a window.
@@ -275,7 +275,7 @@ class GpuPages:
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Attend from each sequence's query tokens, rotated by `store`, to the stored tokens up to each query token.
+        """Compute attention of each query token, which `store` has rotated, to the stored tokens up to itself.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
@@ -294,7 +294,7 @@ class GpuPages:
                ring_table: torch.Tensor | None = None) -> tuning.Taken | None:  # fmt: skip
         """Run the first half of `decode`: write the partial results of every split to the plan.
 
-        Return the resources of a program as the compiler states them, or None in Triton's interpreter.
+        Return which resources a program takes according to the compiler, or None in Triton's interpreter.
         """
 
         def first() -> First:
@@ -352,12 +352,12 @@ class GpuPages:
 
     def gather(self, slots: torch.Tensor, ordinals: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
                key: torch.Tensor | None = None, value: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Write keys and values contiguously in the model's dtype. Read them from pages, or copy them from new tokens.
+        """Copy keys and values, from pages or from new tokens, into contiguous outputs in the model's dtype.
 
         Args:
-            slots: int64 [tokens], from `places.stored_slots` or `joined_slots`.
+            slots: int64 [tokens], from `places.stored_slots` or `places.joined_slots`.
             ordinals: int32 [tokens], from the same function.
-            key_out, value_out: output, [tokens or more, kv_heads, D], 16 bits, contiguous; further rows stay unchanged.
+            key_out, value_out: output, [tokens or more, kv_heads, D], 16 bits, contiguous. Further rows stay unchanged.
             key, value: new tokens, [rows, kv_heads, D], heads and elements contiguous. The slot -1 - i selects row i.
                 None if no slot is negative.
         """

@@ -1,4 +1,4 @@
-"""Attention of heads of 512 elements to keys and values in 16 bits: the launch of `prefill.head512`."""
+"""Attention of heads of 512 elements to 16-bit keys and values, which launches the kernel in `prefill.head512`."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from kvpilot_kernels.gpu.prefill.head512 import prefill_kernel
 def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int,
             rows: torch.Tensor, scale: float, causal: bool, softcap: float = 0.0,
             out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return attention of several sequences' queries over keys and values in 16 bits.
+    """Return attention of the queries of several sequences to keys and values in 16 bits.
 
     Args:
         query: [tokens, heads, D], heads and elements contiguous.

@@ -1,6 +1,7 @@
-"""Launch parameters of the kernels. They are tables, so that no user waits for tuning.
+"""Launch parameters of the kernels, as tables, so that no user waits for tuning.
 
-`benchmarks/kernels/decode.py` and `prompts.py` time them. They were chosen by measurements with Triton 3.6:
+`benchmarks/kernels/decode.py` and `prompts.py` time the kernels with these parameters, which were chosen by
+measurements with Triton 3.6:
 
 - decode, head_dim 128 and 256, H200 (2026-11-21 and 22): 8 to 16 programs per multiprocessor, in batches from 1 x 64K
   and 8 x 1K to 32 x 16K. Two stages were best, of 64 tokens at head_dim 128 and of 32 at 256.
@@ -25,11 +26,11 @@ class Choice:
     """Launch parameters of decode.
 
     Attributes:
-        tile: tokens of a tile.
-        stages: tiles in flight.
-        programs: programs that fit on a multiprocessor at once.
-        registers: limit per thread; None lets the assembler balance registers against programs.
-        grain: splits are multiples of this many tokens; None means the tile.
+        tile: number of tokens of a tile.
+        stages: number of tiles in flight.
+        programs: number of programs that fit on a multiprocessor at once.
+        registers: largest number of registers per thread; None lets the assembler balance registers against programs.
+        grain: splits are multiples of this many tokens; None means multiples of the tile.
     """
 
     tile: int
@@ -42,11 +43,11 @@ class Choice:
 FUSED = {"enable_fp_fusion": True}
 """Option of every launch with float arithmetic: fuse a multiplication and an addition into one instruction.
 
-Triton 3.9 warns that later versions will not fuse by default. All our figures are measured with fusion.
+Triton 3.9 warns that later versions will not fuse by default. All our figures were measured with fusion.
 """
 
 TILES: dict[int, int] = {64: 64, 96: 64, 128: 64, 192: 32, 256: 32, 512: 16}
-"""Tokens of a tile for up to 8 queries, by elements of a row. Programs of 16 queries use half as many."""
+"""Tokens of a tile for programs of up to 8 queries, by elements of a row. Programs of 16 queries use half as many."""
 
 PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
     (64, 4): (16, 16, 16), (64, 8): (16, 16, 16), (96, 4): (8, 12, 16), (96, 8): (8, 8, 8), (128, 4): (8, 12, 16),
@@ -55,14 +56,14 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
 }  # fmt: skip
 """Programs per multiprocessor, by (elements of a row, largest number of queries).
 
-The three numbers are for bits of key and value that add up to more than 8, to 8, or to less. `Shape.settle` lowers them
-if fewer programs fit with the compiled kernel's resources.
+The three numbers hold if the bits of key and value add up to more than 8, to 8, or to less. `Shape.settle` lowers a
+number if fewer programs fit with the resources that the compiled kernel needs.
 """
 
 
 @dataclass(frozen=True)
 class Block:
-    """Size of a program of `store` or `gather`: its `tokens` of one head, and its `warps`."""
+    """Size of a program of `store` or `gather`: number of `tokens` of one head, and number of `warps`."""
 
     tokens: int
     warps: int
@@ -88,9 +89,10 @@ MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
 }  # fmt: skip
 """Launch parameters of `merge`, by elements of a row: pairs of an upper limit and a choice.
 
-The limit is on the query heads of all sequences per multiprocessor. A choice is the largest number of query heads of a
-program, the splits in flight, and the warps. Few sequences have many splits each, so every query head gets its own
-program. Each limit is at least twice the one before, so that a warm-up with powers of two meets all choices.
+The limit applies to the query heads of all sequences per multiprocessor. A choice has three numbers: the most query
+heads of a program, the splits in flight, and the warps. In batches of few sequences each sequence has many splits, so
+every query head gets its own program. Each limit is at least twice the one before, so that a warm-up with powers of two
+meets all choices.
 """
 
 FEW_TOKENS = 128
@@ -100,7 +102,7 @@ STORES: dict[int, tuple[Block, Block]] = {
     64: (Block(8, 4), Block(8, 2)), 96: (Block(8, 4), Block(8, 1)), 128: (Block(8, 4), Block(8, 2)),
     192: (Block(8, 4), Block(8, 2)), 256: (Block(4, 4), Block(8, 4)), 512: (Block(4, 4), Block(8, 4)),
 }  # fmt: skip
-"""Blocks of `store` by elements of a row: for at most `FEW_TOKENS` tokens, and for more.
+"""Blocks of `store` by elements of a row: for launches of at most `FEW_TOKENS` tokens, and for larger launches.
 
 Small programs are best, because warps exchange little. Rows with signs (96, 192) need at least 8 tokens: with 4, Triton
 3.6 made programs that wrote wrong queries on an H100.
@@ -123,13 +125,13 @@ def gather_block(dim: int) -> Block:
 
 
 class Gpu(NamedTuple):
-    """Choices that differ by compute capability.
+    """Choices that depend on the compute capability.
 
     Attributes:
         overlaps: True if a kernel may start while its predecessor ends (programmatic dependent launch).
-        prefill_queries: queries of a program of `prefill`. 64 suit Hopper's warp groups, and spill elsewhere.
-        balanced: True if the assembler balances registers against programs. Elsewhere a limit would cause spills.
-        shared_kib: shared memory of a multiprocessor.
+        prefill_queries: queries of a program of `prefill`. 64 suit Hopper's warp groups, and spill on other GPUs.
+        balanced: True if the assembler balances registers against programs. If False, a limit would cause spills.
+        shared_kib: shared memory of a multiprocessor in KiB.
     """
 
     overlaps: bool
@@ -143,7 +145,7 @@ GPUS: dict[tuple[int, int], Gpu] = {
     (8, 7): Gpu(False, 32, False, 164), (8, 9): Gpu(False, 32, False, 100), (9, 0): Gpu(True, 64, True, 228),
     (10, 0): Gpu(True, 32, False, 228), (12, 0): Gpu(True, 32, False, 100),
 }  # fmt: skip
-"""Choices by the first compute capability that they hold for; (0, 0) is a CPU, where Triton's interpreter runs."""
+"""Choices by the lowest compute capability that they hold for. (0, 0) stands for a CPU with Triton's interpreter."""
 
 
 def gpu(capability: tuple[int, int]) -> Gpu:
@@ -177,8 +179,8 @@ def program_queries(dim: int, ratio: int, tokens: int) -> int:
 def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capability: tuple[int, int]) -> Choice:
     """Return the launch parameters of decode.
 
-    The tile divides `block_size`, so that it lies in one page. Where the assembler may choose the number of registers
-    (`Gpu.balanced`), it takes slightly too many for 12 programs with a recent window. So these get a limit of 168.
+    The tile divides `block_size`, so that it lies in one page. If the assembler may choose the number of registers
+    (`Gpu.balanced`), it takes slightly too many for 12 programs with a recent window. So this case gets a limit of 168.
 
     With a recent window, 2-bit codes need as much shared memory and as many registers as 4-bit codes. At head_dim 192
     they get tiles of 16, which spill 168 bytes on 9.0. Tiles of 32 spill up to 896 bytes.
@@ -203,7 +205,7 @@ def choose(dim: int, queries: int, bits: int, block_size: int, recent: int, capa
 
 
 class Taken(NamedTuple):
-    """Resources of a program of one warp, as compiled: registers per thread, and bytes of shared memory."""
+    """Resources of a compiled program of one warp: registers per thread, and bytes of shared memory."""
 
     registers: int
     shared: int
@@ -221,7 +223,7 @@ def fitting(taken: Taken, shared: int) -> int:
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
     """Return the query heads, splits in flight, and warps of a program of `merge`.
 
-    `groups` is the number of KV heads of all sequences together.
+    `groups` is the number of KV heads, summed over all sequences.
     """
     rows = groups * ratio / multiprocessors(device)
     most, splits, warps = next(way for bound, way in MERGES[dim] if rows <= bound)

@@ -1,1 +1,1 @@
-"""Layouts: bytes of a page, slots of a rotated row, and operands of tensor cores."""
+"""Layouts: bytes of a page, order of a rotated row's elements, and operands of tensor cores."""

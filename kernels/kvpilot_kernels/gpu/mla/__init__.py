@@ -1,1 +1,1 @@
-"""Multi-head latent attention."""
+"""Kernels of multi-head latent attention (MLA)."""

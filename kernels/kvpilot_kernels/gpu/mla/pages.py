@@ -28,7 +28,7 @@ MOST_HEADS = 128
 """Largest number of query heads per rank that was checked against `latent.reference`."""
 
 BEYOND = 1
-"""Splits per sequence that a plan may make beyond a wave, on average. A split's result takes 256 KiB for 128 heads."""
+"""Average number of splits per sequence that a plan may add to a wave. A split's result takes 256 KiB for 128 heads."""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:
@@ -43,7 +43,7 @@ def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLa
 
 
 class LatentShape:
-    """Fixed properties of a layer: format, heads, block size, and the launch parameters that follow.
+    """Fixed properties of a layer: format, heads, block size, and the launch parameters that follow from them.
 
     Args:
         fmt: the format.
@@ -67,18 +67,18 @@ class LatentShape:
 
     @property
     def chained(self) -> dict[str, Any]:
-        """Options of a launch that may start before the preceding kernel ends."""
+        """Launch options that let a kernel start before the preceding kernel ends."""
         return {"launch_pdl": True} if self.overlap else {}
 
 
 class LatentPlan:
-    """Work of one decode step for up to `sequences` rows. Its buffers keep their addresses, for CUDA graphs.
+    """Division of a decode step's work, for up to `sequences` rows. Buffers keep their addresses for CUDA graphs.
 
     Attributes:
         splits: int32 [count, 4], see `schedule`.
         spans: int32 [sequences, 2], see `schedule`.
-        partial: float32 [count, heads, 512], outputs of the splits, normalised, still rotated.
-        lse: float32 [count, heads], log2 of their softmax sums.
+        partial: float32 [count, heads, 512], outputs of the splits, normalised, in the rotated space.
+        lse: float32 [count, heads], log2 of the softmax sums of the splits.
         rotated: float16 [sequences, heads, 576], prepared queries.
         sums: float32 [sequences, 3, heads], see `latent_prepare_kernel`.
     """
@@ -100,7 +100,7 @@ class LatentPlan:
 
 
 class GpuLatentPages:
-    """Cache of latent pages of one layer, uint8 [blocks, block_size, row_bytes], flat per block."""
+    """Cache of latent pages of one layer, uint8 [blocks, block_size, row_bytes]. Each block is a page."""
 
     def __init__(self, cache: torch.Tensor, shape: LatentShape, factors: LatentFactors | None = None) -> None:
         check.page_cache(cache, shape.fmt)
@@ -154,7 +154,7 @@ class GpuLatentPages:
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: LatentPlan,
                out: torch.Tensor) -> None:  # fmt: skip
-        """Attend from one query token per sequence, prepared by `prepare`, to all of its stored tokens.
+        """Compute attention of one query token per sequence, which `prepare` has prepared, to all its stored tokens.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.

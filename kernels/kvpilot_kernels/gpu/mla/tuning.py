@@ -1,7 +1,7 @@
 """Launch parameters of latent decode: heads, warps, tile, stages, and programs per multiprocessor.
 
-They follow from registers and shared memory (docs/benchmarks/kernel-resources.md). Only the merge was tuned by timing,
-on an H200 (docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times alternatives.
+They were derived from registers and shared memory (docs/benchmarks/kernel-resources.md). Only the merge was tuned by
+timing, on an H200 (docs/benchmarks/h200-mla.md). `benchmarks/kernels/mla_decode.py --sweep` times alternatives.
 """
 
 from dataclasses import dataclass, replace
@@ -32,8 +32,8 @@ class Merge:
 def merging(splits: int) -> Merge:
     """Return the launch parameters of `merge` for sequences of at most this many splits.
 
-    With few sequences, each has many splits and few programs merge them. Such a program reads many splits at once, so
-    that it waits for memory less often. Measured with 264, 33 and 8 splits per sequence.
+    With few sequences, each sequence has many splits, and few programs merge them. Such a program reads many splits at
+    once, so that it waits for memory less often. The choices were measured with 264, 33 and 8 splits per sequence.
     """
     if splits > 64:
         return Merge(1, 32, 16)
@@ -46,11 +46,11 @@ class LatentChoice:
 
     Attributes:
         heads: heads of a program, padded to a multiple of 8.
-        tile: tokens of a tile.
-        stages: tiles in flight.
-        warps: warps of a program.
-        programs: programs that fit on a multiprocessor at once.
-        registers: limit per thread; None to let the assembler choose.
+        tile: number of tokens of a tile.
+        stages: number of tiles in flight.
+        warps: number of warps of a program.
+        programs: number of programs that fit on a multiprocessor at once.
+        registers: largest number of registers per thread; None to let the assembler choose.
     """
 
     heads: int
@@ -61,12 +61,12 @@ class LatentChoice:
     registers: int | None = None
 
     def shared_bytes(self, fmt: LatentFormat) -> int:
-        """Return a program's shared memory in bytes, without the few bytes for reductions over warps."""
+        """Return the shared memory of a program in bytes, without the few bytes that reductions over warps take."""
         return self.stages * self.tile * fmt.row_bytes + self.heads * (2 * ENTRY + 2 * self.tile)
 
 
 def program_heads(heads: int) -> int:
-    """Return the heads of a program: an even share of all `heads`, at most MOST_HEADS."""
+    """Return the number of heads of a program: an even share of `heads`, at most MOST_HEADS."""
     return -(-heads // -(-heads // MOST_HEADS))
 
 

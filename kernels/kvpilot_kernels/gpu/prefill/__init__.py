@@ -1,1 +1,1 @@
-"""Prefill: read pages back in 16 bits, and attend with heads of 512 elements."""
+"""Prefill kernels: read pages back in 16 bits, and compute attention for heads of 512 elements."""

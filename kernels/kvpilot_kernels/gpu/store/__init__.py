@@ -1,1 +1,1 @@
-"""Store: write a step's keys, values and queries."""
+"""Store kernels: write a step's keys, values and queries."""

@@ -57,8 +57,7 @@ class Workload:
     gpu_hits: float | None = None
     """Share of prompt tokens (0 to 1) found in the GPU's prefix cache; None if no prompt was looked up."""
     host_hits: float | None = None
-    """Share of prompt tokens that came from host memory or disk. `disk_hits` is the share from disk alone."""
-    disk_hits: float | None = None
+    """Share of prompt tokens that came from host memory."""
     mean_prompt: float | None = None
     mean_generation: float | None = None
     requests_per_second: float | None = None
@@ -163,7 +162,6 @@ def classify(
         prompts_in_hand=seen.prompts_in_hand if f.seconds else None,
         gpu_hits=_ratio(f.prefix_hits, f.prefix_queries),
         host_hits=_ratio(f.host_hits, f.prefix_queries),
-        disk_hits=_ratio(min(f.disk_hits, f.host_hits), f.prefix_queries),
         memory=kind == WorkloadKind.MEMORY_BOUND or lost is not None,
         computed_prompt=_ratio(f.computed, f.finished),
         mean_prompt=_ratio(f.prompt_tokens, f.finished),
