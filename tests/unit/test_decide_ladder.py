@@ -72,7 +72,7 @@ def test_latent_attention_has_dtypes_of_its_own():
     assert "needs compute capability" in reason("mla4", hardware=VOLTA, model=mla)
 
 
-def test_dtypes_of_latents_are_passed_over_beside_offloading():
+def test_dtypes_of_latents_are_skipped_beside_offloading():
     spec = spec_of(manifest(kvCache={"offload": {"cpuMemoryGiB": 8}}))
     against = infeasible("mla4", spec, HOPPER, replace(LLAMA, mla=True))
     assert against == "mla4 does not go together with kvCache.offload"

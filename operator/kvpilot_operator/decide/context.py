@@ -163,7 +163,7 @@ class Context(Draft):
 
     spec: Spec
     render: Callable[[str], Revision]
-    """Cached function that renders the present spec with a dtype."""
+    """Cached function that renders the spec's pod template with a dtype."""
     plan_traffic: Callable[[TrafficMode | None, bool, int], TrafficPlan]
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED

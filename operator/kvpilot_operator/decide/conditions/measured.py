@@ -127,7 +127,7 @@ def _verified(c: Context) -> Line:
     if noisy is not None and stable.revision == c.reference:
         return Line("False", *noisy)
     if stable.dtype == spec.kv_cache.baseline:
-        return Line("True", Reason.REFERENCE, f"{stable.dtype} is what accuracy is measured against")
+        return Line("True", Reason.REFERENCE, f"{stable.dtype} is the baseline for all other dtypes")
     last, runs = accuracy.last, f"of {spec.accuracy.failure_limit} runs in a row failed"
     probed = last is not None and last.revision == stable.revision
     found = f"{stable.dtype} has not been compared with a 16-bit engine"
