@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpilot_formats import formats
@@ -141,14 +141,15 @@ def test_the_pages_of_recent_windows_lessen_the_gain_of_short_sequences():
     st.integers(1, 2**17),
     st.integers(0, 2**17),
 )
-def test_a_longer_window_or_a_shorter_sequence_never_takes_less(dtype, recent, held, longer):
+@example("k2v2", 64, 12, 35)
+def test_a_window_takes_no_more_than_the_longest_one_and_grows_no_faster_than_the_sequence(dtype, recent, held, longer):
     for dim in formats.HEAD_DIMS:
         model = replace(LLAMA, head_dim=dim)
         share = ring_share(dtype, model, recent, held)
         assert 0 <= share <= ring_share(dtype, model, max(formats.RECENT_CHOICES), held)
-        # Allow for one page that is not full, which favours the shorter sequence.
-        page = formats.parse(dtype).ring_layout(dim, OWN_BLOCK).tokens if share else 0
-        assert ring_share(dtype, model, recent, held + longer) <= share * (held + page) / held
+        # In bytes, a window grows at most as the sequence does, and by one page that is not full.
+        taken, later = (ring_share(dtype, model, recent, n) * max(n, OWN_BLOCK) for n in (held, held + longer))
+        assert later <= taken * (held + longer) / held + OWN_BLOCK
 
 
 def test_what_was_denied_with_another_recent_window_may_be_tried_again():
