@@ -41,7 +41,8 @@ from kvpilot_smallmodels.models import smollm2_135m
 
 ROWS = "k4v4+self+w64,k8v4+self+w64,k4v2+self+w128,k4v4+self,int8+self"
 AFTER_HIT = 64
-"""Number of tokens to measure after a prefix hit. Even the shortest window still reaches back into the hit for them."""
+"""Number of tokens to measure after a prefix hit. The recent windows of all these tokens still reach into
+the hit, because the shortest window has 64 tokens."""
 
 CONTEXT = 8192
 """Largest context that the engines serve, in tokens."""

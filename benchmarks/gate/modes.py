@@ -49,7 +49,7 @@ MODES = (
          "with 16 or more sequences in a step, one page is another request's"),
     Mode("mixed-step", "vllm-project/vllm#40766", "decode reads wrong state beside a prefill",
          "sequences that decode in one step with a prompt read another request's page"),
-    Mode("shared-prefix", "vllm-project/vllm#22103", "wrong answers of prompts with a common prefix",
+    Mode("shared-prefix", "vllm-project/vllm#22103", "wrong answers to prompts with a common prefix",
          "sequences of one step with four common pages read another request's pages in place of three of them", _PATHS),
     Mode("shared-page", "openvinotoolkit/openvino.genai#3722", "a hash collision gives a wrong block",
          "sequences of one step with four common pages read another request's page in place of one of them", _PATHS),

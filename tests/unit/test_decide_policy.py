@@ -63,7 +63,7 @@ def test_a_held_step_says_what_it_would_be_and_when():
     decision = choose_step(s)
     assert step(decision) == ("Stay", "auto", 1)
     assert decision.reason == "CoolingDown"
-    assert "the next may come at 2026-11-21T18:00:00Z" in (decision.hold or "")
+    assert "it may not change before 2026-11-21T18:00:00Z" in (decision.hold or "")
     assert decision.wanted is not None
     assert decision.wanted.dtype == "fp8"
 

@@ -4,7 +4,8 @@ In the absorbed form all heads share a token's entry e = (latent, rope), and its
 
     o_h = sum_t softmax_t(scale * q_h . e_t) latent_t        q_h = (q_nope_h W_UK_h, q_rope_h)
 
-Entries are quantized, read back and rotated back. There is no paging and no optimization.
+An entry is rotated by a Hadamard matrix and quantized, as in the cache, and then both are undone. This rotation is not
+RoPE. There is no paging and no optimization.
 """
 
 import torch

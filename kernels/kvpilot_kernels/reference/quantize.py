@@ -57,7 +57,10 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
 
 
 def _stretched(x: torch.Tensor, codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the metadata, [..., 1], with scales stretched so that <x, x'> = <x, x>."""
+    """Return `meta`, [..., 1], with each scale multiplied by <x, x> / <x, x'>, but at most by GAIN_LIMIT.
+
+    x' is what `codes` and `meta` decode to. So with the new scales, <x, x'> is <x, x> up to rounding.
+    """
     scale, zero = scale_and_zero(meta, bits)
     along = (codes - zero).mul_(scale).mul_(x).sum(-1, keepdim=True)
     gain = (x.square().sum(-1, keepdim=True) / along).clamp(max=GAIN_LIMIT)

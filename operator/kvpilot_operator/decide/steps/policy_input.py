@@ -85,9 +85,12 @@ class PolicyInput:
         if self.rolled_back is not None:
             until = self.rolled_back + timedelta(seconds=min(COOL_DOWN_SECONDS, dwell))
             if self.now < until:
-                return Outcome.COOLING_DOWN, f"a canary was rolled back; the next dtype change may come at {utc(until)}"
+                return Outcome.COOLING_DOWN, f"a canary was rolled back; the dtype may not change before {utc(until)}"
         if changed is not None:
             until = changed + timedelta(seconds=dwell * (CLIMB_DWELLS if climb else 1))
             if self.now < until:
-                return Outcome.COOLING_DOWN, f"the dtype changed at {utc(changed)}; the next may come at {utc(until)}"
+                return (
+                    Outcome.COOLING_DOWN,
+                    f"the dtype changed at {utc(changed)}; it may not change before {utc(until)}",
+                )
         return None
