@@ -9,9 +9,9 @@ context and KV pool. With `--serving`, it probes the canary as the operator prob
   prompt is sent. And both engines may choose equal tokens everywhere. A real 4-bit cache differs about every tenth
   token, and each difference costs a request. So the program changes every tenth token of the 16-bit answers.
 * **False alarms.** With `--model`, the operator judges a real model. Each of the `--gates` has other prompts: its seed
-  makes the long texts, and a sentence at the start of each written prompt.
-* **Users.** `--users` hold conversations with both engines, and with `--serving` only with the canary. They then also
-  have the latencies between two probes, to compare with.
+  makes the long texts, and a text that precedes each written prompt.
+* **Users.** `--users` hold conversations with both engines, and with `--serving` only with the canary. The
+  record then also has the latencies of these users between two probes.
 
 It writes its JSON after each stage.
 """
@@ -39,6 +39,7 @@ from benchmarks.engine.gpu_users import server, started
 from benchmarks.engine.users import ARRIVAL_SECONDS, Crowd, Load, Turn, pauses, quantiles
 from kvpilot_operator.api.rollout import Accuracy, Canary
 from kvpilot_operator.api.words import Verdict
+from kvpilot_operator.control.prober import GIVE_WAY_SECONDS, LOW_PRIORITY, SHORTEST_BUDGET_SECONDS
 from kvpilot_operator.decide import Judgement, allowed, described, judge
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.scrape import Scraper
@@ -55,7 +56,7 @@ from kvpilot_probes.stats import Answers, Logprobs, Measurement
 
 CAPTURING = Settings()
 MEASURING = Settings(budget_seconds=Canary().progress_deadline_seconds / 2)
-"""The settings of the operator's `Prober` for a replica without users. `periodic` has those for a serving replica."""
+"""Settings of the operator's `Prober` for a replica without users. `Pair._periodic` has those for a serving replica."""
 UNLIMITED = Allowed(kl=1000.0, disagreement=1.0)
 GIB = 1 << 30
 SERVICE = ServiceKey("default", "gate")
@@ -204,12 +205,7 @@ class Pair:
 
             filled = await pressure.fill(self.canary, "m", kept, look=look, allowed=limits, settings=MEASURING)
             row.update(context=filled.context, prompts=len(filled.seen), tokens=filled.tokens)
-        return replace(
-            found,
-            seen=(*found.seen, *filled.seen),
-            broken=found.broken + sum(c.broken for c in filled.compared),
-            planned=(*found.planned, pressure.PRESSURE),
-        )
+        return filled.added_to(found)
 
     def _limits(self) -> Accuracy:
         return Accuracy(
@@ -224,9 +220,9 @@ class Pair:
         """Return the settings of the operator's `Prober` for a serving replica."""
         return Settings(
             concurrency=1,
-            priority=1_000_000 if "scheduling-policy=priority" in self.args.serve else None,
-            give_way=GiveWay(partial(self.scraper.waiting, SERVICE, self.canary), 120.0),
-            tasks=False, brief=True, turn=turn, budget_seconds=900,
+            priority=LOW_PRIORITY if "scheduling-policy=priority" in self.args.serve else None,
+            give_way=GiveWay(partial(self.scraper.waiting, SERVICE, self.canary), GIVE_WAY_SECONDS),
+            tasks=False, brief=True, turn=turn, budget_seconds=SHORTEST_BUDGET_SECONDS,
         )  # fmt: skip
 
     def latencies(self, turns: Sequence[Turn]) -> dict[str, Any]:
@@ -247,7 +243,7 @@ def figures(found: Measurement, kept: Baseline, judged: Judgement) -> dict[str, 
 
     `bounds` is the interval of 95% around the excess, from the spread between prompts.
     """
-    assert kept.control is not None  # noqa: S101 - `gate` has added it
+    assert kept.control is not None  # noqa: S101 - `_measured` has added it
     noise, excess = kept.control.mean_kl_micronats, found.mean_kl_micronats - kept.control.mean_kl_micronats
     half = 1.96 * found.stderr_kl_micronats
     groups: dict[str, list[float]] = defaultdict(list)
@@ -327,10 +323,11 @@ async def measured(args: argparse.Namespace, record: Record, model: Path, folder
                     await started(session, other_url, other, second)
             pair, crowds = Pair(args, record, url, other_url), list[Crowd]()
             try:
-                for address in (other_url, url)[: (2 - args.serving) * bool(args.users)]:
-                    crowds.append(Crowd(address, "m", conversation(args.max_model_len), vocab, args.users))
-                await asyncio.sleep(2 * ARRIVAL_SECONDS * bool(crowds))
-                for seed in range(args.seed, args.seed + 2 * args.gates, 2):
+                if args.users:
+                    for address in (other_url,) if args.serving else (other_url, url):
+                        crowds.append(Crowd(address, "m", conversation(args.max_model_len), vocab, args.users))
+                    await asyncio.sleep(2 * ARRIVAL_SECONDS)
+                for seed in range(args.seed, args.seed + 3 * args.gates, 3):
                     await pair.gate(seed)
                     if other.poll() is not None or child.poll() is not None:
                         raise RuntimeError("an engine has ended; see its log")

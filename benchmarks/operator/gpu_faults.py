@@ -40,7 +40,7 @@ from kvpilot_demo.service import DemoError
 from kvpilot_demo.world import World, run_folder
 from kvpilot_formats.untrusted import KvpilotError
 from kvpilot_localcluster.errors import LocalClusterError
-from kvpilot_localcluster.gpus import RESOURCE, find
+from kvpilot_localcluster.gpus import find
 from kvpilot_localcluster.images import DEFAULT_TABLE
 from kvpilot_operator.cluster.objects import Object
 
@@ -147,7 +147,7 @@ def main() -> int:
 
     folder = run_folder()
     try:
-        asyncio.run(run(options.faults, folder, example, users, save, resources={RESOURCE: str(DEVICES)}))
+        asyncio.run(run(options.faults, folder, example, users, save, gpu_devices=DEVICES))
     except (KeyboardInterrupt, asyncio.CancelledError):
         why = "ended by a signal"
     except (DemoError, KvpilotError, LocalClusterError, LoadError, OSError, TimeoutError) as error:

@@ -150,8 +150,9 @@ def _hardware(options: argparse.Namespace) -> dict[str, Any]:
     if not options.gpu:
         return {}
     made = {"example": gpus.manifest(imagined=bool(options.imagined_gpus))}
-    imagined = {RESOURCE: str(options.imagined_gpus), "cpu": "32"} if options.imagined_gpus else None
-    return {**made, "resources": imagined or {RESOURCE: str(gpus.DEVICES)}}
+    if options.imagined_gpus:
+        return {**made, "resources": {RESOURCE: str(options.imagined_gpus), "cpu": "32"}}
+    return {**made, "gpu_devices": gpus.DEVICES}
 
 
 def _size(options: argparse.Namespace) -> Size:

@@ -74,8 +74,8 @@ def _faults_of(gpu: Gpu, engines: int) -> list[str]:
         found.append(f"{name}: mig.mode.current is Enabled, and the story needs whole GPUs: use a host without MIG")
     if gpu.memory < engines * _ENGINE_MIB:
         found.append(
-            f"{name}: memory.total is {gpu.memory} MiB, and {engines} at a time need {engines * _ENGINE_MIB}: use "
-            "more or larger GPUs"
+            f"{name}: memory.total is {gpu.memory} MiB, but {engines * _ENGINE_MIB} MiB are needed for the "
+            f"engines that run on it at a time ({engines}): use more or larger GPUs"
         )
     if gpu.processes or gpu.used > _IDLE_MIB:
         pids = ", ".join(map(str, gpu.processes)) or "unknown to nvidia-smi"

@@ -66,6 +66,7 @@ class World(DemoService):
         newer: bool = True,
         example: Object | None = None,
         resources: Mapping[str, str] | None = None,
+        gpu_devices: int = 0,
     ) -> "AsyncIterator[World]":
         """Build missing programs and start everything. Stop it at the end.
 
@@ -77,9 +78,10 @@ class World(DemoService):
                 together.
             example: the service's manifest; by default that of examples/smollm2.yaml.
             resources: additional resources of the node, such as GPUs. They need not exist.
+            gpu_devices: number of devices as which the node offers the machine's GPUs, if there are fewer GPUs.
         """
         local = await asyncio.to_thread(
-            LocalCluster, folder, table=table, resources=resources, report=report, newer=newer
+            LocalCluster, folder, table=table, resources=resources, gpu_devices=gpu_devices, report=report, newer=newer
         )
         await asyncio.to_thread(smollm2_135m, report)
         try:

@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--name", default="local")
     one.add_argument("--images", type=Path, default=images.DEFAULT_TABLE, help="the image table")
     one.add_argument("--resource", action="append", default=[], metavar="NAME=N", help="e.g. nvidia.com/gpu=4")
+    one.add_argument("--gpu-devices", type=int, default=0, help="offer the GPUs as this many devices, which share them")
     one.add_argument("--label", action="append", default=[], metavar="NAME=VALUE")
     one.add_argument("--backoff", type=float, default=Backoff.initial, help="seconds before the second restart")
     one.add_argument("--starter", type=int, metavar="PID", help="end the cluster when this process has ended")
@@ -76,6 +77,7 @@ def _node(args: argparse.Namespace) -> None:
         name=args.name,
         table=args.images,
         resources=_pairs(args.resource),
+        gpu_devices=args.gpu_devices,
         labels=_pairs(args.label),
         backoff=Backoff(initial=args.backoff),
         services=not args.no_services,

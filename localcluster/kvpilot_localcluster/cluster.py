@@ -36,6 +36,7 @@ class LocalCluster:
         *,
         table: Path = images.DEFAULT_TABLE,
         resources: Mapping[str, str] | None = None,
+        gpu_devices: int = 0,
         backoff: float = 10.0,
         audit: bool = False,
         newer: bool = True,
@@ -45,6 +46,7 @@ class LocalCluster:
         self.folder = folder.absolute()
         self._table = table
         self._resources = dict(resources or {})
+        self._gpu_devices = gpu_devices
         self._backoff = backoff
         binaries = build.build(report, newer=newer)
         self.plane = controlplane.ControlPlane(self.folder / "controlplane", binaries, audit=audit)
@@ -96,6 +98,7 @@ class LocalCluster:
         command += [f"--folder={self.folder / 'node'}", f"--images={self._table}", f"--backoff={self._backoff}"]
         command += [f"--starter={os.getpid()}", f"--control-plane={self.folder / 'controlplane'}"]
         command += [f"--resource={name}={value}" for name, value in self._resources.items()]
+        command += [f"--gpu-devices={self._gpu_devices}"]
         self._agent = procs.spawn(self.folder / "node.pid", command, log=self.folder / "node.log")
 
     def _schedulable(self) -> bool:

@@ -115,7 +115,7 @@ def labels(gpus: Sequence[Gpu], cuda: str, devices: int) -> dict[str, str]:
 
 
 def assign(devices: Sequence[str], owners: Mapping[Owner, Sequence[str]], owner: Owner, count: int) -> tuple[str, ...]:
-    """Return `count` GPUs for a container: those that it already has, else the first free ones.
+    """Return `count` devices for a container: those that it already has, else the first free ones.
 
     Args:
         devices: ids of all devices of the node.
@@ -165,11 +165,18 @@ class Devices:
         if count:
             owner = (pod, str(container["name"]))
             given = assign(self._all, self._owners(), owner, count)
+            if len({self._gpu(device) for device in given}) < count:
+                raise InvalidPod(
+                    f"{RESOURCE}: {count} requested, but {self._gpus} GPUs are shared: request 1 in each pod"
+                )
             file = self._pods / pod / _RECORD
             own = json.loads(file.read_text()) if file.exists() else {}
             write_atomically(file, json.dumps({**own, owner[1]: given}))
-        shown = ",".join(str(int(device) % self._gpus) for device in given)
+        shown = ",".join(map(self._gpu, given))
         return {"CUDA_VISIBLE_DEVICES": shown, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+    def _gpu(self, device: str) -> str:
+        return str(int(device) % self._gpus)
 
     def release(self, pod: str) -> None:
         """Take a pod's devices back, after its processes have ended."""

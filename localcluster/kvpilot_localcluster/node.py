@@ -70,6 +70,8 @@ class Options:
         table: the image table.
         resources: allocatable resources to add or change, e.g. {"nvidia.com/gpu": "4"}. They need not exist. Without an
             entry for GPUs, the node has the machine's GPUs.
+        gpu_devices: number of devices as which the node offers the machine's GPUs, if it is larger than their number.
+            Pods then share GPUs, as with time slicing.
         labels: additional labels of the Node.
         backoff: back-off of container restarts.
         services: True if the agent also forwards Services.
@@ -83,6 +85,7 @@ class Options:
     name: str = "local"
     table: Path = images.DEFAULT_TABLE
     resources: Mapping[str, str] = field(default_factory=dict)
+    gpu_devices: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     backoff: Backoff = field(default_factory=Backoff)
     services: bool = True
@@ -113,12 +116,12 @@ class Agent:
         self._kube = kube
         self._options = options
         options.folder.mkdir(parents=True, exist_ok=True)
-        found = _gpus()
-        own = {gpus.RESOURCE: str(len(found))} if found else {}
-        self._resources = {**machine_resources(), **own, **options.resources}
-        count = int(self._resources.get(gpus.RESOURCE, 0))
+        found = [] if gpus.RESOURCE in options.resources else _gpus()
+        count = max(len(found), options.gpu_devices)
+        own = {gpus.RESOURCE: str(count)} if found else {}
         self._labels = {**gpus.labels(found, gpus.cuda_version() if found else "", count), **options.labels}
-        devices = gpus.Devices(count, len(found), options.folder / "pods")
+        self._resources = {**machine_resources(), **own, **options.resources}
+        devices = gpus.Devices(int(self._resources.get(gpus.RESOURCE, 0)), len(found), options.folder / "pods")
         table = images.load(options.table)
         self._node = Node(kube, options.name, options.folder, table, options.backoff, self._resources, devices)
         self._addresses = Addresses(options.folder)

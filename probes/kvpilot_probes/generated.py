@@ -202,7 +202,6 @@ def _spread(chapters: Sequence[Chapter]) -> list[tuple[Chapter, bool]]:
     """Return up to QUESTIONS chapters, spread evenly, each with a flag.
 
     If the flag is True, the question gives the code and asks for the locker, otherwise the other way round.
-
     If there are fewer chapters than QUESTIONS, some chapters get both questions.
     """
     some = min(len(chapters), QUESTIONS)

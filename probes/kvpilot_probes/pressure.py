@@ -22,7 +22,7 @@ from kvpilot_probes.packs import Message
 from kvpilot_probes.run import bounded, follow
 from kvpilot_probes.sequential import Allowed, Answer, Seen, decide
 from kvpilot_probes.session import USUAL, Settings, Throttle, probing
-from kvpilot_probes.stats import Compared, by_bucket
+from kvpilot_probes.stats import Compared, Measurement, by_bucket
 
 PRESSURE = "pressure"
 # Largest prompt that fills a context, in tokens. Its JSON takes 2 MiB of the operator's memory.
@@ -74,6 +74,17 @@ class Filled(NamedTuple):
     def seen(self) -> tuple[Seen, ...]:
         """Return the damage to each prompt while the pool was full."""
         return by_bucket(self.compared)
+
+    def added_to(self, found: Measurement) -> Measurement:
+        """Return the measurement of the canary, extended by these results as the bucket `pressure`."""
+        return replace(
+            found,
+            seen=(*found.seen, *self.seen),
+            broken=found.broken + sum(one.broken for one in self.compared),
+            planned=(*found.planned, PRESSURE),
+            tokens=found.tokens + self.tokens,
+            milliseconds=found.milliseconds + self.milliseconds,
+        )
 
 
 Look = Callable[[], Awaitable[Pool]]

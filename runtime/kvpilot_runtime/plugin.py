@@ -80,7 +80,7 @@ def serve_dtype(dtype: str) -> None:
         hooks.share_pages(tuple(paths))
         hooks.around_kv_cache(settle, serve)
         hooks.around_connectors(terms.connector_class)
-        if not compat.lacks(compat.PINNED):
+        if not compat.lacks(pinned=True):
             hooks.around_layout(terms.layout)
         _offload_on_cpu()
     calibration_info.INFO.publish()

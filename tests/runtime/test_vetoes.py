@@ -161,7 +161,7 @@ def test_dtypes_that_are_called_wrong_on_a_cpu_are_those_that_its_backend_does_n
 
     named = {str(dtype) for dtype in CPUAttentionBackend.supported_kv_cache_dtypes}
     assert named <= CPU_DTYPES
-    assert CPU_DTYPES - named == {"bfloat16", "float16"}  # This is the model's own dtype by its name.
+    assert CPU_DTYPES - named == {"bfloat16", "float16"}  # These are names of the model's own dtype.
     for dtype in VLLMS:
         assert (hardware_fault(dtype, NodeFacts()) is None) == (dtype in CPU_DTYPES), dtype
 

@@ -71,7 +71,7 @@ def test_the_operator_answers_the_kubelet_all_the_time(measured):
         assert measured[phase]["healthz"]["count"] > measured[phase]["cycles"]
 
 
-def test_what_the_machines_cores_were_taken_by_is_reported(measured):
+def test_the_use_of_the_machines_cores_is_reported(measured):
     programs = {"kvpilot-operator", "kube-apiserver", "etcd", "hostile_engines good", "hostile_engines hostile"}
     for phase in ("quiet", "hostile"):
         cores = measured[phase]["cores"]

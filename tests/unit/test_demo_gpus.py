@@ -30,7 +30,7 @@ def test_three_free_gpus_and_a_torch_for_the_driver_are_enough() -> None:
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"mig": True}, "GPU 1 .*mig.mode.current is Enabled.*use a host without MIG"),
-    ({"memory": 8192}, "memory.total is 8192 MiB, and 1 at a time need 16000"),
+    ({"memory": 8192}, "memory.total is 8192 MiB, but 16000 MiB are needed for the engines"),
     ({"used": 40_000}, "memory.used is 40000 MiB .*unknown to nvidia-smi.*end these processes"),
     ({"processes": (4711,)}, "processes: 4711"),
 ])  # fmt: skip
@@ -56,7 +56,10 @@ def test_fewer_gpus_are_enough_if_their_memory_is_enough_for_several_engines() -
     assert gpus.faults([FREE], "13.0", (*TORCH[:2], 1)) == []
     small = dataclasses.replace(FREE, memory=24_000)
     assert gpus.faults([small] * 3, "13.0", TORCH) == []
-    assert "is 24000 MiB, and 2 at a time need 32000: use more" in gpus.faults([small] * 2, "13.0", TORCH)[0]
+    assert (
+        "but 32000 MiB are needed for the engines that run on it at a time (2): use"
+        in gpus.faults([small] * 2, "13.0", TORCH)[0]
+    )
 
 
 def test_a_machine_without_gpus_is_named_before_anything_starts(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.gate import gpu
 from benchmarks.gate.gpu import Pair, Record, seeded
-from kvpilot_probes import packs
+from kvpilot_probes import generated, packs
 from support.probe_engine import Body, Handler, Writer, counting, engine, noisy, reading
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(gpu, "versions", dict)
+    monkeypatch.setattr(generated, "_SEED", generated._SEED)  # a gate changes it
     monkeypatch.setattr(sys, "argv", ["gpu", "--model", "m", "--out", str(tmp_path / "gates.json")])
     return gpu.arguments()
 

@@ -82,7 +82,7 @@ def test_what_a_gateway_says_of_a_pool_is_no_change_of_it():
     assert version_of("InferencePool", said) == "2"
 
 
-def test_pickers_are_requested_where_a_route_shares_between_pools():
+def test_pickers_are_required_where_a_route_shares_between_pools():
     one = manifest(inferencePool={"endpointPickerRef": PICKERS["endpointPickerRef"]})
     assert not refused(one)
     shared = manifest(inferencePool=one["spec"]["inferencePool"], canary={"routeRef": {"name": "web"}})

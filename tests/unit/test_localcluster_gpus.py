@@ -128,8 +128,19 @@ def test_pods_take_turns_on_the_gpus_if_there_are_fewer_than_devices(
         (tmp_path / pod).mkdir()
         assert node.variables(pod, container("engine", 1))["CUDA_VISIBLE_DEVICES"] == gpu
     (tmp_path / "e").mkdir()
-    with pytest.raises(InvalidPod, match="1 asked and 0 of 4 free"):
+    with pytest.raises(InvalidPod, match="1 requested, but 0 of 4 free"):
         node.variables("e", container("engine", 1))
+
+
+def test_a_container_never_gets_one_gpu_twice(tmp_path: Path) -> None:
+    for pod in ("a", "b"):
+        (tmp_path / pod).mkdir()
+    node = gpus.Devices(3, 2, tmp_path)
+    assert node.variables("a", container("engine", 2))["CUDA_VISIBLE_DEVICES"] == "0,1"
+    node.release("a")
+    with pytest.raises(InvalidPod, match="3 requested, but 2 GPUs are shared: request 1 in each pod"):
+        node.variables("b", container("engine", 3))
+    assert node.variables("b", container("engine", 1))["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_a_node_without_gpus_sets_no_variable(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ async def test_an_api_that_is_installed_while_the_operator_runs_is_noticed(world
     assert world.cluster.asked.count(INFERENCE_POOL_API) == 2
 
 
-async def test_no_api_is_requested_that_no_spec_names(world: World) -> None:
+async def test_an_api_that_no_spec_names_is_not_requested(world: World) -> None:
     await world.snapshot()
     assert not {HTTP_ROUTE_API, INFERENCE_POOL_API} & set(world.cluster.asked)
 

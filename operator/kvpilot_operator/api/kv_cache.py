@@ -55,7 +55,7 @@ class Offload(Record, frozen=True):
 
 
 class KVCache(Record, frozen=True):
-    """Choice of the KV cache's dtype, and what the cache keeps."""
+    """Choice of the KV cache's dtype, and host memory for its blocks."""
 
     mode: Literal["Fixed", "Recommend", "Auto"] = "Recommend"
     """The party that chooses the dtype. Fixed: you choose it, in dtype. Recommend: kvpilot only writes its choice to

@@ -265,14 +265,7 @@ class Prober:
             log.warning("the context is not held: %s", error, extra=extra)
             return ProbeFailed(Reason.ENGINE_CRASHED, f"pod {request.pod}: {error}")
         log.info("the canary has answered a prompt of %d tokens", filled.context, extra=extra)
-        return replace(
-            found,
-            seen=(*found.seen, *filled.seen),
-            broken=found.broken + sum(c.broken for c in filled.compared),
-            planned=(*found.planned, pressure.PRESSURE),
-            tokens=found.tokens + filled.tokens,
-            milliseconds=found.milliseconds + filled.milliseconds,
-        )
+        return filled.added_to(found)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
         """Return settings that make a probe yield to users. A serving replica gets one request at a time.

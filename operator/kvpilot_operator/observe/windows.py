@@ -129,8 +129,10 @@ class _Series:
         _append(self.near, _Merged(sample), retention.bucket)
         if not retention.trial:
             self._thin(sample.time, retention.pressure)
+        known = len(self.far)
         while _age(self.near[0], sample.time) > retention.near:
             self.far.append(self.near.popleft())
+        if len(self.far) > known:
             self._widen(sample.time, _TRIAL_SPAN if retention.trial else _SPAN)
         while self.far and _age(self.far[0], sample.time) > retention.far:
             self.far.popleft()

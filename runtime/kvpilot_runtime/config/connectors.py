@@ -102,7 +102,7 @@ def beside(config: Any) -> str | None:
     `config` is vLLM's `VllmConfig`.
     """
     connector = SERVED[config.kv_transfer_config.kv_connector]
-    if compat.lacks(compat.PINNED):
+    if compat.lacks(pinned=True):
         return f"{connector.name} of vllm {compat.version_text()}"
     if other := other_release(connector):
         return f"{connector.name} of {connector.package} {other}"

@@ -64,7 +64,7 @@ def lacks(connector: Connector) -> str:
 
     Return an empty string if nothing is missing, or if vLLM is not installed.
     """
-    if lacks := compat.lacks(compat.PINNED):
+    if lacks := compat.lacks(pinned=True):
         return lacks
     if importlib.util.find_spec("vllm") is None:
         return ""

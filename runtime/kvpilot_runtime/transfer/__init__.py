@@ -1,1 +1,1 @@
-"""Transfer of our pages: to host memory, to a file for pages that host memory evicts, and to other engines."""
+"""Transfer of our pages to host memory and to other engines."""

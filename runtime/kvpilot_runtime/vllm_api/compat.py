@@ -62,18 +62,18 @@ def unsupported_on(platform: str) -> str:
     )
 
 
-def lacks(newest: tuple[int, int] | None = None) -> str:
+def lacks(*, pinned: bool = False) -> str:
     """Return the required versions of vLLM as text if the installed version is not one of them, else an empty string.
 
-    Needed are all versions from `OLDEST` on; with `newest`, which is `PINNED`, only that one. If vLLM is absent, return
-    an empty string, too.
+    Required are all versions from `OLDEST` on, or only `PINNED` if `pinned` is set. If vLLM is absent, return an empty
+    string, too.
     """
     try:
-        if OLDEST <= vllm_version() <= (newest or _BUILD):
+        if OLDEST <= vllm_version() <= (PINNED if pinned else _BUILD):
             return ""
     except UnsupportedEngineError:
         return ""
-    until = " or newer" if newest is None else ""
+    until = "" if pinned else " or newer"
     return f"vLLM {shown(OLDEST)}{until} (here is {version_text()})"
 
 
