@@ -22,7 +22,7 @@ def test_the_models_that_take_our_dtypes_are_counted_as_the_table_has_them() -> 
     }
     found = re.search(
         r"has (\d+) published.*: (\d+) take.*For (\d+) of them it is multi-head latent attention",
-        section("Is my model served?"),
+        section("Does it serve my model?"),
         re.DOTALL,
     )
     assert found is not None
