@@ -141,7 +141,7 @@ def test_an_autoscaler_beside_kvpilot_is_named_with_the_remedy(scaler, remedy, p
 @pytest.mark.parametrize(("replicas", "kept"), [(2, 3), (50, 8), (0, 3)])
 def test_a_number_of_replicas_beyond_the_bounds_is_reported_with_the_number_that_counts(mode, replicas, kept):
     ready = told(replicas=replicas, scaling={"mode": mode, "minReplicas": 3, "maxReplicas": 8})
-    assert f"spec.replicas is {replicas}, and {kept} counts" in ready
+    assert f"spec.replicas is {replicas}, but kvpilot runs {kept}," in ready
     assert "minReplicas 3 and maxReplicas 8" in ready
 
 
