@@ -44,7 +44,7 @@ from kvpilot_operator.decide import Judgement, allowed, described, judge
 from kvpilot_operator.errors import ScrapeError
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_probes import codec, generated, packs, pressure, prose, run
+from kvpilot_probes import codec, packs, pressure, prose, run
 from kvpilot_probes.client import http_client
 from kvpilot_probes.codec import Baseline, BaselinePrompt
 from kvpilot_probes.errors import ProbeError
@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-excess-kl-millinats", type=int, default=Accuracy().max_excess_kl_millinats)
     parser.add_argument("--min-top1-agreement-percent", type=int, default=Accuracy().min_top1_agreement_percent)
     parser.add_argument("--gates", type=int, default=1, help="number of gates, at most (default: 1)")
-    parser.add_argument("--seed", type=int, default=20, help="of the first gate; each gate adds 2 (default: 20)")
+    parser.add_argument("--seed", type=int, default=20, help="of the first gate; each gate adds 3 (default: 20)")
     parser.add_argument("--users", type=int, default=0, help="users of the engines (default: 0)")
     parser.add_argument("--serving", action="store_true", help="probe the canary as a serving replica")
     parser.add_argument("--limit", type=float, default=570, help="seconds in all, engines' start included")
@@ -147,7 +147,6 @@ class Pair:
 
     async def gate(self, seed: int) -> None:
         """Run the stages of a gate, and add its figures to the record. An error of the probe is a verdict, too."""
-        vars(generated)["_SEED"] = seed
         row: dict[str, Any] = {"seed": seed, "stages": {}}
         self.record.gates.append(row)
         began = time.monotonic()
@@ -166,7 +165,8 @@ class Pair:
         stages, dummy = row["stages"], self.args.model is None
         with self.record.stage(stages, "capture"):
             prompts = seeded(packs.load(self.args.packs), row["seed"])
-            kept = await run.capture(self.stable, "m", prompts, identity="gate", dtype="auto", settings=CAPTURING)
+            capturing = replace(CAPTURING, seed=row["seed"])
+            kept = await run.capture(self.stable, "m", prompts, identity="gate", dtype="auto", settings=capturing)
             row["longest_context"] = max(len(p.tokens) + len(p.answer) for p in kept.prompts)
         with self.record.stage(stages, "control") as stage:
             noise = await run.control(self.stable, "m", kept, settings=CAPTURING)

@@ -16,6 +16,7 @@ from kvpilot_probes.errors import EnginesDiffer, NothingFits
 from kvpilot_probes.packs import FILLER, Fill, Message, ProbePrompt
 from kvpilot_probes.prose import Chapter
 from kvpilot_probes.results import Task
+from kvpilot_probes.session import Settings
 
 # Largest context to fill, in tokens. Prompts share one document of this length, which an engine with a prefix cache
 # computes once.
@@ -45,7 +46,6 @@ AGENT_TOKENS = 65_536
 CALLS = 8
 # Largest length of a long answer, in tokens. It may have an eighth of the context, up to this length.
 LONG_TOKENS = 3072
-_SEED = 20
 _SAMPLE = 'The 3 quick foxes didn\'t jump over 12,345 dogs: naïve façade, Straße, 東京, λ, {"a": [1, 2]}\n\n  x = y_1;'
 _CHAPTERS = 64
 
@@ -60,10 +60,11 @@ class Rendered(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Number of tokens of the engine's context that a pack may use, and the length of a usual answer in tokens."""
+    """Tokens of the context that a pack may use, tokens of a usual answer, and the seed of generated texts."""
 
     context: int
     answer: int
+    seed: int
 
 
 def most_resumes(tokens: Sequence[int], usual: int) -> int:
@@ -106,7 +107,7 @@ async def check_alike(engine: EngineClient, baseline: Baseline) -> None:
 
 
 async def rendered(
-    engine: EngineClient, prompts: Sequence[ProbePrompt], context: int, answer: int, progress: Callable[[], None]
+    engine: EngineClient, prompts: Sequence[ProbePrompt], context: int, settings: Settings, progress: Callable[[], None]
 ) -> tuple[list[Rendered], tuple[str, ...]]:
     """Return all prompts with their tokens, and the names of built-in prompts that the engine's context cannot hold.
 
@@ -115,8 +116,9 @@ async def rendered(
     """
     found: list[Rendered] = []
     left_out: list[str] = []
+    answer = settings.tokens
     for prompt in prompts:
-        room = Room(min(context, prompt.context or context), answer)
+        room = Room(min(context, prompt.context or context), answer, settings.seed)
         made = await (_one if prompt.messages else _MAKERS[prompt.bucket])(engine, prompt, room)
         progress()
         found += made
@@ -152,7 +154,7 @@ async def _filled(engine: EngineClient, prompt: ProbePrompt, fill: Fill, room: R
         return [Message(m.role, m.content.replace(FILLER, text)) for m in prompt.messages]
 
     size = min(room.context, MAX_CONTEXT)
-    document = Document(engine, chat, prose.chapters(_SEED, max(12, size // _CHAPTERS)), prompt.tools)
+    document = Document(engine, chat, prose.chapters(room.seed, max(12, size // _CHAPTERS)), prompt.tools)
     before = size * fill.percent * fill.depth // 10_000
     await document.grow(before)
     document.end_at(before)
@@ -173,7 +175,7 @@ async def _long_context(engine: EngineClient, plan: ProbePrompt, room: Room) -> 
     All texts begin equally, so an engine with a prefix cache computes the longest one only once.
     """
     most = min(room.context - room.answer, MAX_CONTEXT)
-    document = Document(engine, _diary, prose.chapters(_SEED, max(12, most // _CHAPTERS)))
+    document = Document(engine, _diary, prose.chapters(room.seed, max(12, most // _CHAPTERS)))
     found: list[Rendered] = []
     known = 0
     for share in SHARES:
@@ -211,7 +213,7 @@ def _spread(chapters: Sequence[Chapter]) -> list[tuple[Chapter, bool]]:
 
 async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
     """Return prompts of every length modulo RESIDUES, prompts that exceed a chunk, and questions about one text."""
-    document = Document(engine, _diary, prose.chapters(_SEED + 1, 256))
+    document = Document(engine, _diary, prose.chapters(room.seed + 1, 256))
     question = "Tell in one sentence what happened."
     await document.grow(1)
     tail = await document.tail(question)
@@ -222,7 +224,7 @@ async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Re
         for at, (bucket, length, answer) in enumerate(lengths, 1)
         if length + answer <= room.context
     ]
-    shared = Document(engine, _diary, prose.chapters(_SEED + 2, 1))
+    shared = Document(engine, _diary, prose.chapters(room.seed + 2, 1))
     await shared.grow(min(SHARED_TOKENS, room.context // 2))
     for chapter in shared.read:
         asked = _question(chapter, backwards=False)
@@ -237,10 +239,10 @@ async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Re
 async def _agent(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
     """Return requests for a tool call, each at the end of a chat with whole rounds."""
     length = min((room.context - agent.CALL_TOKENS) * 3 // 4, AGENT_TOKENS, room.context - room.answer)
-    document = Document(engine, agent.chat, agent.rounds(_SEED, max(1, length // 16_384)), agent.TOOLS_JSON)
+    document = Document(engine, agent.chat, agent.rounds(room.seed, max(1, length // 16_384)), agent.TOOLS_JSON)
     await document.grow(length)
     found = []
-    for index, (request, task) in enumerate(agent.decisive(_SEED + 1, CALLS)):
+    for index, (request, task) in enumerate(agent.decisive(room.seed + 1, CALLS)):
         tail = await document.tail(request)
         whole = max((end + len(tail) for end in document.ends if end + len(tail) <= length), default=0)
         tokens = await document.cut(whole, tail)
@@ -252,7 +254,7 @@ async def _agent(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Re
 
 async def _reasoning(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
     found = []
-    for name, messages, task in reasoning.tasks(_SEED, min(LONG_TOKENS, max(256, room.context // 8))):
+    for name, messages, task in reasoning.tasks(room.seed, min(LONG_TOKENS, max(256, room.context // 8))):
         prompt = ProbePrompt(plan.pack, name, messages, bucket=plan.bucket)
         tokens = (await engine.tokenize(prompt.messages)).tokens
         if len(tokens) + max(room.answer, task.tokens) <= room.context:

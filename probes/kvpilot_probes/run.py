@@ -55,9 +55,7 @@ async def capture(
             return await throttle.beside_users(engine, lambda one: _answer(one, throttle, item))
 
         tokenizer, context = await fingerprint(engine)
-        found, left_out = await rendered(
-            engine, prompts, context, settings.tokens, lambda: allow(deadline, settings, 0, 0)
-        )
+        found, left_out = await rendered(engine, prompts, context, settings, lambda: allow(deadline, settings, 0, 0))
         positions = sum(r.answer for r in found)
         check_limits([r.tokens for r in found], positions)
         allow(deadline, settings, sum(len(r.tokens) for r in found), positions + tasks.cost(r.task for r in found))

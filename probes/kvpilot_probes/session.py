@@ -100,6 +100,7 @@ class Settings:
     - `priority`: vLLM's priority of the requests; larger numbers are served later.
     - `api_key`: key of a gateway in front of the engine.
     - `progress`: callback after each token or other answer.
+    - `seed`: seed of the texts that generated prompts contain.
     - `tasks`: let a measured engine solve the baseline's tasks, which takes most of the decoded tokens.
     - `from_host`: make an engine that offloads read the prompt's KV pages from host memory.
     - `brief`: skip the remaining prompts of a bucket that is sound.
@@ -120,6 +121,7 @@ class Settings:
     from_host: bool = False
     brief: bool = False
     turn: int = 0
+    seed: int = 20
     tasks: bool = True
 
     def __post_init__(self) -> None:

@@ -84,7 +84,7 @@ def made(prompts: Sequence[ProbePrompt], context: int, handler: Handler | None =
 
     async def story() -> list[Rendered]:
         async with engine(handler or reading(context)) as url, http_client() as http:
-            return (await rendered(EngineClient(url, "m", http), prompts, context, 32, untold))[0]
+            return (await rendered(EngineClient(url, "m", http), prompts, context, Settings(tokens=32), untold))[0]
 
     return asyncio.run(story())
 

@@ -10,16 +10,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.engine.users import Turn
 from benchmarks.gate import gpu
 from benchmarks.gate.gpu import Pair, Record, seeded
-from kvpilot_probes import generated, packs
+from kvpilot_probes import packs
 from support.probe_engine import Body, Handler, Writer, counting, engine, noisy, reading
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(gpu, "versions", dict)
-    monkeypatch.setattr(generated, "_SEED", generated._SEED)  # a gate changes it
     monkeypatch.setattr(sys, "argv", ["gpu", "--model", "m", "--out", str(tmp_path / "gates.json")])
     return gpu.arguments()
 
@@ -63,3 +63,30 @@ def test_each_seed_gives_every_written_prompt_another_beginning() -> None:
     for one, other, before in zip(first, second, plain, strict=True):
         assert one.messages[0].content != other.messages[0].content
         assert one.messages[-1].content.endswith(before.messages[-1].content)
+
+
+def test_a_serving_canary_is_probed_without_pressure_and_one_request_at_a_time(options: Any) -> None:
+    options.serving, at_once, most = True, 0, 0
+
+    async def canary(path: str, body: Body, writer: Writer) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await counting(path, body, writer)
+        at_once -= 1
+
+    gate = judged(options, canary)
+    assert (gate["verdict"], list(gate["stages"])) == ("Passed", ["capture", "control", "measure"])
+    assert most == 1
+
+
+async def test_latencies_are_those_of_the_answers_and_pauses_within_each_period(options: Any) -> None:
+    pair = Pair(options, Record(options), "", "")
+    pair.alone, pair.beside = [(0.0, 10.0)], [(10.0, 20.0)]
+    turns = [Turn(sent=1.0, chunks=[1.5, 1.6, 1.7]), Turn(sent=11.0, chunks=[13.0, 14.0])]
+    found = pair.latencies(turns)
+    await pair.scraper.close()
+    assert [found[name]["questions"] for name in ("alone", "beside")] == [1, 1]
+    assert [found[name]["pauses"] for name in ("alone", "beside")] == [2, 1]
+    assert found["alone"]["ttft"][1] == pytest.approx(0.5)
+    assert found["beside"]["itl"][1] == pytest.approx(1.0)

@@ -30,7 +30,6 @@ from support.probe_engine import (
     PROMPTS,
     SETTINGS,
     Body,
-    Handler,
     Writer,
     baseline,
     completing,
@@ -39,7 +38,6 @@ from support.probe_engine import (
     event,
     respond,
     stream,
-    tokens_of,
 )
 from support.services import NOW
 
@@ -388,42 +386,3 @@ async def test_a_priority_is_sent_only_where_one_is_given() -> None:
         seen.clear()
         await measure(url, "m", baseline(prompts=1), settings=Settings(tokens=8, priority=7))
         assert set(seen) == {7}
-
-
-TOOLS = '[{"name":"add","description":"Add.","parameters":{"type":"object"}}]'
-CALL = ProbePrompt("builtin/structured", "call", (Message("user", "2 + 2?"),), TOOLS)
-
-
-async def _rendered(handler: Handler) -> str:
-    async with engine(handler) as url:
-        kept = await capture(url, "m", [CALL], identity="i", dtype="auto", settings=SETTINGS)
-    return bytes(list(kept.prompts[0].tokens)).decode()
-
-
-async def test_tools_go_through_the_chat_template_that_knows_them() -> None:
-    async def handler(path: str, body: Body, writer: Writer) -> None:
-        if path == "/tokenize":
-            respond(writer, tokens_of({"messages": [body.get("tools"), body.get("messages")]}))
-            return
-        await counting(path, body, writer)
-
-    text = await _rendered(handler)
-    assert json.loads(text)[0] == [{"type": "function", "function": json.loads(TOOLS)[0]}]
-    assert "call one" not in text
-
-
-async def test_tools_are_told_in_words_where_the_template_ignores_them() -> None:
-    text = await _rendered(counting)
-    (message,) = json.loads(text)
-    assert TOOLS in message["content"]
-    assert message["content"].endswith("2 + 2?")
-
-
-async def test_tools_are_told_in_words_where_the_template_refuses_them() -> None:
-    async def handler(path: str, body: Body, writer: Writer) -> None:
-        if path == "/tokenize" and "tools" in body:
-            respond(writer, b'{"error": "no tools"}', "400 Bad Request")
-            return
-        await counting(path, body, writer)
-
-    assert "You can call these tools" in await _rendered(handler)

@@ -42,7 +42,7 @@ class Prefill:
 
 @dataclass
 class Metadata:
-    """What the layers need to know about a batch: whose tokens it has, and where they are stored.
+    """Metadata of a batch for all layers: the sequence of each token, and the tokens' slots.
 
     Attributes:
         block_table: int32 [sequences, blocks].

@@ -48,7 +48,7 @@ class Request:
 
 @dataclass
 class Findings:
-    """What a preflight found out about a request that it accepts.
+    """Facts that a preflight found about a request that it accepts.
 
     Attributes:
         config: the model's architecture; None if its config could not be read.
