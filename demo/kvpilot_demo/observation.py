@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpilot_operator.api.names import DTYPE_LABEL
 from kvpilot_operator.cluster.objects import Object
 
 STANDSTILL = 900.0
@@ -38,10 +37,6 @@ class Observation:
     def true(self, kind: str) -> bool:
         """Return True if the condition of this type is True."""
         return self.condition(kind).get("status") == "True"
-
-    def engines(self, dtype: str) -> int:
-        """Return the number of engine pods with this dtype."""
-        return sum(pod["metadata"].get("labels", {}).get(DTYPE_LABEL) == dtype for pod in self.pods)
 
     @property
     def trial(self) -> dict[str, Any]:

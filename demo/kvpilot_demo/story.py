@@ -22,7 +22,8 @@ from kvpilot_localcluster.tasks import cancelled
 GOOD, BAD = "k4v4", "k2v2"
 # The API allows two bits without the recent window. The engine looks healthy, but a small model answers badly.
 MISTAKE = {"mode": "Fixed", "dtype": BAD, "recentTokens": 0}
-UNDONE = {"mode": "Auto", "dtype": None, "recentTokens": None}
+# Fixed, because kvpilot may return to 16 bits as soon as it chooses the dtype of a service without a load.
+UNDONE = {"mode": "Fixed", "dtype": GOOD, "recentTokens": None}
 
 
 @dataclass(frozen=True)
@@ -251,8 +252,7 @@ class Story:
 
     async def _shrinks(self) -> None:
         await self._end_load()
-        # Without a load, kvpilot may already try the 16-bit dtype again. Do not count that canary here.
-        await self._until(lambda o: o.engines(GOOD) == 1, "a calm time, and the end of the second engine")
+        await self._until(lambda o: len(o.pods) == 1, "a calm time, and the end of the second engine")
 
     async def _catches(self) -> None:
         self._screen.note(f"You set spec.kvCache to {BAD} with recentTokens 0")
@@ -265,7 +265,7 @@ class Story:
         self.record.denied = seen.status["kvCache"].get("denied", [])
         # Undo the change now. Otherwise kvpilot would next roll out the stable dtype without its recent window.
         await self._world.patch({"spec": {"kvCache": UNDONE}})
-        self._screen.note("You undo the change. Nothing has to restart.")
+        self._screen.note(f"You set spec.kvCache to {GOOD} with its recent window. Nothing has to restart.")
         await self._until(lambda _: bool(self._answers()), "an Event with both answers")
         self.record.bad_answers = self._answers()
         last = await self._until(
