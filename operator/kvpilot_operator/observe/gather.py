@@ -33,7 +33,6 @@ from kvpilot_operator.state.decision import ProbeResult
 from kvpilot_operator.state.objects import ObjectView, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
 from kvpilot_operator.state.snapshot import ProbePlan, ServerFacts, ServiceKey, Snapshot
-from kvpilot_operator.tracing import NO_TRACER, Tracer, span
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,6 @@ class Observer:
     clock: Callable[[], datetime]
     on_scrape: Callable[[bool], None]
     elapsed: Callable[[], float] = time.monotonic
-    tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:
         self._texts = PackTexts(self.cluster)
@@ -156,18 +154,13 @@ class Observer:
         by_revision: dict[str, list[PodView]] = {}
         for view in answering.values():
             by_revision.setdefault(view.revision, []).append(view)
-        about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, "kvpilot.pods": sorted(due)}
-        with span(self.tracer, "scrape", about, root=True) as whole:
-            failed: list[str] = []
-            for revision, views in by_revision.items():
-                asked = [view for view in views if view.name in due]
-                answers = await asyncio.gather(*(self._scrape_pod(key, view, throttle) for view in asked))
-                pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
-                failed += [view.name for view in asked if view.name not in pages]
-                if pages:
-                    gpus, unanswered = self._reads.gpus(views), len(views) - len(pages)
-                    known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
-            whole.set_attribute("kvpilot.pods.failed", failed)
+        for revision, views in by_revision.items():
+            asked = [view for view in views if view.name in due]
+            answers = await asyncio.gather(*(self._scrape_pod(key, view, throttle) for view in asked))
+            pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
+            if pages:
+                gpus, unanswered = self._reads.gpus(views), len(views) - len(pages)
+                known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, throttle: ScrapeThrottle) -> PodMetrics | None:
         try:
