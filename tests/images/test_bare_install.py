@@ -18,7 +18,6 @@ WORKING = {
     "kvpilot-serve --version": 0,
     "kvpilot-serve --model=/nowhere": 78,
     "kubectl-kvpilot --version": 0,
-    "kubectl_complete-kvpilot st": 0,
 }
 LACKING = {
     "kvpilot backtest": "cli",

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted(
-    one.name for one in entry_points(group="console_scripts")
-    if one.value.startswith("kvpilot_") and not one.name.startswith("kubectl_complete")
-)  # fmt: skip
+SCRIPTS = sorted(one.name for one in entry_points(group="console_scripts") if one.value.startswith("kvpilot_"))
 PROGRAMS = {
     **{name: [str(Path(sys.executable).with_name(name))] for name in SCRIPTS},
     "kvpilot_demo": [sys.executable, "-m", "kvpilot_demo"],
