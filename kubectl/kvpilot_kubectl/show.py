@@ -72,13 +72,12 @@ def listed(services: Sequence[Json], *, everywhere: bool) -> RenderableType:
 def detailed(obj: Json, now: datetime) -> list[RenderableType]:
     """Return everything about one service."""
     facts, status, canary = _table(()), at(obj, "status"), service.canary(obj)
-    weights, accuracy = text(status, "cache", "phase"), _accuracy(at(status, "accuracy", "last"))
+    accuracy = _accuracy(at(status, "accuracy", "last"))
     rows = [
         ("dtype", _joined(service.dtype(obj) or _NONE, _wanted(obj))),
         ("revision", text(status, "stable", "revision") or _NONE),
         ("address", text(status, "url") or _NONE),
         *([("adapters", ", ".join(adapters))] if (adapters := words(status, "adapters")) else []),
-        *([("weights", weights)] if weights else []),
         ("replicas", f"{replicas(obj)} answer"),
         ("KV cache", _cache(obj)),
         ("load", service.load(obj) or _NONE),

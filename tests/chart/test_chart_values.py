@@ -14,7 +14,7 @@ import yaml
 from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
 from kvpilot_operator.api.engine_defaults import EngineDefaults
 from kvpilot_operator.api.faults import faults
-from kvpilot_operator.api.names import ENGINE_PORT, PREFETCH_LABEL, SERVICE_LABEL
+from kvpilot_operator.api.names import ENGINE_PORT, SERVICE_LABEL
 from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.options import parse_arguments
 
@@ -134,7 +134,7 @@ def test_a_restricted_operator_reaches_every_pod_whose_metrics_it_reads(chart):
         if rule["ports"] == [{"port": ENGINE_PORT, "protocol": "TCP"}]
         for one in rule["to"]
     ]
-    assert {one["podSelector"]["matchExpressions"][0]["key"] for one in to} == {SERVICE_LABEL, PREFETCH_LABEL}
+    assert {one["podSelector"]["matchExpressions"][0]["key"] for one in to} == {SERVICE_LABEL}
 
 
 def test_the_operator_reads_certificates_where_its_sidecar_writes_them_and_nothing_is_intercepted(chart):

@@ -14,7 +14,6 @@ WORKING = {
     "kvpilot plan --list": 0,
     f"kvpilot probe --baseline {NOBODY} --candidate {NOBODY}": 2,
     "kvpilot-operator --version": 0,
-    "kvpilot-prefetch --version": 0,
     "kvpilot-serve --version": 0,
     "kvpilot-serve --model=/nowhere": 78,
     "kubectl-kvpilot --version": 0,
@@ -24,7 +23,6 @@ LACKING = {
     "kvpilot validate -f service.yaml": "cli",
     "kvpilot calibrate --help": "runtime",
     "kvpilot-operator --namespace=models": "operator",
-    "kvpilot-prefetch --model=a/b": "runtime",
     "kubectl-kvpilot status": "kubectl",
 }
 

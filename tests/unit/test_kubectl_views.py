@@ -80,13 +80,6 @@ def test_a_service_that_waits_for_a_person_asks_for_attention_and_one_on_its_way
     assert listed(obj)[0]["ATTENTION"] == "Stalled=True (DtypeDenied)"
 
 
-def test_the_phase_of_the_claim_for_weights_is_shown() -> None:
-    obj = copy.deepcopy(story()["serving"])
-    assert "weights" not in detailed(obj)
-    obj["status"]["cache"] = {"identity": "abc", "phase": "Prefetching"}
-    assert ["weights", "Prefetching"] in [line.split(maxsplit=1) for line in detailed(obj).splitlines()]
-
-
 def test_a_service_tells_what_its_last_accuracy_probe_covered() -> None:
     obj = copy.deepcopy(story()["serving"])
     obj["status"]["accuracy"] = {"last": {"dtype": "k4v4", "verdict": "Passed", "covered": "general; not: agent"}}

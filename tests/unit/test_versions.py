@@ -15,7 +15,7 @@ PROGRAMS = {
 
 
 def test_the_commands_are_the_known_ones() -> None:
-    assert SCRIPTS == ["kubectl-kvpilot", "kvpilot", "kvpilot-operator", "kvpilot-prefetch", "kvpilot-serve"]
+    assert SCRIPTS == ["kubectl-kvpilot", "kvpilot", "kvpilot-operator", "kvpilot-serve"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

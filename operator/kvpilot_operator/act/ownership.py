@@ -61,9 +61,9 @@ Reference = tuple[str, str, str]
 
 
 def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
-    """Return True if writing this manifest starts pods: a new Job, or a workload with more replicas than now."""
+    """Return True if writing this manifest starts pods: it is a workload with more replicas than now."""
     if manifest["kind"] not in KINDS:
-        return bool(manifest["kind"] == "Job" and s.prefetch is None)
+        return False
     there = s.deployments.get(manifest["metadata"]["labels"][REVISION_LABEL])
     replicas: int = manifest["spec"]["replicas"]
     return replicas > (there.replicas if there is not None else 0)

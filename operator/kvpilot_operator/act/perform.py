@@ -224,8 +224,7 @@ class Actor:
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
-        # While the spec asks for a prefetch Job, the snapshot shows whether the Job exists.
-        there = s.prefetch is not None if kind == "Job" else kind not in _WATCHED or (seen is not None and seen.owned)
+        there = kind not in _WATCHED or (seen is not None and seen.owned)
         same = last is not None and last.content == content and self._clock() < last.due
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
             return

@@ -168,13 +168,13 @@ class Context(Draft):
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED
     target: Target = _NOT_CHOSEN
-    storage: Placed = _NOTHING
+    storage: tuple[Manifest, ...] = ()
     """The PersistentVolumeClaim for the model's weights, and the Job that fills it."""
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Target number of replicas by revision."""
     engines: Mapping[str, Manifest] = field(default_factory=dict)
     """Deployment or LeaderWorkerSet by revision."""
-    own: Placed = _NOTHING
+    own: tuple[Manifest, ...] = ()
     """The Service, the InferencePool that selects the same pods, and the PodDisruptionBudget."""
     shared: Placed = _NOTHING
     """The canary's Service and InferencePool, and the HTTPRoute."""

@@ -24,7 +24,6 @@ from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.observe.api_reads import ApiReads, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.pod_metrics import PodMetrics
-from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
 from kvpilot_operator.observe.scrape import Scraper, ScrapeThrottle
 from kvpilot_operator.observe.views import pool_view, route_view, together
@@ -82,8 +81,6 @@ class Observer:
         route = await _observed(Question.ROUTE, self._route(key, spec, server), None, failed)
         pools = await _observed(Question.POOLS, self._pools(known, service, server), {}, failed)
         probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
-        job = read_prefetch(self.cluster, self.scraper, key, service)
-        prefetch = await _observed(Question.PREFETCH, job, None, failed)
         pods = self.cache.pods.of(key)
         node = await _observed(Question.NODE, self._reads.node(pods), self._reads.known_node(pods), failed)
         autoscaler = await _observed(Question.REPLICAS, self._reads.autoscaler(key, spec), None, failed)
@@ -127,7 +124,6 @@ class Observer:
             node=node,
             model=windows.model(),
             route=route,
-            prefetch=prefetch,
             autoscaler=autoscaler,
             server=server,
             probes=probes,

@@ -33,28 +33,27 @@ def in_order(c: Context) -> Context:
     """
     named = render.named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
-        # Without a revision, place only the claim and Job for the weights, and delete nothing.
+        # Without a revision, place only the claim for the weights, and delete nothing.
         there = frozenset(c.snapshot.deployments)
-        placed = Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
+        placed = Objects(c.storage, {}, there, (), named) if c.storage else None
         return replace(c, objects=placed)
     serving = {*traffic.serving_revisions(c), c.stable.revision}
     fewer = {name for name, count in c.wanted.items() if count < counts(c.snapshot, name).replicas}
     shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
     kept = [manifest for name, manifest in c.engines.items() if name in serving - fewer]
     tried = [manifest for name, manifest in c.engines.items() if name not in serving | fewer]
-    return _placed(c, (*kept, *c.own.apply, *tried, *c.shared.apply, *shrinking), named)
+    return _placed(c, (*kept, *c.own, *tried, *c.shared.apply, *shrinking), named)
 
 
 def in_any_order(c: Context) -> Context:
     """List all objects of a service with a stable revision in any order, because `in_order` raised an error."""
-    return c if c.stable is None else _placed(c, (*c.engines.values(), *c.own.apply, *c.shared.apply), ())
+    return c if c.stable is None else _placed(c, (*c.engines.values(), *c.own, *c.shared.apply), ())
 
 
 def _placed(c: Context, apply: tuple[Manifest, ...], named: tuple[Ref, ...]) -> Context:
     scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
-    absent = (*c.storage.absent, *c.shared.absent)
-    without = removed(c.snapshot, apply)
-    return replace(c, objects=Objects((*c.storage.apply, *apply), scale, frozenset(c.wanted), absent, named, without))
+    absent, without = c.shared.absent, removed(c.snapshot, apply)
+    return replace(c, objects=Objects((*c.storage, *apply), scale, frozenset(c.wanted), absent, named, without))
 
 
 def removed(s: Snapshot, apply: Sequence[Manifest]) -> dict[tuple[str, str], Manifest]:
@@ -145,7 +144,7 @@ def own_service(c: Context) -> Context:
     rendered = {name for name in names if name in c.engines or name not in s.deployments}
     nodes = [c.spec.engine.nodes if name in rendered else s.deployments[name].nodes for name in names]
     budget = render.disruption_budget(s.key, s.uid, selected, most, groups=min(nodes, default=1) > 1)
-    return replace(c, own=Placed((*own, budget)))
+    return replace(c, own=(*own, budget))
 
 
 def share_traffic(c: Context) -> Context:
