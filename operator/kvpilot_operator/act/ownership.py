@@ -13,7 +13,7 @@ from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import Conflict, NameTaken, NotStarted
 from kvpilot_operator.render.objects import group_service
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
-from kvpilot_operator.state.decision import Manifest
+from kvpilot_operator.state.decision import Manifest, Reference
 from kvpilot_operator.state.snapshot import Snapshot
 
 
@@ -54,10 +54,6 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
     elif "spec" in manifest:
         claimed["spec"] = {name: value for name, value in manifest["spec"].items() if name != "selector"}
     return claimed
-
-
-Reference = tuple[str, str, str]
-"""(apiVersion, kind, name) of an object."""
 
 
 def starts_pods(s: Snapshot, manifest: Manifest) -> bool:

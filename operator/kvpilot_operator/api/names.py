@@ -60,10 +60,6 @@ def owned_labels(service: str) -> dict[str, str]:
     }
 
 
-OWN_LABELS = frozenset((*owned_labels(""), REVISION_LABEL, DTYPE_LABEL, GROUP_LABEL, CLAIM_LABEL))
-"""Keys of the labels that kvpilot sets on engine pods. Users must not set them."""
-
-
 def deployment_name(service: str, revision: str) -> str:
     """Return `NAME-<revision>`, the name of a revision's workload. Two revisions can run side by side."""
     return f"{service}-{revision}"

@@ -12,14 +12,14 @@ import msgspec
 from kvpilot_operator.api.names import INFERENCE_POOL_API, REVISION_LABEL, SPEC_ANNOTATION, canary_service
 from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
-from kvpilot_operator.decide.context import Context, Placed, in_flight
+from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.rejections import of_workload
 from kvpilot_operator.decide.traffic_plan import counts, floor, rolling_step, total
 from kvpilot_operator.render import objects as render
 from kvpilot_operator.render.route import backend, weighted
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
-from kvpilot_operator.state.decision import Manifest, Objects, Ref
+from kvpilot_operator.state.decision import Manifest, Objects, Reference
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Stable
@@ -42,18 +42,18 @@ def in_order(c: Context) -> Context:
     shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
     kept = [manifest for name, manifest in c.engines.items() if name in serving - fewer]
     tried = [manifest for name, manifest in c.engines.items() if name not in serving | fewer]
-    return _placed(c, (*kept, *c.own, *tried, *c.shared.apply, *shrinking), named)
+    return _placed(c, (*kept, *c.own, *tried, *c.shared, *shrinking), named)
 
 
 def in_any_order(c: Context) -> Context:
     """List all objects of a service with a stable revision in any order, because `in_order` raised an error."""
-    return c if c.stable is None else _placed(c, (*c.engines.values(), *c.own, *c.shared.apply), ())
+    return c if c.stable is None else _placed(c, (*c.engines.values(), *c.own, *c.shared), ())
 
 
-def _placed(c: Context, apply: tuple[Manifest, ...], named: tuple[Ref, ...]) -> Context:
+def _placed(c: Context, apply: tuple[Manifest, ...], named: tuple[Reference, ...]) -> Context:
     scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
-    absent, without = c.shared.absent, removed(c.snapshot, apply)
-    return replace(c, objects=Objects((*c.storage, *apply), scale, frozenset(c.wanted), absent, named, without))
+    without = removed(c.snapshot, apply)
+    return replace(c, objects=Objects((*c.storage, *apply), scale, frozenset(c.wanted), c.absent, named, without))
 
 
 def removed(s: Snapshot, apply: Sequence[Manifest]) -> dict[tuple[str, str], Manifest]:
@@ -154,7 +154,7 @@ def share_traffic(c: Context) -> Context:
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
     selected, percent = traffic.selected(c), traffic.canary_percent(c)
     apply: list[Manifest | None] = []
-    absent: tuple[Ref, ...] = ()
+    absent: tuple[Reference, ...] = ()
     shifts = canary is not None and (canary.stage, canary.traffic_mode) == (Stage.SHIFTING, TrafficMode.HTTP_ROUTE)
     if canary is not None and shifts:
         selected = canary.revision
@@ -165,7 +165,7 @@ def share_traffic(c: Context) -> Context:
         absent = (("v1", "Service", lent),)
     apply += [_canary_pool(c, selected), _route(c, percent)]
     absent += _pools_left_over(c)
-    return replace(c, shared=Placed(tuple(one for one in apply if one is not None), absent))
+    return replace(c, shared=tuple(one for one in apply if one is not None), absent=absent)
 
 
 def _canary_pool(c: Context, selected: str) -> Manifest | None:
@@ -182,7 +182,7 @@ def _canary_pool(c: Context, selected: str) -> Manifest | None:
     return made
 
 
-def _pools_left_over(c: Context) -> tuple[Ref, ...]:
+def _pools_left_over(c: Context) -> tuple[Reference, ...]:
     """Return the InferencePools to delete if the spec asks for none. Keep a pool while the HTTPRoute names it."""
     s = c.snapshot
     if c.spec.inference_pool is not None:
