@@ -1,5 +1,5 @@
-# The operator: our wheel with the extras `operator` and `tracing`, installed by the hashes in operator.lock. The image
-# has no torch, no vLLM and no compiler. Tags do not fix the base image, so a release fails while PYTHON_DIGEST is empty
+# The operator: our wheel with the extra `operator`, installed by the hashes in operator.lock. The image has no torch, no
+# vLLM and no compiler. Tags do not fix the base image, so a release fails while PYTHON_DIGEST is empty
 # (docs/releasing.md).
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
 ARG PYTHON_DIGEST=

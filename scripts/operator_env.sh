@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the operator as its image has it: the wheel, and the locked extras `operator` and `tracing`.
+# Install the operator as its image has it: the wheel, and the locked extra `operator`.
 #   scripts/operator_env.sh FOLDER      makes a virtual environment in FOLDER, and the wheel in dist/
 set -euo pipefail
 folder=$(realpath -m "${1:?usage: scripts/operator_env.sh FOLDER}")

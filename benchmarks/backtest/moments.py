@@ -51,8 +51,7 @@ class Moments:
 def measure(load: Load, costs: Costs, requests: int = 20000) -> Moments:
     """Return the statistics of a sample of the load's sessions, without variation over the day."""
     steps = max(1, int(np.ceil(requests / load.shape.turns / max(load.rate.mean() * STEP, 1.0))))
-    ones = np.ones(steps)
-    drawn = replace(load, rate=ones * max(load.rate.mean(), 1.0), prompt_scale=ones, output_scale=ones)
+    drawn = replace(load, rate=np.full(steps, max(load.rate.mean(), 1.0)))
     rows, held = [], []
     count = 0
     for session in drawn.sessions():

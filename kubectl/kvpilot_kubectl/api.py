@@ -11,11 +11,11 @@ from typing import Any
 
 import urllib3.exceptions
 from kubernetes import config
-from kubernetes.client import ApiClient, ApiException, AppsV1Api, Configuration, CoreV1Api, CustomObjectsApi
+from kubernetes.client import ApiClient, ApiException, AppsV1Api, Configuration, CustomObjectsApi
 
-from kvpilot_kubectl.errors import Forbidden, Missing, ToolError
+from kvpilot_kubectl.errors import Missing, ToolError
 from kvpilot_kubectl.fields import Json, items, text
-from kvpilot_operator.api.names import GROUP, KIND, LEADER_WORKER_SET_API, PLURAL, SERVICE_LABEL, VERSION
+from kvpilot_operator.api.names import GROUP, LEADER_WORKER_SET_API, PLURAL, VERSION
 
 _PAGE = 500
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
@@ -53,7 +53,7 @@ class Cluster:
         # The client reads certificates and a proxy address from the configuration. Wrong ones must raise a ToolError.
         api = _configured(lambda: ApiClient(settings))
         api.user_agent = _MANAGER
-        self._custom, self._core, self._apps = CustomObjectsApi(api), CoreV1Api(api), AppsV1Api(api)
+        self._custom, self._apps = CustomObjectsApi(api), AppsV1Api(api)
         # Keep urllib3 from reporting a failure that `_ask` reports.
         logging.getLogger("urllib3").addHandler(logging.NullHandler())
 
@@ -61,8 +61,14 @@ class Cluster:
         """Yield the services of the namespace, or of all namespaces."""
         where = {} if everywhere else {"namespace": self.namespace}
         ask = self._custom.list_cluster_custom_object if everywhere else self._custom.list_namespaced_custom_object
-        for page in self._pages("list", PLURAL, ask, group=GROUP, version=VERSION, plural=PLURAL, **where):
+        token: dict[str, str] = {}
+        while True:
+            about = {"group": GROUP, "version": VERSION, "plural": PLURAL, "limit": _PAGE, **where, **token}
+            page = self._ask("list", PLURAL, ask, **about)
             yield from items(page, "items")
+            if not (next_page := text(page, "metadata", "continue")):
+                return
+            token = {"_continue": next_page}
 
     def service(self, name: str) -> Json:
         """Return one service. Raise Missing if no object has this name."""
@@ -75,21 +81,6 @@ class Cluster:
         how = {"body": change, "field_manager": _MANAGER, "_content_type": _MERGE}
         return self._ask("patch", PLURAL, self._custom.patch_namespaced_custom_object, **about, **how)
 
-    def events(self, name: str, kind: str = KIND) -> Iterator[Json]:
-        """Yield the Events about an object, by default a service, that the cluster still has."""
-        about = {
-            "namespace": self.namespace,
-            "field_selector": f"involvedObject.kind={kind},involvedObject.name={name}",
-        }
-        for page in self._pages("list", "events", self._core.list_namespaced_event, **about):
-            yield from items(page, "items")
-
-    def pods(self, name: str) -> Iterator[Json]:
-        """Yield the engine pods of a service."""
-        about = {"namespace": self.namespace, "label_selector": f"{SERVICE_LABEL}={name}"}
-        for page in self._pages("list", "pods", self._core.list_namespaced_pod, **about):
-            yield from items(page, "items")
-
     def workload(self, name: str) -> Json:
         """Return the Deployment or LeaderWorkerSet of this name. Raise Missing if there is none."""
         try:
@@ -99,21 +90,6 @@ class Cluster:
             group, version = LEADER_WORKER_SET_API.split("/")
             kind = {"group": group, "version": version, "plural": "leaderworkersets"}
             return self._ask("get", "leaderworkersets", self._custom.get_namespaced_custom_object, **kind, **about)
-
-    def namespaces(self) -> Iterator[str]:
-        """Yield the names of all namespaces."""
-        for page in self._pages("list", "namespaces", self._core.list_namespace):
-            yield from (text(one, "metadata", "name") for one in items(page, "items"))
-
-    def _pages(self, verb: str, what: str, call: Callable[..., Any], **about: Any) -> Iterator[Json]:
-        token = ""
-        while True:
-            more = {"_continue": token} if token else {}
-            page = self._ask(verb, what, call, limit=_PAGE, **about, **more)
-            yield page
-            token = text(page, "metadata", "continue")
-            if not token:
-                return
 
     def _ask(self, verb: str, what: str, call: Callable[..., Any], **about: Any) -> Json:
         try:
@@ -142,7 +118,7 @@ class Cluster:
             return ToolError(f"{self.server} does not know who you are: sign in again, or name a user with --context")
         if error.status == 403:
             resource = f"{PLURAL}.{GROUP}" if what == PLURAL else what
-            return Forbidden(
+            return ToolError(
                 f"you may not {verb} {what}{_in(namespace)}: ask for the permission; "
                 f"`kubectl auth can-i {verb} {resource}{where}` checks it ({said})"
             )

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from kvpilot_formats.installed import add_version
-from kvpilot_kubectl.errors import DONE, ToolError, UsageError
+from kvpilot_kubectl.errors import DONE, UsageError
 
 PROG = "kubectl kvpilot"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -88,7 +88,7 @@ def _status(options: argparse.Namespace) -> int:
     where = cluster(options)
     if options.service is not None:
         found = where.service(options.service)
-        show.display(show.detailed(found, datetime.now(UTC), *_stuck(where, options.service)))
+        show.display(show.detailed(found, datetime.now(UTC)))
         return DONE
     services = [*where.services(everywhere=options.all_namespaces)]
     services.sort(key=lambda one: (text(one, "metadata", "namespace"), text(one, "metadata", "name")))
@@ -100,30 +100,10 @@ def _status(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _stuck(where: Any, name: str) -> tuple[list[Any], list[str]]:
-    """Return warnings about engine pods that do not answer, and a note if the user may not read them."""
-    from kvpilot_kubectl import pods
-
-    found: list[Any] = []
-    try:
-        for pod in pods.unready(where.pods(name))[: pods.SHOWN]:
-            found += pods.warned(pod, where.events(pod["metadata"]["name"], "Pod"))
-    except ToolError as error:
-        return found, [f"pods are left out: {error}"]
-    return found, []
-
-
 def _why(options: argparse.Namespace) -> int:
-    from kvpilot_kubectl import journal, show
+    from kvpilot_kubectl import show
 
-    where, notes = cluster(options), []
-    obj = where.service(options.service)
-    try:
-        events = list(where.events(options.service))
-    except ToolError as error:
-        # The journal in the status has every decision; Events only add detail.
-        events, notes = [], [f"Events are left out: {error}"]
-    show.display(show.timeline(obj, journal.entries(obj, events), datetime.now(UTC), notes))
+    show.display(show.timeline(cluster(options).service(options.service), datetime.now(UTC)))
     return DONE
 
 

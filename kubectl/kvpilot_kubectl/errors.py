@@ -22,7 +22,3 @@ class UsageError(ToolError):
 
 class Missing(ToolError):
     """The API server does not have the requested object."""
-
-
-class Forbidden(ToolError):
-    """The user lacks the permission for a request."""

@@ -58,12 +58,6 @@ def moment(value: Json, *path: str) -> datetime | None:
         return None
 
 
-def event_time(event: Json) -> datetime | None:
-    """Return the time of an Event. Recorders use different fields for it."""
-    paths = (("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp"))
-    return next((time for path in paths if (time := moment(event, *path)) is not None), None)
-
-
 def duration(span: timedelta) -> str:
     """Return a duration as kubectl writes ages, in its two largest units, such as 5m30s or 3d4h."""
     seconds = max(0, int(span.total_seconds()))

@@ -31,12 +31,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def complete() -> int:
-    """Complete a command line for kubectl. Print no candidates if the extra `kubectl` is not installed."""
-    try:
-        from kvpilot_kubectl.complete import main as candidates
-    except ModuleNotFoundError:
-        return 0
-    return candidates()

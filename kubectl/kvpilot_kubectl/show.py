@@ -14,9 +14,7 @@ from rich.text import Text
 
 from kvpilot_kubectl import service
 from kvpilot_kubectl.fields import Json, ago, at, duration, items, moment, stamp, text, whole, words
-from kvpilot_kubectl.journal import Entry
-from kvpilot_kubectl.pods import Warned
-from kvpilot_operator.api.words import ConditionType, Outcome
+from kvpilot_operator.api.words import Action, ConditionType, Outcome
 
 _GOOD, _BAD, _DIM, _BOLD = "green", "bold red", "dim", "bold"
 _UNBOUNDED = 100_000
@@ -24,6 +22,7 @@ _UNBOUNDED = 100_000
 _NARROWEST = 100
 _TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 _NONE = "-"
+_WARNINGS = (Action.ROLL_BACK, Action.HOLD)
 _COLUMNS = (
     "NAME", "READY", "SERVING", "REASON", "DTYPE", "REVISION", "REPLICAS", "KV%", "LOAD", "CANARY", "MODE", "ATTENTION",
 )  # fmt: skip
@@ -70,16 +69,15 @@ def listed(services: Sequence[Json], *, everywhere: bool) -> RenderableType:
     return table
 
 
-def detailed(obj: Json, now: datetime, stuck: Sequence[Warned] = (), notes: Sequence[str] = ()) -> list[RenderableType]:
-    """Return everything about one service, and the warnings about pods that do not answer."""
+def detailed(obj: Json, now: datetime) -> list[RenderableType]:
+    """Return everything about one service."""
     facts, status, canary = _table(()), at(obj, "status"), service.canary(obj)
-    weights, accuracy = text(status, "cache", "phase"), _accuracy(at(status, "accuracy", "last"))
+    accuracy = _accuracy(at(status, "accuracy", "last"))
     rows = [
         ("dtype", _joined(service.dtype(obj) or _NONE, _wanted(obj))),
         ("revision", text(status, "stable", "revision") or _NONE),
         ("address", text(status, "url") or _NONE),
         *([("adapters", ", ".join(adapters))] if (adapters := words(status, "adapters")) else []),
-        *([("weights", weights)] if weights else []),
         ("replicas", f"{replicas(obj)} answer"),
         ("KV cache", _cache(obj)),
         ("load", service.load(obj) or _NONE),
@@ -102,38 +100,35 @@ def detailed(obj: Json, now: datetime, stuck: Sequence[Warned] = (), notes: Sequ
             age = duration(now - since) if since is not None else _NONE
             table.add_row(text(one, "type"), _word(one), text(one, "reason"), age, text(one, "message"))
         shown += ["", table]
-    if stuck:
-        table = _table(("POD", "NODE", "WARNING", "AGO", "MESSAGE"))
-        for warned in stuck:
-            age = duration(now - warned.time) if warned.time is not None else _NONE
-            table.add_row(warned.pod, warned.node or _NONE, Text(warned.reason or _NONE, _BAD), age, warned.message)
-        shown += ["", table]
-    return [*shown, *([""] if notes else []), *map(Text, notes)]
+    return shown
 
 
-def timeline(obj: Json, entries: Sequence[Entry], now: datetime, notes: Sequence[str]) -> list[RenderableType]:
-    """Return the journal, oldest first, with the figures of each decision. Trials, denials and notes follow."""
+def timeline(obj: Json, now: datetime) -> list[RenderableType]:
+    """Return the decisions in the status, oldest first, with their figures. Trials and denials follow."""
     head = f"{service.name(obj)}: {service.dtype(obj) or 'nothing'} serves"
     shown: list[RenderableType] = [Text(head, _BOLD)]
     if note := unread(obj):
         shown.append(Text(note, _BAD))
-    for entry in entries:
-        line = Text(stamp(entry.time) or "(no time)", _DIM)
-        line.append(f"  {ago(entry.time, now):<12}", _DIM)
-        line.append(f"  {entry.action}", _BAD if entry.warning else _BOLD)
-        for part in (entry.move, entry.reason, f"x{entry.count}" if entry.count > 1 else ""):
+    # The status has the newest decision first.
+    decisions = [*items(obj, "status", "decisions")][::-1]
+    for one in decisions:
+        time, action = moment(one, "time"), text(one, "action")
+        before, after = text(one, "fromDtype"), text(one, "toDtype")
+        line = Text(stamp(time) or "(no time)", _DIM)
+        line.append(f"  {ago(time, now):<12}", _DIM)
+        line.append(f"  {action or '(no action)'}", _BAD if action in _WARNINGS else _BOLD)
+        for part in (f"{before} -> {after}".strip() if before != after else before, text(one, "reason")):
             line.append(f"  {part}" if part else "")
-        shown += ["", line, Padding(Text(entry.message), (0, 0, 0, 4))]
-        if entry.steps:
-            shown.append(Padding(_weighed(entry), (0, 0, 0, 4)))
-    if not entries:
+        shown += ["", line, Padding(Text(text(one, "message")), (0, 0, 0, 4))]
+        if steps := [*items(one, "options")]:
+            shown.append(Padding(_weighed(steps, text(one, "message")), (0, 0, 0, 4)))
+    if not decisions:
         shown += ["", "no decision has been recorded yet"]
     trials = (("trial", service.canary(obj)), ("last trial", service.last_trial(obj)))
     closing = [f"{which}: {_figures(one)}" for which, one in trials if one is not None]
     for one in service.standing(obj, now):
         until, why = moment(one, "until"), f"{text(one, 'reason')}: {text(one, 'message')}"
         closing.append(f"denied: {text(one, 'dtype')} until {stamp(until)} ({ago(until, now)}), {why}")
-    closing += notes
     return [*shown, *([""] if closing else []), *map(Text, closing)]
 
 
@@ -164,12 +159,13 @@ def unread(obj: Json) -> str:
     return ""
 
 
-def _weighed(entry: Entry) -> Table:
+def _weighed(steps: Sequence[Json], decision: str) -> Table:
+    """Return a table of the steps that a decision compared. `decision` is its message."""
     table = _table(
         ("STEP", "DTYPE", "REPLICAS", "TOKENS", "OUTCOME", "WHY"),
         right=("REPLICAS", "TOKENS"),
     )
-    for one in entry.steps:
+    for one in steps:
         outcome, message = text(one, "outcome"), text(one, "message")
         table.add_row(
             text(one, "action"),
@@ -177,7 +173,7 @@ def _weighed(entry: Entry) -> Table:
             _number(whole(one, "replicas")),
             _number(whole(one, "capacityTokens")),
             Text(outcome, _GOOD if outcome == Outcome.CHOSEN else ""),
-            "as above" if message and message in entry.message else message,
+            "as above" if message and message in decision else message,
         )
     return table
 

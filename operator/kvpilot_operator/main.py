@@ -22,7 +22,6 @@ from kvpilot_operator.control.leader import Election, Leader, Replica, prepare
 from kvpilot_operator.control.logs import configure
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.errors import LeadershipLost
-from kvpilot_operator.tracing import NO_TRACER, TracingError, span_sender
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +75,7 @@ class Operator:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._fence = WriteFence()
-        self._spans = span_sender(os.environ)
-        self._telemetry = Telemetry(self._spans.tracer if self._spans is not None else NO_TRACER)
+        self._telemetry = Telemetry()
         self._ready = asyncio.Event()
         self._closing = AsyncExitStack()
         self._end: asyncio.Task[None] | None = None
@@ -95,8 +93,6 @@ class Operator:
     async def start(self) -> None:
         """Connect to the API server, and start the HTTP server for health checks and metrics."""
         options = self._options
-        if self._spans is not None:
-            self._closing.push_async_callback(self._spans.close)
         prepare()
         agent = f"kvpilot-operator ({self.identity})"
         self._cluster = await Cluster.connect(self._fence, agent, self._telemetry.api_request)
@@ -167,13 +163,10 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Run the process. Exit with status 1 if this replica lost the Lease, and with 2 if it cannot send traces."""
+    """Run the process. Exit with status 1 if this replica lost the Lease."""
     configure(options.log_level)
     try:
         asyncio.run(run(options))
-    except TracingError as error:
-        log.error("%s", error)
-        sys.exit(2)
     except LeadershipLost as error:
         log.error("stopping: %s", error)
         sys.exit(1)

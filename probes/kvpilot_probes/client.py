@@ -224,15 +224,13 @@ async def served_models(base_url: str, http: aiohttp.ClientSession) -> tuple[str
     return await _twice(url, ask)
 
 
-def http_client(
-    api_key: str | None = None, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] = MappingProxyType({})
-) -> aiohttp.ClientSession:
+def http_client(api_key: str | None = None, tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
     """Return an HTTP session for engines, with bounded waits, and without proxies, cookies and compression."""
     authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
         connector=EngineConnector(ssl=tls or True),
         cookie_jar=aiohttp.DummyCookieJar(),
-        headers={**headers, "Accept-Encoding": "identity", **authorization},
+        headers={"Accept-Encoding": "identity", **authorization},
         auto_decompress=False,
         trust_env=False,
         timeout=_timeout(READ_SECONDS),

@@ -4,7 +4,7 @@ import asyncio
 import math
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -116,7 +116,6 @@ class Settings:
     priority: int | None = None
     api_key: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict)
     progress: Progress = untold
     from_host: bool = False
     brief: bool = False
@@ -146,7 +145,7 @@ async def probing(
     began = asyncio.get_running_loop().time()
     deadline = asyncio.timeout(settings.deadline_seconds or START_SECONDS)
     try:
-        async with deadline, http_client(settings.api_key, settings.tls, settings.headers) as http:
+        async with deadline, http_client(settings.api_key, settings.tls) as http:
             engine = EngineClient(
                 base_url.rstrip("/"), model, http, settings.progress, settings.priority, settings.from_host
             )

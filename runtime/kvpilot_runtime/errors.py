@@ -3,7 +3,7 @@
 EngineRefusedError
 ├── UnsupportedEngineError    vLLM is absent, or lacks a part that the plugin uses
 ├── UnsupportedModelError     the model, or an engine option, needs something that our backend lacks
-└── PreflightError            kvpilot-serve or kvpilot-prefetch refuses; the operator reports the error's `reason`
+└── PreflightError            kvpilot-serve refuses; the operator reports the error's `reason`
 """
 
 import json
@@ -12,10 +12,7 @@ from typing import Literal
 
 from kvpilot_formats.untrusted import shown
 
-Reason = Literal[
-    "ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments", "VolumeFull",
-    "VolumeNotWritable", "HubUnreachable",
-]  # fmt: skip
+Reason = Literal["ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments"]
 
 
 class EngineRefusedError(ValueError):
@@ -31,7 +28,7 @@ class UnsupportedModelError(EngineRefusedError):
 
 
 class PreflightError(EngineRefusedError):
-    """Refusal of a request to `kvpilot-serve` or `kvpilot-prefetch`, with `reason` and `message`.
+    """Refusal of a request to `kvpilot-serve`, with `reason` and `message`.
 
     The message may quote the hub, a file or an address. So unprintable characters and credentials are removed from it.
     """

@@ -1,4 +1,4 @@
-"""Choose the address that engines and `kvpilot-prefetch` listen on."""
+"""Choose the address that engines listen on."""
 
 import os
 import socket

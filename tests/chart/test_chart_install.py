@@ -195,15 +195,10 @@ def test_a_whole_canary_needs_all_of_the_charts_verbs_and_no_other(install, char
 
     until(promoted, "the canary is promoted", pause=1)
     until(lambda: len(install.pods("models", "kvpilot.io/service=chat")) == 1, "the old engine is gone")
-    # A claim and a Job only need the name of a hub model, which cannot be downloaded here.
-    stored = {"model": {"source": "hf://Qwen/Qwen3-8B"}, "cache": {"weights": {"size": "1Gi"}, "prefetch": True}}
+    # A claim only needs the name of a hub model, which cannot be downloaded here.
+    stored = {"model": {"source": "hf://Qwen/Qwen3-8B"}, "cache": {"weights": {"size": "1Gi"}}}
     install.serve("models", "stored", "example.org/not-here:1", **stored)
-    jobs = "/apis/batch/v1/namespaces/models/jobs"
-    until(lambda: install.rest.get(jobs)["items"], "a Job is made")
-    stored_path = "/apis/kvpilot.io/v1alpha1/namespaces/models/quantizedllmservices/stored"
-    install.rest.merge(stored_path, {"spec": {"cache": {"prefetch": False}}})
-    until(lambda: not install.rest.get(jobs)["items"], "the Job is deleted")
-    assert install.rest.get("/api/v1/namespaces/models/persistentvolumeclaims/stored-weights")
+    until(lambda: install.rest.get("/api/v1/namespaces/models/persistentvolumeclaims")["items"], "a claim is made")
     assert_nothing_was_refused(install)
     used = {(VERBS.get(method, method.lower()), kind.lower() + "s") for method, kind, _ in install.requests()}
     granted = {

@@ -14,7 +14,7 @@ import yaml
 from kvpilot_localcluster.toolbox.helm import HelmRefused, render, run_helm
 from kvpilot_operator.api.engine_defaults import EngineDefaults
 from kvpilot_operator.api.faults import faults
-from kvpilot_operator.api.names import ENGINE_PORT, PREFETCH_LABEL, SERVICE_LABEL
+from kvpilot_operator.api.names import ENGINE_PORT, SERVICE_LABEL
 from kvpilot_operator.api.pod_template import KINDS
 from kvpilot_operator.options import parse_arguments
 
@@ -41,9 +41,6 @@ REFUSED = {
     "a label that is a number": ({"commonLabels": {"team": 7}}, "commonLabels.team"),
     "a pull secret as a text": ({"imagePullSecrets": ["mine"]}, "imagePullSecrets.0"),
     "a port that is none": ({"networkPolicy": {"apiServerPorts": [70000]}}, "networkPolicy.apiServerPorts.0"),
-    "a collector without a scheme": ({"tracing": {"endpoint": "otel:4317"}}, "tracing.endpoint"),
-    "a collector with a password": ({"tracing": {"endpoint": "http://a:b@otel:4318"}}, "tracing.endpoint"),
-    "a share above one": ({"tracing": {"endpoint": "http://otel:4318", "sampleRatio": 10}}, "tracing.sampleRatio"),
     "an interval that is none": (
         {"monitoring": {"serviceMonitor": {"interval": "often"}}},
         "monitoring.serviceMonitor.interval",
@@ -128,39 +125,6 @@ def test_the_operator_reads_the_defaults_of_engines_that_the_chart_writes(chart)
     assert parse_arguments(arguments({"engines": {"image": "a:1"}})).engine_defaults == EngineDefaults("a:1")
 
 
-@pytest.mark.parametrize(
-    ("values", "environment", "port"),
-    [
-        ({}, {}, None),
-        ({"sampleRatio": 0.1}, {}, None),
-        (
-            {"endpoint": "http://otel.monitoring:4318"},
-            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://otel.monitoring:4318"},
-            4318,
-        ),
-        (
-            {"endpoint": "https://10.0.0.1/otlp", "sampleRatio": 0.05},
-            {
-                "OTEL_EXPORTER_OTLP_ENDPOINT": "https://10.0.0.1/otlp",
-                "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-                "OTEL_TRACES_SAMPLER_ARG": "0.05",
-            },
-            443,
-        ),
-        ({"endpoint": "http://[fd00::1]"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://[fd00::1]"}, 80),
-    ],
-)
-def test_traces_go_where_the_values_say_by_opentelemetrys_own_names_and_may_get_there(chart, values, environment, port):
-    objects = render(chart, {"tracing": values, "networkPolicy": {"restrictEgress": True}})
-    (deployment,) = (one for one in objects if one["kind"] == "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    given = {one["name"]: one.get("value") for one in container["env"] if one["name"].startswith("OTEL_")}
-    assert given == environment
-    (policy,) = (one for one in objects if one["kind"] == "NetworkPolicy")
-    anywhere = [port["port"] for rule in policy["spec"]["egress"] if "to" not in rule for port in rule["ports"]]
-    assert anywhere == [53, 53, 443, 6443, *([port] if port else [])]
-
-
 def test_a_restricted_operator_reaches_every_pod_whose_metrics_it_reads(chart):
     objects = render(chart, {"networkPolicy": {"restrictEgress": True}})
     (policy,) = (one for one in objects if one["kind"] == "NetworkPolicy")
@@ -170,7 +134,7 @@ def test_a_restricted_operator_reaches_every_pod_whose_metrics_it_reads(chart):
         if rule["ports"] == [{"port": ENGINE_PORT, "protocol": "TCP"}]
         for one in rule["to"]
     ]
-    assert {one["podSelector"]["matchExpressions"][0]["key"] for one in to} == {SERVICE_LABEL, PREFETCH_LABEL}
+    assert {one["podSelector"]["matchExpressions"][0]["key"] for one in to} == {SERVICE_LABEL}
 
 
 def test_the_operator_reads_certificates_where_its_sidecar_writes_them_and_nothing_is_intercepted(chart):

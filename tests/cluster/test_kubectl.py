@@ -25,10 +25,10 @@ SERVICES = "/apis/kvpilot.io/v1alpha1/namespaces/models/quantizedllmservices"
 BAD = "int4_per_token_head"
 
 
-def kvpilot(kubeconfig: Path, *argv: str, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
+def kvpilot(kubeconfig: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     """Run it as a user would, with KUBECONFIG."""
     env = {**os.environ, "KUBECONFIG": str(kubeconfig)}
-    return subprocess.run([program, *argv], capture_output=True, text=True, check=False, env=env, timeout=600)
+    return subprocess.run([PROGRAM, *argv], capture_output=True, text=True, check=False, env=env, timeout=600)
 
 
 @dataclass
@@ -156,17 +156,9 @@ def test_a_user_who_may_only_read_services_gets_status_and_journal(world: World,
     why = kvpilot(reader, "why", "chat", "-n", "models")
     assert (why.returncode, why.stderr) == (0, "")
     assert world.status["decisions"][0]["message"] in why.stdout
-    assert "you may not list events in namespace models" in why.stdout
     status = kvpilot(reader, "status", "chat", "-n", "models")
     assert (status.returncode, status.stderr) == (0, "")
     assert "\nReady " in status.stdout
-    assert "you may not list pods in namespace models" in status.stdout
-
-
-def test_kubectl_completes_names_of_services(world: World) -> None:
-    program = PROGRAM.with_name("kubectl_complete-kvpilot")
-    found = kvpilot(world.plane.kubeconfig, "pause", "-n", "models", "", program=program)
-    assert (found.stdout, found.stderr) == ("chat\n:4\n", "")
 
 
 def test_retry_annotates_the_service_with_its_last_trial_and_leaves_the_spec(world: World) -> None:

@@ -1,15 +1,12 @@
-"""A claim and the Job that fills it, on a real API server (Kubernetes 1.20) with its controllers and admission."""
+"""A claim for weights, on a real API server (Kubernetes 1.20) with its controllers and admission."""
 
-from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
 
 from kvpilot_localcluster.cluster import LocalCluster
 from kvpilot_localcluster.rest import Rest, until
-from support.model_hub import Hub, hub_of
-from support.operated import condition, create, engine, exists, services, told
+from support.operated import condition, create, exists, services, told
 from support.operator_pair import Operator
 
 Json = dict[str, Any]
@@ -130,96 +127,18 @@ def test_a_quota_on_storage_is_reported(rest: Rest, namespace: str) -> None:
     assert "exceeded quota: team" in found["message"]
 
 
-MODEL = "some-team/some-model"
-FILES = {"config.json": b"{}", "a.safetensors": b"a" * 3_000_000, "b.safetensors": b"b" * 1_000_000}
-
-
-def disk(rest: Rest, namespace: str, folder: Path) -> str:
-    """Create a volume in a folder of this machine, and its class."""
-    name = f"class-{namespace}"
-    spec = {
-        "capacity": {"storage": "1Gi"},
-        "accessModes": ["ReadWriteOnce"],
-        "storageClassName": name,
-        "hostPath": {"path": str(folder)},
-    }
-    rest.create("/api/v1/persistentvolumes", {"metadata": {"name": f"disk-{namespace}"}, "spec": spec})
-    return name
-
-
-def hub_engine(hub: Hub) -> Json:
-    env = [{"name": "HF_ENDPOINT", "value": hub.url}, {"name": "HF_HUB_OFFLINE", "value": "0"}]
-    return engine(env=env)
-
-
-def deployments(rest: Rest, namespace: str) -> list[Json]:
-    return list(rest.get(f"/apis/apps/v1/namespaces/{namespace}/deployments")["items"])
-
-
-def test_a_job_fills_the_claim_before_any_engine_and_tells_how_far_it_is(
-    rest: Rest, namespace: str, tmp_path: Path
-) -> None:
-    tmp_path.chmod(0o777)
-    with hub_of(MODEL, FILES) as hub:
-        goes_on = Event()
-
-        def hangs(name: str) -> None:
-            if name == "b.safetensors":
-                goes_on.wait(SECONDS)
-
-        hub.before = hangs
-        asked = weights("1Gi", accessMode="ReadWriteOnce", storageClassName=disk(rest, namespace, tmp_path))
-        asked["cache"]["prefetch"] = True
-        create(rest, namespace, model={"source": f"hf://{MODEL}"}, **hub_engine(hub), **asked)
-
-        def cache() -> Json:
-            return dict((rest.get(f"{services(namespace)}/chat").get("status") or {}).get("cache") or {})
-
-        def message() -> str:
-            conditions = (rest.get(f"{services(namespace)}/chat").get("status") or {}).get("conditions", ())
-            return next((one["message"] for one in conditions if one["type"] == "Ready"), "")
-
-        until(lambda: "75%" in message(), "the condition reports it")
-        assert "75% of 0.0 GB" in message()
-        assert cache()["phase"] == "Prefetching"
-        assert condition(rest, namespace, "Ready")["reason"] == "Prefetching"
-        assert condition(rest, namespace, "Reconciling")["status"] == "True"
-        assert deployments(rest, namespace) == []
-        goes_on.set()
-        until(lambda: cache().get("phase") == "Ready", "the claim is filled")
-        until(lambda: deployments(rest, namespace), "the operator requests an engine")
-    (folder,) = (tmp_path / "hub" / f"models--{MODEL.replace('/', '--')}" / "snapshots").iterdir()
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
-
-
-def test_a_model_that_is_not_for_us_is_reported_and_fetched_once_it_is(
-    rest: Rest, namespace: str, tmp_path: Path
-) -> None:
-    tmp_path.chmod(0o777)
-    with hub_of(MODEL, FILES) as hub:
-        hub.refuses = "GatedRepo"
-        asked = weights("1Gi", accessMode="ReadWriteOnce", storageClassName=disk(rest, namespace, tmp_path))
-        asked["cache"]["prefetch"] = True
-        create(rest, namespace, model={"source": f"hf://{MODEL}"}, **hub_engine(hub), **asked)
-        assert "accept its terms" in told(rest, namespace, "Stalled", "ModelNotFound")["message"]
-        assert deployments(rest, namespace) == []
-        hub.refuses = ""
-        until(lambda: deployments(rest, namespace), "the operator requests an engine")
-
-
 def test_nothing_starts_with_another_owners_claim_until_it_has_gone(rest: Rest, namespace: str) -> None:
     asked = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     claims = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims"
     theirs = rest.create(claims, {"metadata": {"name": "chat-weights"}, "spec": asked})
-    cache = {"weights": {"size": "2Gi"}, "prefetch": True}
-    create(rest, namespace, cache=cache)
+    create(rest, namespace, **weights("2Gi"))
     for kind in ("Stalled", "Ready"):
         assert "spec.cache.weightsClaimName" in told(rest, namespace, kind, "NameTaken")["message"]
-    started = (f"/apis/apps/v1/namespaces/{namespace}/deployments", f"/apis/batch/v1/namespaces/{namespace}/jobs")
-    assert [rest.get(path)["items"] for path in started] == [[], []]
+    started = f"/apis/apps/v1/namespaces/{namespace}/deployments"
+    assert rest.get(started)["items"] == []
     assert rest.get(claim(namespace))["spec"] == theirs["spec"]
     rest.delete(claim(namespace))
-    until(lambda: rest.get(started[1])["items"], "the Job that fills our own claim", seconds=SECONDS)
+    until(lambda: rest.get(started)["items"], "the operator requests an engine", seconds=SECONDS)
     (owner,) = rest.get(claim(namespace))["metadata"]["ownerReferences"]
     assert owner["name"] == "chat"
 

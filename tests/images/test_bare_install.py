@@ -14,18 +14,15 @@ WORKING = {
     "kvpilot plan --list": 0,
     f"kvpilot probe --baseline {NOBODY} --candidate {NOBODY}": 2,
     "kvpilot-operator --version": 0,
-    "kvpilot-prefetch --version": 0,
     "kvpilot-serve --version": 0,
     "kvpilot-serve --model=/nowhere": 78,
     "kubectl-kvpilot --version": 0,
-    "kubectl_complete-kvpilot st": 0,
 }
 LACKING = {
     "kvpilot backtest": "cli",
     "kvpilot validate -f service.yaml": "cli",
     "kvpilot calibrate --help": "runtime",
     "kvpilot-operator --namespace=models": "operator",
-    "kvpilot-prefetch --model=a/b": "runtime",
     "kubectl-kvpilot status": "kubectl",
 }
 

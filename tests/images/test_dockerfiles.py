@@ -65,10 +65,9 @@ def test_a_lock_of_an_image_has_a_hash_for_every_package_in_the_version_that_is_
         assert pinned(path).items() <= tested.items()
 
 
-def test_the_operators_lock_holds_what_the_operator_and_its_traces_ask_for() -> None:
+def test_the_operators_lock_holds_what_the_operator_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *extras["operator"], *extras["tracing"]]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["operator"]]
     assert {re.split(r"[^\w-]", one)[0] for one in asked} <= pinned(ROOT / "docker/operator.lock").keys()
 
 

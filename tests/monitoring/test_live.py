@@ -26,11 +26,10 @@ TRIAL = {
     "Excess KL of the last probe, the ten highest", "Top-1 agreement of the last probe",
 }  # fmt: skip
 # Panels that have data only after a rollback, or after a decision between steps. A fixed dtype has neither. This
-# service also has no objectives, no second tier and no claim to fill.
+# service also has no objectives and no second tier.
 OTHERS = {
     "Dtypes that are denied", "Steps that were weighed last", "Latency objectives",
     "Prompt tokens found, by tier (kvCache.offload)",
-    "Weights on the claim (cache.prefetch)",
 }  # fmt: skip
 
 

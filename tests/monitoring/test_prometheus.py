@@ -27,7 +27,6 @@ from kvpilot_operator.decide import decide
 from kvpilot_operator.render.engine import pod_template
 from kvpilot_operator.state.accuracy import Accuracy, Measured
 from kvpilot_operator.state.histogram import Histogram
-from kvpilot_operator.state.objects import PrefetchView
 from kvpilot_operator.state.samples import Flows
 from kvpilot_operator.state.status import (
     Canary,
@@ -37,7 +36,6 @@ from kvpilot_operator.state.status import (
     KVCache,
     Option,
     Status,
-    WeightsCache,
 )
 from support.services import KEY, NOW, manifest, running, samples, spec_of
 
@@ -91,7 +89,6 @@ def eventful(now: datetime) -> Status:
         canary=trial,
         history=(ended,),
         accuracy=Accuracy(last=probe, failures=1),
-        cache=WeightsCache(identity="i", phase="Prefetching"),
         kv_cache=KVCache(denied=(denied,)),
         decisions=(entry,),
     )
@@ -112,13 +109,12 @@ def passes(telemetry: Telemetry) -> None:
         decision = decide(observed)
     plain = decision.status
     past = eventful(now)
-    kept = {name: getattr(past, name) for name in ("canary", "history", "accuracy", "cache", "decisions")}
+    kept = {name: getattr(past, name) for name in ("canary", "history", "accuracy", "decisions")}
     denied = msgspec.structs.replace(plain.kv_cache, denied=past.kv_cache.denied)
     telemetry.leader.set(1)
     series = ServiceSeries()
-    fetching = PrefetchView("i-1", False, None, (), 4 * 10**9, 16 * 10**9)
     status = msgspec.structs.replace(plain, kv_cache=denied, **kept)
-    series.show(replace(observed, prefetch=fetching), replace(decision, status=status))
+    series.show(observed, replace(decision, status=status))
     telemetry.services(lambda: [(observed.key, series)])
     telemetry.engine_scraped(False)
     telemetry.scraped(0.4)

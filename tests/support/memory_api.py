@@ -112,14 +112,10 @@ class MemoryApi:
         self.asked.append(("find", ref.kind, ref.name))
         return copy.deepcopy(self.objects.get((ref.kind, ref.name)))
 
-    async def first(
-        self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
-    ) -> list[Object]:
-        self.asked.append(("list", kind, selector or fields))
+    async def first(self, api_version: str, kind: str, namespace: str, *, fields: str = "", limit: int) -> list[Object]:
+        self.asked.append(("list", kind, fields))
         assert not fields, "this API has no field selectors"
-        label, _, value = selector.partition("=")
-        found = [obj for what, obj in self.objects.items() if what[0] == kind]
-        return copy.deepcopy([obj for obj in found if obj["metadata"].get("labels", {}).get(label) == value][:limit])
+        return copy.deepcopy([obj for what, obj in self.objects.items() if what[0] == kind][:limit])
 
     async def list(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Object]:
         self.asked.append(("list", kind, selector))

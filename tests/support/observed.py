@@ -84,7 +84,7 @@ class FakeCluster:
             raise self.broken[ref.kind]
         return self.objects.get(path)
 
-    async def first(self, api_version: str, kind: str, namespace: str, selector: str = "", *, limit: int) -> list[Any]:
+    async def first(self, api_version: str, kind: str, namespace: str, *, limit: int) -> list[Any]:
         path = path_of(api_version, kind, namespace)
         self.asked.append(path)
         if kind in self.broken:

@@ -14,7 +14,6 @@ from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.render.objects import baseline_config_map
 from kvpilot_operator.state.decision import Capture, Captured, Find, Measure, ProbeResult
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import NO_TRACER
 from kvpilot_probes.codec import Baseline
 from support.probe_engine import Body, Writer, counting, engine, respond
 from support.services import KEY, manifest, spec_of
@@ -46,7 +45,7 @@ class Bench:
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.scraper = Scraper()
-        self.prober = Prober(self.cluster, self.scraper, NO_TRACER)  # type: ignore[arg-type]  # the one method that it uses
+        self.prober = Prober(self.cluster, self.scraper)  # type: ignore[arg-type]  # the one method that it uses
         self.done = asyncio.Event()
         self.probes: dict[ServiceKey, Probe] = {}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvpilot_kubectl import journal, show
+from kvpilot_kubectl import show
 from support.model_cluster import ModelCluster
 from support.services import manifest
 
@@ -62,19 +62,6 @@ def detailed(obj: Any) -> str:
     return show.rendered(show.detailed(obj, now()), PLAIN)
 
 
-def why(obj: Any, *events: Any) -> str:
+def why(obj: Any) -> str:
     """Return the output of `why NAME`."""
-    return show.rendered(show.timeline(obj, journal.entries(obj, events), now(), []), PLAIN)
-
-
-def engine_pod(ready: str = "False", **more: Any) -> dict[str, Any]:
-    """Return a pod whose engine container waits; `more` extends its metadata."""
-    waiting = {"name": "engine", "state": {"waiting": {"reason": "ContainerCreating"}}}
-    status = {"conditions": [{"type": "Ready", "status": ready}], "containerStatuses": [waiting]}
-    return {"metadata": {"name": "chat-1", "uid": "p-1", **more}, "spec": {"nodeName": "a"}, "status": status}
-
-
-def warning(message: str, at: str = "2026-11-21T23:59:00Z", **more: Any) -> dict[str, Any]:
-    """Return a kubelet's event about that pod."""
-    about = {"involvedObject": {"uid": "p-1"}, "type": "Warning", "reason": "FailedMount", "lastTimestamp": at}
-    return {**about, "message": message, **more}
+    return show.rendered(show.timeline(obj, now()), PLAIN)

@@ -133,8 +133,6 @@ def test_the_command_writes_table_and_json(tmp_path: Path, capsys: pytest.Captur
         (["--trace", "nope"], "trace: 'nope' is unknown"),
         (["--days", "0"], "days: 0.0; give more"),
         (["--seed", "-1"], "seed: -1; give a whole number from 0 on"),
-        (["--history", "x.json", "--days", "2"], "days: 2.0 has no effect with --history; leave out one of the two"),
-        (["--history", "x.json", "--size", "2"], "size: 2.0 has no effect with --history; leave out one of the two"),
         (["--recorded", "x.csv", "--days", "2"], "days: 2.0 has no effect with --recorded; leave out one of the two"),
         (["--recorded", "/does/not/exist.csv"], "recorded: /does/not/exist.csv cannot be read"),
         (["--size", "nan"], "size: nan; give a number above 0"),

@@ -100,7 +100,7 @@ def test_an_image_change_is_reported_with_its_cause_while_its_canary_hangs(
     obj = {**IMAGE, "status": json.loads(json.dumps(later.status.as_written(), default=str))}
     text = show.rendered([show.listed([obj], everywhere=False)], PLAIN)
     assert f"CanaryHealthy=Unknown ({reason})" in text
-    lines = show.rendered(show.timeline(obj, (), NOW, ()), PLAIN)
+    lines = show.rendered(show.timeline(obj, NOW), PLAIN)
     assert "trial: auto Starting; " in lines
     assert "auto -> auto" not in text + lines
 

@@ -27,7 +27,7 @@ def documents(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return service, scaler
 
 
-@pytest.mark.parametrize("page", ["gateways.md", "meshes.md", "pods.md", "lora.md", "prefetch.md", "storage.md"])
+@pytest.mark.parametrize("page", ["gateways.md", "meshes.md", "pods.md", "lora.md", "storage.md"])
 def test_a_part_of_a_spec_in_the_docs_is_accepted(page):
     text = (EXAMPLES.parent / "docs" / page).read_text()
     parts = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]

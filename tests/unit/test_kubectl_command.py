@@ -1,5 +1,6 @@
 """`kubectl kvpilot` as a command: its arguments, its output and its exit codes."""
 
+import argparse
 import os
 import re
 import subprocess
@@ -11,7 +12,6 @@ import pytest
 from kubectl_runs import COMMANDS, Run, refused, runner, serving_chat
 from loopback_api import LoopbackApi
 
-from kvpilot_kubectl import complete
 from kvpilot_kubectl.commands import parser
 from kvpilot_kubectl.main import main
 
@@ -62,7 +62,9 @@ def test_help_describes_every_command(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_docs_tell_of_every_command_and_option() -> None:
     page = (Path(__file__).parents[2] / "docs" / "kubectl.md").read_text()
-    for part in complete.parts(parser()):
+    whole = parser()
+    (commands,) = (one for one in whole._actions if isinstance(one, argparse._SubParsersAction))
+    for part in (whole, *commands.choices.values()):
         for action in part._actions:
             for name in [*(action.choices or ()), *action.option_strings]:
                 assert name in ("-h", "--help") or re.search(rf"(?<![-\w]){name}(?![-\w])", page), name

@@ -126,15 +126,6 @@ def test_an_unknown_context_is_named_with_those_that_are_there(run: Run) -> None
     assert "bare, here" in line
 
 
-def test_why_goes_without_events_that_may_not_be_read(run: Run, api: LoopbackApi) -> None:
-    api.services["chat"]["status"] = {"decisions": [{"time": "2026-11-21T12:00:00Z", "action": "Serve"}]}
-    api.answers["/api/v1/namespaces/models/events"] = (403, b"{}")
-    code, out, _ = run("why", "chat")
-    assert code == 0
-    assert "Serve" in out
-    assert "Events are left out: you may not list events in namespace models" in out
-
-
 def test_a_server_that_drops_the_field_is_not_believed(run: Run, api: LoopbackApi) -> None:
     api.dropped = frozenset({"paused", "denySeconds"})
     assert "the server dropped spec.rollout.paused" in refused(run, "pause", "chat")

@@ -19,7 +19,6 @@ from kvpilot_operator.observe.informers import InformerCache
 from kvpilot_operator.options import parse_arguments
 from kvpilot_operator.state.decision import Capture, Captured
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import NO_TRACER
 from kvpilot_probes.client import http_client, served_models
 from kvpilot_probes.errors import EngineUnreachable
 from support.meshed import Mesh, Sidecar, sidecar
@@ -217,7 +216,7 @@ async def test_a_probe_is_made_with_the_certificates_of_its_day(ours: Path, tmp_
         sidecar(plain, theirs) as meshed,
         scraping(Identity(ours)) as reading,
     ):
-        prober = Prober(NothingKept(), reading, NO_TRACER)  # type: ignore[arg-type]  # the one method that it uses
+        prober = Prober(NothingKept(), reading)  # type: ignore[arg-type]  # the one method that it uses
         request = Capture("capture/x/0", "p", meshed.url, "m", "0123456789", "chat-baseline")
         with pytest.raises(EngineUnreachable):
             await prober.probe(SERVICE, SPEC, request, uid="u-1")

@@ -220,7 +220,7 @@ def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod_and_is_within_bas
     given_template: Json, allowed: set[str]
 ) -> None:
     obj = engine(given_template, resources={"limits": {"cpu": 1}}) | {}
-    obj["spec"]["cache"] = {"prefetch": False, "weightsClaimName": "w", "compileClaimName": "c"}
+    obj["spec"]["cache"] = {"weightsClaimName": "w", "compileClaimName": "c"}
     obj["spec"]["model"]["adapters"] = [{"name": "sql", "source": "pvc://a/sql"}]
     assume(not refused(obj))
     found = pod_template(KEY.name, spec_of(obj), "k4v4")

@@ -41,7 +41,7 @@ def test_every_question_of_a_decision_goes_through_the_one_place():
     asked: set[Question] = set()
     with failing((), asked):
         decide(running(manifest(), OLD))
-    assert asked == set(DECIDED) == set(Question) - {*OBSERVED, Question.PREFETCH}
+    assert asked == set(DECIDED) == set(Question) - set(OBSERVED)
 
 
 @pytest.mark.parametrize("question", DECIDED)

@@ -10,12 +10,11 @@ import msgspec
 import pytest
 from prometheus_client import generate_latest
 
-from kvpilot_operator.api.words import Action, CachePhase, ConditionType, Outcome
+from kvpilot_operator.api.words import Action, ConditionType, Outcome
 from kvpilot_operator.control.service_metrics import ServiceSeries
 from kvpilot_operator.control.telemetry import Telemetry
 from kvpilot_operator.state.accuracy import Accuracy, Measured
 from kvpilot_operator.state.decision import Decision, Figures, Latency
-from kvpilot_operator.state.objects import PrefetchView
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_operator.state.status import (
@@ -29,7 +28,6 @@ from kvpilot_operator.state.status import (
     Option,
     Scaling,
     Status,
-    WeightsCache,
 )
 from support.services import KEY, NOW, manifest, snapshot
 
@@ -189,24 +187,6 @@ def test_what_a_pass_found_and_decided_is_shown(name: str, labels: dict[str, str
     telemetry = Shown()
     decided(telemetry, STATUS)
     assert read(telemetry, name, KEY, **labels) == value
-
-
-def test_a_prefetch_shows_its_bytes_as_its_pod_tells_them_until_the_claim_is_filled() -> None:
-    telemetry, gigabyte = Shown(), 10**9
-    kept = WeightsCache(identity="abc", phase=CachePhase.PENDING)
-    decided(telemetry, Status(cache=kept))
-    bytes_, size = "kvpilot_prefetch_downloaded_bytes", "kvpilot_prefetch_size_bytes"
-    assert read(telemetry, "kvpilot_prefetch_phase", phase="Pending") == 1
-    assert (read(telemetry, bytes_), read(telemetry, size)) == (None, None)
-    moving = WeightsCache(identity="abc", phase=CachePhase.PREFETCHING)
-    view = PrefetchView("abc-1", False, None, (), 2 * gigabyte + 7, 16 * gigabyte)
-    decided(telemetry, Status(cache=moving), prefetch=view)
-    assert (read(telemetry, bytes_), read(telemetry, size)) == (2 * gigabyte + 7, 16 * gigabyte)
-    decided(telemetry, Status(cache=WeightsCache(identity="abc", phase=CachePhase.READY)))
-    assert read(telemetry, "kvpilot_prefetch_phase", phase="Ready") == 1
-    assert (read(telemetry, bytes_), read(telemetry, size)) == (None, None)
-    decided(telemetry, Status())
-    assert read(telemetry, "kvpilot_prefetch_phase", phase="Ready") is None
 
 
 def test_when_the_engines_were_scraped_and_the_pods_that_lie_or_are_silent_are_shown() -> None:

@@ -25,7 +25,6 @@ from kvpilot_operator.control.logs import FIELDS, JsonLines
 from kvpilot_operator.decide import decide
 from kvpilot_operator.errors import ClusterError, Rejected, ScrapeError
 from kvpilot_operator.observe.api_reads import refusal_of
-from kvpilot_operator.observe.prefetch import prefetch_view
 from kvpilot_operator.observe.views import deployment_view, pod_view
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.status import clip
@@ -98,8 +97,6 @@ def test_what_kubelets_schedulers_and_controllers_say(text: str) -> None:
     failing = {"type": "ReplicaFailure", "status": "True", "message": text}
     check(deployment_view({"metadata": {}, "status": {"conditions": [failing]}}).failure)
     check(refusal_of([{"reason": "FailedCreate", "message": f"create Pod failed error: {text}"}]))
-    failed = {"type": "Failed", "status": "True", "message": text}
-    check(prefetch_view({"metadata": {}, "status": {"conditions": [failed]}}, (), None).failure)
 
 
 @given(TEXT, st.sampled_from(["cache_dtype", "num_gpu_blocks", "hash", "tokens", "le"]))
@@ -154,7 +151,7 @@ def test_the_last_words_of_kvpilot_serve(text: str) -> None:
     with contextlib.redirect_stderr(words):
         assert serve.main(["--model=m", f"--max-model-len={text}"]) == serve.REFUSED
     check(words.getvalue(), json.loads(words.getvalue()))
-    check(PreflightError("HubUnreachable", text).message)
+    check(PreflightError("ModelNotFound", text).message)
 
 
 @settings(max_examples=20)

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted(
-    one.name for one in entry_points(group="console_scripts")
-    if one.value.startswith("kvpilot_") and not one.name.startswith("kubectl_complete")
-)  # fmt: skip
+SCRIPTS = sorted(one.name for one in entry_points(group="console_scripts") if one.value.startswith("kvpilot_"))
 PROGRAMS = {
     **{name: [str(Path(sys.executable).with_name(name))] for name in SCRIPTS},
     "kvpilot_demo": [sys.executable, "-m", "kvpilot_demo"],
@@ -18,7 +15,7 @@ PROGRAMS = {
 
 
 def test_the_commands_are_the_known_ones() -> None:
-    assert SCRIPTS == ["kubectl-kvpilot", "kvpilot", "kvpilot-operator", "kvpilot-prefetch", "kvpilot-serve"]
+    assert SCRIPTS == ["kubectl-kvpilot", "kvpilot", "kvpilot-operator", "kvpilot-serve"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -32,10 +32,6 @@
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, create, patch]
-# The Job that fills such a claim. A Job cannot be changed, so the operator deletes it and creates a new one.
-- apiGroups: [batch]
-  resources: [jobs]
-  verbs: [get, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, patch]

@@ -7,16 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kvpilot_cli.backtest import history, recorded, report
+from kvpilot_cli.backtest import recorded, report
 from kvpilot_cli.backtest.compare import POLICIES, Row, Starter, run_all
 from kvpilot_cli.backtest.costs import BacktestError, load_profile
 from kvpilot_cli.backtest.loads import NAMES, Asked, synthetic
 from kvpilot_cli.backtest.pilot import load_spec
 from kvpilot_cli.backtest.service import Objective
 from kvpilot_cli.plan.facts import PlanError
-
-_WITHOUT_EFFECT = {"history": {"days": 1.0, "size": 1.0}, "recorded": {"days": 1.0}}
-"""Options that have no effect together with --history or --recorded, with their defaults."""
 
 
 def main(
@@ -66,10 +63,8 @@ def _check(a: argparse.Namespace) -> None:
             raise BacktestError(f"{name}: {value}; give a number above 0, such as {such}")
     if a.seed < 0:
         raise BacktestError(f"seed: {a.seed}; give a whole number from 0 on")
-    for source, options in _WITHOUT_EFFECT.items():
-        for name, default in options.items():
-            if getattr(a, source) is not None and (value := getattr(a, name)) != default:
-                raise BacktestError(f"{name}: {value} has no effect with --{source}; leave out one of the two")
+    if a.recorded is not None and a.days != 1:
+        raise BacktestError(f"days: {a.days} has no effect with --recorded; leave out one of the two")
     if a.json is not None and not a.json.absolute().parent.is_dir():
         raise BacktestError(f"json: {a.json}: its folder does not exist; make it first")
 
@@ -79,8 +74,6 @@ def _loads(a: argparse.Namespace) -> tuple[Sequence[Asked], str]:
     if a.recorded is not None:
         load = recorded.read(a.recorded).scaled(a.size, a.seed)
         return [load], load.told()
-    if a.history is not None:
-        return [history.read(a.history, a.seed)], ""
     names = NAMES if a.trace == "all" else tuple(a.trace.split(","))
     return [synthetic(name, a.days, a.seed, a.size) for name in names], ""
 
@@ -98,9 +91,6 @@ def _parser(policies: Mapping[str, Starter]) -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--trace", default="all", help=f"synthetic loads, separated by commas: {', '.join(NAMES)}, or all"
-    )
-    what.add_argument(
-        "--history", type=Path, help="JSON file of Prometheus' /api/v1/query_range, or a list of such answers"
     )
     what.add_argument(
         "--recorded", type=Path, metavar="FILE", help=f"recorded requests: CSV with {', '.join(recorded.COLUMNS)}"

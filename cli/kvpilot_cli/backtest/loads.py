@@ -63,16 +63,11 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of one Shape whose rate and lengths vary over time.
-
-    `rate` is in new sessions per second. All arrays have one element per STEP.
-    """
+    """Load of one Shape. `rate` has the new sessions per second in each STEP."""
 
     name: str
     shape: Shape
     rate: Array
-    prompt_scale: Array
-    output_scale: Array
     seed: int = 0
 
     @property
@@ -87,11 +82,11 @@ class Load:
             chance = np.random.default_rng((self.seed, i))
             count = int(chance.poisson(rate * STEP))
             starts = np.sort(chance.uniform(i * STEP, (i + 1) * STEP, count))
-            for start, turns in zip(starts, self._turns(chance, count, i), strict=True):
+            for start, turns in zip(starts, self._turns(chance, count), strict=True):
                 yield Session(number, float(start), turns)
                 number += 1
 
-    def _turns(self, chance: np.random.Generator, count: int, i: int) -> list[tuple[tuple[int, int, float], ...]]:
+    def _turns(self, chance: np.random.Generator, count: int) -> list[tuple[tuple[int, int, float], ...]]:
         shape = self.shape
         lengths = chance.geometric(1 / shape.turns, count)
         total = int(lengths.sum())
@@ -103,8 +98,8 @@ class Load:
             context = 0
             for k in range(length):
                 median = shape.first_prompt if k == 0 else shape.next_prompt
-                prompt = context + max(1, int(median * self.prompt_scale[i] * spread[0, at + k]))
-                output = max(1, int(shape.output * self.output_scale[i] * spread[1, at + k]))
+                prompt = context + max(1, int(median * spread[0, at + k]))
+                output = max(1, int(shape.output * spread[1, at + k]))
                 if k and prompt + output > shape.max_length:
                     break
                 output = min(output, shape.max_length // 2)
@@ -155,11 +150,9 @@ def synthetic(name: str, days: float, seed: int, size: float = 1.0, zone: float 
     if name == "bursts":
         for start in np.flatnonzero(chance.random(steps) < 6 * STEP / DAY):
             rate[start : start + 10] = np.maximum(rate[start : start + 10], 5 * peak * size * curve[start])
-    ones = np.ones(steps)
-    return Load(name, shape, rate, ones, ones, seed)
+    return Load(name, shape, rate, seed)
 
 
 def cut(load: Load, start: float, seconds: float) -> Load:
     """Return the part of a load that begins at `start` and lasts `seconds`, for a short trial run."""
-    a, b = int(start // STEP), int((start + seconds) // STEP)
-    return replace(load, rate=load.rate[a:b], prompt_scale=load.prompt_scale[a:b], output_scale=load.output_scale[a:b])
+    return replace(load, rate=load.rate[int(start // STEP) : int((start + seconds) // STEP)])

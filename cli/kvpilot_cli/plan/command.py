@@ -113,7 +113,6 @@ def _parser() -> _Parser:
         "--prompt-tokens", type=_whole, metavar="P", help="prompt tokens of a request that are not in a cache"
     )
     load.add_argument("--generated-tokens", type=_whole, metavar="G")
-    load.add_argument("--price", type=_positive, metavar="PER_HOUR", help="price of a GPU an hour, in any currency")
     load.add_argument(
         "--max-ms-per-token",
         type=_positive,
@@ -143,7 +142,6 @@ def _request(options: argparse.Namespace) -> Request:
         kv=None if options.kv_gb is None else int(options.kv_gb * 1e9),
         load=load,
         recent_tokens=options.recent_tokens,
-        gpu_hour=options.price,
     )
 
 
@@ -159,7 +157,7 @@ def _model(name: str) -> Model:
 def _load(options: argparse.Namespace) -> Load | None:
     fields = ("requests_per_second", "prompt_tokens", "generated_tokens")
     missing = [f"--{field.replace('_', '-')}" for field in fields if getattr(options, field) is None]
-    if len(missing) == len(fields) and options.price is None:
+    if len(missing) == len(fields):
         return None
     if missing:
         raise PlanError(f"{' and '.join(missing)}: missing; a load needs all of --requests-per-second, --prompt-tokens and --generated-tokens")  # fmt: skip  # noqa: E501

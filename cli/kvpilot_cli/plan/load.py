@@ -58,16 +58,13 @@ class Cost:
         replicas: number of replicas, or None if no number is enough.
         limit: limit that one replica fewer would exceed; None for one replica. Without `replicas`, the limit that no
             number can meet.
-        gpus, per_hour, per_million_tokens: GPUs of all replicas, and their price an hour and for a million generated
-            tokens. None if there is no number of replicas, or no price.
+        gpus: number of GPUs of all replicas, or None without `replicas`.
     """
 
     replicas: int | None
     operating: Operating
     limit: str | None
     gpus: int | None = None
-    per_hour: float | None = None
-    per_million_tokens: float | None = None
 
 
 def most_sequences(gpu: Gpu) -> int:

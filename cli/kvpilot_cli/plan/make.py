@@ -41,8 +41,6 @@ class Request:
     kv: int | None = None
     load: Load | None = None
     recent_tokens: int | None = None
-    gpu_hour: float | None = None
-    """Price of one GPU for an hour, in the user's currency."""
 
     @property
     def all_gpus(self) -> int:
@@ -178,7 +176,7 @@ def _row(request: Request, dtype: str, kv: int, weights: int, contexts: tuple[in
         recent_bytes_per_sequence=layout.ring_blocks * layout.full_token_bytes * layout.block * request.all_gpus,
         capacities=tuple(Fit(c, layout.tokens(kv, c), layout.sequences(kv, c)) for c in contexts),
         notes=dtype_notes(model, served),
-        cost=_priced(request, request.load, cost(speed, kv, request.load)) if speed and request.load else None,
+        cost=_with_gpus(request, cost(speed, kv, request.load)) if speed and request.load else None,
         gate_seconds=round(speed.gate_seconds(contexts[-1])) if speed else None,
     )
 
@@ -195,13 +193,8 @@ def _speed(request: Request, dtype: str, layout: Cache, weights: int) -> Speed |
     return Speed(request.model, request.gpu, request.gpus, layout, weights, efficiency, wide)
 
 
-def _priced(request: Request, load: Load, found: Cost) -> Cost:
-    if found.replicas is None:
-        return found
-    gpus = found.replicas * request.all_gpus
-    hour = None if request.gpu_hour is None else request.gpu_hour * gpus
-    millions = 3600 * load.requests_per_second * load.generated_tokens / 1e6
-    return replace(found, gpus=gpus, per_hour=hour, per_million_tokens=None if hour is None else hour / millions)
+def _with_gpus(request: Request, found: Cost) -> Cost:
+    return found if found.replicas is None else replace(found, gpus=found.replicas * request.all_gpus)
 
 
 def _notes(request: Request, contexts: tuple[int, ...]) -> tuple[str, ...]:

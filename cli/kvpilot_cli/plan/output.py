@@ -73,25 +73,20 @@ def _costs(plan: Plan, load: Load) -> str:
         f"generated tokens, at most {load.token_seconds * 1000:g} ms a token, KV at most {FILL:.0%} full"
     )
     head = ["dtype", "replicas", "GPUs", "ms a token", "sequences", "KV full", "prompts' time", "one less exceeds"]
-    if plan.request.gpu_hour is not None:
-        head[3:3] = ["an hour", "10^6 tokens"]
-        title += f"; {plan.request.gpu_hour:g} an hour for a GPU, by generated tokens"
     title = textwrap.fill(title, WIDTH, subsequent_indent="  ")
-    return f"{title}\n{render(head, [_cost(plan, row) for row in plan.rows if row.veto is None])}"
+    return f"{title}\n{render(head, [_cost(row) for row in plan.rows if row.veto is None])}"
 
 
-def _cost(plan: Plan, row: Row) -> list[str]:
-    unpriced = ["-", "-"] if plan.request.gpu_hour is not None else []
+def _cost(row: Row) -> list[str]:
     if row.cost is None:
-        return [row.dtype, "-", "-", *unpriced, "-", "-", "-", "-", "speed not measured"]
+        return [row.dtype, *["-"] * 6, "speed not measured"]
     if row.cost.replicas is None:
-        return [row.dtype, "none", "-", *unpriced, "-", "-", "-", "-", f"{row.cost.limit}, alone already"]
-    at, hour, tokens = row.cost.operating, row.cost.per_hour, row.cost.per_million_tokens
+        return [row.dtype, "none", *["-"] * 5, f"{row.cost.limit}, alone already"]
+    at = row.cost.operating
     return [
         row.dtype,
         f"{row.cost.replicas:,}",
         f"{row.cost.gpus:,}",
-        *([] if hour is None or tokens is None else [f"{hour:,.2f}", f"{tokens:,.3f}"]),
         f"{at.token_seconds * 1000:.1f}",
         f"{math.ceil(at.sequences):,}",
         f"{at.fill:.0%}",
@@ -119,7 +114,6 @@ def as_json(plan: Plan) -> str:
         "memory_per_gpu": plan.memory,
         "kv_bytes_per_gpu": plan.kv_bytes,
         "load": request.load,
-        "per_gpu_hour": request.gpu_hour,
         "dtypes": plan.rows,
         "notes": plan.notes,
     }

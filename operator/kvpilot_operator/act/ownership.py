@@ -13,7 +13,7 @@ from kvpilot_operator.cluster.objects import Object, Ref
 from kvpilot_operator.errors import Conflict, NameTaken, NotStarted
 from kvpilot_operator.render.objects import group_service
 from kvpilot_operator.render.workloads import KINDS, LEADER_WORKER_SET
-from kvpilot_operator.state.decision import Manifest
+from kvpilot_operator.state.decision import Manifest, Reference
 from kvpilot_operator.state.snapshot import Snapshot
 
 
@@ -56,14 +56,10 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
     return claimed
 
 
-Reference = tuple[str, str, str]
-"""(apiVersion, kind, name) of an object."""
-
-
 def starts_pods(s: Snapshot, manifest: Manifest) -> bool:
-    """Return True if writing this manifest starts pods: a new Job, or a workload with more replicas than now."""
+    """Return True if writing this manifest starts pods: it is a workload with more replicas than now."""
     if manifest["kind"] not in KINDS:
-        return bool(manifest["kind"] == "Job" and s.prefetch is None)
+        return False
     there = s.deployments.get(manifest["metadata"]["labels"][REVISION_LABEL])
     replicas: int = manifest["spec"]["replicas"]
     return replicas > (there.replicas if there is not None else 0)

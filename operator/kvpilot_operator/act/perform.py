@@ -16,7 +16,7 @@ import msgspec
 
 from kvpilot_operator.act import events
 from kvpilot_operator.act.gates import ungate
-from kvpilot_operator.act.ownership import Reference, claim, hold, is_owned, own, starts_pods
+from kvpilot_operator.act.ownership import claim, hold, is_owned, own, starts_pods
 from kvpilot_operator.act.rejections import Rejections
 from kvpilot_operator.api.names import API_VERSION, KIND, REVISION_LABEL, SERVICE_LABEL, baseline_name, deployment_name
 from kvpilot_operator.cluster.client import Cluster
@@ -24,7 +24,7 @@ from kvpilot_operator.cluster.objects import Object, Ref, version_of
 from kvpilot_operator.errors import ClusterError, Conflict, NameTaken, NotFound, Rejected
 from kvpilot_operator.render.objects import baseline_config_map, pod_admission
 from kvpilot_operator.render.workloads import DEPLOYMENT, KINDS
-from kvpilot_operator.state.decision import Decision, Manifest, Objects
+from kvpilot_operator.state.decision import Decision, Manifest, Objects, Reference
 from kvpilot_operator.state.objects import Rejection
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import without_figures
@@ -224,8 +224,7 @@ class Actor:
         """
         kind, _ = what = manifest["kind"], manifest["metadata"]["name"]
         seen, last = s.objects.get(what), self._applied.get(what)
-        # While the spec asks for a prefetch Job, the snapshot shows whether the Job exists.
-        there = s.prefetch is not None if kind == "Job" else kind not in _WATCHED or (seen is not None and seen.owned)
+        there = kind not in _WATCHED or (seen is not None and seen.owned)
         same = last is not None and last.content == content and self._clock() < last.due
         if there and last is not None and same and last.version == (seen.version if seen is not None else ""):
             return

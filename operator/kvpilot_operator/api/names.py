@@ -19,15 +19,11 @@ GROUP_LABEL = "kvpilot.io/group"
 """Label on all pods of multi-node groups. Workers have no SERVICE_LABEL, so that Services select only leaders."""
 CLAIM_LABEL = "kvpilot.io/claim"
 """Label on pods that must run on one node, because they share the claim that the label names."""
-PREFETCH_LABEL = "kvpilot.io/prefetch"
-"""Label on the pod of the Job that fills a claim. Its value is the service's name."""
 CANARY_ANNOTATION = "kvpilot.io/canary"
 """Annotation on a service by which a user requests something of one trial, VERB@REVISION/TIME
 (decide/rollout/requested.py)."""
 SPEC_ANNOTATION = "kvpilot.io/spec"
 """Annotation on a workload: the spec that it was last rendered from, as JSON with the service's `generation`."""
-IDENTITY_ANNOTATION = "kvpilot.io/identity"
-"""Annotation on the Job that fills a claim: hashes of the content that the claim needs, and of the Job itself."""
 
 MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
 """Label that Istio sets on a pod whose sidecar accepts mutual TLS. Istio's proxies use TLS by this label, too."""
@@ -37,7 +33,6 @@ ADMITTED = "kvpilot.io/admitted"
 requests."""
 
 ENGINE_CONTAINER = "engine"
-PREFETCH_CONTAINER = "prefetch"
 ADAPTERS_OPTION = "--lora-modules"
 """Engine option for LoRA adapters. Its values are NAME=PATH for each adapter."""
 ENGINE_PORT = 8000
@@ -65,10 +60,6 @@ def owned_labels(service: str) -> dict[str, str]:
     }
 
 
-OWN_LABELS = frozenset((*owned_labels(""), REVISION_LABEL, DTYPE_LABEL, GROUP_LABEL, CLAIM_LABEL))
-"""Keys of the labels that kvpilot sets on engine pods. Users must not set them."""
-
-
 def deployment_name(service: str, revision: str) -> str:
     """Return `NAME-<revision>`, the name of a revision's workload. Two revisions can run side by side."""
     return f"{service}-{revision}"
@@ -82,11 +73,6 @@ def canary_service(service: str) -> str:
 def weights_claim(service: str) -> str:
     """Return `NAME-weights`, the claim that keeps the engines' downloads."""
     return f"{service}-weights"
-
-
-def prefetch_job(service: str) -> str:
-    """Return `NAME-prefetch`, the Job that fills the claim for weights."""
-    return f"{service}-prefetch"
 
 
 def baseline_name(service: str, identity: str) -> str:

@@ -273,12 +273,8 @@ class Claim(Record, frozen=True):
 
 class Cache(Record, frozen=True):
     """PersistentVolumeClaims that keep weights and compiled code, so that a new pod does not download or compile them
-    again. A change starts a new revision, except a change of prefetch or of a claim's size."""
+    again. A change starts a new revision, except a change of a claim's size."""
 
-    prefetch: bool = False
-    """True to let a Job, NAME-prefetch, fill the claim of weights or weightsClaimName before engines start. The Job
-    needs no GPU, and the serving revision continues meanwhile. Otherwise engines download to the claim. A change
-    restarts no engine."""
     weights: Claim | None = None
     weights_claim_name: Name | None = None
     """PersistentVolumeClaim of this namespace that you created, for the weights of an hf:// model. With neither this

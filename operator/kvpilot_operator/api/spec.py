@@ -94,18 +94,6 @@ RULES_OF_SERVICE = (
         "cache.weights creates a claim, but cache.weightsClaimName names an existing one: remove one of them",
     ),
     Rule(
-        ".cache.prefetch",
-        "!self.cache.prefetch || has(self.cache.weights) || has(self.cache.weightsClaimName)",
-        "cache.prefetch needs a claim to fill: set cache.weights or cache.weightsClaimName, or remove cache.prefetch",
-    ),
-    Rule(
-        ".cache.prefetch",
-        "!self.cache.prefetch || !self.engine.env.exists(e, e.name == 'VLLM_USE_MODELSCOPE' && "
-        "!(has(e.value) && e.value in ['', '0', 'false', 'False']))",
-        "cache.prefetch downloads from the Hugging Face hub, but with VLLM_USE_MODELSCOPE in engine.env engines use "
-        "ModelScope: remove one of them",
-    ),
-    Rule(
         ".cache.weights.accessMode",
         "!has(self.cache.weights) || self.cache.weights.accessMode != 'ReadWriteOnce' || "
         "!has(self.engine.podTemplate.spec) || !has(self.engine.podTemplate.spec.topologySpreadConstraints) || "

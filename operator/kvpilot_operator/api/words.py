@@ -120,14 +120,12 @@ class Reason(StrEnum):
     SPEC_CHANGED = "SpecChanged"
     SPEC_INVALID = "SpecInvalid"
     RECONCILE_INCOMPLETE = "ReconcileIncomplete"
-    # Reasons about engines, and the weights that they load.
+    # Reasons about engines.
     UNSCHEDULABLE = "Unschedulable"
     CLAIM_NOT_BOUND = "ClaimNotBound"
     IMAGE_UNAVAILABLE = "ImageUnavailable"
     CONFIG_MISSING = "ConfigMissing"
     ENGINE_CRASHED = "EngineCrashed"
-    PREFETCHING = "Prefetching"
-    PREFETCH_FAILED = "PrefetchFailed"
     # Reasons about metrics, and the conclusions of the policy.
     SCRAPED = "Scraped"
     BUSY = "Busy"
@@ -149,14 +147,6 @@ class Reason(StrEnum):
     NOT_PROBED = "NotProbed"
     PROBE_ERRORS = "ProbeErrors"
     PROBE_SET_INVALID = "ProbeSetInvalid"
-
-
-class CachePhase(StrEnum):
-    """Phases of the claim for weights."""
-
-    PENDING = "Pending"
-    PREFETCHING = "Prefetching"
-    READY = "Ready"
 
 
 class WorkloadKind(StrEnum):

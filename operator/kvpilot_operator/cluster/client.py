@@ -87,11 +87,11 @@ class Cluster:
         return [item async for items, _ in self.pages(api_version, kind, namespace, selector) for item in items]
 
     async def first(
-        self, api_version: str, kind: str, namespace: str, selector: str = "", *, fields: str = "", limit: int
+        self, api_version: str, kind: str, namespace: str, *, fields: str = "", limit: int
     ) -> Sequence[Object]:
-        """Return the first `limit` objects, in the order of names, that match a label and a field selector."""
+        """Return the first `limit` objects, in the order of names, that match a field selector."""
         async with contextlib.aclosing(
-            self.pages(api_version, kind, namespace, selector, fields=fields, limit=limit)
+            self.pages(api_version, kind, namespace, "", fields=fields, limit=limit)
         ) as pages:
             return (await anext(pages))[0]
 

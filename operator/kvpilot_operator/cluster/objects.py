@@ -18,7 +18,6 @@ _KINDS = {
     "authorization.k8s.io/v1": ("SubjectAccessReview",),
     "coordination.k8s.io/v1": ("Lease",),
     "autoscaling/v1": ("HorizontalPodAutoscaler",),
-    "batch/v1": ("Job",),
     "apps/v1": ("Deployment", "ReplicaSet"),
     "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
     "policy/v1": ("PodDisruptionBudget",),

@@ -5,11 +5,8 @@ from kvpilot_operator.api.words import ConditionType, ObjectiveState, Outcome, R
 from kvpilot_probes.errors import ProbeError
 
 OTHER = "Other"
-# Refusals of kvpilot-serve and kvpilot-prefetch (kvpilot_runtime.errors).
-ENGINE = (
-    "ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments", "VolumeFull",
-    "VolumeNotWritable", "HubUnreachable",
-)  # fmt: skip
+# Refusals of kvpilot-serve (kvpilot_runtime.errors).
+ENGINE = ("ModelNotFound", "ModelUnsupported", "DtypeUnsupported", "DoesNotFit", "BadArguments")
 # A kubelet's reasons for a container that does not run.
 _KUBELET = (
     "ContainerCreating", "PodInitializing", "CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull",

@@ -53,9 +53,9 @@ class Leader:
         self.services = cache.feed
         self._scraper = Scraper(identity)
         clock, scraped = partial(datetime.now, UTC), telemetry.engine_scraped
-        observer = Observer(cluster, cache, self._scraper, server, clock, scraped, tracer=telemetry.tracer)
+        observer = Observer(cluster, cache, self._scraper, server, clock, scraped)
         make_actor = partial(Actor, cluster.telling(cache.wrote))
-        prober = Prober(cluster, self._scraper, telemetry.tracer)
+        prober = Prober(cluster, self._scraper)
         pilot = Pilot(cache, observer, make_actor, prober, telemetry, options.scrape_seconds)
         self._pilot = pilot
         self._work = asyncio.create_task(pilot.run(self.ready))

@@ -21,7 +21,6 @@ from kvpilot_operator.state.decision import Decision
 from kvpilot_operator.state.questions import keeps_probe
 from kvpilot_operator.state.snapshot import ServiceKey, Snapshot
 from kvpilot_operator.state.status import Canary
-from kvpilot_operator.tracing import span
 
 log = logging.getLogger(__name__)
 
@@ -108,25 +107,18 @@ class Pilot:
         record = self.records.get(key)
         if record is None:
             return None
-        about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name}
-        part = partial(span, self.telemetry.tracer, attributes=about)
-        with self.telemetry.timed_reconcile(), part("reconcile", root=True) as reconcile:
-            with part("observe"):
-                snapshot = await self.observer.snapshot(record.observations, record.probe.result)
+        with self.telemetry.timed_reconcile():
+            snapshot = await self.observer.snapshot(record.observations, record.probe.result)
             if snapshot is None:
                 return None
             defaults = self.cache.engines != NO_DEFAULTS
             rolling = self._rolling_beside(key) if defaults else None
             snapshot = replace(snapshot, rejections=record.actor.rejections, engine_defaults=defaults, rolling=rolling)
-            with part("decide"):
-                decision = decide(snapshot)
+            decision = decide(snapshot)
             # Add no `await` between the read of `rolling` and here: two services could then replace pods at once.
             record.rolling = _rolls(decision.status.canary)
-            told = [f"{entry.action}/{entry.reason}" for entry in news(snapshot, decision)]
-            reconcile.set_attributes({"kvpilot.generation": snapshot.generation, "kvpilot.decisions": told})
             try:
-                with part("act"):
-                    await record.actor.perform(snapshot, decision)
+                await record.actor.perform(snapshot, decision)
             except (Conflict, NotFound):
                 await self.observer.refresh(key)
                 raise

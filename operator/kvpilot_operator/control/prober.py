@@ -36,7 +36,6 @@ from kvpilot_operator.state.decision import (
     Request,
 )
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import Span, Tracer, span, trace_headers
 from kvpilot_probes import codec, pressure, run
 from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import ContextNotHeld, MalformedBaseline
@@ -143,10 +142,9 @@ LOW_PRIORITY = 1_000_000
 class Prober:
     """The worker that runs the probes that decisions request."""
 
-    def __init__(self, cluster: Cluster, scraper: Scraper, tracer: Tracer) -> None:
+    def __init__(self, cluster: Cluster, scraper: Scraper) -> None:
         self._cluster = cluster
         self._scraper = scraper
-        self._tracer = tracer
         self._texts = PackTexts(cluster)
         self._probes = Permits(CANARY_PROBE)
         self._checks = Permits(CHECK)
@@ -156,30 +154,19 @@ class Prober:
 
         Use a baseline only if its ConfigMap has the service, identified by `uid`, as an owner.
         """
-        about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, **_about(spec, request)}
-        with span(self._tracer, "probe", about) as told:
-            found = await self._placed(key, uid, spec, request, told)
-            if isinstance(found, ProbeFailed):
-                told.set_attribute("kvpilot.probe.reason", found.reason)
-            return found
-
-    async def _placed(self, key: ServiceKey, uid: str, spec: Spec, request: Request, told: Span) -> Found:
         permits = self._checks if isinstance(request, Measure) and request.serving else self._probes
         patience = PATIENCE_SECONDS
         while True:
             try:
                 async with permits.of(key.namespace, patience) as progress:
                     tls = None if isinstance(request, Find) else self._scraper.tls(request.url)
-                    asked = self._settings(key, spec, request)
-                    settings = replace(asked, progress=progress, tls=tls, headers=trace_headers(told))
-                    return await self._run(key, uid, spec, request, settings, told)
+                    settings = replace(self._settings(key, spec, request), progress=progress, tls=tls)
+                    return await self._run(key, uid, spec, request, settings)
             except PermitLost as lost:
                 log.info("probe begins anew: %s", lost, extra={"service": str(key), "probe": request.identity})
                 patience = min(2 * patience, MAX_PATIENCE_SECONDS)
 
-    async def _run(
-        self, key: ServiceKey, uid: str, spec: Spec, request: Request, settings: Settings, told: Span
-    ) -> Found:
+    async def _run(self, key: ServiceKey, uid: str, spec: Spec, request: Request, settings: Settings) -> Found:
         if isinstance(request, Measure):
             try:
                 baseline = await self._kept(key, uid, request.config_map)
@@ -188,9 +175,7 @@ class Prober:
             control = described(baseline)
             limits = allowed(control, spec.accuracy)
             found = await run.measure(request.url, request.model, baseline, allowed=limits, settings=settings)
-            judged = judge(found, control, spec.accuracy)
-            told.set_attributes({"kvpilot.probe.verdict": judged.verdict, "kvpilot.probe.reason": judged.reason})
-            if judged.verdict == Verdict.PASSED and not request.serving:
+            if judge(found, control, spec.accuracy).verdict == Verdict.PASSED and not request.serving:
                 return await self._filled(key, request, baseline, found, limits, settings)
             return found
         try:
@@ -285,14 +270,6 @@ class Prober:
         usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
         budget = max(spec.accuracy.period_seconds, SHORTEST_BUDGET_SECONDS)
         return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()), budget_seconds=budget)
-
-
-def _about(spec: Spec, request: Request) -> dict[str, str]:
-    said = {"kvpilot.probe": type(request).__name__.lower()}
-    if isinstance(request, Find):
-        return said
-    dtype = request.dtype if isinstance(request, Measure) else spec.kv_cache.baseline
-    return said | {"kvpilot.pod": request.pod, "kvpilot.probe.dtype": dtype}
 
 
 def schedules_by_priority(engine: Engine) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.control.known_reasons import known
 from kvpilot_operator.decide import canary_deadline, refused
 from kvpilot_operator.state.accuracy import Accuracy
@@ -65,9 +64,6 @@ FAMILIES = (
     Family("kvpilot_doubted_pods", "Pods with implausible metrics."),
     Family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape."),
     Family("kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, after several failed scrapes."),
-    Family("kvpilot_prefetch_phase", "1 for the phase of the claim that cache.prefetch fills.", ("phase",)),
-    Family("kvpilot_prefetch_downloaded_bytes", "Bytes of weights on the claim; absent once the claim is filled."),
-    Family("kvpilot_prefetch_size_bytes", "Bytes of all weights to download; absent once the claim is filled."),
     Family("kvpilot_option_replicas", "Replicas that a compared step would lead to.", ("action", "dtype", "outcome")),
     Family(
         "kvpilot_option_capacity_tokens",
@@ -151,7 +147,6 @@ def rows(s: Snapshot, decision: Decision) -> tuple[Row, ...]:
     found = (
         *_plain(s, status),
         *_figures(decision.figures),
-        *_prefetch(s, status),
         *_words(s, status),
         *_options(status),
         *_canary(s, status),
@@ -188,16 +183,6 @@ def _figures(figures: Figures) -> _Rows:
         labels = (one.metric, str(one.percentile))
         yield "kvpilot_objective_seconds", labels, one.limit_seconds
         yield "kvpilot_objective_observed_seconds", labels, one.observed_seconds
-
-
-def _prefetch(s: Snapshot, status: Status) -> _Rows:
-    kept, view = status.cache, s.prefetch
-    if kept is None:
-        return
-    yield "kvpilot_prefetch_phase", (kept.phase,), 1
-    if kept.phase != CachePhase.READY and view is not None:
-        yield "kvpilot_prefetch_downloaded_bytes", (), view.downloaded_bytes
-        yield "kvpilot_prefetch_size_bytes", (), view.total_bytes
 
 
 def _words(s: Snapshot, status: Status) -> _Rows:

@@ -1,4 +1,4 @@
-"""The operator's own Prometheus metrics and spans: of its work, its process, and its view of each service."""
+"""The operator's own Prometheus metrics: of its work, its process, and its view of each service."""
 
 import os
 import time
@@ -20,7 +20,6 @@ from prometheus_client import (
 from kvpilot_operator.control.service_metrics import ServiceMetrics, ServiceSeries
 from kvpilot_operator.errors import Conflict
 from kvpilot_operator.state.snapshot import ServiceKey
-from kvpilot_operator.tracing import NO_TRACER, Tracer
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -29,10 +28,9 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Telemetry:
-    """The metrics of the operator's work and of its view of each service. `tracer` makes its spans."""
+    """The metrics of the operator's work and of its view of each service."""
 
-    def __init__(self, tracer: Tracer = NO_TRACER) -> None:
-        self.tracer = tracer
+    def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)

@@ -18,7 +18,7 @@ from kvpilot_operator.decide.steps.policy import PolicyDecision, nothing_weighed
 from kvpilot_operator.decide.traffic_plan import TrafficPlan, traffic_plan
 from kvpilot_operator.render.engine import pod_template, revision
 from kvpilot_operator.state import status
-from kvpilot_operator.state.decision import Decision, Event, Manifest, Ref
+from kvpilot_operator.state.decision import Decision, Event, Manifest, Reference
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Denied, Option, Stable, Status, clip
 from kvpilot_operator.times import utc
@@ -141,16 +141,8 @@ class Target:
     startable: bool = True
 
 
-class Placed(NamedTuple):
-    """Decision about some objects of the service: manifests to apply, and objects to delete."""
-
-    apply: tuple[Manifest, ...] = ()
-    absent: tuple[Ref, ...] = ()
-
-
 _NOT_JUDGED = Workload(WorkloadKind.NO_METRICS, "the metrics were not judged")
 _NOT_WEIGHED = nothing_weighed("", 0, ())
-_NOTHING = Placed()
 _NOT_CHOSEN = Target("", "", Reason.RECONCILE_INCOMPLETE, "", startable=False)
 
 
@@ -168,16 +160,18 @@ class Context(Draft):
     workload: Workload = _NOT_JUDGED
     policy: PolicyDecision = _NOT_WEIGHED
     target: Target = _NOT_CHOSEN
-    storage: Placed = _NOTHING
-    """The PersistentVolumeClaim for the model's weights, and the Job that fills it."""
+    storage: tuple[Manifest, ...] = ()
+    """The PersistentVolumeClaim for the model's weights."""
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Target number of replicas by revision."""
     engines: Mapping[str, Manifest] = field(default_factory=dict)
     """Deployment or LeaderWorkerSet by revision."""
-    own: Placed = _NOTHING
+    own: tuple[Manifest, ...] = ()
     """The Service, the InferencePool that selects the same pods, and the PodDisruptionBudget."""
-    shared: Placed = _NOTHING
+    shared: tuple[Manifest, ...] = ()
     """The canary's Service and InferencePool, and the HTTPRoute."""
+    absent: tuple[Reference, ...] = ()
+    """Objects for the canary's traffic that are no longer needed."""
 
     @classmethod
     def of(cls, s: Snapshot, spec: Spec) -> Self:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
-from kvpilot_operator.api.words import CachePhase
 from kvpilot_operator.decide import step_rules, summary, target
 from kvpilot_operator.decide.conditions import tell
 from kvpilot_operator.decide.context import Context, Draft
@@ -75,8 +74,7 @@ def decide(s: Snapshot) -> Decision:
     if s.spec is None:
         return _decision(fold(_seen(Draft(status=s.status, snapshot=s)), REFUSED))
     c = fold(_seen(Context.of(s, s.spec)), RULES)
-    fills = c.status.cache is not None and c.status.cache.phase != CachePhase.READY
-    return replace(_decision(c), again_seconds=_AGAIN_SECONDS if c.canary is not None or fills else None)
+    return replace(_decision(c), again_seconds=_AGAIN_SECONDS if c.canary is not None else None)
 
 
 def _seen(draft: D) -> D:

@@ -115,7 +115,7 @@ def not_started(pod: PodView) -> str:
     volumes = f" It needs {', '.join(pod.needs)}." if pod.needs else ""
     return (
         f"pod {pod.name} has a node, but none of its containers has started yet.{volumes} If that persists, `kubectl "
-        "kvpilot status` of the service or `kubectl describe pod` shows what the kubelet waits for (an image, a volume)"
+        "describe pod` shows what the kubelet waits for (an image, a volume)"
     )
 
 

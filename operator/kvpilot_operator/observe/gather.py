@@ -24,7 +24,6 @@ from kvpilot_operator.errors import ClusterError, ScrapeError, Throttled
 from kvpilot_operator.observe.api_reads import ApiReads, not_served
 from kvpilot_operator.observe.informers import InformerCache, ServiceView
 from kvpilot_operator.observe.pod_metrics import PodMetrics
-from kvpilot_operator.observe.prefetch import read_prefetch
 from kvpilot_operator.observe.probe_packs import PackTexts, PlanRead
 from kvpilot_operator.observe.scrape import Scraper, ScrapeThrottle
 from kvpilot_operator.observe.views import pool_view, route_view, together
@@ -33,7 +32,6 @@ from kvpilot_operator.state.decision import ProbeResult
 from kvpilot_operator.state.objects import ObjectView, PodView, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered, unanswered
 from kvpilot_operator.state.snapshot import ProbePlan, ServerFacts, ServiceKey, Snapshot
-from kvpilot_operator.tracing import NO_TRACER, Tracer, span
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,6 @@ class Observer:
     clock: Callable[[], datetime]
     on_scrape: Callable[[bool], None]
     elapsed: Callable[[], float] = time.monotonic
-    tracer: Tracer = NO_TRACER
 
     def __post_init__(self) -> None:
         self._texts = PackTexts(self.cluster)
@@ -84,8 +81,6 @@ class Observer:
         route = await _observed(Question.ROUTE, self._route(key, spec, server), None, failed)
         pools = await _observed(Question.POOLS, self._pools(known, service, server), {}, failed)
         probes = await _observed(Question.PROBE_SETS, self._probe_plan(known, spec), ProbePlan(), failed)
-        job = read_prefetch(self.cluster, self.scraper, key, service)
-        prefetch = await _observed(Question.PREFETCH, job, None, failed)
         pods = self.cache.pods.of(key)
         node = await _observed(Question.NODE, self._reads.node(pods), self._reads.known_node(pods), failed)
         autoscaler = await _observed(Question.REPLICAS, self._reads.autoscaler(key, spec), None, failed)
@@ -129,7 +124,6 @@ class Observer:
             node=node,
             model=windows.model(),
             route=route,
-            prefetch=prefetch,
             autoscaler=autoscaler,
             server=server,
             probes=probes,
@@ -156,18 +150,13 @@ class Observer:
         by_revision: dict[str, list[PodView]] = {}
         for view in answering.values():
             by_revision.setdefault(view.revision, []).append(view)
-        about = {"kvpilot.namespace": key.namespace, "kvpilot.name": key.name, "kvpilot.pods": sorted(due)}
-        with span(self.tracer, "scrape", about, root=True) as whole:
-            failed: list[str] = []
-            for revision, views in by_revision.items():
-                asked = [view for view in views if view.name in due]
-                answers = await asyncio.gather(*(self._scrape_pod(key, view, throttle) for view in asked))
-                pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
-                failed += [view.name for view in asked if view.name not in pages]
-                if pages:
-                    gpus, unanswered = self._reads.gpus(views), len(views) - len(pages)
-                    known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
-            whole.set_attribute("kvpilot.pods.failed", failed)
+        for revision, views in by_revision.items():
+            asked = [view for view in views if view.name in due]
+            answers = await asyncio.gather(*(self._scrape_pod(key, view, throttle) for view in asked))
+            pages = {view.name: page for view, page in zip(asked, answers, strict=True) if page is not None}
+            if pages:
+                gpus, unanswered = self._reads.gpus(views), len(views) - len(pages)
+                known.windows.add(revision, self.clock(), pages, unanswered=unanswered, gpus=gpus)
 
     async def _scrape_pod(self, key: ServiceKey, pod: PodView, throttle: ScrapeThrottle) -> PodMetrics | None:
         try:

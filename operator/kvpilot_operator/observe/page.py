@@ -93,7 +93,7 @@ OTHER = "Other"
 _DTYPES = (*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT)
 
 
-class PageReader(SeriesReader[PodMetrics]):
+class PageReader(SeriesReader):
     """A parser of one /metrics page. It raises ScrapeError if the KV cache use is missing or a value is impossible."""
 
     def __init__(self) -> None:
@@ -110,8 +110,9 @@ class PageReader(SeriesReader[PodMetrics]):
         self._factors = ""
         self._recent: int | None = None
 
-    def result(self) -> PodMetrics:
-        """Return the numbers that the page reports."""
+    def close(self) -> PodMetrics:
+        """Parse the last line, and return the numbers that the page reports."""
+        self.end()
         if self._usage is None:
             raise ScrapeError(f"{_USAGE} is not on the page: is this a vLLM server?")
         waiting = self._parts.get("waiting", self._sums.get(_WAITING, 0.0))

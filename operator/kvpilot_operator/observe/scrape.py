@@ -5,7 +5,6 @@ import socket
 import ssl
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import aiohttp
 
@@ -16,15 +15,12 @@ from kvpilot_operator.errors import NoIdentity, ScrapeError, ScrapeTimeout
 from kvpilot_operator.mesh import Identity
 from kvpilot_operator.observe.page import PageReader
 from kvpilot_operator.observe.pod_metrics import PodMetrics
-from kvpilot_operator.observe.series import SeriesReader
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_probes.engine_http import EngineConnector
 
 # Limit of the time for a whole answer, so that a server that sends a byte a second cannot block a scrape.
 TIMEOUT_SECONDS = 5.0
 _EXCERPT = 200
-
-T = TypeVar("T")
 
 
 class Scraper:
@@ -53,16 +49,11 @@ class Scraper:
         await self._http.close()
 
     async def scrape(self, service: ServiceKey, url: str, spend: Callable[[int], None]) -> PodMetrics:
-        """Fetch and parse one engine's page. Pass its work (`SeriesReader.work`) to `spend`, even after a failure."""
-        page = PageReader()
-        try:
-            return await self.read(service, url, page)
-        finally:
-            spend(page.work)
+        """Fetch and parse one engine's page. Every failure is a ScrapeError that names the address.
 
-    async def read(self, service: ServiceKey, url: str, page: SeriesReader[T]) -> T:
-        """Fetch a page of metrics and feed it to `page`. Every failure is a ScrapeError that names the address."""
-        address = f"{url}/metrics"
+        Pass the page's work (`PageReader.work`) to `spend`, even after a failure.
+        """
+        page, address = PageReader(), f"{url}/metrics"
         try:
             async with (
                 self._permits.of(service.namespace),
@@ -80,6 +71,8 @@ class Scraper:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # The text may include data from the server, so make it printable and cut it.
             raise ScrapeError(f"{address}: {type(error).__name__}: {shown(str(error))[:_EXCERPT]}") from error
+        finally:
+            spend(page.work)
 
     async def waiting(self, service: ServiceKey, url: str) -> float:
         """Return how many requests wait for room in one pod: 0 without a usable page, 1 if the engine is too slow."""
@@ -95,7 +88,7 @@ class Scraper:
         """Return the TLS context for this address, or None for plain HTTP. Raise NoIdentity without certificates."""
         return self.identity.tls() if self.identity is not None and url.startswith("https:") else None
 
-    async def _feed(self, page: SeriesReader[T], chunk: bytes, limit: asyncio.Timeout) -> None:
+    async def _feed(self, page: PageReader, chunk: bytes, limit: asyncio.Timeout) -> None:
         """Pass a chunk of bytes to the parser in steps, and let other ready tasks run between them.
 
         The engine's time limit stands still meanwhile, because the engine did not cause this wait.

@@ -7,13 +7,10 @@ compares it with prometheus_client's parser.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Set
-from typing import Generic, TypeVar
 
 from kvpilot_formats.untrusted import shown
 from kvpilot_operator import budget
 from kvpilot_operator.errors import ScrapeError
-
-T = TypeVar("T")
 
 EXCERPT = 100
 
@@ -27,7 +24,7 @@ _LINE = re.compile(
 _PAIR = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)
 
 
-class SeriesReader(ABC, Generic[T]):
+class SeriesReader(ABC):
     """A parser that takes a page in chunks, and calls `add` for each series with a `wanted` name."""
 
     def __init__(self, wanted: Set[bytes]) -> None:
@@ -61,18 +58,13 @@ class SeriesReader(ABC, Generic[T]):
             for line in step:
                 self._read(line)
 
-    def close(self) -> T:
-        """Parse the last line and return the result. Raise ScrapeError as `steps` does."""
+    def end(self) -> None:
+        """Parse the last line. Raise ScrapeError as `steps` does."""
         self._read(self._rest)
-        return self.result()
 
     @abstractmethod
     def add(self, name: str, labels: str, value: float) -> None:
         """Take one series in, with its value. `labels` is the text between its braces."""
-
-    @abstractmethod
-    def result(self) -> T:
-        """Return the result that a subclass computes from all series."""
 
     def _read(self, line: bytes) -> None:
         name = _NAME.match(line)

@@ -26,11 +26,11 @@ _SOURCES = (
 _POD_NAME = re.compile(r'^(?:pods|Pod) "[^"]*" is (?:forbidden|invalid): ')
 
 
-def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE_CONTAINER) -> PodView:
+def pod_view(pod: Object, mesh: bool = False) -> PodView:
     """Return the view of one pod. `mesh` is True if the operator has an identity for a mesh."""
     labels, status = pod["metadata"].get("labels") or {}, pod.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
-    container = _named(status.get("containerStatuses") or (), container_name)
+    container = _named(status.get("containerStatuses") or (), names.ENGINE_CONTAINER)
     scheduled = conditions.get("PodScheduled", {})
     gates = [gate.get("conditionType") for gate in (pod.get("spec") or {}).get("readinessGates") or ()]
     # Other causes have the reason SchedulerError, too, so only a message about VolumeBinding counts.
@@ -50,7 +50,7 @@ def pod_view(pod: Object, mesh: bool = False, container_name: str = names.ENGINE
         exit_message=_exit_message(container) or _words(waiting),
         unschedulable=unschedulable,
         unheard_since=datetime.fromisoformat(unheard) if unheard else None,
-        held_up=_held_up(status, container_name),
+        held_up=_held_up(status),
         needs=_needs(pod) if unheard or not _begun(status) else None,
         uid=pod["metadata"].get("uid", ""),
         mesh=mesh and labels.get(names.MESH_LABEL) == names.MESH_VALUE,
@@ -63,12 +63,12 @@ def _words(said: Object, field: str = "message") -> str | None:
     return None if said.get(field) is None else lines(str(said[field]))
 
 
-def _held_up(status: Object, container_name: str) -> tuple[str, str] | None:
+def _held_up(status: Object) -> tuple[str, str] | None:
     """Return (reason, message) of the first init container or sidecar whose wait may never end."""
     for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ON_ITS_WAY[0]
-        if container.get("name") != container_name and reason not in ON_ITS_WAY:
+        if container.get("name") != names.ENGINE_CONTAINER and reason not in ON_ITS_WAY:
             said = _exit_message(container) or _words(waiting) or ""
             return lines(str(reason)), f"container {container.get('name')}: {said}".strip()
     return None

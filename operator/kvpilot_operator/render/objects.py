@@ -1,4 +1,4 @@
-"""Builders of a service's objects. `render.engine` has the pod template of its engines, `render.prefetch` its Job."""
+"""Builders of a service's objects. `render.engine` has the pod template of its engines."""
 
 import base64
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from kvpilot_probes.codec import Baseline
 from kvpilot_probes.stats import Measurement
 
 Manifest = Mapping[str, Any]
-Ref = tuple[str, str, str]
+Reference = tuple[str, str, str]
 """(apiVersion, kind, name) of an object in the service's namespace."""
 
 
@@ -126,9 +126,9 @@ class Objects:
     apply: tuple[Manifest, ...]
     scale: Mapping[str, int]
     keep: frozenset[str]
-    absent: tuple[Ref, ...] = ()
+    absent: tuple[Reference, ...] = ()
     """Objects to delete if the service owns them."""
-    named: tuple[Ref, ...] = ()
+    named: tuple[Reference, ...] = ()
     """Objects that the service must own, and that pods need before they start."""
     removed: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
     """Merge patches of `spec` by (kind, name), which remove fields that another manager has set, too."""

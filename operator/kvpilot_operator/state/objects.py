@@ -53,20 +53,6 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchView:
-    """The Job that downloads weights to the service's PersistentVolumeClaim."""
-
-    content: str
-    """The Job's annotation: a hash of the content that the claim needs, and a hash of the Job."""
-    done: bool
-    failure: str | None
-    pods: tuple[PodView, ...]
-    downloaded_bytes: int | None
-    """Downloaded bytes that the Job's pod reports now; None if no pod answers."""
-    total_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class DeploymentView:
     """The Deployment or other workload that runs a revision."""
 

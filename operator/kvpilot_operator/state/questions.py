@@ -15,12 +15,11 @@ class Question(StrEnum):
     PROBE_SETS = "ProbeSets"  # read the prompts for accuracy probes
     NODE = "Node"  # read the GPU of the engines' nodes
     GROUPS = "Groups"  # read why pods of multi-node groups cannot be created
-    PREFETCH = "Prefetch"  # read the progress of the Job that downloads weights
     WORKLOAD = "Workload"  # find the resource that limits the service
     REPLICAS = "Replicas"  # decide the number of replicas
     STEP = "Step"  # weigh the steps and choose one
     TARGET = "Target"  # choose the revision that should serve
-    STORAGE = "Storage"  # decide the claim for weights and its Job
+    STORAGE = "Storage"  # decide the claim for weights
     TRIAL = "Trial"  # advance the rollout
     ACCURACY = "Accuracy"  # judge the last probe and choose the next
     SUMMARY = "Summary"  # write the figures of the status

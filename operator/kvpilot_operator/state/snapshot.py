@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvpilot_operator.api.faults import Fault
 from kvpilot_operator.api.spec import Spec
 from kvpilot_operator.state.decision import Find, ProbeResult
-from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView, PrefetchView, Rejection, RouteView
+from kvpilot_operator.state.objects import DeploymentView, ObjectView, PodView, Rejection, RouteView
 from kvpilot_operator.state.questions import Question, Unanswered
 from kvpilot_operator.state.samples import Sample
 from kvpilot_operator.state.status import Status
@@ -93,8 +93,6 @@ class Snapshot:
     model: ModelFacts | None = None
     route: RouteView | None = None
     """Route for a canary's share; None if the spec names none, or the route does not exist."""
-    prefetch: PrefetchView | None = None
-    """kvpilot's Job that downloads weights; None if it does not exist or is not needed."""
     autoscaler: str | None = None
     """Kind and name of an autoscaler that scales the service although kvpilot does (scaling.mode Operator)."""
     engine_defaults: bool = False

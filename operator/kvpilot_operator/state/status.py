@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from kvpilot_formats import untrusted
 from kvpilot_operator.api.record import Count, Message, Percent, ReasonText, Record, Text, Word, keyed_by
-from kvpilot_operator.api.words import Action, CachePhase, ConditionType, Outcome, Stage, TrafficMode, Verdict
+from kvpilot_operator.api.words import Action, ConditionType, Outcome, Stage, TrafficMode, Verdict
 from kvpilot_operator.state.accuracy import Accuracy
 
 MAX_DECISIONS = 10
@@ -50,16 +50,6 @@ class Denied(Record, frozen=True, kw_only=True):
     message: Message
     until: datetime
     """Time from which kvpilot may try the dtype again."""
-
-
-class WeightsCache(Record, frozen=True, kw_only=True):
-    """State of the PersistentVolumeClaim for weights, only with cache.prefetch. Engines of the newest spec start once
-    its phase is Ready."""
-
-    identity: Word
-    """Hash of the claim's name and of the model, revision and adapters that it must hold."""
-    phase: CachePhase
-    """Pending until the Job knows the download size, then Prefetching. Ready once the claim has all files."""
 
 
 class KVCache(Record, frozen=True, kw_only=True):
@@ -272,7 +262,6 @@ class Status(Record, frozen=True, kw_only=True):
     adapters: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=16)] = ()
     """LoRA adapters of the serving revision. Its engines load all of them when they start."""
     stable: Stable | None = None
-    cache: WeightsCache | None = None
     kv_cache: KVCache = KVCache()
     scaling: Scaling = Scaling()
     canary: Canary | None = None

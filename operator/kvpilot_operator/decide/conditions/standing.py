@@ -29,8 +29,7 @@ def serving(c: Context) -> Line:
     """Report whether pods are ready and kvpilot's Service selects them."""
     s, replicas, canary = c.snapshot, c.replicas, c.canary
     if c.stable is None:
-        waits = storage.wait(c)
-        return Line("False", *((Reason.ENGINES_STARTING, "nothing serves yet") if waits is None else waits.cause))
+        return Line("False", Reason.ENGINES_STARTING, "nothing serves yet")
     revisions = traffic.serving_revisions(c)
     ready = sum(len(s.ready_pods(revision)) for revision in revisions)
     refused = s.rejection("Service", s.key.name)
@@ -209,9 +208,6 @@ def _progress(c: Context) -> Line:
         held_up = held_up_by(c) if canary.stage != Stage.ROLLING_BACK else None
         reason = held_up.reason if held_up is not None else f"Canary{canary.stage}"
         return Line("False", Reason.ROLLOUT_PAUSED, text) if stopped else Line("True", reason, text)
-    waits = storage.wait(c)
-    if waits is not None and (stable is None or target.revision != stable.revision):
-        return Line("False" if waits.stuck else "True", *waits.cause)
     if stable is not None and stable.ever_ready and target.revision != stable.revision:
         fault = start_fault(c, target)
         if fault is not None:

@@ -12,14 +12,14 @@ import msgspec
 from kvpilot_operator.api.names import INFERENCE_POOL_API, REVISION_LABEL, SPEC_ANNOTATION, canary_service
 from kvpilot_operator.api.words import Stage, TrafficMode
 from kvpilot_operator.decide.accuracy import baseline
-from kvpilot_operator.decide.context import Context, Placed, in_flight
+from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.rejections import of_workload
 from kvpilot_operator.decide.traffic_plan import counts, floor, rolling_step, total
 from kvpilot_operator.render import objects as render
 from kvpilot_operator.render.route import backend, weighted
 from kvpilot_operator.render.workloads import LEADER_WORKER_SET
-from kvpilot_operator.state.decision import Manifest, Objects, Ref
+from kvpilot_operator.state.decision import Manifest, Objects, Reference
 from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Stable
@@ -33,28 +33,27 @@ def in_order(c: Context) -> Context:
     """
     named = render.named_by_pods(c.snapshot.key.name, c.spec)
     if c.stable is None:
-        # Without a revision, place only the claim and Job for the weights, and delete nothing.
+        # Without a revision, place only the claim for the weights, and delete nothing.
         there = frozenset(c.snapshot.deployments)
-        placed = Objects(c.storage.apply, {}, there, c.storage.absent, named) if any(c.storage) else None
+        placed = Objects(c.storage, {}, there, (), named) if c.storage else None
         return replace(c, objects=placed)
     serving = {*traffic.serving_revisions(c), c.stable.revision}
     fewer = {name for name, count in c.wanted.items() if count < counts(c.snapshot, name).replicas}
     shrinking = [manifest for name, manifest in c.engines.items() if name in fewer]
     kept = [manifest for name, manifest in c.engines.items() if name in serving - fewer]
     tried = [manifest for name, manifest in c.engines.items() if name not in serving | fewer]
-    return _placed(c, (*kept, *c.own.apply, *tried, *c.shared.apply, *shrinking), named)
+    return _placed(c, (*kept, *c.own, *tried, *c.shared, *shrinking), named)
 
 
 def in_any_order(c: Context) -> Context:
     """List all objects of a service with a stable revision in any order, because `in_order` raised an error."""
-    return c if c.stable is None else _placed(c, (*c.engines.values(), *c.own.apply, *c.shared.apply), ())
+    return c if c.stable is None else _placed(c, (*c.engines.values(), *c.own, *c.shared), ())
 
 
-def _placed(c: Context, apply: tuple[Manifest, ...], named: tuple[Ref, ...]) -> Context:
+def _placed(c: Context, apply: tuple[Manifest, ...], named: tuple[Reference, ...]) -> Context:
     scale = {name: count for name, count in c.wanted.items() if name not in c.engines}
-    absent = (*c.storage.absent, *c.shared.absent)
     without = removed(c.snapshot, apply)
-    return replace(c, objects=Objects((*c.storage.apply, *apply), scale, frozenset(c.wanted), absent, named, without))
+    return replace(c, objects=Objects((*c.storage, *apply), scale, frozenset(c.wanted), c.absent, named, without))
 
 
 def removed(s: Snapshot, apply: Sequence[Manifest]) -> dict[tuple[str, str], Manifest]:
@@ -145,7 +144,7 @@ def own_service(c: Context) -> Context:
     rendered = {name for name in names if name in c.engines or name not in s.deployments}
     nodes = [c.spec.engine.nodes if name in rendered else s.deployments[name].nodes for name in names]
     budget = render.disruption_budget(s.key, s.uid, selected, most, groups=min(nodes, default=1) > 1)
-    return replace(c, own=Placed((*own, budget)))
+    return replace(c, own=(*own, budget))
 
 
 def share_traffic(c: Context) -> Context:
@@ -155,7 +154,7 @@ def share_traffic(c: Context) -> Context:
     s, canary, lent = c.snapshot, c.canary, canary_service(c.snapshot.key.name)
     selected, percent = traffic.selected(c), traffic.canary_percent(c)
     apply: list[Manifest | None] = []
-    absent: tuple[Ref, ...] = ()
+    absent: tuple[Reference, ...] = ()
     shifts = canary is not None and (canary.stage, canary.traffic_mode) == (Stage.SHIFTING, TrafficMode.HTTP_ROUTE)
     if canary is not None and shifts:
         selected = canary.revision
@@ -166,7 +165,7 @@ def share_traffic(c: Context) -> Context:
         absent = (("v1", "Service", lent),)
     apply += [_canary_pool(c, selected), _route(c, percent)]
     absent += _pools_left_over(c)
-    return replace(c, shared=Placed(tuple(one for one in apply if one is not None), absent))
+    return replace(c, shared=tuple(one for one in apply if one is not None), absent=absent)
 
 
 def _canary_pool(c: Context, selected: str) -> Manifest | None:
@@ -183,7 +182,7 @@ def _canary_pool(c: Context, selected: str) -> Manifest | None:
     return made
 
 
-def _pools_left_over(c: Context) -> tuple[Ref, ...]:
+def _pools_left_over(c: Context) -> tuple[Reference, ...]:
     """Return the InferencePools to delete if the spec asks for none. Keep a pool while the HTTPRoute names it."""
     s = c.snapshot
     if c.spec.inference_pool is not None:

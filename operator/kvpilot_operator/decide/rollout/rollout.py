@@ -18,7 +18,7 @@ from kvpilot_operator.decide.accuracy import baseline
 from kvpilot_operator.decide.accuracy.reported import mismatch
 from kvpilot_operator.decide.context import Context, in_flight
 from kvpilot_operator.decide.diagnosis import engine_failure, made_anew, mixed_factors
-from kvpilot_operator.decide.objects import storage, traffic
+from kvpilot_operator.decide.objects import traffic
 from kvpilot_operator.decide.rollout import requested, shifting, starting
 from kvpilot_operator.decide.rollout.ending import finish_promotion, finish_rollback, roll_back
 from kvpilot_operator.decide.rollout.starting import SURGE_SECONDS, pods_on_trial, unschedulable, why_waiting
@@ -39,7 +39,7 @@ def advance(c: Context) -> Context:
     stable, target = c.stable, c.target
     if c.canary is not None:
         return _advance_canary(c)
-    if not target.startable or ((stable is None or target.revision != stable.revision) and not storage.ready(c)):
+    if not target.startable:
         return c
     if stable is None:
         return _serve(c, "Started", f"first revision with {target.dtype}: {target.message}")
