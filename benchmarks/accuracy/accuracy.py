@@ -26,11 +26,9 @@ from benchmarks.accuracy.accuracy_model import Probe
 from benchmarks.accuracy.accuracy_needle import TEXT as NEEDLE_TEXT
 from benchmarks.accuracy.accuracy_needle import needles
 from benchmarks.accuracy.accuracy_report import SMOLLM2
-from benchmarks.accuracy.accuracy_rows import SELF, Reading, every_name, reading
-from benchmarks.accuracy.accuracy_texts import CALIBRATION, Sequence, sequences
+from benchmarks.accuracy.accuracy_rows import Reading, every_name, reading
+from benchmarks.accuracy.accuracy_texts import Sequence, sequences
 from benchmarks.accuracy.rivals import plain
-from kvpilot_runtime.calibration import command as calibrate
-from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration.text import text_ids
 from kvpilot_smallmodels.models import MODELS
 
@@ -185,37 +183,8 @@ def control(folder: Path, texts: list[Sequence]) -> dict[str, Any]:
 
 
 def cut(tokenizer: Any) -> dict[str, list[Sequence]]:
-    """Return the tokens of all texts that the benchmark reads.
-
-    The keys are `evaluation`, `needle`, and one for each calibration.
-    """
-    calibrations = {label: sequences(tokenizer, plan) for label, plan in CALIBRATION.items()}
-    return {"evaluation": sequences(tokenizer, PLAN), "needle": sequences(tokenizer, NEEDLE_TEXT), **calibrations}
-
-
-def calibrations(folder: Path, texts: dict[str, list[Sequence]], labels: set[str], where: Path) -> dict[str, Path]:
-    """Create the table's calibration files as a user would: write prompts to a file and run `kvpilot calibrate` on it.
-
-    Return the files by label.
-
-    Args:
-        folder: the model.
-        texts: the result of `cut`.
-        labels: names of the calibrations to create. Labels that are not in `CALIBRATION` are ignored.
-        where: folder for the files.
-    """
-    tokenizer, made = AutoTokenizer.from_pretrained(folder), {}
-    for label in sorted(labels & CALIBRATION.keys()):
-        made[label] = where / f".{label}.safetensors"
-        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as prompts:
-            for _, tokens in texts[label]:
-                prompts.write(json.dumps({"text": tokenizer.decode(tokens)}) + "\n")
-            prompts.flush()
-            device = str(torch.get_default_device())
-            options = [str(folder), "--prompts", prompts.name, "--output", str(made[label]), "--device", device]
-            if calibrate.main(options):
-                raise SystemExit(f"kvpilot calibrate failed for the texts of {label}")
-    return made
+    """Return the tokens of all texts that the benchmark reads, by the keys `evaluation` and `needle`."""
+    return {"evaluation": sequences(tokenizer, PLAN), "needle": sequences(tokenizer, NEEDLE_TEXT)}
 
 
 def merge(file: Path, section: str, found: dict[str, Any]) -> None:
@@ -230,11 +199,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--codecs", nargs="*", help="rows to run, such as `control` (default: all)")
-    parser.add_argument(
-        "--calibration",
-        nargs="*",
-        help="LABEL=FILE: calibration file for rows such as `k4v4+LABEL` (default: create it)",
-    )
     parser.add_argument("--raw", type=Path, default=Path(tempfile.gettempdir(), "kvpilot-accuracy"),
                         help="folder for partial results (default %(default)s)")  # fmt: skip
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
@@ -253,19 +217,9 @@ def main() -> None:
     torch.set_default_device(options.device)
     probe = Probe(folder)
     texts = torch.load(options.texts, map_location=options.device) if options.texts else cut(probe.tokenizer)
-    asked = options.codecs or ["control", *every_name([SELF, *CALIBRATION])]
-    if options.calibration is None:
-        labels = {part for name in asked for part in name.split("+")}
-        files = calibrations(folder, texts, labels, options.out.parent)
-    else:
-        files = {label: Path(file) for label, _, file in (item.partition("=") for item in options.calibration)}
-    facts = factors_file.ModelFacts.read(folder)
-    factors = {
-        label: {i: one.to(options.device) for i, one in enumerate(factors_file.load(file, facts).layers)}
-        for label, file in files.items()
-    }
+    asked = options.codecs or ["control", *every_name()]
     ids = torch.tensor(text_ids(probe.tokenizer, CHUNK))
-    factors[SELF] = probe.self_calibrated(ids, probe.model.config.max_position_embeddings)
+    factors = probe.self_calibrated(ids, probe.model.config.max_position_embeddings)
     chosen = {name: reading(name, factors) for name in asked if name != "control"}
     if options.needle:
         base = plain.bf16()

@@ -15,9 +15,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.accuracy.accuracy_rows import Reading
 from benchmarks.accuracy.codec import Codec
+from benchmarks.accuracy.windowed import Sides, windowed
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.fit import Observed
-from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration.text import passes
 
 _PIECE = 512

@@ -78,22 +78,10 @@ same texts from its pages.""",
 The parts of a row's name after the codec mean:
 
 * `+self`: with calibration factors that an engine computes at start, from 8,192 tokens of built-in text.
-* `+calibrated`: with factors from a file of `kvpilot calibrate`, computed in bf16 on a GPU. The command read 16,384
-  tokens of other documents: licences, docstrings, the manual of findutils and other source code. They were three
-  sequences of 4,096 tokens and four of 1,024.
 * `+wN`: each query reads its last N tokens at 8 bits, as the ring of the
   [recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md) keeps them.
 * `+first128`: the first 128 tokens stay in 16 bits. Compare this row with KVarN's rows `+exact`, which keep the first
   128 tokens and the open tile in 16 bits.
-
-The rows `+calibrated` come from several runs:
-
-* `k4v4+calibrated` was computed before kvpilot stored
-  [the first key relative to its own mean](../decisions/0022-store-the-first-key-relative-to-its-own-mean.md), which
-  lowers the KL of this row.
-* `k4v4+calibrated+w64` was computed on a CPU, with a file that an H200 had computed.
-* The rows of `k4v2` and `k2v2`, and their needles, were computed on an H100 on 2026-11-24. The same GPU computed
-  their calibration file.
 """,
         head_dim=64,
     ),
@@ -107,9 +95,8 @@ as bf16. The model has 18 layers, 1 KV head, head_dim 256, and normalized querie
 3 layers with full attention. The KV cache of the 15 layers with a window of 512 tokens stays in 16 bits, which is also
 the engine's default. [The other page](accuracy.md) measures SmolLM2.""",
         rows="""\
-Rows `+self` use calibration factors that an engine computes at start, from 8,192 tokens of built-in text. Rows
-`+calibrated` use factors from a file of `kvpilot calibrate`. In rows `+wN` each query reads its last N tokens at 8
-bits, as the ring of the
+Rows `+self` use calibration factors that an engine computes at start, from 8,192 tokens of built-in text. In rows
+`+wN` each query reads its last N tokens at 8 bits, as the ring of the
 [recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md) keeps them.
 """,
         head_dim=256,
@@ -121,9 +108,8 @@ SERVED_HEAD = """
 ## As served
 
 The first rows are our dtypes with their
-[default recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md). The factors of the rows
-`+calibrated` were fitted for a window of 64 tokens. Rows of `k4v2` with a window of 64 follow, if they were measured.
-The last rows, from the control on, are for comparison.
+[default recent window](../decisions/0016-keep-the-recent-window-as-residuals-in-a-ring.md). `k4v2` with a window of 64
+follows, if it was measured. The last rows, from the control on, are for comparison.
 {missing}
 """
 ALONE_HEAD = "\n## Codecs alone, and rivals\n\n"

@@ -3,13 +3,12 @@
 A row's name is a codec's name, followed by options after `+`:
 
 - `self`: use factors that an engine computes at start.
-- `calibrated`: use factors from a file of `kvpilot calibrate`.
 - `wN`: read a recent window of N tokens, as the ring keeps it.
 - `firstN`: keep a sequence's first N tokens in 16 bits, for comparison with engines that do so. Our engines never do.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.accuracy.codec import Codec, own
@@ -25,21 +24,16 @@ ByLayer = Callable[[int], Codec]
 
 SELF = "self"
 
-CALIBRATED = "calibrated"
+
+def _served(name: str) -> str:
+    fmt = formats.parse(name)
+    return f"{name}+{SELF}" + (f"+w{fmt.window}" if fmt.window else "")
 
 
-def _served(fmt: formats.Format) -> list[str]:
-    window = f"+w{fmt.window}" if fmt.window else ""
-    return [f"{fmt.name}+{label}{window}" for label in (SELF, *([CALIBRATED] if fmt.key.bits < 8 else []))]
+SERVED = tuple(map(_served, formats.own_names()))
+"""Rows of our formats as engines use them, with the default window and factors that are computed at start."""
 
-
-SERVED = tuple(row for name in formats.own_names() for row in _served(formats.parse(name)))
-"""Rows of our formats as engines use them, with the default window and factors that are computed at start.
-
-Formats whose keys have less than 8 bits have a second row with factors from a file.
-"""
-
-OTHER_WINDOWS = ("k4v2+self+w64", "k4v2+calibrated+w64")
+OTHER_WINDOWS = ("k4v2+self+w64",)
 """Rows with a window other than the default."""
 
 AGAINST_EXACT = ("k4v4+self+w128+first128", "k4v4+self+w128")
@@ -79,29 +73,27 @@ def rivals() -> dict[str, Codec]:
     return {codec.name: codec for codec in found}
 
 
-def every_name(labels: Sequence[str]) -> list[str]:
-    """Return the names of all rows. `labels` names the kinds of calibration factors to include."""
-    mine = [name + suffix for name in formats.own_names() for suffix in ("", *(f"+{label}" for label in labels))]
+def every_name() -> list[str]:
+    """Return the names of all rows."""
+    mine = [name + suffix for name in formats.own_names() for suffix in ("", f"+{SELF}")]
     return [*rivals(), *mine, *SERVED, *OTHER_WINDOWS, *AGAINST_EXACT]
 
 
-def reading(name: str, factors: Mapping[str, Mapping[int, Factors]]) -> Reading:
-    """Return the rules by which the row `name` reads its cache. `factors` has calibration factors by label and layer.
+def reading(name: str, factors: Mapping[int, Factors]) -> Reading:
+    """Return the rules by which the row `name` reads its cache. `factors` has each layer's factors for rows `+self`.
 
     Raises:
-        ValueError: there is no such row, or its factors are missing.
+        ValueError: there is no such row.
     """
     if name in rivals():
         codec = rivals()[name]
         return Reading(lambda _layer: codec)
-    fmt, label, recent, first = _parts(name)
-    if label is None:
+    fmt, calibrated, recent, first = _parts(name)
+    if not calibrated:
         pages, fine = own(fmt), own(fmt, recent=True)
         return Reading(lambda _layer: pages, recent, (lambda _layer: fine) if recent else None, first)
-    if label not in factors:
-        raise ValueError(f"row {name!r}: there are no factors {label!r}, only {sorted(factors)}; see --calibration")
-    layers = {layer: own(fmt, one) for layer, one in factors[label].items()}
-    finer = {layer: own(fmt, one, recent=True) for layer, one in factors[label].items()}
+    layers = {layer: own(fmt, one) for layer, one in factors.items()}
+    finer = {layer: own(fmt, one, recent=True) for layer, one in factors.items()}
     return Reading(layers.__getitem__, recent, finer.__getitem__ if recent else None, first)
 
 
@@ -109,15 +101,15 @@ def engine(name: str) -> tuple[str, dict[str, str]]:
     """Return the KV-cache dtype and the environment of a vLLM engine that stores its cache like the row `name`.
 
     Raises:
-        ValueError: no engine without a calibration file can store its cache in this way.
+        ValueError: no engine can store its cache in this way.
     """
     if name == "fp8_e4m3":
         return name, {}
-    fmt, label, recent, first = _parts(name)
-    if first or label not in (None, SELF):
-        raise ValueError(f"row {name!r}: an engine without a file serves FORMAT[+{SELF}][+wN] and fp8_e4m3")
+    fmt, calibrated, recent, first = _parts(name)
+    if first:
+        raise ValueError(f"row {name!r}: an engine serves FORMAT[+{SELF}][+wN] and fp8_e4m3")
     variables = {"KVPILOT_RECENT_TOKENS": str(recent)} if fmt.has_ring else {}
-    return fmt.name, variables if label else {**variables, "KVPILOT_CALIBRATION": "off"}
+    return fmt.name, variables if calibrated else {**variables, "KVPILOT_CALIBRATION": "off"}
 
 
 def bits(name: str, head_dim: int) -> float:
@@ -137,9 +129,9 @@ def _mixed(low: float, exact: int) -> float:
     return low + (16 - low) * exact / CONTEXT
 
 
-def _parts(name: str) -> tuple[formats.Format, str | None, int, int]:
-    """Return a row's format, label of factors, length of the window, and number of first tokens in 16 bits."""
-    found = re.fullmatch(r"(\w+?)(?:\+([a-z-]+))?(?:\+w(\d+))?(?:\+first(\d+))?", name)
+def _parts(name: str) -> tuple[formats.Format, bool, int, int]:
+    """Return a row's format, True for `+self`, the length of the window, and the number of first tokens in 16 bits."""
+    found = re.fullmatch(rf"(\w+?)(\+{SELF})?(?:\+w(\d+))?(?:\+first(\d+))?", name)
     if found is None:
-        raise ValueError(f"row {name!r} is not FORMAT[+FACTORS][+wN][+firstN]; for example k4v4+self+w64")
-    return formats.parse(found[1]), found[2], int(found[3] or 0), int(found[4] or 0)
+        raise ValueError(f"row {name!r} is not FORMAT[+{SELF}][+wN][+firstN]; for example k4v4+self+w64")
+    return formats.parse(found[1]), found[2] is not None, int(found[3] or 0), int(found[4] or 0)

@@ -2,7 +2,7 @@
 
 The table is computed on Newton's *Opticks* (1704), the manual of GNU coreutils (Debian's info page), Python's language
 reference (`pydoc_data.topics`) and source code of Python's standard library. *Opticks* is in the source package of
-libbacktrace, which apache-tvm-ffi contains, a requirement of vLLM. Calibration uses other documents.
+libbacktrace, which apache-tvm-ffi contains, a requirement of vLLM.
 """
 
 import ast
@@ -14,23 +14,7 @@ from typing import Any
 
 import torch
 
-LICENCES = ("GPL-3", "MPL-2.0", "Apache-2.0", "LGPL-2.1", "GFDL-1.3")
 CODE = ("argparse.py", "asyncio/base_events.py", "typing.py", "zipfile.py")
-CALIBRATION_CODE = ("statistics.py", "subprocess.py", "inspect.py")
-CALIBRATION_DOCSTRINGS = ("decimal.py", "random.py", "heapq.py", "difflib.py", "textwrap.py", "fractions.py")
-
-CALIBRATION = {
-    "calibrated": [
-        ("docstrings", 1024, 4),
-        *[(name, 4096, 1) for name in ("licences", "find-manual", "other-code")],
-        ("licences", 1024, 1),
-    ],
-    "calibrated-on-licences": [("licences", 4096, 4)],
-}
-"""Input of `kvpilot calibrate` by label: name of the text, tokens per sequence, number of sequences.
-
-The command fits factors to the first 16,384 tokens, and tests them on the others.
-"""
 
 Sequence = tuple[str, torch.Tensor]
 """Name of a text, and its tokens, int64 [tokens]."""
@@ -50,26 +34,12 @@ def text(name: str) -> str:
         return _read([Path(f, "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt") for f in folders], "apache-tvm-ffi")
     if name == "manual":
         return _prose(_read([Path("/usr/share/info/coreutils.info.gz")], "Debian's coreutils"))
-    if name == "find-manual":
-        return _prose(_read(sorted(Path("/usr/share/info").glob("find.info-*.gz")), "Debian's findutils"))
     if name == "reference":
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics[key] for key in sorted(topics))
-    if name == "licences":
-        return "\n\n".join(_read([Path("/usr/share/common-licenses", n)], "Debian's base-files") for n in LICENCES)
     stdlib = Path(ast.__file__).parent
-    if name == "docstrings":
-        trees = [ast.parse((stdlib / n).read_text()) for n in CALIBRATION_DOCSTRINGS]
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        return "\n\n".join(
-            doc
-            for tree in trees
-            for node in ast.walk(tree)
-            if isinstance(node, kinds) and (doc := ast.get_docstring(node))
-        )
-    files = {"code": CODE, "other-code": CALIBRATION_CODE}[name]
-    return "\n\n".join((stdlib / n).read_text() for n in files)
+    return "\n\n".join((stdlib / n).read_text() for n in CODE)
 
 
 def _read(paths: list[Path], package: str) -> str:

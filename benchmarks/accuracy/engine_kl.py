@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.accuracy.accuracy import PLAN, Base, Tally
 from benchmarks.accuracy.accuracy_model import Probe
-from benchmarks.accuracy.accuracy_rows import SELF, Reading, engine, reading
+from benchmarks.accuracy.accuracy_rows import Reading, engine, reading
 from benchmarks.accuracy.accuracy_texts import Sequence, sequences
 from benchmarks.accuracy.engine_kl_run import Job
 from benchmarks.accuracy.rivals import plain
@@ -181,7 +181,7 @@ def main() -> None:
         names = ["base", *([] if args.hit else ["control"]), *chosen]
         found = dict(zip(names, pool.map(lambda name: answers(args, name, texts), names), strict=True))
     ids = torch.tensor(text_ids(probe.tokenizer, min(args.chunk, args.context)))
-    factors = {SELF: probe.self_calibrated(ids, args.context)}
+    factors = probe.self_calibrated(ids, args.context)
     table = {}
     if error := found["base"].get("error"):
         raise ChildFailedError(f"base: {error}")

@@ -33,8 +33,8 @@ from benchmarks.accuracy.accuracy_rows import Reading
 from benchmarks.accuracy.accuracy_texts import Sequence, sequences
 from benchmarks.accuracy.codec import Codec, own
 from benchmarks.accuracy.rivals import plain
+from benchmarks.accuracy.windowed import Sides, windowed
 from kvpilot_formats import formats
-from kvpilot_kernels.reference.windowed import Sides, windowed
 from kvpilot_runtime.calibration.text import text_ids
 from kvpilot_smallmodels.models import MODELS
 

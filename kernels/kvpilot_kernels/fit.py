@@ -1,33 +1,30 @@
 """Fit a layer's static factors to calibration text, so that quantization does the least expected damage.
 
-With gradients (`Moments`, `fit`; `kvpilot calibrate`)
-------------------------------------------------------
-Let x_t be a token's key (or value), and g_t the gradient of the model's log-likelihood with respect to it. We look for
-a mean m and a scale s per channel. A Hadamard rotation spreads the energy of (x_t - m) s evenly over the D coordinates.
-In each of them the quantizer leaves an error with a variance proportional to
+Let x_t be a token's key (or value), and g_t^2 the cost of an error in each of its channels. We look for a mean m and a
+scale s per channel. A Hadamard rotation spreads the energy of (x_t - m) s evenly over the D coordinates. In each of
+them the quantizer leaves an error with a variance proportional to
 
     v_t = sum_c' s_c'^2 (x_tc' - m_c')^2 / D
 
-which becomes an error of variance v_t / s_c^2 in channel c when it is read back. To second order, an error e_t costs
-(g_t . e_t)^2 / 2 nats of KL divergence, if the model itself draws the labels of the likelihood (Fisher information). So
+which becomes an error of variance v_t / s_c^2 in channel c when it is read back. So
 
     damage(m, s) ~ sum_t (sum_c g_tc^2 / s_c^2) (sum_c' s_c'^2 (x_tc' - m_c')^2)
 
 We minimise it for m and s in turns, each in closed form. m_c' is the mean of x_tc' weighted by sum_c g_tc^2 / s_c^2.
 With M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2, s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2).
 
-The weights matter. The value of the first token is far from all others, and most queries attend to it. A mean without
-weights would double its error. The first key has its own mean (`factors`), so the fit leaves it out.
-
-From a forward pass alone (`Observed`; an engine's calibration at start)
------------------------------------------------------------------------- Here the cost of an error follows from
-attention itself. An error e of the key of token t changes the score of query i by q_i . e, and the output o_i by p_it
-(v_t - o_i) times that. An error e of the value changes o_i by p_it e. If all directions of the output count alike,
+The costs follow from attention itself. An error e of the key of token t changes the score of query i by q_i . e, and
+the output o_i by p_it (v_t - o_i) times that. An error e of the value changes o_i by p_it e. If all directions of the
+output count alike,
 
     g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
 The sum is over the queries i that read token t from its page, which are at least RECENT tokens later. Nearer queries
-read it with 8 bits, because it is in their recent window. The fit leaves out the first key of each sequence.
+read it with 8 bits, because it is in their recent window.
+
+The costs matter. The value of the first token is far from all others, and most queries attend to it. A mean without
+costs as weights would double its error. The first key of a sequence has its own mean (`factors`), so the fit leaves it
+out.
 """
 
 import torch
@@ -61,21 +58,21 @@ class Moments:
         self.tokens = 0
 
     def add(self, x: torch.Tensor, squared: torch.Tensor) -> None:
-        """Add tokens: keys (or values) and their squared gradients, both [tokens, kv_heads, D] of any float dtype.
+        """Add tokens: keys (or values) and the costs g^2 of their errors, both [tokens, kv_heads, D], any float dtype.
 
         Raises:
             ValueError: the shapes differ from each other or from this layer's, or a number is not finite.
         """
         if x.shape != squared.shape or x.shape[1:] != self.weight.shape:
             raise ValueError(
-                f"tokens {tuple(x.shape)} with gradients {tuple(squared.shape)} do not fit moments of "
+                f"tokens {tuple(x.shape)} with costs {tuple(squared.shape)} do not fit moments of "
                 f"[tokens, {self.weight.shape[0]}, {self.weight.shape[1]}]; give one layer's keys or values"
             )
         x, g2 = x.double(), squared.double()
         weight = g2.sum(0)
         second = torch.einsum("thc,thd->hcd", g2, x.square())
         if not (weight.isfinite().all() and second.isfinite().all()):
-            raise ValueError("keys, values or gradients are not finite; calibrate in float32 or bfloat16")
+            raise ValueError("keys, values or costs are not finite; calibrate in float32 or bfloat16")
         self.weight += weight
         self.first += torch.einsum("thc,thd->hcd", g2, x)
         self.second += second

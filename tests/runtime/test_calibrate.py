@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Lfm2Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GptOssConfig, Lfm2Config, PreTrainedConfig
 
 from kvpilot_kernels.factors import Factors
 from kvpilot_runtime.calibration import command as calibrate
-from kvpilot_runtime.calibration import factors_file, fitting
+from kvpilot_runtime.calibration import factors_file
 from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
 from kvpilot_smallmodels.oracle import Oracle
 
@@ -171,7 +171,7 @@ def test_a_real_model_is_calibrated_on_one_text_and_does_better_on_another(tmp_p
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"text": TRAINING * n}) for n in (3, 6)))
     arguments = [str(folder), "--prompts", str(prompts), "--output", str(output), "--length", "128", "--tokens", "256",
-                 "--recent", "8", "--device", "cpu"]  # fmt: skip
+                 "--device", "cpu"]  # fmt: skip
     assert calibrate.main(arguments) == 0
     layers = factors_file.load(output, factors_file.ModelFacts.read(folder)).layers
     first, *rest = AutoTokenizer.from_pretrained(folder)(HELD_OUT).input_ids
@@ -181,19 +181,6 @@ def test_a_real_model_is_calibrated_on_one_text_and_does_better_on_another(tmp_p
     )
     damage, undamaged = (float((exact.exp() * (exact - found)).sum(-1).mean()) for found in (without, with_file))
     assert undamaged < 0.7 * damage
-
-
-@pytest.mark.parametrize(("length", "asked", "window"), [(128, [], 64), (32, [], 31), (128, ["--recent", "16"], 16)])
-def test_factors_are_fitted_for_the_window_that_is_named_or_the_default_or_what_a_sequence_has_room_for(
-    length: int, asked: list[str], window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts, given = tmp_path / "prompts.txt", []
-    prompts.write_text(TRAINING * 2)
-    monkeypatch.setattr(fitting, "fit_model", lambda *arguments: given.append(arguments[4]) or some_layers(FACTS))
-    arguments = [str(tiny_llama()), "--prompts", str(prompts), "--output", str(tmp_path / "factors"), "--device", "cpu",
-                 "--length", str(length), "--tokens", str(length), *asked]  # fmt: skip
-    assert calibrate.main(arguments) == 0
-    assert given == [window]
 
 
 def tiny(config: PreTrainedConfig, tmp_path: Path) -> Path:
@@ -212,13 +199,15 @@ SHAPE = {
 }  # fmt: skip
 SOFT_CAP = Gemma2Config(**SHAPE, head_dim=64, num_hidden_layers=2, sliding_window=32, attn_logit_softcapping=5.0,
                         layer_types=["sliding_attention", "full_attention"])  # fmt: skip
+SINKS = GptOssConfig(**SHAPE, head_dim=64, num_hidden_layers=2, sliding_window=32, num_local_experts=2,
+                     num_experts_per_tok=1, layer_types=["sliding_attention", "full_attention"])  # fmt: skip
 HYBRID = Lfm2Config(
     **{**SHAPE, "hidden_size": 256}, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]
 )
 
 
 @pytest.mark.parametrize(
-    ("config", "attending"), [(SOFT_CAP, 1), (HYBRID, 1)], ids=["sliding window and soft cap", "convolutions"]
+    ("config", "attending"), [(SOFT_CAP, 1), (SINKS, 1), (HYBRID, 1)], ids=["soft cap", "sinks", "convolutions"]
 )
 def test_layers_that_keep_nothing_in_our_pages_get_factors_that_change_nothing(
     config: PreTrainedConfig, attending: int, tmp_path: Path
@@ -227,7 +216,7 @@ def test_layers_that_keep_nothing_in_our_pages_get_factors_that_change_nothing(
     facts = factors_file.ModelFacts.read(folder)
     prompts.write_text(TRAINING * 4)
     arguments = [str(folder), "--prompts", str(prompts), "--output", str(output), "--length", "64", "--tokens", "128",
-                 "--recent", "4", "--device", "cpu"]  # fmt: skip
+                 "--device", "cpu"]  # fmt: skip
     assert calibrate.main(arguments) == 0
     layers = factors_file.load(output, facts).layers
     for number, layer in enumerate(layers):
@@ -243,7 +232,7 @@ def test_a_layer_of_another_shape_is_refused_with_its_number(
     facts = dataclasses.replace(factors_file.ModelFacts.read(folder), kv_heads=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(factors_file.ModelFacts, "read", lambda _: facts)
-        assert calibrate.main([str(folder), "--prompts", str(prompts), "--length", "32", "--tokens", "32", "--recent",
-                               "4", "--device", "cpu"]) == 2  # fmt: skip
+        assert calibrate.main([str(folder), "--prompts", str(prompts), "--length", "32", "--tokens", "32", "--device",
+                               "cpu"]) == 2  # fmt: skip
     assert "layer 0 has 2 heads of 64 elements in its keys, and config.json says 1 of 64" in capsys.readouterr().err
     assert not (folder / "kvpilot-calibration.safetensors").exists()

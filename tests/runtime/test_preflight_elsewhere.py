@@ -1,4 +1,4 @@
-"""If options change config, weights or GPUs, preflight follows them, or warns and leaves the check to vLLM."""
+"""If options change config, weights or GPUs, preflight follows them, or leaves the check to vLLM."""
 
 import json
 from pathlib import Path
@@ -39,10 +39,6 @@ def folder(path: Path, config: dict[str, Any] | None, weights: bool = True) -> s
     return str(path)
 
 
-def reasons(*arguments: str, dtype: str = "auto", model: str | None = None) -> list[str]:
-    return [reason for reason, _ in check(asked(*arguments, dtype=dtype, model=model)).warnings]
-
-
 def config_of(model: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return config
@@ -69,7 +65,8 @@ def test_a_field_that_is_overridden_is_what_is_judged(spelled: tuple[str, ...]) 
 @pytest.mark.parametrize("value", ["my_module.my_function", "not json", "[1]"])
 def test_overrides_that_are_a_function_leave_the_config_to_vllm(tmp_path: Path, value: str) -> None:
     model = folder(tmp_path, {"architectures": ["NobodyKnowsItForCausalLM"]})
-    assert reasons(f"--hf-overrides={value}", model=model) == ["ModelNotChecked"]
+    assert refusal(asked(dtype="auto", model=model)).reason == "ModelUnsupported"
+    check(asked(f"--hf-overrides={value}", dtype="auto", model=model))
 
 
 values = st.recursive(
@@ -90,7 +87,7 @@ def test_overrides_change_the_named_fields_alone(raw: dict[str, Any], changes: d
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "k4v4"])
 def test_a_model_with_params_json_alone_is_left_to_vllm(tmp_path: Path, dtype: str) -> None:
     (tmp_path / "params.json").write_text('{"dim": 4096, "n_layers": 32}')
-    assert "ModelNotChecked" in reasons(dtype=dtype, model=folder(tmp_path, None))
+    check(asked(dtype=dtype, model=folder(tmp_path, None)))
 
 
 def test_a_folder_without_any_config_is_refused(tmp_path: Path) -> None:
@@ -99,7 +96,7 @@ def test_a_folder_without_any_config_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("--config-format=mistral",), ("--model-class-overrides", '{"A": "b:C"}')])
 def test_a_config_that_vllm_reads_in_another_way_is_left_to_it(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    assert reasons(*arguments, model=folder(tmp_path, {"architectures": ["NobodyKnowsIt"]})) == ["ModelNotChecked"]
+    check(asked(*arguments, dtype="auto", model=folder(tmp_path, {"architectures": ["NobodyKnowsIt"]})))
 
 
 def test_a_config_elsewhere_is_the_one_that_is_judged(tmp_path: Path) -> None:
@@ -116,13 +113,13 @@ def test_the_hub_is_not_asked_for_a_model_of_modelscope(monkeypatch: pytest.Monk
     monkeypatch.setattr(hub, "config_file", config_file)
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", value)
     for dtype in ("auto", "k4v4"):
-        assert reasons(dtype=dtype, model="Qwen/Qwen3-8B") == ["ModelNotChecked"]
+        check(asked(dtype=dtype, model="Qwen/Qwen3-8B"))
 
 
 def test_a_token_that_is_given_as_an_argument_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
     monkeypatch.setattr(hub, "config_file", lambda *given: told.extend(given))
-    reasons("--hf-token=hf_x", "--revision=v2", model="a/b")
+    check(asked("--hf-token=hf_x", "--revision=v2", dtype="auto", model="a/b"))
     assert told == ["a/b", "v2", "hf_x"]
 
 
@@ -140,7 +137,7 @@ def test_weights_that_vllm_holds_in_another_form_are_not_counted(
     with (tmp_path / "model.bin").open("wb") as stream:
         stream.truncate(2**40)
     assert refusal(asked(dtype="auto", model=model)).reason == "DoesNotFit"
-    assert reasons(*arguments, model=model) == ["WeightsNotChecked"]
+    check(asked(*arguments, dtype="auto", model=model))
 
 
 @pytest.mark.parametrize("arguments", [("--load-format=safetensors",), ("--cpu-offload-gb=0",), ()])
@@ -161,15 +158,15 @@ def test_gpus_that_are_chosen_otherwise_are_left_to_vllm(monkeypatch: pytest.Mon
     arguments = (by,) if by.startswith("--") else ()
     if not arguments:
         monkeypatch.setenv(by, "1,2")
-    assert "MachineNotKnown" in reasons(*arguments, two)
-    assert "MachineNotKnown" in reasons(*arguments, dtype="k4v4")
+    check(asked(*arguments, two, dtype="auto"))
+    check(asked(*arguments))
 
 
 def test_an_architecture_of_another_library_is_left_to_vllm(tmp_path: Path) -> None:
     config = {**config_of(tiny_llama()), "architectures": ["NobodyKnowsItForCausalLM"]}
     model = folder(tmp_path, config)
     assert refusal(asked(dtype="auto", model=model)).reason == "ModelUnsupported"
-    assert reasons("--model-impl=terratorch", model=model) == ["ModelNotChecked"]
+    check(asked("--model-impl=terratorch", dtype="auto", model=model))
 
 
 @pytest.mark.parametrize("value", ["auto", "-1"])

@@ -28,19 +28,19 @@ def test_tokens_in_16_bits_are_counted_for_ours_and_for_kvarn():
 
 
 def test_every_row_of_the_table_can_be_read():
-    factors = {label: {0: Factors.identity(2, 64)} for label in ("self", "calibrated")}
-    for name in every_name(list(factors)):
+    factors = {0: Factors.identity(2, 64)}
+    for name in every_name():
         found = reading(name, factors)
         assert found.pages(0).key(torch.ones(3, 2, 64)).shape == (3, 2, 64)
         assert (found.fine is None) == (found.recent == 0)
         assert bits(name, 64) > 2
-    assert {*SERVED, *AGAINST_EXACT} <= set(every_name(list(factors)))
+    assert {*SERVED, *AGAINST_EXACT} <= set(every_name())
 
 
 @pytest.mark.parametrize("name", ["k4v4+", "k4v4+w64+self", "k9v9", "k4v4+other"])
 def test_a_row_that_is_none_is_refused(name):
     with pytest.raises(ValueError, match=r"row 'k4v4|not known"):
-        reading(name, {"self": {0: Factors.identity(2, 64)}})
+        reading(name, {0: Factors.identity(2, 64)})
 
 
 @pytest.mark.parametrize(("name", "dtype", "variables"), [
@@ -54,7 +54,7 @@ def test_an_engine_is_asked_for_what_a_row_says(name, dtype, variables):
     assert engine(name) == (dtype, variables)
 
 
-@pytest.mark.parametrize("name", ["k4v4+calibrated+w64", "k4v4+self+w128+first128", "kvarn_k4v4"])
-def test_a_row_that_no_engine_serves_without_a_file_is_refused(name):
+@pytest.mark.parametrize("name", ["k4v4+self+w128+first128", "kvarn_k4v4"])
+def test_a_row_that_no_engine_serves_is_refused(name):
     with pytest.raises(ValueError, match=r"row '|not known"):
         engine(name)

@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvpilot_formats import formats
-from kvpilot_kernels.fit import RECENT
 from kvpilot_runtime.calibration import factors_file, fitting
 from kvpilot_runtime.calibration.fitting import CalibrateError
 from kvpilot_runtime.calibration.text import beginnings, lone
@@ -82,11 +81,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=16384, help="most tokens in all sequences (default %(default)s)")
     parser.add_argument(
-        "--recent",
-        type=int,
-        help=f"tokens of the recent window to serve with (default {RECENT}, or less for short sequences)",
-    )
-    parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="device to run on, such as cuda:0 (default on this machine: %(default)s)",
@@ -111,9 +105,6 @@ def run(options: argparse.Namespace) -> Path:
     device = options.device
     if length < 2 or tokens < length:
         raise CalibrateError(f"--length {length} and --tokens {tokens} leave no sequence; use at least 2 and --length")
-    recent = min(RECENT, length - 1) if options.recent is None else options.recent
-    if not 0 <= recent < length:
-        raise CalibrateError(f"--recent {recent} leaves no token outside the window; use 0 to --length {length}")
     try:
         facts = factors_file.ModelFacts.read(model)
     except (OSError, ValueError) as error:
@@ -128,7 +119,7 @@ def run(options: argparse.Namespace) -> Path:
     texts = read_prompts(prompts)
     tokenizer = AutoTokenizer.from_pretrained(model)
     exact = torch.float32 if device == "cpu" else torch.bfloat16
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact, attn_implementation=fitting.hook()).to(device)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=exact).to(device)
     pieces = sequences(tokenizer, texts, length, tokens)
     if not pieces:
         raise CalibrateError(f"--prompts {str(prompts)!r} gives no sequence of two tokens; give more text")
@@ -138,7 +129,7 @@ def run(options: argparse.Namespace) -> Path:
 
     text = torch.cat(pieces).tolist()
     first = torch.tensor(beginnings(tokenizer, text, max(1, lone(len(text)))))
-    layers = fitting.fit_model(loaded, pieces, first, facts, recent, report)
+    layers = fitting.fit_model(loaded, pieces, first, facts, report)
     factors_file.save(output, layers, facts)
     return output
 

@@ -29,29 +29,28 @@ def check(request: Request) -> Findings:
     fmt = _dtype(request.dtype)
     folder = model_folder(request.model)
     left = elsewhere.look(request, platform)
-    findings.warnings += left.warnings()
-    config = model_folder(elsewhere.config_source(request)) if left.config is None else None
+    config = None if left.config else model_folder(elsewhere.config_source(request))
     if config is not None:
         _architecture(config, request, left, findings)
-    if left.gpus is None:
+    if not left.gpus:
         _platform_dtype(fmt, platform, request, findings)
-        findings.warnings += memory.unknown(request, platform)
     if request.arguments.on(options.OFFLOAD):
         memory.check_offload(request, platform)
     if fmt.ours:
         own_dtypes.check_options(fmt, request)
     own_dtypes.check_window(fmt, request, findings)
-    if config is None and left.config is None:
-        _ask_hub(request, left, findings)
+    if config is None and not left.config:
+        token = request.arguments.value("--hf-token")
+        if (file := hub.config_file(elsewhere.config_source(request), request.revision, token)) is not None:
+            _architecture(file, request, left, findings)
     if isinstance(fmt, latent.LatentFormat):
         own_dtypes.check_latent(fmt, findings.config, request)
     elif fmt.ours and findings.config is not None:
-        own_dtypes.check_layers(fmt, request, findings)
         own_dtypes.check_own(fmt, findings.config, request, findings)
     elif fmt.ours and request.skip_layers is None:
         findings.skip_layers = (options.SLIDING,)  # this option is harmless for models without sliding-window layers
-    if folder is not None and findings.config is not None and left.gpus is None:
-        weights = weight_bytes(folder) + _draft_bytes(request, folder) if left.weights is None else 0
+    if folder is not None and findings.config is not None and not left.gpus:
+        weights = weight_bytes(folder) + _draft_bytes(request, folder) if not left.weights else 0
         # With fit_length, vLLM chooses the longest context that fits, so check only that one token fits.
         sized = replace(request, max_model_len=1) if request.fit_length else request
         memory.check(fmt, findings.config, weights, sized, platform)
@@ -63,17 +62,6 @@ def _draft_bytes(request: Request, model: Path) -> int:
     asked = speculation(request.arguments)
     folder = model_folder(asked.get("model", "")) if asked.get("method") in DRAFT_MODELS else None
     return 0 if folder is None or folder == model or not asked.get("model") else weight_bytes(folder)
-
-
-def _ask_hub(request: Request, left: elsewhere.Elsewhere, findings: Findings) -> None:
-    token = request.arguments.value("--hf-token")
-    file = hub.config_file(elsewhere.config_source(request), request.revision, token)
-    unchecked = "its architecture and size are" if file is None else "whether its weights fit is"
-    findings.warnings.append(
-        ("ModelNotChecked", f"model {request.model!r} is on the hub: {unchecked} for vLLM to check")
-    )
-    if file is not None:
-        _architecture(file, request, left, findings)
 
 
 def _dtype(name: str) -> Dtype:
@@ -91,8 +79,7 @@ def _architecture(path: Path, request: Request, left: elsewhere.Elsewhere, findi
     config = findings.config = elsewhere.as_cached(read_config(path, elsewhere.overrides(request)))
     model = request.model
     if not config.architectures and models.known(config.model_type):
-        findings.warnings.append(("ModelNotChecked", f"model {model!r}: config.json names no architecture: vLLM picks the class of {config.model_type!r}"))  # fmt: skip  # noqa: E501
-        return
+        return  # vLLM picks the class by the type
     if not config.architectures:
         raise PreflightError("ModelUnsupported", f"model {model!r}: config.json names no architecture; give its class: --hf-overrides={{\"architectures\": [\"CLASS\"]}}")  # fmt: skip  # noqa: E501
     _custom_code(config, request)
@@ -104,17 +91,11 @@ def _architecture(path: Path, request: Request, left: elsewhere.Elsewhere, findi
     if config.doubt:
         findings.warnings.append(("ModelNotKnown", f"model {model!r}: {config.doubt}"))
     known = installed.known_architectures()
-    if not known or any(a in known for a in config.architectures):
-        return
-    name = config.architectures[0]
-    if left.classes is not None:
-        findings.warnings.append(("ModelNotChecked", f"{left.classes}: architecture {name!r} is for vLLM to check"))
+    if not known or left.classes or any(a in known for a in config.architectures):
         return
     if config.custom_code or any(installed.known_to_transformers(a) for a in config.architectures):
-        findings.warnings.append(
-            ("ModelNotNative", f"architecture {name!r} is not vLLM's own: it tries the slower Transformers fallback")
-        )
-        return
+        return  # vLLM serves it by transformers' class, and says so
+    name = config.architectures[0]
     raise PreflightError(
         "ModelUnsupported",
         f"model {model!r}: architecture {name!r} is unknown to the installed vLLM ({len(known)} are known); use a "

@@ -1,13 +1,13 @@
 """Find options and variables that make vLLM use another config, other weights or other GPUs than preflight sees.
 
 Preflight applies `--hf-overrides`, `--hf-config-path` and `--hf-token` when it reads the config. If another such option
-is set, preflight skips the check that depends on it, and names the option in a warning. So preflight never refuses an
-engine because of a number that vLLM would not use.
+is set, preflight skips the check that depends on it. So preflight never refuses an engine because of a number that vLLM
+would not use.
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any
@@ -36,49 +36,32 @@ _GPUS = (
     Switch("GPUs of other machines", ("--distributed-executor-backend",), ("mp", "uni")),
 )
 _CLASSES = (Switch("model classes of another library", ("--model-impl",), ("auto", "vllm")),)
-_VARIABLES = {
-    "config": ("VLLM_MODEL_REDIRECT_PATH",),
-    "weights": ("VLLM_HUMMING_ONLINE_QUANT_CONFIG",),
-    "gpus": ("CUDA_VISIBLE_DEVICES",),
-}
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Facts that preflight cannot check on this machine.
+    """Facts that only vLLM can check, because an option or a variable changes them."""
 
-    Each field names the option or variable that prevents a check. It is None if preflight can check the fact.
-    """
-
-    config: str | None = None
-    weights: str | None = None
-    gpus: str | None = None
-    classes: str | None = None
-
-    def warnings(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning, as (reason, message), for each item that preflight cannot check."""
-        for reason, what, by in (
-            ("ModelNotChecked", "the model's architecture and size are", self.config),
-            ("WeightsNotChecked", "the weights' size is", self.weights if self.config is None else None),
-            ("MachineNotKnown", "the GPUs that the engine takes are", self.gpus),
-        ):
-            if by is not None:
-                yield reason, f"{by}: {what} for vLLM to check"
+    config: bool = False
+    weights: bool = False
+    gpus: bool = False
+    classes: bool = False
 
 
 def look(request: Request, platform: str) -> Elsewhere:
-    """Return the options and variables that keep preflight from checking config, weights, GPUs or model class."""
-    arguments, folder = request.arguments, model_folder(request.model)
-    config = _by(arguments, _CONFIG, _VARIABLES["config"]) or _unreadable(arguments)
+    """Find out whether preflight can check the config, the weights, the GPUs and the class of the model."""
+    arguments, folder, source = request.arguments, model_folder(request.model), config_source(request)
     modelscope = os.environ.get(MODELSCOPE, "").strip().lower() in ("1", "true")
-    if config is None and model_folder(config_source(request)) is None and modelscope:
-        config = f"{MODELSCOPE} (a model that is not on the Hugging Face hub)"
     mistral = folder is not None and (folder / "params.json").is_file() and not (folder / "config.json").exists()
-    if config is None and mistral and not arguments.on(CONFIG_PATH):
-        config = "params.json without config.json (Mistral's format)"
-    weights = _by(arguments, _WEIGHTS, _VARIABLES["weights"])
-    gpus = _by(arguments, _GPUS, _VARIABLES["gpus"]) if platform == "cuda" else None
-    return Elsewhere(config, weights, gpus, _by(arguments, _CLASSES, ()) or _plugin())
+    config = (
+        _by(arguments, _CONFIG, "VLLM_MODEL_REDIRECT_PATH")
+        or (arguments.on(OVERRIDES) and not _is_object(arguments.value(OVERRIDES)))  # it names a function for vLLM
+        or (modelscope and model_folder(source) is None)
+        or (mistral and not arguments.on(CONFIG_PATH))
+    )
+    weights = _by(arguments, _WEIGHTS, "VLLM_HUMMING_ONLINE_QUANT_CONFIG")
+    gpus = platform == "cuda" and _by(arguments, _GPUS, "CUDA_VISIBLE_DEVICES")
+    return Elsewhere(config, weights, gpus, _by(arguments, _CLASSES) or _other_plugin())
 
 
 def config_source(request: Request) -> str:
@@ -130,15 +113,9 @@ def _adapter(text: str) -> str | None:
     return path if isinstance(path, str) else None
 
 
-def _by(arguments: Arguments, switches: Iterable[Switch], variables: Iterable[str]) -> str | None:
-    if (found := first_on(arguments, switches)) is not None:
-        return f"{found[0]} ({found[1]})"
-    return next((name for name in variables if os.environ.get(name)), None)
-
-
-def _unreadable(arguments: Arguments) -> str | None:
-    """Return `--hf-overrides` if its value names a function for vLLM to call, and is not a JSON object; else None."""
-    return OVERRIDES if arguments.on(OVERRIDES) and not _is_object(arguments.value(OVERRIDES)) else None
+def _by(arguments: Arguments, switches: Iterable[Switch], variable: str = "") -> bool:
+    """Return True if one of these options, or the environment variable, is set."""
+    return first_on(arguments, switches) is not None or bool(os.environ.get(variable))
 
 
 def _is_object(text: str | None) -> bool:
@@ -148,11 +125,11 @@ def _is_object(text: str | None) -> bool:
         return False
 
 
-def _plugin() -> str | None:
-    """Name a vLLM plugin other than ours, which may add model classes; None if there is none."""
+def _other_plugin() -> bool:
+    """Return True if vLLM loads another plugin than ours, which may add model classes."""
     named = os.environ.get("VLLM_PLUGINS")
     chosen = None if named is None else named.split(",")
-    for one in entry_points(group="vllm.general_plugins"):
-        if one.name != "kvpilot" and not one.value.startswith("vllm.") and (chosen is None or one.name in chosen):
-            return f"the plugin {one.name}"
-    return None
+    return any(
+        one.name != "kvpilot" and not one.value.startswith("vllm.") and (chosen is None or one.name in chosen)
+        for one in entry_points(group="vllm.general_plugins")
+    )

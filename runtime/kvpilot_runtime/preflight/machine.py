@@ -19,12 +19,6 @@ class Gpu:
     used: int | None
     capability: tuple[int, int] | None
 
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Fields, named as in nvidia-smi, that are None because the driver does not report them."""
-        figures = {"memory.total": self.total, "memory.used": self.used, "compute_cap": self.capability}
-        return tuple(name for name, value in figures.items() if value is None)
-
 
 def platform() -> Platform:
     """Return `cpu` if the installed vLLM is built for CPUs (`cpu` is in its version), otherwise `cuda`."""

@@ -137,22 +137,6 @@ def _of_gpus(request: Request) -> tuple[int | None, int | None]:
     return min(taken, default=None), min((total for total, _ in known), default=None)
 
 
-def unknown(request: Request, platform: machine.Platform) -> list[tuple[str, str]]:
-    """Return warnings, as (reason, message), about properties of this machine that only vLLM can check."""
-    if platform == "cpu":
-        asked = {"MemAvailable in /proc/meminfo": machine.available_memory()}
-        return [_left(name) for name, value in asked.items() if value is None]
-    gpus = machine.gpus()
-    if not gpus and machine.may_have_gpus():
-        return [_left("nvidia-smi's figures of this driver's GPUs")]
-    listed = enumerate(gpus[: here(request)])
-    return [_left(f"{', '.join(gpu.unknown)} of GPU {i} ({gpu.name})") for i, gpu in listed if gpu.unknown]
-
-
-def _left(what: str) -> tuple[str, str]:
-    return "MachineNotKnown", f"{what} cannot be read here: vLLM finds out if it is enough"
-
-
 def offloaded(request: Request) -> int:
     """Return the host memory, in bytes, that offloaded pages of all data-parallel engines take; 0 without any."""
     value = request.arguments.value(options.OFFLOAD)

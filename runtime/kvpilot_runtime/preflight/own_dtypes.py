@@ -9,7 +9,7 @@ from kvpilot_formats.arguments.drafts import DRAFT_MODELS, speculation
 from kvpilot_formats.dtypes import Dtype
 from kvpilot_runtime.config import connectors, options
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import installed, machine, vllm_layers
+from kvpilot_runtime.preflight import installed, machine
 from kvpilot_runtime.preflight.request import CALIBRATION_OFF, Findings, Request, model_folder
 
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForRewardModeling", "EmbeddingModel",
@@ -56,23 +56,6 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
         raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
 
 
-def check_layers(fmt: Dtype, request: Request, findings: Findings) -> None:
-    """If kvpilot does not know the type of the model, ask vLLM for its layers, and put them into `findings.config`."""
-    config = findings.config
-    if config is None or not config.doubt or not installed.known_architectures():
-        return
-    found, why = vllm_layers.ask(request)
-    if found is not None:
-        findings.config = vllm_layers.as_built(config, found)
-        return
-    findings.warnings.append(
-        ("ModelNotBuilt", f"vLLM could not be asked for the layers of {request.model!r} ({why}): kv-cache dtype "
-         f"{fmt.name!r} goes by its config.json, and layers with a sliding window stay in 16 bits")
-    )  # fmt: skip
-    if request.skip_layers is None:
-        findings.skip_layers = (options.SLIDING,)  # without sliding-window layers, this option is harmless
-
-
 def check_own(fmt: Dtype, config: models.Architecture, request: Request, findings: Findings) -> None:
     """Refuse models that our backends do not support. Write into `findings` which layers stay in 16 bits."""
 
@@ -97,11 +80,11 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
             refuse(f"{option} for a model with {kind}, whose requests can block each other forever while blocks are loaded", "leave it out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if request.skip_layers and request.arguments.on(options.TRANSFER):
         refuse(f"{options.TRANSFER} beside layers that stay in 16 bits (--kv-cache-dtype-skip-layers)", "leave one of the two out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
-    if config.window_layers:
-        if request.skip_layers is None:
-            findings.skip_layers = (options.SLIDING,)
-        elif options.SLIDING not in request.skip_layers:
-            refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={options.SLIDING}")  # fmt: skip  # noqa: E501
+    if request.skip_layers is None:
+        # A model of unknown type may have windows that its config.json does not show. Without them, this is harmless.
+        findings.skip_layers = (options.SLIDING,) if config.window_layers or config.doubt else ()
+    elif config.window_layers and options.SLIDING not in request.skip_layers:
+        refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={options.SLIDING}")  # fmt: skip  # noqa: E501
 
 
 def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, request: Request) -> None:

@@ -1,7 +1,6 @@
-"""Attention of whole sequences with a recent window, in plain torch that can be differentiated."""
+"""Attention of whole sequences with a recent window, in plain torch."""
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 _PIECE = 512
 """Number of queries whose scores are in memory at once."""
@@ -11,7 +10,7 @@ Sides = tuple[torch.Tensor, torch.Tensor]
 
 
 def windowed(
-    query: torch.Tensor, pages: Sides, fine: Sides, scale: float, recent: int, *, since: int = 0, softcap: float = 0.0,
+    query: torch.Tensor, pages: Sides, fine: Sides, scale: float, recent: int, *, since: int = 0,
     sliding_window: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return causal attention with a recent window.
@@ -21,28 +20,23 @@ def windowed(
     Args:
         query: [sequences, heads, tokens, D]; heads is a multiple of kv_heads.
         scale: factor on the scores.
-        softcap: 0 for none, else scores become cap * tanh(score / cap).
         since: position before which all tokens are read from `pages`.
         sliding_window: number of last tokens that a query attends to; None for all.
 
     Returns:
-        [sequences, heads, tokens, D]. A backward pass recomputes the scores piece by piece, to save memory.
+        [sequences, heads, tokens, D].
     """
     group = query.shape[1] // pages[0].shape[1]
     far, near = (tuple(x.repeat_interleave(group, 1) for x in side) for side in (pages, fine))
-
-    def piece(start: int) -> torch.Tensor:
-        return _piece(query, far, near, start, scale, recent, since, softcap, sliding_window)
-
-    starts = range(0, query.shape[2], _PIECE)
-    if torch.is_grad_enabled():
-        return torch.cat([checkpoint(piece, start, use_reentrant=False) for start in starts], 2)
-    return torch.cat([piece(start) for start in starts], 2)
+    return torch.cat([
+        _piece(query, far, near, start, scale, recent, since, sliding_window)
+        for start in range(0, query.shape[2], _PIECE)
+    ], 2)  # fmt: skip
 
 
 def _piece(
     query: torch.Tensor, far: tuple[torch.Tensor, ...], fine: tuple[torch.Tensor, ...], start: int, scale: float,
-    recent: int, since: int, softcap: float, sliding_window: int | None,
+    recent: int, since: int, sliding_window: int | None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the attention of up to `_PIECE` queries, from `start` on."""
     (key, value), (near_key, near_value) = far, fine
@@ -57,7 +51,5 @@ def _piece(
     near_scores = q @ near_key[:, :, begin:end].transpose(-1, -2)
     merged = torch.where(near[:, begin:], near_scores, far_scores[..., begin:])
     scores = torch.cat([far_scores[..., :begin], merged], -1).float() * scale
-    if softcap:
-        scores = (scores / softcap).tanh() * softcap
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(value.dtype)
     return p.masked_fill(near, 0) @ value[:, :, :end] + (p * near)[..., begin:] @ near_value[:, :, begin:end]
