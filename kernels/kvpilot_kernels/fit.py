@@ -2,9 +2,9 @@
 
 With gradients (`Moments`, `fit`; `kvpilot calibrate`)
 ------------------------------------------------------
-Let x_t be a token's key (or value), and g_t the gradient of the model's log-likelihood with respect to it. We look for
-a mean m and a scale s per channel. A Hadamard rotation spreads the energy of (x_t - m) s evenly over the D coordinates.
-In each of them the quantizer leaves an error with a variance proportional to
+Let x_t be a token's key (or value), and g_t the gradient of the model's log-likelihood with respect to it. c numbers
+the channels. We look for a mean m and a scale s per channel. A Hadamard rotation spreads the energy of (x_t - m) s
+evenly over the D coordinates. In each of them the quantizer leaves an error with a variance proportional to
 
     v_t = sum_c' s_c'^2 (x_tc' - m_c')^2 / D
 
@@ -20,9 +20,11 @@ The weights matter. The value of the first token is far from all others, and mos
 weights would double its error. The first key has its own mean (`factors`), so the fit leaves it out.
 
 From a forward pass alone (`Observed`; an engine's calibration at start)
------------------------------------------------------------------------- Here the cost of an error follows from
-attention itself. An error e of the key of token t changes the score of query i by q_i . e, and the output o_i by p_it
-(v_t - o_i) times that. An error e of the value changes o_i by p_it e. If all directions of the output count alike,
+------------------------------------------------------------------------
+Here the cost of an error follows from attention itself. Let p_it be the probability that query i gives to token t, and
+o_i the output of query i. An error e of the key of token t changes the score of query i by q_i . e, and so the output
+by p_it (v_t - o_i) times that. An error e of the value changes the output by p_it e. If all directions of the output
+count alike,
 
     g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
