@@ -34,7 +34,7 @@ COMMANDS = (
         "benchmarks.backtest.backtest_profile",
     ),
     ("-m", "benchmarks.operator.parsers", "--page", f"{FIGURES}/operator-parsers.json"),
-    ("-m", "benchmarks.operator.fleet_page", f"{FIGURES}/fleet.json", "--before", f"{FIGURES}/fleet-before-kopf.json"),
+    ("-m", "benchmarks.operator.fleet_page", f"{FIGURES}/fleet.json"),
     ("-m", "benchmarks.operator.hostile_page", f"{FIGURES}/operator-hostile.json"),
     ("-m", "benchmarks.accuracy.accuracy_report", f"{FIGURES}/accuracy.json", f"{FIGURES}/accuracy-gemma3.json"),
     ("-m", "benchmarks.accuracy.engine_kl_report", f"{FIGURES}/engine-kl.json"),

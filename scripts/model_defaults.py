@@ -135,7 +135,7 @@ def table() -> Mapping[str, Any]:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the defaults of every config class to the file that the command line names."""
     lines = [f"{json.dumps(kind)}: {json.dumps(found)}" for kind, found in table().items()]
     body = ",\n".join(lines)
     text = f'{{"transformers": "{transformers.__version__}", "models": {{\n{body}\n}}}}\n'

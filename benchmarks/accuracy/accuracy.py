@@ -47,7 +47,7 @@ CHUNK = 8192
 
 
 class Base:
-    """Predictions of the baseline over one sequence, with sums that every row of the table needs.
+    """Predictions of the 16-bit baseline for one sequence, with sums that every row of the table needs.
 
     Attributes:
         tokens: the sequence's token IDs.

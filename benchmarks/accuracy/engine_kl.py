@@ -113,10 +113,9 @@ def answers(args: argparse.Namespace, name: str, texts: list[Sequence]) -> dict[
 
 
 def unlike(probe: Probe, found: dict[str, Any], texts: list[Sequence], hit: int) -> float:
-    """Check an engine's hidden states against its own log-probabilities, after the first `hit` tokens of each text.
+    """Return the largest difference between an engine's own log-probabilities and those that its states give, in nats.
 
-    Return the largest difference, in nats, between the log-probabilities that the engine reported and those that
-    follow from its states.
+    Leave out the first `hit` tokens of each text. A small difference shows that the recorded states are right.
     """
     worst = 0.0
     for (_, tokens), answer in zip(texts, found["answers"], strict=True):

@@ -1,21 +1,24 @@
 """Write the page on engine_kl.py: `python -m benchmarks.accuracy.engine_kl_report docs/benchmarks/engine-kl.json`."""
 
-import textwrap
 from typing import Any
 
 from benchmarks.accuracy import page_beside
 
 HEAD = """\
-# The damage of a KV cache, measured in the engine
+# Damage of a KV cache in a real vLLM
 
-[The accuracy table](accuracy.md) only simulates an engine: plain transformers attend over the output of each codec.
-This page measures a real vLLM with SmolLM2-135M's real weights. It gets the table's texts one token at a time. So every
-position is a decode step over pages and rings, as for a user's tokens.
+This page shows that a real vLLM does the damage that the [accuracy table](accuracy.md) computes. The table only
+simulates an engine: plain transformers attend over the output of each codec. **With `k8v4`, `k4v4` and `k4v2` in
+float16 and float32, the engine's damage is 0.94 to 1.02 times the simulation's.**
 
-* *KL in the engine* (nats x 1000) compares two engines: one with the row's KV cache, and one with an unquantized KV
-  cache in the model's dtype. It covers the whole vocabulary. The distributions are computed from the engines' hidden
-  states after the last norm.
-* *KL by the model* is the KL divergence that the accuracy table's simulation gives for the same tokens.
+vLLM serves SmolLM2-135M with its real weights, and gets the table's texts one token at a time. So every position is a
+decode step over pages and rings, as for a user's tokens.
+
+* *KL in the engine* (nats x 1000): KL divergence between an engine with the row's KV cache and one with an unquantized
+  KV cache, over the whole vocabulary.
+* *KL by the model*: KL divergence by the table's simulation, for the same tokens.
+* *p99 KL*, *top-1*: 99th percentile of the KL in the engine, and share of positions with the same most likely token.
+* The part of a row's name after `+w` is the recent window in tokens. `+self`: the engine calibrated itself at start.
 * The control is the engine with the unquantized KV cache again, but with each text in one prefill. So it shows the
   effect of another attention kernel. In bfloat16 this effect is part of each row's KL.
 * The H200's rows after a hit are from before kvpilot stored
@@ -38,8 +41,6 @@ Each sequence begins with {hit} tokens that an earlier request left in the prefi
 measured. No ring holds tokens from the prefix cache, so attention reads these tokens with the bits of their pages.
 """
 
-SAID = "The engines logged:\n\n"
-
 
 def markdown(data: dict[str, Any]) -> str:
     """Return the page about KL divergences in real engines as Markdown."""
@@ -52,19 +53,13 @@ def _section(name: str, section: dict[str, Any]) -> str:
     worst = max(row["unlike"] for row in rows.values())
     about = (
         f"{section['date']}, vLLM {found['vllm']}, torch {found['torch']}, Python {found['python']}; {tokens:,} "
-        "positions. As a check,\nthe engines' own log-probabilities, from logits in the model's dtype, were compared "
-        f"with those from the hidden states.\nThey differ by at most {worst} nats.\n"
+        "positions. The distributions\nare computed from the engines' hidden states. The engines' own "
+        f"log-probabilities differ from them by at most {worst} nats.\n"
     )
     hit = HIT.format(hit=section["hit"]) if section["hit"] else ""
-    said = "".join(
-        textwrap.fill(f"* `{row}`: {'; '.join(found['said'])}", 118, subsequent_indent="  ", break_on_hyphens=False)
-        + "\n"
-        for row, found in rows.items()
-        if found["said"]
-    )
     table = "".join(_row(*item) for item in rows.items())
-    commands = "\n\n".join(f"`{command}`" for command in section["commands"])
-    return f"## {name}\n\n{commands}\n\n{about}{hit}\n{TABLE}{table}\n{said and SAID + said}"
+    commands = "\n".join(section["commands"])
+    return f"## {name}\n\n```sh\n{commands}\n```\n\n{about}{hit}\n{TABLE}{table}"
 
 
 def _row(name: str, row: dict[str, Any]) -> str:

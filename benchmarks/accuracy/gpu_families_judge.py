@@ -21,7 +21,7 @@ from benchmarks.accuracy.gpu_equality_compare import Answer, agreement, divergen
 from kvpilot_smallmodels.oracle import Oracle
 
 NEAR = 0.25
-"""Largest allowed divergence of an engine from its dtype's oracle, relative to that from the other oracle."""
+"""Largest allowed quotient: an engine's divergence from its own dtype's oracle, over that from the other oracle."""
 ROUNDED = 3.0
 """Largest allowed divergence of the bare codec from its oracle, relative to the sum of two other divergences.
 

@@ -16,6 +16,9 @@ from kvpilot_smallmodels.oracle import Oracle
 Runs = dict[str, dict[str, Any]]
 """Answers for one feature, by run."""
 
+OFF = "median difference of logprobs"
+"""Name of the median difference from transformers' log-probabilities, in nats."""
+
 
 def failed(*of: Runs) -> str:
     """Return the errors of all these runs, or an empty string."""
@@ -121,11 +124,11 @@ def details_rows(model: Path, runs: Runs) -> dict[str, dict[str, Any]]:
     distinct = min(len({tuple(one["tokens"]) for one in samples}) for samples in run["samples"])
     right, wild = (sum(map(fits, run[which])) for which in ("structured", "free"))
     return {
-        names[0]: row({"nats off, median": read}, {"they are not the codec's": read["k4v4"] <= NEAR * read["auto"]}),
-        names[1]: row({"nats off, median": drawn, "distinct": distinct}, {
+        names[0]: row({OFF: read}, {"they are not the codec's": read["k4v4"] <= NEAR * read["auto"]}),
+        names[1]: row({OFF: drawn, "distinct": distinct}, {
             "they are not the codec's": drawn["k4v4"] <= NEAR * drawn["auto"], "samples are the same": distinct > 1,
         }),
-        names[2]: row({"held": right, "of": len(prompts), "without": wild}, {
+        names[2]: row({"answers": len(prompts), "of the schema": right, "of it without the option": wild}, {
             "an answer is not of its schema": right == len(prompts), "answers are of it anyway": wild == 0,
         }),
     }  # fmt: skip

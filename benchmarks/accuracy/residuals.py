@@ -49,7 +49,10 @@ TODAY = "today"
 Kept = torch.Tensor | str | None
 """Blocks to read at 8 bits, bool [sides, query blocks, key blocks]; TODAY for a ring; None for a 16-bit cache."""
 Rule = tuple[str, float, int]
-"""Order in which residuals are freed, share of the older blocks that keep residuals, and floor in blocks."""
+"""Rule by which blocks keep residuals: order of freeing, share of older blocks that keep theirs, floor in blocks.
+
+The floor is the number of newest blocks that always keep their residuals.
+"""
 
 
 class Elastic(Probe):

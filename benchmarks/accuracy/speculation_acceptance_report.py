@@ -6,10 +6,10 @@ from typing import Any
 
 from benchmarks.accuracy import page_beside
 
-PAGE = """# Acceptance of ngram's drafts
+PAGE = """# How many n-gram drafts does each dtype accept?
 
-This page shows which share of n-gram drafts each KV-cache dtype accepts. vLLM counts the drafted and the accepted
-tokens (`vllm:spec_decode_num_*_tokens`).
+This page shows how many draft tokens vLLM accepts with each KV-cache dtype. More accepted drafts mean fewer decode
+steps. vLLM counts both (`vllm:spec_decode_num_*_tokens`).
 
 * **Model.** SmolLM2-135M with its real weights in {dtype}, greedy. Our dtypes have their defaults: calibration by the
   engine, and their recent window.
@@ -18,13 +18,18 @@ tokens (`vllm:spec_decode_num_*_tokens`).
 * **Drafts.** An answer has {tokens} tokens. If its last 2 to 4 tokens occur earlier in the text, vLLM drafts at most
   {drafts} tokens that followed them there.
 
-Another dtype gives other answers, and so other drafts. *like auto* is the share of the answers' tokens before the
+```sh
+{command}
+```
+
+{date}, vLLM {vllm}, torch {torch}, Python {python}, {machine}.
+
+Another dtype gives other answers, and so other drafts. *Like auto* is the share of the answers' tokens before the
 first one that differs from the answer of `auto`. The number after ± is the standard error if drafts are independent.
-Raw: [speculation-acceptance.json](speculation-acceptance.json).
+The four columns before the last have the share accepted in each text. Raw:
+[speculation-acceptance.json](speculation-acceptance.json).
 
-`{command}`, {date}, vLLM {vllm}, torch {torch}, Python {python}, {machine}.
-
-| dtype | drafted | accepted | share | beside `auto`, points | {texts} | like auto |
+| dtype | drafted | accepted | share accepted | points more than `auto` | {texts} | like auto |
 |---|---|---|---|---|---|{lines}---|
 {rows}
 {note}"""

@@ -162,7 +162,7 @@ class Fleet:
         return usage, wait, (work, chunk, plain, share)
 
     def _youth(self) -> Array:
-        """Return the mean context length of running requests, relative to a load in which no request is lost.
+        """Return a factor: the mean context length of running requests over that of a load without lost requests.
 
         A lost request ends its session early, so with losses fewer requests have a long context.
         """
@@ -174,12 +174,12 @@ class Fleet:
         return np.asarray(np.where(usual > 0.01, first + (1 - first) * age / np.maximum(usual, 0.01), 1.0))
 
     def _kinds(self) -> tuple[Array, Array, Array]:
-        """Return the shares of requests that are a first turn, a later turn with a cached prefix, or one without."""
+        """Return three shares of the requests: first turns, later turns with a cached prefix, later turns without."""
         later = self._m["reusable"]
         return 1 - later, self.hit, np.maximum(later - self.hit, 0.0)
 
     def _work(self, costs: dict[str, Array], young: Array) -> tuple[Array, Array]:
-        """Return the mean prefill work of a request, in seconds and in tokens. `young` is the result of `_youth`."""
+        """Return the mean prefill of a request, in seconds and in tokens. `young` is the result of `_youth`."""
         m, token, pair = self._m, costs["per_prefill_token"], costs["per_prefill_pair"]
         new, hit, miss = self._kinds()
         tokens = new * m["new_tokens"] + hit * m["hit_tokens"] + miss * m["miss_tokens"] * young

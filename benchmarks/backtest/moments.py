@@ -19,7 +19,8 @@ class Moments:
     """Statistics of one load, in tokens unless stated otherwise.
 
     Names begin with the kind of a request: `new` is a session's first turn, `hit` a later turn with a cached prefix,
-    `miss` a later turn without one. `pairs` counts pairs of a prefilled token and a token before it.
+    `miss` a later turn without one. `tokens` is the mean number of tokens to prefill. `pairs` is the mean number of
+    pairs of a prefilled token and a token before it, to which the time of prefill's attention is proportional.
     """
 
     turns: float

@@ -129,7 +129,7 @@ def bars_table(shape: str, runs: Runs) -> str:
     """Return the table of a shape's targets: target, figure and verdict."""
     bars = MAIN_BARS if shape == MAIN_SHAPE else OTHER_BARS
     rows = "\n".join(bar.row(runs) for bar in bars)
-    return f"| what | bar | measured | |\n|---|---|---|---|\n{rows}\n"
+    return f"| figure | target | measured | |\n|---|---|---|---|\n{rows}\n"
 
 
 def results_table(runs: Runs) -> str:
@@ -201,8 +201,15 @@ def versions_of(facts: dict[str, str]) -> str:
     return f"{facts['device']}, vLLM {facts['vllm']}, torch {facts['torch']}, Python {facts['python']}"
 
 
+HEAD = """\
+# Speed and capacity of vLLM from which the planner computes
+
+This page has the runs on an H200 from which `kvpilot plan` and `kvpilot backtest` take their constants: time of a
+decode step, prefill and capacity. They are from 2026-11-21. [Today's kernels](h200-engine-window.md) are faster.
+"""
+
 INTRODUCTION = """\
-Each dtype has its own engine, with dummy weights, default compilation and CUDA graphs, and prefix caching. Ratios in
+Each dtype has its own engine, with random weights, default compilation and CUDA graphs, and prefix caching. Ratios in
 brackets say how many times better a figure is than that of `auto`. Steps have a second ratio, over `fp8`. The columns:
 
 * *32 x 16K, ms* and the like: time of a decode step with 32 sequences of 16K tokens. A step gives each sequence one
@@ -218,7 +225,7 @@ Raw: [h200-engine.json](h200-engine.json).
 def page(found: dict[str, Runs], plots: dict[str, list[str]]) -> str:
     """Return the page as Markdown. `plots` has the names of the image files of each shape."""
     commands = sorted({run["command"] for runs in found.values() for run in runs.values()})
-    text = ["# Decode, prefill and capacity in real vLLM\n", "\n".join(f"    {command}" for command in commands) + "\n"]
+    text = [HEAD, "```sh", *commands, "```\n"]
     text.append(INTRODUCTION)
     for shape, runs in sorted(found.items(), key=lambda item: item[0] != MAIN_SHAPE):
         text += [f"## {shape}\n", described(runs), results_table(runs), bars_table(shape, runs)]

@@ -13,9 +13,9 @@ which becomes an error of variance v_t / s_c^2 in channel c when it is read back
 We minimise it for m and s in turns, each in closed form. m_c' is the mean of x_tc' weighted by sum_c g_tc^2 / s_c^2.
 With M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2, s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2).
 
-The costs follow from attention itself. An error e of the key of token t changes the score of query i by q_i . e, and
-the output o_i by p_it (v_t - o_i) times that. An error e of the value changes o_i by p_it e. If all directions of the
-output count alike,
+The costs follow from attention itself. Let p_it be the probability that query i gives to token t, and o_i the output of
+query i. An error e of the key of token t changes the score of query i by q_i . e, and o_i by p_it (v_t - o_i) times
+that. An error e of the value changes o_i by p_it e. If all directions of the output count alike,
 
     g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 # the operator's bets on live traffic. Tests of tasks (results.FALSE_ALARM) and the bucket `pressure` add to it
 # (docs/accuracy-error-rates.md).
 FALSE_ALARM = 1 / 1000
-# Largest probability of calling a bucket sound whose damage is at the limit, if E[2 / (1 + x / m)] <= 1. With noise up
-# to a tenth of the limit, that holds for exponential damage, and for log-normal damage with a standard deviation of up
-# to 1.5 means (docs/accuracy-error-rates.md).
+# Largest probability of calling a bucket sound although its mean damage is at the limit. It holds if the bet's inverse
+# factor, 2 / (1 + x / m), has a mean of at most 1. That is so for exponential damage, and for log-normal damage with a
+# standard deviation of up to 1.5 means, if the noise is at most a tenth of the limit (docs/accuracy-error-rates.md).
 MISS = 1 / 20
 # Share of the limit up to which damage counts as healthy. Between it and the limit, a long test may end either way.
 HEALTHY = 0.5
@@ -36,7 +36,7 @@ _TINY = 1e-9
 
 
 class Seen(NamedTuple):
-    """Damage to one prompt in one bucket: the mean KL in nats, and the share of positions with another greedy token."""
+    """Damage to one prompt in one bucket: mean KL in nats, and share of positions with another most likely token."""
 
     bucket: str
     kl: float

@@ -287,7 +287,7 @@ def checked_multiple(x: Any, of: int) -> Any:
 
 
 def language(program: list[int], grid: tuple[int, ...]) -> SimpleNamespace:
-    """Return `gl` for the program at the grid position in `program`."""
+    """Return the stand-in for the module `gl` that the program at this position of the grid uses."""
     layouts = ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
     dtypes = ("int8", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32")
     return SimpleNamespace(

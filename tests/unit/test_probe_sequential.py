@@ -25,7 +25,7 @@ def exponential(mean: float) -> Draw:
 
 
 def lognormal(mean: float, spread: float) -> Draw:
-    """Return a heavy-tailed damage whose standard deviation is `spread` means."""
+    """Return a random log-normal damage. Its standard deviation is `spread` times its mean."""
     variance = math.log1p(spread * spread)
     return lambda random: mean * math.exp(random.gauss(-variance / 2, math.sqrt(variance)))
 

@@ -18,7 +18,7 @@ _MASK = 0xFFFFFFFF
 
 
 def half(bits: int) -> float:
-    """Return the midpoint that residual codes are centred on."""
+    """Return h = (n - 1) / 2, the residual code that adds nothing; n is the number of values of a residual."""
     return ((1 << 8 - bits) - 1) / 2
 
 

@@ -64,9 +64,9 @@ class DecodeConfig:
     Attributes:
         key_side, value_side: layouts of keys and values.
         ratio: query heads of a KV head.
-        take: queries of a program, at most 16.
+        take: number of queries that a program handles, at most 16. A query is one query head of one token.
         tile: tokens of a tile.
-        stages: tiles in flight.
+        stages: number of tiles in shared memory at once: the present one and those that are copied ahead.
         softcap: True if scores have a soft cap.
         recent: number of last tokens that the ring refines; 0 without a ring.
         ring_blocks: blocks of a sequence's ring.
@@ -74,7 +74,7 @@ class DecodeConfig:
         overlap: True if the kernel may start before its predecessor ends.
         dim, groups: elements and quantization groups of a row.
         queries: `take` padded to 4, 8 or 16.
-        columns: columns of the second product.
+        columns: columns of the product of probabilities and values.
         wide: True if a row is too long to keep its queries in registers, so that `head512` handles it.
     """
 
@@ -108,8 +108,8 @@ Split = namedtuple("Split", "pages ring softcap end ahead length ends")
 
 Attributes:
     pages, ring: `smem.Pages` of the sequence and of its ring.
-    end: end of the split.
-    ahead: end of the tokens that are copied ahead.
+    end: token after the last one of the split.
+    ahead: token after the last one that is copied ahead.
     length: smallest number of tokens that a query attends to.
     ends: with `several` the number of tokens that each query attends to, int32 [queries]; otherwise ().
 """

@@ -29,11 +29,11 @@ class MergeConfig:
         slots: slots of a row.
         take: query heads of a program.
         rows: `take` padded to a power of two.
-        step: splits in flight.
+        step: number of splits that a program reads at once.
         several: True if sequences have several query tokens.
         sinks: True if there are attention sinks.
-        level: True if the scores lack `Plan.level`, so that it is subtracted from the sinks' logits instead. It is
-            False with a soft cap.
+        level: True to subtract `Plan.level` from the sinks' logits, because the scores lack this amount. It is False
+            with a soft cap, whose scores have it.
         overlap: True if the kernel may start before decode ends.
     """
 

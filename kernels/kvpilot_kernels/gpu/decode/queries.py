@@ -15,6 +15,8 @@ from kvpilot_kernels.gpu.layout.unpack import UNIT, zero_unit
 Source = namedtuple("Source", "rotated sums units apart level at first count stride")
 """Place of a program's queries: pointers to the output of `store`, and the program's part of it.
 
+Offsets count queries. A query is one query head of one token.
+
 Attributes:
     at: place of the KV head's first query in the sequence's first row; without `several`, of the program's first query.
     first: first query of the program, counted over all rows of the sequence.
@@ -29,10 +31,10 @@ Query = namedtuple("Query", "operands starts zeros unit apart level")
 Attributes:
     operands: int8 [bytes, 2 queries] for each plane.
     starts: int32 [2 queries] for each group, initial sums that correct for codes that are read 128 too low.
-    zeros: float32 [queries] for each group, effect of a zero code of 1.
-    unit: float32 [queries], value of a query's integer 1; NaN if the query has a NaN.
-    apart: float32 [queries], offset of the score of the sequence's first token, in this unit.
-    level: float32 [queries], offset of all scores, in this unit; 0 without a soft cap.
+    zeros: float32 [queries] for each group, amount that a stored zero point of 1 subtracts from a score.
+    unit: float32 [queries], number that the integer 1 of a query stands for; NaN if the query has a NaN.
+    apart: float32 [queries], amount to add to the score of the sequence's first token, in `unit`.
+    level: float32 [queries], amount to add to all scores, in `unit`; 0 without a soft cap.
 """
 
 

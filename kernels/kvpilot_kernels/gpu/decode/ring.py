@@ -27,8 +27,10 @@ Fine = namedtuple("Fine", "exponents right seen")
 """Scales of the residuals of a tile's tokens.
 
 Attributes:
-    exponents: `Tags.meta`; for heads of 512 elements the first result of `head512.pack_exponents`.
-    right: result of `is_refined`; for heads of 512 elements the second result of `head512.pack_exponents`.
+    exponents: `Tags.meta`, which has the exponents of the residuals' scales; for heads of 512 elements the first
+        result of `head512.pack_exponents`.
+    right: True for tokens whose residual is in the ring (`is_refined`); for heads of 512 elements the second result of
+        `head512.pack_exponents`.
     seen: bool [tile, queries], True if the token is in the query's recent window; () if each sequence has one query
         token.
 """

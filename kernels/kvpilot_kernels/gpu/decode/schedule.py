@@ -20,14 +20,14 @@ PER: splits of a sequence that it writes at once.
 """
 
 ROUNDS = 4
-"""Number of cuts that the search compares. Each cut has one round of a wave more than the cut before it."""
+"""Number of divisions into splits that the search compares. Each has one wave of splits more than the one before."""
 
 FIXED = tl.constexpr(3)
 """Fixed cost of a split, in tiles: first loads, results and their merge. It is an estimate, not tuned."""
 
 
 def beyond(tokens: int) -> int:
-    """Return how many splits beyond a wave a plan may make, for each sequence that has tokens, on average.
+    """Return how many splits a plan may make in addition to a wave, divided by the sequences that have tokens.
 
     Every split needs memory for one result per query token, so steps with several query tokens get fewer splits. By the
     estimate of `most_tiles`, a step would seldom end sooner with more than 3.
@@ -36,15 +36,15 @@ def beyond(tokens: int) -> int:
 
 
 def most_splits(sequences: int, wave: int, more: int) -> int:
-    """Return the largest number of splits of a plan: a `wave`, and `more` per sequence."""
+    """Return the largest number of splits of a plan: a `wave`, and `more` for each sequence."""
     return wave + more * sequences
 
 
 def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
     """Return the largest number of partial results of a plan with `rows` rows and up to `tokens` rows per sequence.
 
-    A split has a result for each row of its sequence. The first splits of all sequences have `rows` results together.
-    The number of other splits is at most a wave, plus `beyond` - 1 for each sequence with tokens.
+    A row is a query token. A split has a result for each row of its sequence, so the first splits of all sequences have
+    `rows` results together. There are at most a wave of other splits, plus `beyond` - 1 for each sequence with tokens.
     """
     return rows + (wave + (beyond(tokens) - 1) * sequences) * tokens
 

@@ -29,8 +29,8 @@ class Cut(NamedTuple):
     """Launch parameters of decode.
 
     Attributes:
-        take: number of queries of a program.
-        parts: number of programs that share a split and a KV head.
+        take: number of queries that a program handles.
+        parts: number of programs that share a split and a KV head, because `take` is less than all of its queries.
         choice: tile, stages and registers.
         wave: number of splits that run at once.
     """
@@ -151,7 +151,8 @@ class Plan:
         rotated: int8 [rows, kv_heads * ratio, 2, row_dim], rotated queries as integers: upper bytes, then lower bytes.
         sums: int32 [rows, kv_heads * ratio, groups, 3], sums of these integers (`store.store_integers`).
         units: float32 [rows, kv_heads * ratio], factor that turns these integers into the query's numbers.
-        apart: float32 [rows, kv_heads * ratio], correction that is added to the score of a sequence's first token.
+        apart: float32 [rows, kv_heads * ratio], amount to add to the score of a sequence's first token, whose key has
+            its own mean.
         level: float32 [rows, kv_heads * ratio], part of every score from the keys' mean; used only with a soft cap or
             a sink.
         several: rows of the step; None if each sequence has one row.

@@ -54,7 +54,7 @@ PROGRAMS: dict[tuple[int, int], tuple[int, int, int]] = {
     (128, 8): (8, 8, 8), (192, 4): (12, 12, 16), (192, 8): (8, 8, 8), (256, 4): (12, 12, 16), (256, 8): (8, 8, 8),
     (64, 16): (8, 8, 8), (96, 16): (8, 8, 8), (128, 16): (8, 8, 8), (512, 4): (8, 8, 8), (512, 8): (8, 8, 8),
 }  # fmt: skip
-"""Programs per multiprocessor, by (elements of a row, largest number of queries).
+"""Number of programs that run on a multiprocessor at once, by (elements of a row, largest number of queries).
 
 The three numbers hold if the bits of key and value add up to more than 8, to 8, or to less. `Shape.settle` lowers a
 number if fewer programs fit with the resources that the compiled kernel needs.
@@ -89,10 +89,10 @@ MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
 }  # fmt: skip
 """Launch parameters of `merge`, by elements of a row: pairs of an upper limit and a choice.
 
-The limit applies to the query heads of all sequences per multiprocessor. A choice has three numbers: the most query
-heads of a program, the splits in flight, and the warps. In batches of few sequences each sequence has many splits, so
-every query head gets its own program. Each limit is at least twice the one before, so that a warm-up with powers of two
-meets all choices.
+The limit applies to the query heads of all sequences, divided by the GPU's multiprocessors. A choice has three numbers:
+the most query heads of a program, the splits that it reads at once, and its warps. In batches of few sequences each
+sequence has many splits, so every query head gets its own program. Each limit is at least twice the one before, so that
+a warm-up with powers of two meets all choices.
 """
 
 FEW_TOKENS = 128

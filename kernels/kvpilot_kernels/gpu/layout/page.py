@@ -36,9 +36,9 @@ class SideLayout:
         bits: bits of a code.
         dim: elements of a stored row.
         group: elements of a quantization group.
-        slots: slots of a row (`hadamard`).
+        slots: slots of a row, including empty ones (`hadamard`).
         page: tokens in a page.
-        row: size of a token's packed codes.
+        row: bytes of a token's packed codes.
         codes, meta: offsets of the codes and of the scale metadata in a page.
         shrink: factors by which the encoder tries to shrink a group's range (`layouts.SHRINK`).
         digits: number of digits that refine a code to 8 bits.

@@ -26,10 +26,10 @@ class LatentConfig:
     Attributes:
         latent, rope: layouts of latents and of RoPE parts.
         heads: query heads of this rank.
-        take: query heads of a program.
+        take: query heads that a program handles.
         queries: `take` padded to a multiple of 8.
         tile: tokens of a tile.
-        stages: tiles in flight.
+        stages: number of tiles in shared memory at once: the present one and those that are copied ahead.
         warps: warps of a program.
         overlap: True if decode may start before `latent_prepare_kernel` ends. That kernel starts decode after all
             tokens are stored, so decode can copy pages before `gdc_wait`.
@@ -51,7 +51,7 @@ LatentSmem = namedtuple("LatentSmem", "codes rope_codes meta")
 
 
 LatentQueries = namedtuple("LatentQueries", "latent rope sums count")
-"""Queries in shared memory, by part of the heads (`parts`), and their sums in GPU memory.
+"""Queries of a program. Heads are divided into parts (`parts`), one matrix product each.
 
 Attributes:
     latent, rope: float16 [planes, heads, words] for each part.

@@ -28,7 +28,7 @@ MOST_HEADS = 128
 """Largest number of query heads per rank that was checked against `latent.reference`."""
 
 BEYOND = 1
-"""Average number of splits per sequence that a plan may add to a wave. A split's result takes 256 KiB for 128 heads."""
+"""Number of splits that a plan may have beyond a wave, divided by the sequences. A result of 128 heads has 256 KiB."""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:

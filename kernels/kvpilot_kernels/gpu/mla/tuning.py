@@ -22,7 +22,7 @@ GATHER_TOKENS, GATHER_WARPS = 8, 4
 
 @dataclass(frozen=True)
 class Merge:
-    """Launch parameters of `merge` per program: `heads`, `splits` in flight (a power of two), and `warps`."""
+    """Launch parameters of `merge`: `heads` and `warps` of a program, and the `splits` that it reads at once (2^n)."""
 
     heads: int
     splits: int

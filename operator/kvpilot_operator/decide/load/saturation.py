@@ -27,10 +27,11 @@ HOLD = timedelta(days=1)
 
 
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
-    """Return the records `known`, with the best recent request rate of one replica (load `w`) recorded for this dtype.
+    """Add a record to `known`: the best recent requests per hour of one replica with this dtype under the load `w`.
 
-    A surge is found before requests queue, so its rate never lowers a known rate. The uncached prompt tokens of a
-    request are recorded only if the service has latency objectives. Larger scale-ins need them (`able`).
+    It replaces an earlier record of the dtype. But a surge is found before requests queue, so its rate never lowers a
+    known rate. The uncached prompt tokens of a request are recorded only if the service has latency objectives, because
+    only scale-ins of several replicas need them (`able`).
     """
     now, best = w.requests_per_second or 0.0, w.best_requests_per_second or 0.0
     rate, computed = (best, w.best_computed_prompt) if best > now else (now, w.computed_prompt)
@@ -69,8 +70,8 @@ def beyond(known: Sequence[Saturation], w: Workload, serving: str, dtype: str, r
 def able(known: Sequence[Saturation], w: Workload, dtype: str) -> float | None:
     """Return the requests per second that one replica can handle, or None if unknown.
 
-    It is the recorded rate at which requests queued. These requests were similar to the present ones, and had at least
-    as many uncached prompt tokens.
+    This is the recorded rate at which requests queued, if those requests had similar lengths to the present ones and at
+    least as many uncached prompt tokens.
     """
     lighter = (k for k in known if k.dtype == dtype and k.computed_prompt is not None and _alike(k, w, lighter=True))
     return next((k.requests_per_hour / 3600 for k in lighter), None)
