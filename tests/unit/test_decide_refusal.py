@@ -144,7 +144,7 @@ def test_a_pod_of_which_nothing_has_started_is_reported_with_what_its_volumes_ar
     assert cause.reason == "ContainerCreating"
     needs = "PersistentVolumeClaim models, Secret certificates, ConfigMap templates."
     assert f"It needs {needs}" in cause.message
-    assert "kubectl kvpilot status" in cause.message
+    assert "kubectl describe pod" in cause.message
     assert "It needs" not in pending_reason([starting([], state=creating)]).message
     again = starting(VOLUMES, state=creating, lastState={"terminated": {"exitCode": 1, "message": "no room"}})
     assert pending_reason([again]) == Cause("ContainerCreating", "no room")
