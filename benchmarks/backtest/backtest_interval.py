@@ -63,8 +63,8 @@ def main() -> None:
         steps = [fleet.step(np.full(COPIES, r), np.full(COPIES, float(replicas)), at, round(STEP / SUBSTEP))
                  for r in load.rate]  # fmt: skip
         total = {k: float(v.mean()) for k, v in fleet.total.items()}
-        line("fluid", name, dtype, replicas, total["finished"], total["lost"], [float(s.usage.mean()) for s in steps],
-             [float(s.waiting.mean()) for s in steps], total["preemptions"],
+        line("intervals", name, dtype, replicas, total["finished"], total["lost"],
+             [float(s.usage.mean()) for s in steps], [float(s.waiting.mean()) for s in steps], total["preemptions"],
              Histogram(FINE, tuple(fleet.ttft.sum(axis=0))), Histogram(FINE, tuple(fleet.itl.sum(axis=0))))  # fmt: skip
 
 
@@ -75,9 +75,12 @@ def line(
     """Print one line of the table.
 
     Args:
-        kind: the simulation, `requests` or `fluid`.
-        name: the load. finished, lost, preemptions: numbers over the whole time. use, waiting: KV use and number of
-        waiting requests, one value a minute. The line has means over the second half. ttft, itl: seconds.
+        kind: the simulation, `requests` or `intervals`.
+        name: the load.
+        finished, lost, preemptions: numbers over the whole time.
+        use, waiting: KV use and number of waiting requests, one value a minute. The line has means over the second
+            half.
+        ttft, itl: seconds.
     """
     half = len(use) // 2
     print(f"| {name} | {dtype}, {replicas} | {kind} | {finished:.0f} | {lost:.0f} | {mean(use[half:]):.0%} "

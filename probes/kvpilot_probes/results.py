@@ -78,12 +78,12 @@ def copied(results: Iterable[tuple[Task | None, Done | None]]) -> tuple[int, int
 
 
 def candidate_worse(found: Tasks) -> bool:
-    """Return True if the candidate has solved so many fewer tasks than the baseline that chance cannot explain it."""
+    """Return True if the candidate solved significantly fewer tasks than the baseline, so it is damaged."""
     return _chance(found.asked, found.baseline_solved, found.candidate_solved) < FALSE_ALARM
 
 
 def baseline_worse(found: Tasks) -> bool:
-    """Return True if the baseline has solved too few tasks, compared with the candidate, for chance: it is damaged."""
+    """Return True if the baseline solved significantly fewer tasks than the candidate, so the baseline is damaged."""
     return _chance(found.asked, found.candidate_solved, found.baseline_solved) < FALSE_ALARM
 
 

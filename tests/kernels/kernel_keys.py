@@ -62,7 +62,7 @@ def _seen(value: Any) -> bool:
 
 
 def keys(constant: str = "") -> dict[str, str]:
-    """Return the key of each function, after a new import with one of `CHANGED` changed."""
+    """Import the package again, with one of the constants in `CHANGED` changed. Return each function's cache key."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("kvpilot_formats", "kvpilot_kernels")]:
         del sys.modules[name]
     if constant:

@@ -53,7 +53,7 @@ def _gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes = (groups / scale.float()).round().clamp(-8, 7)
     stored = {
         "qweight": _packed((codes + 8).flatten(1)).T.contiguous(),
-        # The format stores the code of zero minus one.
+        # GPTQ stores a zero point minus one.
         "qzeros": _packed(torch.full((scale.shape[1], weight.shape[0]), 7)),
         "scales": scale[..., 0].T.contiguous(),
         "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,

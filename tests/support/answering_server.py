@@ -15,9 +15,12 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Server:
     """HTTP server for one test. The test's function `answer` answers every request.
 
-    Attributes: url: the server's address. cluster: a client for it. asked: requests that the server received. told:
-    (method, kind, HTTP status) of each request, as the client passes it to its callback `on_request`. wrote: (kind,
-    namespace, name, object) of each write, as the client passes it to its callback `on_write`.
+    Attributes:
+        url: the server's address.
+        cluster: a client for it.
+        asked: requests that the server received.
+        told: (method, kind, HTTP status) of each request, as the client passes it to its callback `on_request`.
+        wrote: (kind, namespace, name, object) of each write, as the client passes it to its callback `on_write`.
     """
 
     def __init__(self) -> None:

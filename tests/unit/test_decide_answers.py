@@ -37,7 +37,7 @@ def difference(ours: tuple[Sample, ...], theirs: tuple[Sample, ...]) -> str | No
 
 
 def answered(lengths: np.ndarray, cut: np.ndarray) -> Flows:
-    """Return the flows of answers with these lengths; `cut` is true where one ended at its max_tokens."""
+    """Return vLLM's counters after answers of these lengths. `cut` is true for answers that reached max_tokens."""
     counts = np.bincount(np.searchsorted(LENGTHS, lengths), minlength=len(LENGTHS) + 1)
     n = float(len(lengths))
     return Flows(

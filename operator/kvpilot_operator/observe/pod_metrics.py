@@ -137,7 +137,9 @@ def restarted(before: PodMetrics, after: PodMetrics) -> bool:
 
 
 def increments(before: PodMetrics, after: PodMetrics, elapsed: float, now: float) -> Flows:
-    """Return the flows between two pages `elapsed` seconds apart. `now` is the later page's Unix time.
+    """Return how much the counters grew between two pages.
+
+    The pages are `elapsed` seconds apart, and `now` is the later page's Unix time.
 
     After a restart of the process, every counter counts from zero. Otherwise only a counter that fell counts from zero,
     as in PromQL's increase().

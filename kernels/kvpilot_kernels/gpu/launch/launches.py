@@ -22,7 +22,7 @@ Pointers = tuple[torch.Tensor | None, ...]
 Numbers = tuple[int | float, ...]
 
 Order = Callable[[Any, Any, Any], tuple[Any, ...]]
-"""Function that orders a launch's varying pointers, the layer's pointers and the step's pointers for the kernel."""
+"""Function that puts the pointers of a launch, of its layer and of its step into the order that the kernel takes."""
 
 UNALIGNED = (15).__and__
 """Function that returns 0 for a multiple of 16, and another number otherwise."""
@@ -49,8 +49,8 @@ class Kept(NamedTuple):
     """Launch that later layers of the step may repeat.
 
     Attributes:
-        like: properties that must be equal if a launch is to be a repetition of this one.
-        given: objects that must be identical for the same purpose.
+        like: properties that a later launch must share to be a repetition of this one.
+        given: objects that it must share, compared by identity.
         step: addresses that are the same for all layers.
         rest: numbers and constants, which follow the pointers.
     """

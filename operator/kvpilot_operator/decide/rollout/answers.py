@@ -63,7 +63,7 @@ def bet(wealth: float, n: int, far_off: bool) -> float:
 def _slices(
     canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, end: datetime
 ) -> Iterator[tuple[Flows, Flows]]:
-    """Yield the flows of canary and stable side in each slice of time."""
+    """Yield how much the counters of canary and stable side grew in each slice of time."""
     scrapes = [(s.time, side, s.flows) for side, of in enumerate((canary, stable)) for s in between(of, start, end)]
     held: tuple[list[Flows], list[Flows]] = [], []
     for _, group in groupby(sorted(scrapes, key=lambda one: one[0]), key=lambda one: one[0]):
