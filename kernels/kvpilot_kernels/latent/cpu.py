@@ -12,12 +12,11 @@ unpacked once for both products.
 import torch
 
 from kvpilot_formats.latent import RANK, ROPE_BITS, LatentFormat
-from kvpilot_formats.layouts import Region
 from kvpilot_kernels import check as common
 from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.reference.hadamard import hadamard
-from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
+from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, unpack, view_region
 
 LATENT, POSITION = slice(RANK), slice(RANK, None)
 """Channels of the factors that belong to a token's latent, and to its RoPE part."""
@@ -38,12 +37,8 @@ class LatentPages:
         self.factors = factors or LatentFactors.identity()
         layout = fmt.page_layout(self.block_size)
         pages = cache.flatten(1)
-
-        def view(region: Region) -> torch.Tensor:
-            return split(pages[:, region.offset : region.offset + region.rows * region.row_bytes], region.rows)
-
-        self.codes, self.rope_codes = view(layout.codes), view(layout.rope_codes)
-        self.meta = view(layout.meta).view(torch.int16)
+        self.codes, self.rope_codes = view_region(pages, layout.codes), view_region(pages, layout.rope_codes)
+        self.meta = view_region(pages, layout.meta).view(torch.int16)
 
     def store(self, latent: torch.Tensor, rope: torch.Tensor, slots: torch.Tensor) -> None:
         """Rotate, quantize and write tokens.
