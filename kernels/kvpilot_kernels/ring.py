@@ -58,7 +58,7 @@ class RingPages:
     def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int, recent: int, drafts: int = 0) -> None:
         check.page_cache(cache, fmt, head_dim, "ring")
         layout = fmt.ring_layout(head_dim, cache.shape[2])
-        self.blocks, self.tokens, self.recent = cache.shape[0], layout.tokens, recent
+        self.blocks, self.tokens = cache.shape[0], layout.tokens
         self.per_sequence = fmt.ring_blocks(recent + drafts, head_dim, cache.shape[2])
         pages = cache.flatten(2)
         meta = view_region(pages, layout.meta).view(torch.int16)
