@@ -8,6 +8,7 @@ strides, so code for GPUs may call them in every step.
 import torch
 
 from kvpilot_formats.formats import Format
+from kvpilot_formats.latent import RANK, ROPE, LatentFormat
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
@@ -217,3 +218,33 @@ def sinks(found: torch.Tensor | None, heads: int) -> None:
         return
     if found.dtype not in FLOATS or tuple(found.shape) != (heads,) or not found.is_contiguous():
         raise BadInputError("sinks", f"is {shown(found)}", f"give contiguous floats, one for each of {heads} heads")
+
+
+def latent_cache(cache: torch.Tensor, fmt: LatentFormat) -> None:
+    """Check a layer's cache: uint8 [blocks, block_size, row_bytes]. Each block is one contiguous page."""
+    pages(cache, ("blocks", "block_size"), fmt.row_bytes, fmt.name)
+
+
+def latent_tokens(latent: torch.Tensor, rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Check the entries of new tokens.
+
+    Args:
+        latent: floats [tokens, 512].
+        rope: RoPE parts, floats [tokens, 64].
+        slot_mapping: int64 [tokens or fewer].
+    """
+    for name, x, width in (("latent", latent, RANK), ("rope", rope, ROPE)):
+        if x.dtype not in FLOATS or x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
+            remedy = f"give floats [tokens, {width}], each row contiguous"
+            raise BadInputError(name, f"is {shown(x)} with strides {x.stride()}", remedy)
+    one_slot_each(slot_mapping, {"latents": latent, "RoPE keys": rope})
+
+
+def latent_queries(absorbed: torch.Tensor, rope: torch.Tensor, heads: int | None = None) -> None:
+    """Check queries: floats [rows, heads, 512] absorbed into latent space, and RoPE parts, floats [rows, heads, 64]."""
+    for name, x, width in (("query", absorbed, RANK), ("query_rope", rope, ROPE)):
+        if x.dtype not in FLOATS or x.dim() != 3 or x.shape[2] != width or x.shape[1] != (heads or absorbed.shape[1]):
+            raise BadInputError(name, f"is {shown(x)}", f"give floats [rows, {heads or 'heads'}, {width}]")
+    if absorbed.shape[:2] != rope.shape[:2] or absorbed.shape[1] == 0:
+        remedy = f"give the rows and heads of query, {tuple(absorbed.shape)}"
+        raise BadInputError("query_rope", f"is {tuple(rope.shape)}", remedy)

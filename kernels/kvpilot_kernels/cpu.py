@@ -11,11 +11,10 @@ import torch
 from torch.nn import functional
 
 from kvpilot_formats.formats import Format
-from kvpilot_formats.layouts import Region
 from kvpilot_kernels import check
 from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.reference.hadamard import rotation
-from kvpilot_kernels.reference.quantize import decode, encode, pack, split, unpack
+from kvpilot_kernels.reference.quantize import decode, encode, pack, unpack, view_region
 from kvpilot_kernels.ring import RingPages
 from kvpilot_kernels.softmax import attention, softmax
 
@@ -59,15 +58,10 @@ class PackedPages:
         self.rotation = rotation(head_dim)
         layout = fmt.page_layout(head_dim, self.block_size)
         pages = cache.flatten(2)
-
-        def view(region: Region) -> torch.Tensor:
-            end = region.offset + region.rows * region.row_bytes
-            return split(pages[..., region.offset : end], region.rows)
-
-        self.key_codes, self.value_codes = view(layout.key_codes), view(layout.value_codes)
-        self.key_meta = view(layout.key_meta).view(torch.int16).transpose(2, 3)
-        self.value_meta = view(layout.value_meta).view(torch.int16).transpose(2, 3)
-
+        self.key_codes, self.value_codes = (view_region(pages, x) for x in (layout.key_codes, layout.value_codes))
+        self.key_meta, self.value_meta = (
+            view_region(pages, x).view(torch.int16).transpose(2, 3) for x in (layout.key_meta, layout.value_meta)
+        )
         self.ring = RingPages(ring, fmt, head_dim, recent, drafts) if ring is not None else None
         self.recent = recent
 

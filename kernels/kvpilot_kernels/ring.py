@@ -3,9 +3,8 @@
 import torch
 
 from kvpilot_formats.formats import Format
-from kvpilot_formats.layouts import Region
 from kvpilot_kernels import check
-from kvpilot_kernels.reference.quantize import split
+from kvpilot_kernels.reference.quantize import view_region
 from kvpilot_kernels.reference.residual import (
     decode_residual,
     encode_residual,
@@ -59,28 +58,19 @@ class RingPages:
     def __init__(self, cache: torch.Tensor, fmt: Format, head_dim: int, recent: int, drafts: int = 0) -> None:
         check.page_cache(cache, fmt, head_dim, "ring")
         layout = fmt.ring_layout(head_dim, cache.shape[2])
-        self.blocks, self.tokens, self.recent = cache.shape[0], layout.tokens, recent
+        self.blocks, self.tokens = cache.shape[0], layout.tokens
         self.per_sequence = fmt.ring_blocks(recent + drafts, head_dim, cache.shape[2])
         pages = cache.flatten(2)
-
-        def view(region: Region) -> torch.Tensor:
-            end = region.offset + region.rows * region.row_bytes
-            return split(pages[..., region.offset : end], region.rows)
-
-        meta = view(layout.meta).view(torch.int16)
+        meta = view_region(pages, layout.meta).view(torch.int16)
         groups = meta.shape[2] // 2
-        self.sides = [
-            (side.bits, self._by_digit(view(digits), side.digits) if side.digits else None, part)
-            for side, digits, part in (
-                (fmt.key, layout.key_digits, meta[:, :, :groups]),
-                (fmt.value, layout.value_digits, meta[:, :, groups:]),
-            )
-        ]
-
-    def _by_digit(self, rows: torch.Tensor, digits: int) -> torch.Tensor:
-        """View rows [blocks, kv_heads, digits * tokens, bytes] as [blocks, kv_heads, digits, tokens, bytes]."""
-        blocks, heads, _, size = rows.shape
-        return rows.view(blocks, heads, digits, self.tokens, size)
+        self.sides: list[tuple[int, torch.Tensor | None, torch.Tensor]] = []
+        for side, at, part in (
+            (fmt.key, layout.key_digits, meta[:, :, :groups]),
+            (fmt.value, layout.value_digits, meta[:, :, groups:]),
+        ):
+            by_digit = (*pages.shape[:2], side.digits, self.tokens, at.row_bytes)
+            digits = view_region(pages, at).view(by_digit) if side.digits else None
+            self.sides.append((side.bits, digits, part))
 
     def store(
         self, side: int, x: torch.Tensor, codes: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor,

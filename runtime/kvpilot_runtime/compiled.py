@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,7 +56,7 @@ def prepare(
 ) -> tuple[dict[str, str], list[str] | None]:
     """Unpack the archive into the pod's folder. Return the engine's environment variables, and the command of `keep`.
 
-    The variables let the engine compile into the folder. The command is None if no archive can be written.
+    The variables let the engine compile into the folder. The command is None if there are no archives.
 
     Args:
         arguments: arguments of `vllm serve`.
@@ -72,18 +73,14 @@ def prepare(
     except OSError as error:
         say(REASON, f"{folder}: {error.strerror}: code is compiled again; set HOME to a writable folder")
         return {}, None
-    found: list[str] = []
-    kept = state(folder) if unpack(archive, folder, found.append) else ""
-    writable = _writable(archive.parent, found.append)
-    if found:
-        say(REASON, found[0])
+    kept = state(folder) if unpack(archive, folder, partial(say, REASON)) else ""
     beside = [str(os.getpid()), str(folder), str(archive), kept]
     command = [sys.executable, "-P", "-m", "kvpilot_runtime.compiled", *beside]
     places = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
     variables = {name: str(folder / place) for name, place in places.items()}
     variables |= compat.kept_graphs(machine.platform())
     variables = {name: value for name, value in variables.items() if name not in environment}
-    return variables, command if writable else None
+    return variables, command
 
 
 def identity(arguments: Sequence[str], folder: Path) -> str:
@@ -191,6 +188,7 @@ def pack(folder: Path, archive: Path) -> bool:
         OSError: the archive cannot be written. Nothing is left behind.
     """
     before = state(folder)
+    archive.parent.mkdir(parents=True, exist_ok=True)
     part = archive.parent / f".{archive.name}.{uuid.uuid4().hex}"
     try:
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o660), "w+b") as file:
@@ -247,18 +245,6 @@ def keep(folder: Path, archive: Path, kept: str, pause: float, alive: Callable[[
             kept = now
             tidy(archive.parent, time.time())
         last = now
-
-
-def _writable(store: Path, say: Say) -> bool:
-    probe = store / f".compiled-.tar.{uuid.uuid4().hex}"
-    try:
-        store.mkdir(parents=True, exist_ok=True)
-        probe.touch(exist_ok=False)
-        probe.unlink()
-    except OSError as error:
-        say(f"{store}: {error.strerror}: code that this engine compiles is lost with its pod")
-        return False
-    return True
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from kvpilot_kernels.gpu.launch.pages import GpuPages, Shape
 from kvpilot_kernels.gpu.launch.tuning import Taken
-from kvpilot_runtime.calibration import info
-from kvpilot_runtime.calibration.info import Outcome
 from support.gluon_eager import EagerKernel
 
 pytest.importorskip("vllm.v1.attention.backends.fa_utils")
@@ -365,26 +363,3 @@ def test_a_workspace_grows_with_what_its_engine_may_use_of_a_gpu(monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 2**30))
     assert workspace_bytes(0.5) == 80 * 2**30 // 400
-
-
-@pytest.mark.parametrize(("source", "stale"), [("self", True), ("file", True), ("off", False), ("none", False)])
-def test_weights_that_are_loaded_again_are_told_once_where_factors_are_those_of_weights_before(
-    source: str, stale: bool, cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Outcome] = []
-    monkeypatch.setattr(info, "report", told.append)
-    engine = Engine(cuda, "k4v4", shared=True)
-    config = engine.builder.vllm_config
-    config.device_config = SimpleNamespace(device=torch.device("cpu"))
-
-    def load() -> None:
-        for one in engine.layers:
-            one.impl._config = config
-            one.impl.process_weights_after_loading(torch.float32)
-
-    load()
-    assert told == []
-    info.settle([one.impl for one in engine.layers], Outcome(source, "ab", ""))
-    load()
-    load()
-    assert told[1:] == [Outcome(source, "ab", "WeightsChanged")] * stale

@@ -16,7 +16,7 @@ from kvpilot_runtime.calibration import factors_file
 from kvpilot_smallmodels.models import smollm2_135m, tiny_llama
 from kvpilot_smallmodels.oracle import Oracle
 
-FACTS = factors_file.ModelFacts(layers=3, kv_heads=4, head_dim=64, rope="{}", config_sha256="abc")
+FACTS = factors_file.ModelFacts(layers=3, kv_heads=4, head_dim=64, config_sha256="abc")
 
 
 def some_layers(facts: factors_file.ModelFacts, seed: int = 0) -> list[Factors]:
@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 
 def changed(file: Path, metadata: dict[str, str] | None = None, **tensors: torch.Tensor | None) -> None:
     """Rewrite the file with other metadata or tensors. None removes a tensor, and double underscores stand for dots."""
-    facts = {name: str(getattr(FACTS, name)) for name in ("layers", "kv_heads", "head_dim", "rope", "config_sha256")}
+    facts = {name: str(getattr(FACTS, name)) for name in ("layers", "kv_heads", "head_dim", "config_sha256")}
     data = {**load_file(file), **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
     save_file(
         {name: tensor for name, tensor in data.items() if tensor is not None},

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, generate_latest
 from kvpilot_formats.models import read
 from kvpilot_runtime import serve
 from kvpilot_runtime.metrics import model_info
-from kvpilot_runtime.preflight.modelconfig import read_config
+from kvpilot_runtime.preflight.check import read_config
 from kvpilot_smallmodels.models import tiny_gemma3, tiny_llama
 
 LLAMA = 'kvpilot_model_info{head_dim="64",kv_heads="2",layers="2",mla="false",window_layers="0"} 1.0'
@@ -56,16 +56,6 @@ def test_layers_that_attend_within_chunks_are_none_that_stay_in_16_bits() -> Non
 def test_without_the_variable_nothing_is_published() -> None:
     assert not model_info.publish()
     assert lines() == []
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"head_dim": 64}', "7"])
-def test_a_variable_that_cannot_be_read_costs_the_gauge_and_not_the_engine(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
-) -> None:
-    monkeypatch.setenv(model_info.VARIABLE, text)
-    assert not model_info.publish()
-    assert lines() == []
-    assert model_info.VARIABLE in caplog.text
 
 
 def test_kvpilot_serve_tells_the_process_it_becomes_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

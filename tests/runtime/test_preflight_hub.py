@@ -14,8 +14,7 @@ import pytest
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.metrics import model_info
 from kvpilot_runtime.preflight import hub
-from kvpilot_runtime.preflight.check import check
-from kvpilot_runtime.preflight.modelconfig import read_config
+from kvpilot_runtime.preflight.check import check, read_config
 from kvpilot_runtime.preflight.request import Request
 from kvpilot_smallmodels.models import tiny_llama
 

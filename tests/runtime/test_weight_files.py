@@ -10,8 +10,8 @@ import pytest
 from kvpilot_cli.plan import facts_config
 from kvpilot_formats.models import ConfigError, weights
 from kvpilot_runtime.errors import PreflightError
-from kvpilot_runtime.preflight import machine, modelconfig
-from kvpilot_runtime.preflight.check import check
+from kvpilot_runtime.preflight import machine
+from kvpilot_runtime.preflight.check import check, weight_bytes
 from kvpilot_runtime.preflight.request import Request
 from support.own_process import ask
 from support.weight_folders import write_index, write_safetensors
@@ -103,7 +103,7 @@ def test_a_model_whose_weights_lie_there_twice_fits_where_one_copy_does(
     write_index(tmp_path / "model.safetensors.index.json", SHARDS)
     write_safetensors(tmp_path / "consolidated.safetensors", 14_496_000_000)
     check(Request(str(tmp_path), "auto", max_model_len=8192))
-    assert modelconfig.weight_bytes(tmp_path) == 14_496_000_000
+    assert weight_bytes(tmp_path) == 14_496_000_000
     assert facts_config.read_folder(tmp_path).weight_bytes == 14_496_000_000
 
 
@@ -111,7 +111,7 @@ def test_a_shard_that_the_index_names_and_nobody_downloaded_is_refused(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL_7B))
     made(tmp_path, SHARDS[:1], SHARDS)
     with pytest.raises(PreflightError, match=rf"names '{SHARDS[1]}', which the folder does not hold") as caught:
-        modelconfig.weight_bytes(tmp_path)
+        weight_bytes(tmp_path)
     assert caught.value.reason == "ModelNotFound"
 
 
@@ -120,7 +120,7 @@ def test_an_index_that_is_no_index_is_refused_by_its_name(tmp_path: Path, text: 
     made(tmp_path, SHARDS, None)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(PreflightError, match=r"model\.safetensors\.index\.json cannot be read"):
-        modelconfig.weight_bytes(tmp_path)
+        weight_bytes(tmp_path)
 
 
 def test_a_folder_whose_name_has_brackets_is_read(tmp_path: Path) -> None:

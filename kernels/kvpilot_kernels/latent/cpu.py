@@ -12,12 +12,10 @@ unpacked once for both products.
 import torch
 
 from kvpilot_formats.latent import RANK, ROPE_BITS, LatentFormat
-from kvpilot_formats.layouts import Region
-from kvpilot_kernels import check as common
-from kvpilot_kernels.latent import check
+from kvpilot_kernels import check
 from kvpilot_kernels.latent.factors import LatentFactors
 from kvpilot_kernels.reference.hadamard import hadamard
-from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, split, unpack
+from kvpilot_kernels.reference.quantize import decode, encode, pack, scale_and_zero, unpack, view_region
 
 LATENT, POSITION = slice(RANK), slice(RANK, None)
 """Channels of the factors that belong to a token's latent, and to its RoPE part."""
@@ -33,17 +31,13 @@ class LatentPages:
     """
 
     def __init__(self, cache: torch.Tensor, fmt: LatentFormat, factors: LatentFactors | None = None) -> None:
-        check.page_cache(cache, fmt)
+        check.latent_cache(cache, fmt)
         self.fmt, self.block_size = fmt, cache.shape[1]
         self.factors = factors or LatentFactors.identity()
         layout = fmt.page_layout(self.block_size)
         pages = cache.flatten(1)
-
-        def view(region: Region) -> torch.Tensor:
-            return split(pages[:, region.offset : region.offset + region.rows * region.row_bytes], region.rows)
-
-        self.codes, self.rope_codes = view(layout.codes), view(layout.rope_codes)
-        self.meta = view(layout.meta).view(torch.int16)
+        self.codes, self.rope_codes = view_region(pages, layout.codes), view_region(pages, layout.rope_codes)
+        self.meta = view_region(pages, layout.meta).view(torch.int16)
 
     def store(self, latent: torch.Tensor, rope: torch.Tensor, slots: torch.Tensor) -> None:
         """Rotate, quantize and write tokens.
@@ -53,8 +47,8 @@ class LatentPages:
             rope: [tokens, 64], after RoPE, any float dtype.
             slots: int64 [tokens], block * block_size + offset in the block; a negative slot is padding.
         """
-        check.tokens(latent, rope, slots)
-        common.slots(slots, self.codes.shape[0], self.block_size)
+        check.latent_tokens(latent, rope, slots)
+        check.slots(slots, self.codes.shape[0], self.block_size)
         kept = slots >= 0
         at = slots[kept]
         block = at.div(self.block_size, rounding_mode="floor")
@@ -87,8 +81,8 @@ class LatentPages:
         Returns:
             float32 [sequences, heads, 512], in latent space.
         """
-        check.queries(query, query_rope)
-        common.tables(block_table, seq_lens, self.codes.shape[0], self.block_size)
+        check.latent_queries(query, query_rope)
+        check.tables(block_table, seq_lens, self.codes.shape[0], self.block_size)
         blocks = -(-int(seq_lens.max()) // self.block_size)
         # Dimensions in comments: S sequences, L tokens.
         past = torch.arange(blocks * self.block_size)[None, :] >= seq_lens[:, None]  # [S, L]
@@ -114,7 +108,7 @@ class LatentPages:
 
     def read(self, block_table: torch.Tensor, length: int) -> torch.Tensor:
         """Return the entries of a sequence's first `length` tokens, rotated back: float32 [length, 576]."""
-        common.tables(block_table[None], torch.tensor([length]), self.codes.shape[0], self.block_size)
+        check.tables(block_table[None], torch.tensor([length]), self.codes.shape[0], self.block_size)
         table = block_table[: -(-length // self.block_size)].long()
         parts = []
         for i, (codes, bits) in enumerate(((self.codes, self.fmt.bits), (self.rope_codes, ROPE_BITS))):

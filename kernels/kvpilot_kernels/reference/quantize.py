@@ -20,7 +20,7 @@ which makes <x, x'> = <x, x> at the cost of a little more squared error per toke
 
 import torch
 
-from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK, ZERO_BITS, ZERO_STEPS
+from kvpilot_formats.layouts import CUT_BITS, GAIN_BITS, GAIN_LIMIT, SHRINK, ZERO_BITS, ZERO_STEPS, Region
 
 _INF = 0x7C00 >> CUT_BITS  # bits of a stored scale that is float16's infinity or NaN
 _NAN = 0x7E00 >> CUT_BITS
@@ -78,6 +78,12 @@ def _error(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torc
 def split(x: torch.Tensor, parts: int) -> torch.Tensor:
     """View the last dimension in `parts` equal parts: [..., n] as [..., parts, n / parts]."""
     return x.view(*x.shape[:-1], parts, x.shape[-1] // parts)
+
+
+def view_region(pages: torch.Tensor, region: Region) -> torch.Tensor:
+    """View a region of flat pages, uint8 [..., bytes], as [..., rows, row_bytes]."""
+    end = region.offset + region.rows * region.row_bytes
+    return split(pages[..., region.offset : end], region.rows)
 
 
 def encode_range(

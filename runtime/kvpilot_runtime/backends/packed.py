@@ -27,7 +27,6 @@ from vllm.v1.attention.backend import (
 from kvpilot_formats import formats
 from kvpilot_formats.arguments import rules
 from kvpilot_kernels.factors import Factors
-from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.of_engine import calibration_of
 from kvpilot_runtime.config import connectors, offload
 from kvpilot_runtime.errors import UnsupportedModelError
@@ -306,19 +305,12 @@ class PackedImpl(AttentionImpl):  # type: ignore[misc]
             refuse("a draft model beside layers that are not full attention, or stay in 16 bits,", "use ngram")
         self._calibration = None if self.drafting else calibration_of(self._config)
         self._factors: Factors | None = None
-        self.calibrated: calibration_info.Outcome | None = None
         self.recent: int | None = None
         self.ring: RecentLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """At the first call, attach rings to all our layers. At later calls, report that the calibration is outdated.
-
-        vLLM calls this again after it has reloaded weights (`reload_weights`, or a trainer). The factors were fitted to
-        the old weights.
-        """
-        layers = our_layers(self._config)
-        attach(self._config, layers)
-        calibration_info.outdate([layer.impl for layer in layers.values()])
+        """Attach rings to all our layers. vLLM calls this again for a draft model, or after it has reloaded weights."""
+        attach(self._config, our_layers(self._config))
 
     def rings(self) -> Rings | None:
         """Return the rings of the current step; None without a window, or in vLLM's warm-up."""

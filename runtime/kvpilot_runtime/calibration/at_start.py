@@ -19,7 +19,6 @@ from kvpilot_kernels.fit import Observed
 from kvpilot_runtime.calibration import factors_file
 from kvpilot_runtime.calibration import info as calibration_info
 from kvpilot_runtime.calibration.attention import attending_to_itself
-from kvpilot_runtime.calibration.info import Outcome
 from kvpilot_runtime.calibration.of_engine import factors_hash
 from kvpilot_runtime.calibration.text import LONGEST, SHORTEST, NoTokensError, passes, text_ids
 from kvpilot_runtime.errors import UnsupportedModelError
@@ -66,8 +65,7 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
         if told := next(filter(None, of_all_ranks(problem)), ""):
             raise UnsupportedModelError(told)
         log.info("Calibrated %d layers on %d tokens in %.1f s", len(layers), len(tokens), time.perf_counter() - began)
-    outcome = Outcome(source, factors_hash(layers, worker.device), reason)
-    calibration_info.settle((layer.impl for layer in layers.values()), outcome)
+    calibration_info.report(source, factors_hash(layers, worker.device), reason)
 
 
 def token_ids(config: Any) -> tuple[list[int], str]:

@@ -55,14 +55,12 @@ class ModelFacts:
         layers: number of layers.
         kv_heads: KV heads of a layer.
         head_dim: elements of a head.
-        rope: parameters of the rotary embedding, as JSON with sorted keys.
         config_sha256: hash of config.json without the fields that do not affect the KV cache.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
-    rope: str
     config_sha256: str
 
     @classmethod
@@ -75,15 +73,11 @@ class ModelFacts:
         found = models.read(config)  # This fills in missing sizes with the defaults of the model's class.
         text = config.get("text_config")
         text = text if isinstance(text, Mapping) else config
-        rope = {
-            key: text[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if text.get(key) is not None
-        }
         kept = {key: value for key, value in text.items() if key not in _NOT_IDENTITY}
         return cls(
             layers=len(kinds(Fields(config))),
             kv_heads=found.kv_heads,
             head_dim=found.head_dim,
-            rope=json.dumps(rope, sort_keys=True),
             config_sha256=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
         )
 

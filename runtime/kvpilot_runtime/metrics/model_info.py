@@ -5,7 +5,6 @@ variable. The plugin publishes it as ``kvpilot_model_info{head_dim,kv_heads,laye
 """
 
 import json
-import logging
 import os
 
 from kvpilot_formats.models import Architecture
@@ -15,8 +14,6 @@ VARIABLE = "KVPILOT_MODEL_INFO"
 
 NAME = "kvpilot_model_info"
 _LABELS = ("head_dim", "kv_heads", "layers", "window_layers", "mla")
-
-log = logging.getLogger(__name__)
 
 
 def encode(config: Architecture) -> str:
@@ -38,20 +35,15 @@ def publish() -> bool:
     """Register the gauge in this process's Prometheus registry, if the variable is set. Return True if it was new.
 
     vLLM serves the registry of its API server. With several API servers, all processes write metrics to a folder, and
-    the gauge's mode "mostrecent" merges their equal series. If the variable's value cannot be read, log the fault and
-    leave the gauge out.
+    the gauge's mode "mostrecent" merges their equal series.
     """
     from prometheus_client import REGISTRY, Gauge
 
     text = os.environ.get(VARIABLE)
     if not text or NAME in REGISTRY._names_to_collectors:
         return False
-    try:
-        found = json.loads(text)
-        values = [str(found[label]).lower() for label in _LABELS]
-    except (ValueError, KeyError, TypeError) as error:
-        log.warning("%s is %r and not a model's description (%s): no %s on /metrics", VARIABLE, text, error, NAME)
-        return False
+    found = json.loads(text)
+    values = [str(found[label]).lower() for label in _LABELS]
     gauge = Gauge(NAME, "Architecture of the served model.", _LABELS, multiprocess_mode="mostrecent")
     gauge.labels(*values).set(1)
     return True

@@ -3,16 +3,19 @@
 The check takes well under a second for a model in a folder. For a model on the hub it first fetches config.json.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from kvpilot_formats import dtypes, formats, hardware, latent, models
 from kvpilot_formats.arguments.drafts import DRAFT_MODELS, speculation
 from kvpilot_formats.dtypes import Dtype
+from kvpilot_formats.models import weights as weight_files
 from kvpilot_runtime.config import options
 from kvpilot_runtime.errors import PreflightError
 from kvpilot_runtime.preflight import elsewhere, hub, installed, machine, memory, own_dtypes
-from kvpilot_runtime.preflight.modelconfig import read_config, weight_bytes
 from kvpilot_runtime.preflight.request import Findings, Request, model_folder
 
 CPU_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"})
@@ -143,3 +146,23 @@ def _capability(fmt: Dtype, request: Request, config: models.Architecture | None
             wide = "'auto'" if served == fmt.name else "'float16'"
             instead = f"{wide} or 'int8'" if ours else wide
             raise PreflightError("DtypeUnsupported", f"kv-cache dtype {said} {fault}, and {gpu.name} has {hardware.shown(gpu.capability)}; use {instead}")  # fmt: skip  # noqa: E501
+
+
+def read_config(path: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> models.Architecture:
+    """Read `config.json` (`path` is the file or its folder), and apply `changes`, the fields of `--hf-overrides`."""
+    try:
+        if not path.exists():
+            raise models.ConfigError("there is no such folder", missing=True)
+        return models.read(elsewhere.overridden(models.load(path / "config.json" if path.is_dir() else path), changes))
+    except models.ConfigError as error:
+        if error.missing:
+            raise PreflightError("ModelNotFound", f"model {str(path)!r}: {error}; give a folder with config.json and weights, and check that its volume is mounted") from None  # fmt: skip  # noqa: E501
+        raise PreflightError("ModelUnsupported", f"model {str(path)!r}: {error}") from error
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the size in bytes of the weights that vLLM's default loader reads."""
+    try:
+        return weight_files.weight_bytes(folder)
+    except models.ConfigError as error:
+        raise PreflightError("ModelNotFound", f"model {str(folder)!r}: {error}") from error

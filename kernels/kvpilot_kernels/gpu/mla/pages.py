@@ -10,7 +10,7 @@ import triton
 
 from kvpilot_formats.latent import ENTRY, RANK, ROPE, ROPE_BITS, LatentFormat
 from kvpilot_formats.layouts import SHRINK
-from kvpilot_kernels import check as common
+from kvpilot_kernels import check
 from kvpilot_kernels.gpu.decode.schedule import fill_splits, most_splits
 from kvpilot_kernels.gpu.launch import tuning
 from kvpilot_kernels.gpu.launch.pages import LOG2_E
@@ -21,7 +21,6 @@ from kvpilot_kernels.gpu.mla.gather import latent_gather_kernel
 from kvpilot_kernels.gpu.mla.merge import latent_reduce_kernel
 from kvpilot_kernels.gpu.mla.operands import LatentConfig
 from kvpilot_kernels.gpu.mla.store import latent_prepare_kernel, latent_store_kernel
-from kvpilot_kernels.latent import check
 from kvpilot_kernels.latent.factors import LatentFactors
 
 MOST_HEADS = 128
@@ -57,7 +56,7 @@ class LatentShape:
 
     def __init__(self, fmt: LatentFormat, heads: int, block_size: int, device: torch.device) -> None:
         if not 1 <= heads <= MOST_HEADS:
-            raise common.BadInputError("heads", f"is {heads}", f"the kernels take 1 to {MOST_HEADS}; use 'auto'")
+            raise check.BadInputError("heads", f"is {heads}", f"the kernels take 1 to {MOST_HEADS}; use 'auto'")
         self.fmt, self.heads, self.block_size, self.device = fmt, heads, block_size, device
         self.latent, self.rope = part_layouts(fmt, block_size)
         self.take = latent_tuning.program_heads(heads)
@@ -95,7 +94,7 @@ class LatentPlan:
 
     def update(self, seq_lens: torch.Tensor) -> None:
         """Split the work of a step. `seq_lens` is int32 [sequences or fewer], stored lengths; 0 means padding."""
-        common.sequences(seq_lens, self.sequences)
+        check.sequences(seq_lens, self.sequences)
         fill_splits(seq_lens, self.splits, self.spans, self.shape.wave, self.shape.choice.tile, more=BEYOND)
 
 
@@ -103,9 +102,9 @@ class GpuLatentPages:
     """Cache of latent pages of one layer, uint8 [blocks, block_size, row_bytes]. Each block is a page."""
 
     def __init__(self, cache: torch.Tensor, shape: LatentShape, factors: LatentFactors | None = None) -> None:
-        check.page_cache(cache, shape.fmt)
+        check.latent_cache(cache, shape.fmt)
         if cache.shape[1] != shape.block_size:
-            raise common.BadInputError(
+            raise check.BadInputError(
                 "cache", f"is {tuple(cache.shape)}", f"this layer has blocks of {shape.block_size} tokens"
             )
         self.cache, self.shape = cache, shape
@@ -120,7 +119,7 @@ class GpuLatentPages:
             slot_mapping: int64 [tokens or fewer], block * block_size + offset; negative is padding.
         """
         s, f = self.shape, self.factors
-        check.tokens(latent, rope, slot_mapping)
+        check.latent_tokens(latent, rope, slot_mapping)
         if tokens := slot_mapping.shape[0]:
             latent_store_kernel[(triton.cdiv(tokens, latent_tuning.STORE_TOKENS), 2)](
                 latent, rope, slot_mapping, self.cache, f.mean, f.scale, tokens, latent.stride(0),
@@ -138,12 +137,12 @@ class GpuLatentPages:
             scale: factor on the scores.
         """
         s = self.shape
-        check.queries(query, query_rope, s.heads)
+        check.latent_queries(query, query_rope, s.heads)
         for name, x in (("query", query), ("query_rope", query_rope)):
             if x.stride(2) != 1:
-                raise common.BadInputError(name, f"has strides {x.stride()}", "make elements contiguous")
+                raise check.BadInputError(name, f"has strides {x.stride()}", "make elements contiguous")
         if query.shape[0] > plan.sequences:
-            raise common.BadInputError("query", f"has {query.shape[0]} rows", f"the plan has {plan.sequences}")
+            raise check.BadInputError("query", f"has {query.shape[0]} rows", f"the plan has {plan.sequences}")
         if rows := query.shape[0] * s.heads:
             latent_prepare_kernel[(triton.cdiv(rows, latent_tuning.STORE_TOKENS),)](
                 query, query_rope, plan.rotated, plan.sums, self.factors.scale, rows, query.stride(0),
@@ -161,16 +160,16 @@ class GpuLatentPages:
             seq_lens: int32 [sequences] stored tokens, as given to the plan's `update`; 0 gives zeros.
             out: output, [sequences, heads, 512] in latent space, 16 bits or float32; heads and elements contiguous.
         """
-        common.int32(block_table=block_table, seq_lens=seq_lens)
+        check.int32(block_table=block_table, seq_lens=seq_lens)
         heads = self.shape.heads
         apart = out.dim() == 3 and (out.stride(2) != 1 or (heads > 1 and out.stride(1) != RANK))
         if tuple(out.shape[1:]) != (heads, RANK) or apart:
-            raise common.BadInputError(
+            raise check.BadInputError(
                 "out", f"is {tuple(out.shape)} with strides {out.stride()}",
                 f"give [sequences, {heads}, {RANK}] with heads and elements contiguous",
             )  # fmt: skip
         if seq_lens.shape[0] > min(plan.sequences, block_table.shape[0], out.shape[0]):
-            raise common.BadInputError(
+            raise check.BadInputError(
                 "seq_lens", f"has {seq_lens.shape[0]} rows",
                 f"the plan has {plan.sequences}, block_table {block_table.shape[0]} and out {out.shape[0]}",
             )  # fmt: skip
@@ -211,14 +210,14 @@ class GpuLatentPages:
             out: [rows, 576], 16 bits or float32, contiguous: latents, then RoPE parts.
         """
         s, f = self.shape, self.factors
-        common.int32(block_table=block_table, starts=starts, rows=rows)
+        check.int32(block_table=block_table, starts=starts, rows=rows)
         if out.dim() != 2 or out.shape[1] != ENTRY or not out.is_contiguous():
-            raise common.BadInputError(
+            raise check.BadInputError(
                 "out", f"is {tuple(out.shape)} with strides {out.stride()}", f"give a contiguous [rows, {ENTRY}]"
             )
         sequences = rows.shape[0] - 1
         if sequences > min(block_table.shape[0], starts.shape[0]):
-            raise common.BadInputError(
+            raise check.BadInputError(
                 "rows", f"are of {sequences} sequences",
                 f"block_table has {block_table.shape[0]} and starts {starts.shape[0]}",
             )  # fmt: skip
