@@ -278,10 +278,10 @@ class Prober:
             # A measurement gets half of the progress deadline. The capture of the baseline and the filling of the cache
             # get the other half.
             budget = spec.canary.progress_deadline_seconds / 2 if isinstance(request, Measure) else math.inf
-            return Settings(priority=priority, from_host=from_host, budget_seconds=budget)
-        give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS)
+            return Settings(priority=priority, from_host=from_host, budget_seconds=budget, reread=True)
+        give_way = GiveWay(partial(self._scraper.load, key, request.url), GIVE_WAY_SECONDS)
         if isinstance(request, Capture):
-            return Settings(concurrency=2, priority=priority, give_way=give_way)
+            return Settings(concurrency=2, priority=priority, give_way=give_way, reread=True)
         usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
         budget = max(spec.accuracy.period_seconds, SHORTEST_BUDGET_SECONDS)
         return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()), budget_seconds=budget)
