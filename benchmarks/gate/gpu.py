@@ -54,8 +54,8 @@ from kvpilot_probes.sequential import Allowed
 from kvpilot_probes.session import GiveWay, Settings
 from kvpilot_probes.stats import Answers, Logprobs, Measurement
 
-CAPTURING = Settings()
-MEASURING = Settings(budget_seconds=Canary().progress_deadline_seconds / 2)
+CAPTURING = Settings(reread=True)
+MEASURING = Settings(budget_seconds=Canary().progress_deadline_seconds / 2, reread=True)
 """Settings of the operator's `Prober` for a replica without users. `Pair._periodic` has those for a serving replica."""
 UNLIMITED = Allowed(kl=1000.0, disagreement=1.0)
 GIB = 1 << 30
@@ -221,7 +221,7 @@ class Pair:
         return Settings(
             concurrency=1,
             priority=LOW_PRIORITY if "scheduling-policy=priority" in self.args.serve else None,
-            give_way=GiveWay(partial(self.scraper.load, SERVICE, self.canary), GIVE_WAY_SECONDS),
+            give_way=GiveWay(partial(self.scraper.load, SERVICE, self.canary), GIVE_WAY_SECONDS, rests=True),
             tasks=False, brief=True, turn=turn, budget_seconds=SHORTEST_BUDGET_SECONDS,
         )  # fmt: skip
 

@@ -20,14 +20,16 @@ LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """Rule that makes a probe wait while users' requests are queued, and rest after each request while they run.
+    """Rule that makes a probe wait while users' requests are queued.
 
     - `load`: function that returns the numbers of queued and of running requests.
     - `seconds`: longest wait for queued requests in total.
+    - `rests`: rest after each request while users' requests run, too (`pace.py`).
     """
 
     load: Callable[[], Awaitable[tuple[float, float]]]
     seconds: float
+    rests: bool = False
 
 
 class Throttle:
@@ -63,7 +65,7 @@ class Throttle:
         queued = 1.0
         while queued and self._yields:
             queued, running = await rule.load()
-            engine.pace.see(running)
+            engine.pace.see(running if rule.rests else 0.0)
             self._yields = not queued or time.monotonic() - began < self._left
             await asyncio.sleep(LOOK_AGAIN_SECONDS if queued and self._yields else 0)
         self._left -= time.monotonic() - began
@@ -167,5 +169,6 @@ def allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, ans
     """Set the deadline to now plus the time that this many tokens may take, unless the settings fix the deadline."""
     if settings.deadline_seconds is None:
         needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
-        waits = settings.give_way.seconds + READ_SECONDS + MOST_SECONDS if settings.give_way is not None else 0.0
+        rule = settings.give_way
+        waits = rule.seconds + READ_SECONDS + MOST_SECONDS * rule.rests if rule is not None else 0.0
         deadline.reschedule(asyncio.get_running_loop().time() + START_SECONDS + needed + waits)

@@ -1,7 +1,4 @@
-"""Let an engine solve tasks, and check its answers exactly.
-
-The 16-bit engine solves the same tasks, so a canary does not fail if even the model in 16 bits cannot solve them.
-"""
+"""Let an engine solve tasks, and check its answers exactly. Each engine's results count against the 16-bit engine's."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -98,9 +98,9 @@ async def test_rests_are_bounded_and_report_progress(monkeypatch: pytest.MonkeyP
     assert sum(clock.rests) == pytest.approx(MOST_SECONDS)
 
 
-@pytest.mark.parametrize("running", [0.0, 7.0])
-async def test_each_request_of_a_run_beside_users_is_followed_by_a_rest(
-    monkeypatch: pytest.MonkeyPatch, running: float
+@pytest.mark.parametrize(("running", "rests"), [(0.0, True), (7.0, True), (7.0, False)])
+async def test_only_a_run_beside_users_that_asks_for_rests_rests_after_each_request(
+    monkeypatch: pytest.MonkeyPatch, running: float, rests: bool
 ) -> None:
     clock = Clock(monkeypatch)
 
@@ -108,6 +108,6 @@ async def test_each_request_of_a_run_beside_users_is_followed_by_a_rest(
         return 0.0, running
 
     async with engine(counting) as url:
-        settings = Settings(tokens=8, concurrency=1, give_way=GiveWay(load, 1.0))
+        settings = Settings(tokens=8, concurrency=1, give_way=GiveWay(load, 1.0, rests))
         found = await measure(url, "m", baseline(prompts=3), settings=settings)
-    assert len(clock.rests) >= found.requests - 1 if running else not clock.rests
+    assert len(clock.rests) >= found.requests - 1 if running and rests else not clock.rests

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from kvpilot_probes import pace, session
+from kvpilot_probes import session
 from kvpilot_probes.codec import Baseline, BaselinePrompt
 from kvpilot_probes.packs import Message, ProbePrompt
 from kvpilot_probes.run import capture, measure
@@ -27,7 +27,6 @@ vllm:num_requests_waiting{engine="1",model_name="a b"} %s
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "SHARE", 1.0)
     monkeypatch.setattr(session, "LOOK_AGAIN_SECONDS", 0.01)
 
 
