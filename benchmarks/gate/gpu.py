@@ -54,8 +54,8 @@ from kvpilot_probes.sequential import Allowed
 from kvpilot_probes.session import GiveWay, Settings
 from kvpilot_probes.stats import Answers, Logprobs, Measurement
 
-CAPTURING = Settings(reread=True)
-MEASURING = Settings(budget_seconds=Canary().progress_deadline_seconds / 2, reread=True)
+CAPTURING = Settings()
+MEASURING = Settings(budget_seconds=Canary().progress_deadline_seconds / 2)
 """Settings of the operator's `Prober` for a replica without users. `Pair._periodic` has those for a serving replica."""
 UNLIMITED = Allowed(kl=1000.0, disagreement=1.0)
 GIB = 1 << 30

@@ -49,9 +49,8 @@ def captured(url: str, name: str, dtype: str = "auto") -> Baseline:
     """Return the baseline of a stage: the answers of the engine at `url` to its prompts, and a control run."""
 
     async def both() -> Baseline:
-        settings = replace(SETTINGS, reread=name == DEFAULT)
-        kept = await run.capture(url, "m", packs.load(SETS[name]), identity=name, dtype=dtype, settings=settings)
-        noise = await run.control(url, "m", kept, settings=settings)
+        kept = await run.capture(url, "m", packs.load(SETS[name]), identity=name, dtype=dtype, settings=SETTINGS)
+        noise = await run.control(url, "m", kept, settings=SETTINGS)
         return codec.with_control(kept, noise, datetime.now(UTC))
 
     return asyncio.run(both())
@@ -79,8 +78,7 @@ def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> lis
                 row = _row(name, judge(both, known, LIMITS), both)
                 rows.append({**row, "prompts": len(more.seen), "seconds": round(more.milliseconds / 1000)})
             else:
-                settings = replace(SETTINGS, reread=name == DEFAULT)
-                found = asyncio.run(run.measure(url, "m", baseline, allowed=limits, settings=settings))
+                found = asyncio.run(run.measure(url, "m", baseline, allowed=limits, settings=SETTINGS))
                 rows.append(_row(name, judge(found, known, LIMITS), found))
         except ProbeError as error:
             rows.append(_error(name, type(error).__name__, str(error), began))

@@ -16,6 +16,8 @@ from kvpilot_probes.codec import Baseline
 from kvpilot_probes.session import TOP_K, Throttle
 
 GENERATION = "generation"
+# The pack with which engines write long answers, too.
+_PACK = "builtin/long-context"
 # Number of long answers, and of positions of each that are read again, at equal distances.
 ANSWERS, SPOTS = 8, 16
 # Longest prompt to continue, in tokens.
@@ -30,7 +32,12 @@ def long_answer(context: int) -> int:
 
 
 def chosen(baseline: Baseline, order: Iterable[int], room: int) -> list[int]:
-    """Return the first ANSWERS prompts of `order` with at most `room` tokens, which leaves the context for answers."""
+    """Return the first ANSWERS prompts of `order` with at most `room` tokens, which leaves the context for answers.
+
+    Return none without prompts of the pack `builtin/long-context`.
+    """
+    if not any(prompt.name.startswith(f"{_PACK}/") for prompt in baseline.prompts):
+        return []
     return [i for i in order if len(baseline.prompts[i].tokens) <= min(LONGEST_PROMPT, room)][:ANSWERS]
 
 

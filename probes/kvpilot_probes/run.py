@@ -127,7 +127,7 @@ async def _measure(
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
         context = await check_alike(engine, baseline)
         length = reread.long_answer(context)
-        long = reread.chosen(baseline, order, context - length) if settings.reread else []
+        long = reread.chosen(baseline, order, context - length) if not settings.brief else []
         planned = (*planned, *[reread.GENERATION][: len(long)])
         wanted = [p.task if settings.tasks else None for p in baseline.prompts]
         steps = baseline.positions + tasks.cost(wanted) + len(long) * length

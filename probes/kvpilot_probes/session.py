@@ -107,9 +107,8 @@ class Settings:
     - `progress`: callback after each token or other answer.
     - `seed`: seed of the texts that generated prompts contain.
     - `tasks`: let a measured engine solve the baseline's tasks, which takes most of the decoded tokens.
-    - `reread`: compare long answers of the measured engine with its own new reading of them (`reread.py`).
     - `from_host`: make an engine that offloads read the prompt's KV pages from host memory.
-    - `brief`: skip the remaining prompts of a bucket that is sound.
+    - `brief`: skip the remaining prompts of a bucket that is sound, and long answers.
     - `turn`: number that rotates the prompts of each bucket, so that brief runs send different prompts.
     """
 
@@ -129,7 +128,6 @@ class Settings:
     turn: int = 0
     seed: int = 20
     tasks: bool = True
-    reread: bool = False
 
     def __post_init__(self) -> None:
         bounds = (

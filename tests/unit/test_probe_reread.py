@@ -1,11 +1,15 @@
 """An engine's long answers agree with its own new reading of them, unless decoding is damaged."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_operator.api.rollout import Accuracy
 from kvpilot_operator.decide import control_fault, described, judge
 from kvpilot_probes import codec
+from kvpilot_probes.packs import ProbePrompt
 from kvpilot_probes.reread import ANSWERS, GENERATION, SPOTS, chosen
 from kvpilot_probes.run import capture, control, measure
 from kvpilot_probes.session import Settings
@@ -24,10 +28,10 @@ from support.probe_engine import (
 )
 from support.services import NOW
 
-SETTINGS = Settings(tokens=8, reread=True)
+SETTINGS = Settings(tokens=8)
 CONTEXT = 16_384
 LENGTH = CONTEXT // 8
-PROMPTS_ENOUGH = tuple(prompt for _ in range(2) for prompt in PROMPTS)
+PROMPTS_ENOUGH = tuple(replace(prompt, pack="builtin/long-context") for prompt in (*PROMPTS, *PROMPTS))
 
 
 def damaged_after(generated: int) -> Handler:
@@ -51,9 +55,9 @@ async def found(handler: Handler, kept: codec.Baseline, settings: Settings = SET
         return await measure(url, "m", kept, settings=settings)
 
 
-async def captured(handler: Handler) -> codec.Baseline:
+async def captured(handler: Handler, prompts: Sequence[ProbePrompt] = PROMPTS_ENOUGH) -> codec.Baseline:
     async with engine(handler) as url:
-        kept = await capture(url, "m", PROMPTS_ENOUGH, identity="i", dtype="auto", settings=SETTINGS)
+        kept = await capture(url, "m", prompts, identity="i", dtype="auto", settings=SETTINGS)
         return codec.with_control(kept, await control(url, "m", kept, settings=SETTINGS), NOW)
 
 
@@ -66,7 +70,12 @@ async def test_damage_that_begins_late_in_an_answer_fails_the_bucket_of_long_ans
     assert (judged.verdict, judged.message.partition(":")[0]) == ("Failed", GENERATION)
     assert {one.bucket for one in late.seen if one.kl > 0} == {GENERATION}
     # Long answers cost most of the decoded tokens, so a periodic probe leaves them out.
-    assert GENERATION not in (await found(damaged_after(64), kept, Settings(tokens=8))).planned
+    assert GENERATION not in (await found(damaged_after(64), kept, Settings(tokens=8, brief=True))).planned
+
+
+async def test_engines_write_long_answers_only_with_the_pack_of_long_contexts() -> None:
+    kept = await captured(reading(CONTEXT), [*PROMPTS, *PROMPTS])
+    assert GENERATION not in (await found(damaged_after(64), kept)).planned
 
 
 async def test_a_16_bit_engine_whose_long_answers_are_damaged_is_no_reference() -> None:
@@ -104,5 +113,7 @@ async def test_logprobs_of_a_late_token_that_are_not_numbers_fail_a_candidate() 
 
 @given(st.integers(1, 20), st.integers(-4096, 4096))
 def test_only_prompts_with_room_for_the_answer_are_continued(prompts: int, room: int) -> None:
-    some = chosen(baseline(prompts=prompts), range(prompts), room)
+    kept = baseline(prompts=prompts)
+    kept = replace(kept, prompts=tuple(replace(one, name=f"builtin/long-context/{one.name}") for one in kept.prompts))
+    some = chosen(kept, range(prompts), room)
     assert len(some) == (min(prompts, ANSWERS) if room >= 3 else 0)

@@ -66,10 +66,7 @@ def _judged(options: argparse.Namespace) -> int:
         min_top1_agreement_percent=options.min_top1_agreement_percent,
     )
     settings = session.Settings(
-        tokens=options.tokens,
-        concurrency=options.concurrency,
-        deadline_seconds=options.deadline_seconds,
-        reread=True,
+        tokens=options.tokens, concurrency=options.concurrency, deadline_seconds=options.deadline_seconds
     )
     try:
         found = asyncio.run(compare(baseline, candidate, prompts, limits, settings, _told))

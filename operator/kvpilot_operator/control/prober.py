@@ -278,12 +278,12 @@ class Prober:
             # A measurement gets half of the progress deadline. The capture of the baseline and the filling of the cache
             # get the other half.
             budget = spec.canary.progress_deadline_seconds / 2 if isinstance(request, Measure) else math.inf
-            return Settings(priority=priority, from_host=from_host, budget_seconds=budget, reread=True)
+            return Settings(priority=priority, from_host=from_host, budget_seconds=budget)
         # A capture does not rest, because a canary waits for the baseline.
         rests, load = isinstance(request, Measure), partial(self._scraper.load, key, request.url)
         give_way = GiveWay(load, GIVE_WAY_SECONDS, rests)
         if isinstance(request, Capture):
-            return Settings(concurrency=2, priority=priority, give_way=give_way, reread=True)
+            return Settings(concurrency=2, priority=priority, give_way=give_way)
         usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)
         budget = max(spec.accuracy.period_seconds, SHORTEST_BUDGET_SECONDS)
         return replace(usual, brief=True, turn=zlib.crc32(request.identity.encode()), budget_seconds=budget)
