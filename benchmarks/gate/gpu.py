@@ -221,7 +221,7 @@ class Pair:
         return Settings(
             concurrency=1,
             priority=LOW_PRIORITY if "scheduling-policy=priority" in self.args.serve else None,
-            give_way=GiveWay(partial(self.scraper.waiting, SERVICE, self.canary), GIVE_WAY_SECONDS),
+            give_way=GiveWay(partial(self.scraper.load, SERVICE, self.canary), GIVE_WAY_SECONDS, rests=True),
             tasks=False, brief=True, turn=turn, budget_seconds=SHORTEST_BUDGET_SECONDS,
         )  # fmt: skip
 

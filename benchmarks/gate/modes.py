@@ -17,7 +17,7 @@ class Mode(NamedTuple):
     - `reported`: what the report says, in a few words.
     - `damage`: what the mode does to the engine, for the page.
     - `stages`: stages of the gate to run, until one of them finds the damage. DEFAULT sends the default packs.
-      PRESSURE fills a context, then the KV cache. Other names are opt-in packs. Modes that the default packs cannot
+      PRESSURE fills a context, then the KV cache. `paths` is the opt-in pack. Modes that the default packs cannot
       trigger, such as a full cache, leave DEFAULT out.
     - `engine`: the engine to damage: SHARED, or a name that `_own_engine` in `run.py` knows.
     """
@@ -50,9 +50,9 @@ MODES = (
     Mode("mixed-step", "vllm-project/vllm#40766", "decode reads wrong state beside a prefill",
          "sequences that decode in one step with a prompt read another request's page"),
     Mode("shared-prefix", "vllm-project/vllm#22103", "wrong answers to prompts with a common prefix",
-         "sequences of one step with four common pages read another request's pages in place of three of them", _PATHS),
+         "sequences of one step with four common pages read another request's pages in place of three of them"),
     Mode("shared-page", "openvinotoolkit/openvino.genai#3722", "a hash collision gives a wrong block",
-         "sequences of one step with four common pages read another request's page in place of one of them", _PATHS),
+         "sequences of one step with four common pages read another request's page in place of one of them"),
     Mode("page-start", "GeeeekExplorer/nano-vllm#71", "off by one when a new block begins",
          "the step that fills the first place of a page reads another request's page", _PATHS),
     Mode("residue", "vllm-project/vllm#50749", "first tokens wrong, by prompt length modulo 16",
@@ -60,9 +60,9 @@ MODES = (
     Mode("chunk", "pytorch/executorch#20346", "the tail of the previous chunk is lost at a chunk boundary",
          "in the second chunk of a prompt, the last two pages of the first chunk are lost", ("paths",)),
     Mode("long-generation", "osaurus-ai/osaurus#998", "endless loops after long thinking",
-         "after 128 generated tokens, the pages of the generation are lost", ("reasoning",)),
+         "after 128 generated tokens, the pages of the generation are lost"),
     Mode("loops", "osaurus-ai/osaurus#998", "endless loops after long thinking",
-         "after 64 generated tokens, the last eight tokens repeat", ("reasoning",)),
+         "after 64 generated tokens, the last eight tokens repeat"),
     Mode("one-head", "ovg-project/kvcached#424", "scales of single heads at wrong places",
          "one of 90 KV heads stores values with eight times their scale"),
     Mode("overflow", "sgl-project/sglang#20705", "scales of the checkpoint are ignored",
@@ -83,7 +83,7 @@ MODES = (
          "attention runs out of memory beyond 2,290 tokens", (PRESSURE,), "full-context"),
     Mode("reference", "vllm-project/vllm#54338", "the reference itself is damaged",
          "the 16-bit engine repeats its last eight tokens after 64 tokens; the canary is healthy",
-         ("reasoning",), "reference"),
+         engine="reference"),
 )  # fmt: skip
 
 DRAFTS = "auto with drafts"

@@ -24,7 +24,7 @@ from benchmarks.gate.modes import DEFAULT, DRAFTS, HEALTHY, MODES, PRESSURE, SHA
 from kvpilot_cli.validate import command as validate
 from kvpilot_operator.api.rollout import Accuracy, Canary
 from kvpilot_operator.api.words import Verdict
-from kvpilot_operator.decide import Judgement, allowed, described, judge
+from kvpilot_operator.decide import Judgement, allowed, control_fault, described, judge
 from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_probes import codec, packs, pressure, run
@@ -37,12 +37,7 @@ from kvpilot_probes.stats import Measurement, summarise
 OUT = Path("docs/benchmarks/gate.json")
 KEPT = Path.home() / ".cache" / "kvpilot" / "gate"
 LIMITS = Accuracy()
-SETS = {
-    DEFAULT: LIMITS.probe_sets,
-    "paths": ("builtin/paths",),
-    "agent": ("builtin/agent",),
-    "reasoning": ("builtin/reasoning",),
-}
+SETS = {DEFAULT: LIMITS.probe_sets, "paths": ("builtin/paths",)}
 # The operator's settings for a canary, but with a longer deadline, because two busy cores are slow.
 SETTINGS = Settings(budget_seconds=Canary().progress_deadline_seconds / 2, deadline_seconds=3600)
 # The operator gives the pressure stage 180 s. Two busy cores take many times longer than a GPU to fill the KV cache.
@@ -86,7 +81,7 @@ def judged(url: str, kept: Mapping[str, Baseline], stages: Sequence[str]) -> lis
                 found = asyncio.run(run.measure(url, "m", baseline, allowed=limits, settings=SETTINGS))
                 rows.append(_row(name, judge(found, known, LIMITS), found))
         except ProbeError as error:
-            rows.append(_error(name, error, began))
+            rows.append(_error(name, type(error).__name__, str(error), began))
     return rows
 
 
@@ -117,8 +112,8 @@ def _row(name: str, judged: Judgement, found: Measurement) -> dict[str, Any]:
     }
 
 
-def _error(name: str, error: ProbeError, began: float) -> dict[str, Any]:
-    said = {"verdict": "Error", "reason": type(error).__name__, "message": str(error)}
+def _error(name: str, reason: str, message: str, began: float) -> dict[str, Any]:
+    said = {"verdict": "Error", "reason": reason, "message": message}
     return {"stage": name, **said, "prompts": 0, "seconds": round(time.monotonic() - began)}
 
 
@@ -175,6 +170,7 @@ def _healthy(matrix: Matrix, kept: Mapping[str, Baseline], folder: Path) -> None
         if matrix.wants(name):
             arguments = (f"--speculative-config={NGRAM}",) if name == DRAFTS else ()
             with engines.canary(name.split()[0], folder, *arguments) as running:
+                engines.switch(running, folder, "")
                 matrix.add(name, judged(running.url, kept, (DEFAULT,)))
 
 
@@ -200,7 +196,9 @@ def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[
             try:
                 kept = {name: captured(running.url, name) for name in mode.stages}
             except ProbeError as error:
-                return [_error(mode.stages[0], error, began)]
+                return [_error(mode.stages[0], type(error).__name__, str(error), began)]
+            if (fault := control_fault(described(kept[DEFAULT]), LIMITS)) is not None:
+                return [_error(DEFAULT, *fault, began)]
         with engines.canary("auto", folder) as running:
             engines.switch(running, folder, "")
             return judged(running.url, kept, mode.stages)
@@ -215,8 +213,7 @@ def _own_engine(mode: Mode, kept: Mapping[str, Baseline], folder: Path) -> list[
             engines.switch(running, folder, mode.name)
             return judged(running.url, kept, mode.stages)
     except RuntimeError as error:
-        said = {"verdict": "Error", "reason": "Refused", "message": str(error)[-600:]}
-        return [{"stage": "start", **said, "prompts": 0, "seconds": round(time.monotonic() - began)}]
+        return [_error("start", "Refused", str(error)[-600:], began)]
 
 
 def _refused(folder: Path) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import ssl
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from kvpilot_formats.untrusted import OverBudget, read_body, shown, whole_lines
 from kvpilot_probes import answers
 from kvpilot_probes.engine_http import EngineConnector
 from kvpilot_probes.errors import EngineRefused, EngineUnreachable, MalformedAnswer
+from kvpilot_probes.pace import Pace
 from kvpilot_probes.packs import Message
 
 Progress = Callable[[], None]
@@ -63,6 +65,7 @@ class EngineClient:
     priority: int | None = None
     from_host: bool = False
     read_seconds: float = READ_SECONDS
+    pace: Pace = field(default_factory=Pace)
 
     async def tokenize(self, messages: Sequence[Message], tools: str = "") -> answers.Tokenized:
         """Return the token ids of a chat as the engine's own chat template renders it, up to where the answer begins.
@@ -154,17 +157,28 @@ class EngineClient:
             yield b"]}"
 
         for last_try in (False, True):
-            started = False
+            await self.pace.rest(self.progress)
+            began, started = time.monotonic(), False
             try:
-                async with aclosing(self._stream(asked, tokens, past_end)) as steps:
-                    async for step in steps:
-                        started = True
-                        yield step
+                with self.pace.request():
+                    async with aclosing(self._stream(asked, tokens, past_end)) as steps:
+                        async for step in steps:
+                            if not started:
+                                self.pace.read(time.monotonic() - began)
+                            started = True
+                            yield step
                 return
             except EngineUnreachable:
                 if last_try or started:
                     raise
-                await asyncio.sleep(RETRY_PAUSE_SECONDS)
+            await asyncio.sleep(RETRY_PAUSE_SECONDS)
+
+    async def text(
+        self, prompt: Sequence[int], tokens: int, *, past_end: bool = False, sampling: Mapping[str, object] = GREEDY
+    ) -> str:
+        """Return the text that continues `prompt`. `decode` explains the parameters."""
+        async with aclosing(self.decode(prompt, tokens, 1, past_end=past_end, sampling=sampling)) as steps:
+            return "".join([step.text async for step in steps])
 
     async def _stream(
         self, asked: Callable[[], Iterator[bytes]], tokens: int, past_end: bool

@@ -44,8 +44,6 @@ HIT = "hit"
 # Largest length of the agent's rounds, in tokens. They fill three quarters of the context, up to this length.
 AGENT_TOKENS = 65_536
 CALLS = 8
-# Largest length of a long answer, in tokens. It may have an eighth of the context, up to this length.
-LONG_TOKENS = 3072
 _SAMPLE = 'The 3 quick foxes didn\'t jump over 12,345 dogs: naïve façade, Straße, 東京, λ, {"a": [1, 2]}\n\n  x = y_1;'
 _CHAPTERS = 64
 
@@ -88,10 +86,13 @@ async def fingerprint(engine: EngineClient) -> tuple[str, int]:
     return hashlib.sha256(array("I", found.tokens).tobytes()).hexdigest()[:10], found.max_model_len
 
 
-async def check_alike(engine: EngineClient, baseline: Baseline) -> None:
-    """Raise `EnginesDiffer` if the engine's tokenizer differs from the baseline's, or its context is too short."""
+async def check_alike(engine: EngineClient, baseline: Baseline) -> int:
+    """Return the length of the engine's context in tokens, or 0 if the baseline's tokenizer is not known.
+
+    Raise `EnginesDiffer` if its tokenizer differs from the baseline's, or its context is too short.
+    """
     if not baseline.tokenizer:
-        return
+        return 0
     tokenizer, context = await fingerprint(engine)
     if tokenizer != baseline.tokenizer:
         raise EnginesDiffer(
@@ -104,6 +105,7 @@ async def check_alike(engine: EngineClient, baseline: Baseline) -> None:
             f"{engine.base_url}: a context of {context} tokens, but the baseline has a prompt of {longest} with its "
             "answer: give both engines the same --max-model-len, or fill less context"
         )
+    return context
 
 
 async def rendered(
@@ -170,9 +172,10 @@ def _diary(chapter: Chapter | None, question: str) -> Sequence[Message]:
 
 
 async def _long_context(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return questions after texts that fill 1/8, 1/2 and all of the context. Each asks for a fact of this text alone.
+    """Return questions after texts that fill 1/8, 1/2 and all of the context, and questions about one short text.
 
-    All texts begin equally, so an engine with a prefix cache computes the longest one only once.
+    Each question asks for a fact that no shorter text has. All long texts begin equally, so an engine with a prefix
+    cache computes the longest one only once.
     """
     most = min(room.context - room.answer, MAX_CONTEXT)
     document = Document(engine, _diary, prose.chapters(room.seed, max(12, most // _CHAPTERS)))
@@ -191,6 +194,14 @@ async def _long_context(engine: EngineClient, plan: ProbePrompt, room: Room) -> 
                 prompt = ProbePrompt(plan.pack, name, (Message("user", question),), bucket=f"length-{length}")
                 found.append(Rendered(prompt, tokens, room.answer))
         known = length
+    shared = Document(engine, _diary, prose.chapters(room.seed + 2, 1))
+    await shared.grow(SHARED_TOKENS if room.context >= 2 * SHARED_TOKENS else 0)
+    for chapter in shared.read:
+        question = _question(chapter, backwards=False)
+        tokens = shared.tokens + await shared.tail(question)
+        if len(tokens) + HIT_TOKENS <= room.context:
+            prompt = ProbePrompt(plan.pack, f"{HIT}-{chapter.number}", (Message("user", question),), bucket=HIT)
+            found.append(Rendered(prompt, tokens, HIT_TOKENS))
     return found
 
 
@@ -212,28 +223,20 @@ def _spread(chapters: Sequence[Chapter]) -> list[tuple[Chapter, bool]]:
 
 
 async def _paths(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
-    """Return prompts of every length modulo RESIDUES, prompts that exceed a chunk, and questions about one text."""
+    """Return prompts of every length modulo RESIDUES, and prompts that exceed a chunk."""
     document = Document(engine, _diary, prose.chapters(room.seed + 1, 256))
     question = "Tell in one sentence what happened."
     await document.grow(1)
     tail = await document.tail(question)
     lengths = [("residue", _SHORTEST + more, RESIDUE_TOKENS) for more in range(RESIDUES)]
     lengths += [("chunk", size + more, room.answer) for size, beyond in CHUNKS.items() for more in beyond]
-    made = [
-        (bucket, length, question, answer, await document.cut(length, tail, skipped=17 * at))
-        for at, (bucket, length, answer) in enumerate(lengths, 1)
-        if length + answer <= room.context
-    ]
-    shared = Document(engine, _diary, prose.chapters(room.seed + 2, 1))
-    await shared.grow(min(SHARED_TOKENS, room.context // 2))
-    for chapter in shared.read:
-        asked = _question(chapter, backwards=False)
-        made.append((HIT, chapter.number, asked, HIT_TOKENS, shared.tokens + await shared.tail(asked)))
-    return [
-        Rendered(ProbePrompt(plan.pack, f"{bucket}-{at}", (Message("user", asked),), bucket=bucket), tokens, answer)
-        for bucket, at, asked, answer, tokens in made
-        if tokens is not None and len(tokens) + answer <= room.context
-    ]
+    found = []
+    for at, (bucket, length, answer) in enumerate(lengths, 1):
+        fits = length + answer <= room.context
+        if fits and (tokens := await document.cut(length, tail, skipped=17 * at)) is not None:
+            prompt = ProbePrompt(plan.pack, f"{bucket}-{length}", (Message("user", question),), bucket=bucket)
+            found.append(Rendered(prompt, tokens, answer))
+    return found
 
 
 async def _agent(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
@@ -254,7 +257,7 @@ async def _agent(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Re
 
 async def _reasoning(engine: EngineClient, plan: ProbePrompt, room: Room) -> list[Rendered]:
     found = []
-    for name, messages, task in reasoning.tasks(room.seed, min(LONG_TOKENS, max(256, room.context // 8))):
+    for name, messages, task in reasoning.tasks(room.seed):
         prompt = ProbePrompt(plan.pack, name, messages, bucket=plan.bucket)
         tokens = (await engine.tokenize(prompt.messages)).tokens
         if len(tokens) + max(room.answer, task.tokens) <= room.context:

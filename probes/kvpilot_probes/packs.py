@@ -36,7 +36,7 @@ MAX_TOOLS = 16
 MAX_NAME = 40
 FILLER = "{{filler}}"
 # Edition of the generated packs, a part of a baseline's identity. Change it if the prompts of these packs change.
-GENERATION = "3"
+GENERATION = "4"
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 4, 60, 60
 

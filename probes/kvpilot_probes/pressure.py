@@ -91,13 +91,7 @@ Look = Callable[[], Awaitable[Pool]]
 
 
 async def fill(
-    base_url: str,
-    model: str,
-    baseline: Baseline,
-    *,
-    look: Look | None = None,
-    allowed: Allowed | None = None,
-    settings: Settings = USUAL,
+    base_url: str, model: str, baseline: Baseline, *, look: Look, allowed: Allowed, settings: Settings = USUAL
 ) -> Filled:
     """Fill the context, and then the pool if `look` returns its size. Raise `ContextNotHeld` if the engine fails."""
     began = time.monotonic()
@@ -109,11 +103,7 @@ async def fill(
         working = asyncio.create_task(_report(settings.progress))
         try:
             await _hold(patient, _other_tokens(baseline, size), FILL_ANSWER_TOKENS)
-            compared = (
-                ()
-                if look is None or allowed is None
-                else await _press(patient, throttle, baseline, size, look, allowed)
-            )
+            compared = await _press(patient, throttle, baseline, size, look, allowed)
         except (EngineRefused, EngineUnreachable, MalformedAnswer) as error:
             raise ContextNotHeld(
                 f"the engine failed at a prompt of {size} tokens in its context of {length}, or while such prompts "

@@ -1,9 +1,8 @@
-"""Make the pack `builtin/reasoning` from a seed: short tasks with exact answers, and long answers without loops."""
+"""Make the pack `builtin/reasoning` from a seed: short tasks with exact answers."""
 
 import json
 from collections.abc import Sequence
 from random import Random
-from typing import NamedTuple
 
 from kvpilot_probes.packs import Message
 from kvpilot_probes.results import Task
@@ -11,29 +10,17 @@ from kvpilot_probes.results import Task
 SHORT_TOKENS = 48
 # Number of tasks of each short kind.
 EACH = 4
-_LISTS = 3
-_OPEN = tuple(
-    f"Think aloud, step by step and at great length, about how a town could get through {trouble}. Look at every side "
-    "of it before you decide."
-    for trouble in ("a winter without its bridge", "a summer without rain")
-)
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "junco", "karst", "lilac")
 
 
-class Made(NamedTuple):
-    """Prompt of the pack: its name, its chat and its task."""
-
-    name: str
-    messages: tuple[Message, ...]
-    task: Task
+# Prompt of the pack: its name, its chat and its task.
+Made = tuple[str, tuple[Message, ...], Task]
 
 
-def tasks(seed: int, long_tokens: int) -> list[Made]:
-    """Return the pack's prompts. The long answers have at most `long_tokens` tokens."""
+def tasks(seed: int) -> list[Made]:
+    """Return the pack's prompts."""
     rng = Random(seed)  # noqa: S311 - repeatable texts, nothing secret
-    found = [made for i in range(EACH) for made in (_sum(rng, i), _sorting(rng, i), _retrieval(rng, i))]
-    found += [_list(rng, i, long_tokens) for i in range(_LISTS)]
-    return found + [_open(i, text, long_tokens) for i, text in enumerate(_OPEN)]
+    return [made for i in range(EACH) for made in (_sum(rng, i), _sorting(rng, i), _retrieval(rng, i))]
 
 
 def _shown(name: str, rows: Sequence[tuple[str, str]], fact: str = "") -> Made:
@@ -44,7 +31,7 @@ def _shown(name: str, rows: Sequence[tuple[str, str]], fact: str = "") -> Made:
     turns = [(Message("user", asked), Message("assistant", solved)) for asked, solved in rows]
     asked, wanted = rows[-1]
     chat = (*(message for turn in turns[:-1] for message in turn), Message("user", asked))
-    return Made(name, chat, Task("fact" if fact else "text", json.dumps(fact or wanted), SHORT_TOKENS))
+    return name, chat, Task("fact" if fact else "text", json.dumps(fact or wanted), SHORT_TOKENS)
 
 
 def _sum(rng: Random, index: int) -> Made:
@@ -64,19 +51,3 @@ def _retrieval(rng: Random, index: int) -> Made:
     asked = rng.sample(_WORDS, 4)
     rows = [(f"What is the number of {word}?", f"The number of {word} is {codes[word]}.") for word in asked]
     return _shown(f"find-{index}", [(f"{facts}\n\n{rows[0][0]}", rows[0][1]), *rows[1:]], str(codes[asked[-1]]))
-
-
-def _list(rng: Random, index: int, tokens: int) -> Made:
-    first, step = rng.randint(100, 199), rng.randint(2, 4)
-    # A number and its separator take at most six tokens, even if each digit is a token.
-    count = max(8, tokens // 6)
-    shown = ", ".join(str(first + step * i) for i in range(12))
-    text = (
-        f"Continue this list in steps of {step}. Write at least {count + 12} numbers on one line, with commas between "
-        f"them and nothing else.\n\n{shown},"
-    )
-    return Made(f"list-{index}", (Message("user", text),), Task("list", json.dumps([first, step, count]), tokens))
-
-
-def _open(index: int, text: str, tokens: int) -> Made:
-    return Made(f"open-{index}", (Message("user", text),), Task("open", "null", tokens))

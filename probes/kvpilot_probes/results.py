@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 # Largest probability that the test of a bucket calls one of two equally good engines worse, if tasks are independent.
-# The three built-in buckets of tasks together add at most 1/1000 to sequential.FALSE_ALARM.
-FALSE_ALARM = 1 / 3000
+# The two built-in buckets of tasks together add at most 1/1000 to sequential.FALSE_ALARM.
+FALSE_ALARM = 1 / 2000
 # Smallest share of facts that a sound engine copies. An engine below it answers nonsense, so it gives no baseline.
 # SmolLM2-135M copies 8 of 8 in vLLM 0.32.0 on a CPU. The share is low, because a model may think before it answers.
 LEAST_COPIED = 0.25
@@ -21,26 +21,18 @@ class Task(msgspec.Struct, frozen=True):
     - `text`: the text that the answer must contain.
     - `fact`: the same, but the prompt contains the text, so that a model need only copy it.
     - `call`: the expected `name` and `arguments` of a tool call, and the `schema` of its arguments.
-    - `list`: the first number of an arithmetic sequence, its step, and the number of numbers.
-    - `open`: null. The answer is checked only for loops.
     """
 
-    kind: Literal["text", "fact", "call", "list", "open"]
+    kind: Literal["text", "fact", "call"]
     wanted: str
     tokens: int
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Results of one task over all its answers.
-
-    - `asked`, `solved`: number of checked parts, and how many of them are right.
-    - `long`, `sound`: number of long answers, and how many of them do not loop.
-    """
+    """Number of answers to one task, and how many of them solve it."""
 
     asked: int = 0
     solved: int = 0
-    long: int = 0
-    sound: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +46,14 @@ class Tasks:
 
 
 def compared_tasks(results: Iterable[tuple[str, Done | None, Done | None]]) -> tuple[Tasks, ...]:
-    """Add up results by bucket. `results` has (bucket, the baseline's result, the candidate's result) for each task.
-
-    Long answers that loop are counted in a separate bucket, `NAME-loops`.
-    """
+    """Add up results by bucket. `results` has (bucket, the baseline's result, the candidate's result) for each task."""
     sums: dict[str, Tasks] = {}
-    for bucket, baseline, candidate in results:
-        if baseline is None or candidate is None:
-            continue
-        for name, asked, ours, theirs in (
-            (bucket, baseline.asked, baseline.solved, candidate.solved),
-            (f"{bucket}-loops", baseline.long, baseline.sound, candidate.sound),
-        ):
-            old = sums.get(name, Tasks(name, 0, 0, 0))
-            sums[name] = Tasks(name, old.asked + asked, old.baseline_solved + ours, old.candidate_solved + theirs)
-    return tuple(one for one in sums.values() if one.asked)
+    for bucket, ours, theirs in results:
+        if ours is not None and theirs is not None:
+            old = sums.get(bucket, Tasks(bucket, 0, 0, 0))
+            solved = old.baseline_solved + ours.solved, old.candidate_solved + theirs.solved
+            sums[bucket] = Tasks(bucket, old.asked + ours.asked, *solved)
+    return tuple(sums.values())
 
 
 def copied(results: Iterable[tuple[Task | None, Done | None]]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import TypeVar
 
 from kvpilot_formats.untrusted import lines
-from kvpilot_probes import stats, tasks
+from kvpilot_probes import reread, stats, tasks
 from kvpilot_probes.client import EngineClient
 from kvpilot_probes.codec import Baseline, BaselinePrompt, check_limits
 from kvpilot_probes.errors import BaselineUnfit, MalformedAnswer, ProbeError
@@ -31,12 +31,10 @@ from kvpilot_probes.session import MAX_RESUMES, TOKENS_IN_FLIGHT, TOP_K, USUAL, 
 
 A = TypeVar("A")
 B = TypeVar("B")
+Judged = tuple[list[stats.Compared], int]
 
-# Bucket that a measurement reports as open if time ran out before all tasks were solved.
-TASKS = "tasks"
-
-# vLLM's pages hold at least 16 tokens, so a shorter half of a prompt would fill no page.
-MIN_HALF_TOKENS = 16
+TASKS = "tasks"  # Bucket that a measurement reports as open if time ran out before all tasks were solved.
+MIN_HALF_TOKENS = 16  # vLLM's pages hold at least 16 tokens, so a shorter half of a prompt would fill no page.
 
 
 async def capture(
@@ -120,38 +118,45 @@ async def _measure(
     def over() -> bool:
         return time.monotonic() - began >= settings.budget_seconds
 
-    def skipped(prompt: BaselinePrompt) -> bool:
-        if over():
-            return True
-        if allowed is None:
-            return False
+    def skipped(bucket: str) -> bool:
+        if over() or allowed is None:
+            return over()
         outcome = decide(seen, planned, allowed)
-        return outcome.answer == Answer.FAILED or (settings.brief and prompt.bucket in outcome.sound)
+        return outcome.answer == Answer.FAILED or (settings.brief and bucket in outcome.sound)
 
     async with probing(base_url, model, settings) as (engine, throttle, deadline):
-        await check_alike(engine, baseline)
+        context = await check_alike(engine, baseline)
+        length = reread.long_answer(context)
+        long = reread.chosen(baseline, order, context - length) if not settings.brief else []
+        planned = (*planned, *[reread.GENERATION][: len(long)])
         wanted = [p.task if settings.tasks else None for p in baseline.prompts]
-        steps = baseline.positions + tasks.cost(wanted)
-        allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts), steps)
+        steps = baseline.positions + tasks.cost(wanted) + len(long) * length
+        again = len(long) * reread.SPOTS * (reread.LONGEST_PROMPT + length)
+        allow(deadline, settings, sum(len(p.tokens) for p in baseline.prompts) + again, steps)
 
         async def solved(prompt: BaselinePrompt) -> tuple[str, Done | None, Done | None]:
             task = prompt.task if settings.tasks and not over() else None
             return prompt.bucket, prompt.done, await tasks.done(engine, throttle, prompt.tokens, task)
 
-        async def followed(index: int) -> None:
+        async def judged(bucket: str, ask: Callable[[EngineClient], Awaitable[Judged]]) -> None:
             nonlocal requests
+            if not skipped(bucket):
+                found, asked = await throttle.beside_users(engine, ask)
+                compared.extend(found)
+                seen.extend(stats.by_bucket(found))
+                requests += asked
+
+        async def followed(index: int) -> None:
             prompt = baseline.prompts[index]
-            if skipped(prompt):
-                return
-            judged, asked = await throttle.beside_users(
-                engine, lambda one: follow(one, throttle, index, prompt, settings.max_resumes)
-            )
-            compared.extend(judged)
-            seen.extend(stats.by_bucket(judged))
-            requests += asked
+            await judged(prompt.bucket, lambda one: follow(one, throttle, index, prompt, settings.max_resumes))
+
+        async def continued(index: int) -> None:
+            tokens = baseline.prompts[index].tokens
+            await judged(reread.GENERATION, lambda one: reread.compare(one, throttle, index, tokens, length))
 
         sizes = [_size(p.tokens, len(p.answer)) for p in baseline.prompts]
         await bounded(order, followed, settings.concurrency, sizes.__getitem__)
+        await bounded(long, continued, settings.concurrency)
         failed = allowed is not None and decide(seen, planned, allowed).answer == Answer.FAILED
         results = await bounded(
             () if failed else baseline.prompts, solved, settings.concurrency, lambda p: _size(p.tokens, 0, p.task)
@@ -203,7 +208,7 @@ async def _answer(engine: EngineClient, throttle: Throttle, asked: Rendered) -> 
 
 async def follow(
     engine: EngineClient, throttle: Throttle, index: int, prompt: BaselinePrompt, max_resumes: int = MAX_RESUMES
-) -> tuple[list[stats.Compared], int]:
+) -> Judged:
     """Decode along the baseline's answer. Return the compared positions, and the number of requests."""
     answer = prompt.answer
     forced = array("I", (a.token for a in answer))
@@ -221,8 +226,7 @@ async def follow(
         # Decode past an end token: if the candidate ends earlier or later than the baseline, that is a divergence.
         async with aclosing(engine.decode(context, wanted, TOP_K, past_end=True)) as steps:
             async for step in steps:
-                position = len(prompt.tokens) + reached
-                judged = stats.compare(index, position, answer[reached], step.logprobs, prompt.bucket)
+                judged = stats.compare(index, answer[reached], step.logprobs, prompt.bucket)
                 # The first token comes from a prefill, which may not have read any page. So count it only if it
                 # disagrees.
                 if reached > start or not judged.agrees:
@@ -244,18 +248,13 @@ async def _ask_half(engine: EngineClient, throttle: Throttle, prompt: BaselinePr
     if len(half) < MIN_HALF_TOKENS:
         return 0
     throttle.spent += len(half) + 1
-    async with aclosing(engine.decode(half, 1, 1, past_end=True)) as steps:
-        async for _ in steps:
-            pass
+    await engine.text(half, 1, past_end=True)
     return 1
 
 
 async def _sample(engine: EngineClient, throttle: Throttle, prompt: BaselinePrompt) -> stats.AnswerPair:
     throttle.spent += len(prompt.tokens) + len(prompt.answer)
-    text = ""
-    async with aclosing(engine.decode(prompt.tokens, len(prompt.answer), TOP_K)) as steps:
-        async for step in steps:
-            text += step.text
+    text = await engine.text(prompt.tokens, len(prompt.answer))
     return stats.AnswerPair(prompt=prompt.tail, stable=prompt.text, canary=lines(text)[: stats.MAX_TEXT])
 
 

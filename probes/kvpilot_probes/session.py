@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from kvpilot_probes.client import READ_SECONDS, EngineClient, Progress, http_client, untold
 from kvpilot_probes.errors import EngineUnreachable, ProbeTimeout
+from kvpilot_probes.pace import MOST_SECONDS
 
 T = TypeVar("T")
 
@@ -21,12 +22,14 @@ LOOK_AGAIN_SECONDS = 1.0
 class GiveWay:
     """Rule that makes a probe wait while users' requests are queued.
 
-    - `waiting`: function that returns the number of queued requests.
-    - `seconds`: longest wait of a run in total.
+    - `load`: function that returns the numbers of queued and of running requests.
+    - `seconds`: longest wait for queued requests in total.
+    - `rests`: rest after each request while users' requests run, too (`pace.py`).
     """
 
-    waiting: Callable[[], Awaitable[float]]
+    load: Callable[[], Awaitable[tuple[float, float]]]
     seconds: float
+    rests: bool = False
 
 
 class Throttle:
@@ -46,7 +49,7 @@ class Throttle:
         for waits is used up, or a request of low priority gets no answer. From then on it sends requests like one more
         user.
         """
-        await self._let_users_go_first()
+        await self._let_users_go_first(engine)
         if engine.priority is not None and self._yields:
             try:
                 return await ask(engine)
@@ -54,15 +57,17 @@ class Throttle:
                 self._yields = False
         return await ask(engine if self._yields else replace(engine, priority=None))
 
-    async def _let_users_go_first(self) -> None:
+    async def _let_users_go_first(self, engine: EngineClient) -> None:
         rule = self._give_way
         if rule is None or not self._yields:
             return
         began = time.monotonic()
-        while self._yields and await rule.waiting() > 0:
-            self._yields = time.monotonic() - began < self._left
-            if self._yields:
-                await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        queued = 1.0
+        while queued and self._yields:
+            queued, running = await rule.load()
+            engine.pace.see(running if rule.rests else 0.0)
+            self._yields = not queued or time.monotonic() - began < self._left
+            await asyncio.sleep(LOOK_AGAIN_SECONDS if queued and self._yields else 0)
         self._left -= time.monotonic() - began
 
 
@@ -103,7 +108,7 @@ class Settings:
     - `seed`: seed of the texts that generated prompts contain.
     - `tasks`: let a measured engine solve the baseline's tasks, which takes most of the decoded tokens.
     - `from_host`: make an engine that offloads read the prompt's KV pages from host memory.
-    - `brief`: skip the remaining prompts of a bucket that is sound.
+    - `brief`: skip the remaining prompts of a bucket that is sound, and long answers.
     - `turn`: number that rotates the prompts of each bucket, so that brief runs send different prompts.
     """
 
@@ -161,5 +166,6 @@ def allow(deadline: asyncio.Timeout, settings: Settings, prompt_tokens: int, ans
     """Set the deadline to now plus the time that this many tokens may take, unless the settings fix the deadline."""
     if settings.deadline_seconds is None:
         needed = prompt_tokens / PREFILL_TOKENS_PER_SECOND + answer_tokens / DECODE_TOKENS_PER_SECOND
-        waits = settings.give_way.seconds + READ_SECONDS if settings.give_way is not None else 0.0
+        rule = settings.give_way
+        waits = rule.seconds + READ_SECONDS + MOST_SECONDS * rule.rests if rule is not None else 0.0
         deadline.reschedule(asyncio.get_running_loop().time() + START_SECONDS + needed + waits)

@@ -26,8 +26,6 @@ MAX_KL = -MIN_LOGPROB
 MIN_REST = 1e-6
 # Largest sum of probabilities. A larger sum is not a distribution. Logprobs rounded to 16 bits stay below it.
 MAX_MASS = 1.01
-# Edges of position buckets. Positions are absolute in the context, so that services and days can be compared.
-BUCKET_EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 16384)
 MICRO = 1_000_000
 MAX_TEXT = 400
 
@@ -71,7 +69,6 @@ class Compared:
     """Comparison of one position in both answers.
 
     - `prompt`: index of the prompt.
-    - `position`: position counted from the start of the context.
     - `kl`: KL divergence in nats.
     - `agrees`: True if both greedy tokens are equal.
     - `bucket`: the case that the prompt tests.
@@ -79,22 +76,10 @@ class Compared:
     """
 
     prompt: int
-    position: int
     kl: float
     agrees: bool
     bucket: str = "general"
     broken: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DamageBucket:
-    """Mean damage at context positions [from_position, to_position)."""
-
-    from_position: int
-    to_position: int
-    positions: int
-    mean_kl_micronats: int
-    top1_agreement_permille: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +112,6 @@ class Measurement:
     p99_kl_micronats: int
     stderr_kl_micronats: int
     top1_agreement_permille: int
-    buckets: tuple[DamageBucket, ...]
     sample: AnswerPair | None
     tokens: int = 0
     seen: tuple[Seen, ...] = ()
@@ -170,10 +154,10 @@ def _cells(top: list[float]) -> list[float]:
     return [c / total for c in cells]
 
 
-def compare(prompt: int, position: int, baseline: Logprobs, candidate: Logprobs, bucket: str = "general") -> Compared:
+def compare(prompt: int, baseline: Logprobs, candidate: Logprobs, bucket: str = "general") -> Compared:
     """Compare the answers of baseline and candidate at one position."""
     agrees = baseline.token == candidate.token
-    return Compared(prompt, position, kl_nats(baseline.top, candidate.top), agrees, bucket, not candidate.top)
+    return Compared(prompt, kl_nats(baseline.top, candidate.top), agrees, bucket, not candidate.top)
 
 
 def by_bucket(compared: Iterable[Compared]) -> tuple[Seen, ...]:
@@ -191,25 +175,6 @@ def percentile(values: Iterable[float], share: float) -> float:
     """Return the smallest value that at least a `share` (0 to 1) of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else 0.0
-
-
-def buckets(compared: Iterable[Compared]) -> tuple[DamageBucket, ...]:
-    """Return the non-empty buckets of absolute positions. The last bucket ends after its last position."""
-    found: dict[int, list[Compared]] = {}
-    for c in compared:
-        index = max(i for i, edge in enumerate(BUCKET_EDGES) if c.position >= edge)
-        found.setdefault(index, []).append(c)
-    last = len(BUCKET_EDGES) - 1
-    return tuple(
-        DamageBucket(
-            from_position=BUCKET_EDGES[i],
-            to_position=BUCKET_EDGES[i + 1] if i < last else max(c.position for c in group) + 1,
-            positions=len(group),
-            mean_kl_micronats=_mean_micronats(group),
-            top1_agreement_permille=_agreement_permille(group),
-        )
-        for i, group in sorted(found.items())
-    )
 
 
 def summarise(
@@ -234,7 +199,6 @@ def summarise(
         p99_kl_micronats=round(percentile([c.kl for c in compared], 0.99) * MICRO),
         stderr_kl_micronats=round(_clustered_stderr(compared) * MICRO),
         top1_agreement_permille=_agreement_permille(compared),
-        buckets=buckets(compared),
         sample=sample,
         seen=by_bucket(compared),
         planned=tuple(dict.fromkeys(planned)),

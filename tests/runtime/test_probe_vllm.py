@@ -149,7 +149,7 @@ def test_the_packs_that_follow_the_engine_find_no_damage_in_the_engine_that_was_
     assert found.mean_kl_micronats < 5_000
     assert found.top1_agreement_permille >= 950
     # This small model solves some tasks of each kind, and the same engine solves about as many in a second run.
-    assert {tasks.bucket for tasks in found.tasks} == {"agent", "reasoning", "reasoning-loops"}
+    assert {tasks.bucket for tasks in found.tasks} == {"agent", "reasoning"}
     assert all(tasks.baseline_solved > 0 for tasks in found.tasks)
     assert not any(candidate_worse(tasks) or baseline_worse(tasks) for tasks in found.tasks)
 
@@ -244,12 +244,12 @@ def test_a_canary_is_judged_while_prompts_fill_its_pool(tmp_path: Path, monkeypa
 def test_a_probe_gives_way_to_queued_users_and_yet_gets_its_figures_while_they_wait(tmp_path: Path) -> None:
     """Run one request at a time. With three busy users, two requests wait nearly all the time."""
     prompts = packs.load(["builtin/structured"])[:3]
-    load = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    body = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
     async def story(url: str) -> tuple[float, Measurement]:
         async with http_client() as http, scraping() as scraper:
-            waiting = partial(scraper.waiting, ServiceKey("default", "chat"), url)
-            beside_users = Settings(concurrency=1, give_way=GiveWay(waiting, 0.5), priority=1_000_000)
+            load = partial(scraper.load, ServiceKey("default", "chat"), url)
+            beside_users = Settings(concurrency=1, give_way=GiveWay(load, 0.5), priority=1_000_000)
             kept = await capture(url, MODEL, prompts, identity="test", dtype="auto", settings=beside_users)
 
             refused = asyncio.Event()
@@ -257,17 +257,17 @@ def test_a_probe_gives_way_to_queued_users_and_yet_gets_its_figures_while_they_w
             async def user() -> set[int]:
                 statuses = set()
                 while not refused.is_set():
-                    async with http.post(f"{url}/v1/completions", json=load) as answer:
+                    async with http.post(f"{url}/v1/completions", json=body) as answer:
                         await answer.read()
                         statuses.add(answer.status)
                 return statuses
 
             users = [asyncio.create_task(user()) for _ in range(3)]
             async with asyncio.timeout(HANGS):
-                while (queued := await waiting()) < 2:
+                while (queued := (await load())[0]) < 2:
                     await asyncio.sleep(0.05)
             found = await measure(url, MODEL, kept, settings=beside_users)
-            assert await waiting() > 0
+            assert (await load())[0] > 0
             refused.set()
             assert await asyncio.gather(*users) == [{200}] * 3
             return queued, found

@@ -142,5 +142,5 @@ def baseline(**changes: Any) -> Baseline:
 def measurement(kl_micronats: int = 5_000, agreement: int = 990, prompts: int = 16) -> Measurement:
     """Return a probe's outcome, with the same damage to each prompt. `agreement` is the top-1 agreement in permille."""
     seen = (Seen("general", kl_micronats / 1e6, 1 - agreement / 1000),) * prompts
-    figures = Measurement(prompts, 32 * prompts, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, (), None)
+    figures = Measurement(prompts, 32 * prompts, 20, 1000, kl_micronats, kl_micronats * 10, 100, agreement, None)
     return replace(figures, seen=seen, planned=("general",))

@@ -58,7 +58,7 @@ async def test_what_the_baseline_differs_from_itself_is_not_held_against_the_can
     async with engine(serving(noisy, "m")) as one, engine(serving(noisy, "m")) as other:
         assert await probe("--baseline", one, "--candidate", other, "--json", *loose, *GENERAL) == 0
     found = document(capsys)
-    assert found["control"]["top1_agreement_permille"] < 900
+    assert found["control"]["top1_agreement_permille"] < 950
     assert found["measured"]["top1_agreement_permille"] == found["control"]["top1_agreement_permille"]
     assert found["excess_kl_micronats"] == 0
     async with engine(serving(counting, "m")) as one, engine(serving(noisy, "m")) as other:
@@ -99,7 +99,7 @@ async def test_the_keys_of_the_json_are_stable(capsys: pytest.CaptureFixture[str
     }  # fmt: skip
     assert found["baseline"] == {"url": one, "model": "m", "prompts": 8, "positions": 256, "left_out": []}
     assert found["candidate"] == {"url": other, "model": "n"}
-    assert {"mean_kl_micronats", "p99_kl_micronats", "top1_agreement_permille", "buckets"} <= set(found["measured"])
+    assert {"mean_kl_micronats", "p99_kl_micronats", "top1_agreement_permille", "seen"} <= set(found["measured"])
 
 
 async def test_a_key_goes_to_its_own_endpoint_and_is_never_shown(

@@ -127,7 +127,7 @@ def test_the_time_of_a_gate_grows_with_the_context_and_is_unknown_without_weight
     assert all(90 < a < b < 600 for a, b in zip(short, long, strict=True))
     assert set(seconds("--kv-gb", "100")) == {None}
     assert command.main(["plan", "Llama-3.1-8B", "--gpu", "H200", "--context", "32768"]) == 0
-    assert "accuracy gate of a canary at 32,768 tokens: at most about 1" in capsys.readouterr().out
+    assert "accuracy gate of a canary at 32,768 tokens: at most about 2" in capsys.readouterr().out
 
 
 def test_a_dtype_that_cannot_serve_gives_the_reason(capsys):

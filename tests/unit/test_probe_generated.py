@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvpilot_probes import codec, stats
 from kvpilot_probes.codec import Baseline, BaselinePrompt
 from kvpilot_probes.errors import EnginesDiffer, NothingFits, PackError
-from kvpilot_probes.generated import CHUNKS, HIT, MAX_CONTEXT, QUESTIONS, RESIDUES, Rendered, sent_first
+from kvpilot_probes.generated import CHUNKS, HIT, MAX_CONTEXT, QUESTIONS, RESIDUES, SHARED_TOKENS, Rendered, sent_first
 from kvpilot_probes.joined import Joined, prefixes
 from kvpilot_probes.packs import BUILTIN, load
 from kvpilot_probes.run import capture, measure
@@ -37,7 +37,7 @@ def test_generated_prompts_fit_any_context_and_are_the_same_each_time(context: i
 
 
 def test_a_service_of_131072_tokens_is_asked_after_an_eighth_a_half_and_all_of_them() -> None:
-    found = made(load(["builtin/long-context"]), MAX_CONTEXT)
+    found = [r for r in made(load(["builtin/long-context"]), MAX_CONTEXT) if r.prompt.bucket != HIT]
     most = MAX_CONTEXT - ANSWER
     assert [len(r.tokens) for r in found] == [most // 8] * 5 + [most // 2] * 5 + [most] * 5
     # The engine reads one document, and the baseline keeps one.
@@ -54,7 +54,7 @@ def baseline_of(found: list[Rendered]) -> Baseline:
 
 
 def test_each_question_asks_for_a_fact_that_only_a_context_of_its_length_has() -> None:
-    found = made(load(["builtin/long-context"]), 8192)
+    found = [r for r in made(load(["builtin/long-context"]), 8192) if r.prompt.bucket != HIT]
     for r in found:
         locker = re.findall(r"\d+", r.prompt.messages[0].content)[0]
         seen = list(r.tokens).count(crc32(locker.encode()) % codec.MAX_TOKEN_ID)
@@ -81,18 +81,21 @@ def test_an_own_prompt_is_filled_to_its_length_with_the_fact_at_its_depth(
 
 def test_every_length_modulo_64_and_lengths_beyond_a_chunk_are_asked_of_an_engine_that_has_not_read_them() -> None:
     found = made(load(["builtin/paths"]), 16_384)
-    by = {b: [r for r in found if r.prompt.bucket == b] for b in ("residue", "chunk", HIT)}
+    by = {b: [r for r in found if r.prompt.bucket == b] for b in ("residue", "chunk")}
     assert {len(r.tokens) % RESIDUES for r in by["residue"]} == set(range(64))
     assert [len(r.tokens) for r in by["chunk"]] == [c + more for c in CHUNKS for more in CHUNKS[c]]
     # No two begin with the same block, so none is found in a prefix cache.
     fresh = [*by["residue"], *by["chunk"]]
     assert len({tuple(r.tokens[:32]) for r in fresh}) == len(fresh)
-    # The others share the text that has all their facts.
-    assert len(by[HIT]) >= QUESTIONS
-    assert len({tuple(r.tokens[:448]) for r in by[HIT]}) == 1
     assert all(not sent_first(r.prompt.bucket, r.tokens) for r in fresh)
-    assert all(list(sent_first(HIT, r.tokens)) == list(r.tokens) for r in by[HIT])
     assert list(sent_first("general", (1, 2, 3, 4))) == [1, 2]
+
+
+def test_each_fact_of_one_text_is_asked_for_twice_so_that_requests_share_its_pages() -> None:
+    hits = [r for r in made(load(["builtin/long-context"]), 4096) if r.prompt.bucket == HIT]
+    assert len(hits) >= QUESTIONS
+    assert len({tuple(r.tokens[:SHARED_TOKENS]) for r in hits}) == 1
+    assert all(list(sent_first(HIT, r.tokens)) == list(r.tokens) for r in hits)
 
 
 def test_damage_behind_a_chunk_fails_an_engine_that_reads_chunks_of_any_usual_size() -> None:
@@ -100,7 +103,7 @@ def test_damage_behind_a_chunk_fails_an_engine_that_reads_chunks_of_any_usual_si
     allowed = Allowed(kl=0.02, disagreement=1.0)
     for size in CHUNKS:
         seen = [Seen(r.prompt.bucket, 0.4 * (r.prompt.bucket == "chunk" and len(r.tokens) > size), 0) for r in found]
-        outcome = decide(seen, ("residue", "chunk", HIT), allowed, ended=True)
+        outcome = decide(seen, ("residue", "chunk"), allowed, ended=True)
         assert outcome.failed == "chunk"
 
 
@@ -130,7 +133,7 @@ async def test_damage_beyond_an_eighth_of_the_context_is_seen_in_its_buckets_alo
             found = await measure(url, "m", Baseline("i", "m", "auto", (one,)), settings=Settings(tokens=8))
             seen[one.bucket] = max(seen.get(one.bucket, 0.0), found.mean_kl_micronats)
     assert {bucket: kl > 500_000 for bucket, kl in seen.items()} == {
-        "general": False, "length-511": False, "length-2044": True, "length-4088": True,
+        "general": False, "hit": False, "length-511": False, "length-2044": True, "length-4088": True,
     }  # fmt: skip
 
 

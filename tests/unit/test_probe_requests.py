@@ -132,7 +132,7 @@ async def test_a_run_takes_half_of_the_canarys_deadline_or_the_period_at_most(
 
     async def slow(path: str, body: Body, writer: Writer) -> None:
         nonlocal now
-        now += 300.0 if path == "/v1/completions" else 0.0
+        now += 200.0 if path == "/v1/completions" else 0.0
         await (respond_empty(writer) if path == "/metrics" else counting(path, body, writer))
 
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now))
@@ -184,7 +184,7 @@ async def test_a_canary_that_passes_fills_its_context_once_before_any_user_does(
     assert isinstance(found.outcome, Measurement)
     # A serving replica gets no such prompt, because its users would wait.
     assert [length for length in seen if length > 2000] == ([] if serving else [2040])
-    assert found.outcome.planned == (("general",) if serving else ("general", "pressure"))
+    assert found.outcome.planned == (("general",) if serving else ("general", "generation", "pressure"))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ async def test_a_prompts_bucket_stays_with_every_position_of_its_answer() -> Non
     kept = codec.decode(codec.encode(captured))
     assert [p.bucket for p in kept.prompts] == ["length-0", "length-1"]
     one = kept.prompts[1]
-    assert stats.compare(1, 0, one.answer[0], one.answer[0], one.bucket).bucket == "length-1"
+    assert stats.compare(1, one.answer[0], one.answer[0], one.bucket).bucket == "length-1"
 
 
 async def test_after_a_different_token_the_candidate_is_put_back_on_the_baselines_path() -> None:

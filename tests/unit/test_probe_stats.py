@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 import pytest
@@ -10,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpilot_probes.stats import (
-    BUCKET_EDGES,
     MAX_KL,
     Answers,
     Compared,
     Logprobs,
-    buckets,
     compare,
     impossible,
     kl_nats,
@@ -48,7 +45,6 @@ def full_kl(p: list[float], q: list[float]) -> float:
 compared = st.builds(
     Compared,
     prompt=st.integers(0, 5),
-    position=st.integers(0, 40_000),
     kl=st.floats(0, MAX_KL),
     agrees=st.booleans(),
 )
@@ -103,8 +99,8 @@ def test_damage_stays_bounded_for_any_logprob(a: list[float], low: float) -> Non
 
 def test_a_position_agrees_when_the_greedy_tokens_are_equal() -> None:
     here = Logprobs(5, {5: -0.1, 6: -3.0})
-    assert compare(0, 9, here, here).agrees
-    assert not compare(0, 9, here, Logprobs(6, {6: -0.7, 5: -0.7})).agrees
+    assert compare(0, here, here).agrees
+    assert not compare(0, here, Logprobs(6, {6: -0.7, 5: -0.7})).agrees
 
 
 @given(weights, st.sampled_from([0.0, 1 / 4096, 1 / 512]))
@@ -134,18 +130,6 @@ def test_the_order_of_positions_does_not_matter(items: list[Compared], random: R
     assert worst_prompt(items) == worst_prompt(shuffled)
 
 
-@given(st.lists(compared, min_size=1, max_size=60))
-def test_buckets_hold_every_position_once_and_add_up_to_the_whole(items: list[Compared]) -> None:
-    found = buckets(items)
-    whole = summarise(items)
-    assert len(found) <= len(BUCKET_EDGES) <= 8
-    assert sum(b.positions for b in found) == whole.positions == len(items)
-    assert all(b.from_position < b.to_position for b in found)
-    assert all(a.to_position <= b.from_position for a, b in pairwise(found))
-    weighted = sum(b.mean_kl_micronats * b.positions for b in found) / len(items)
-    assert weighted == pytest.approx(whole.mean_kl_micronats, abs=1)
-
-
 @given(st.lists(st.floats(0, 30), min_size=1, max_size=300))
 def test_at_most_one_value_in_a_hundred_lies_above_the_99th_percentile(values: list[float]) -> None:
     p99 = percentile(values, 0.99)
@@ -154,7 +138,7 @@ def test_at_most_one_value_in_a_hundred_lies_above_the_99th_percentile(values: l
 
 
 def test_one_bad_position_in_fifty_shows_in_the_99th_percentile_but_hardly_in_the_mean() -> None:
-    items = [Compared(0, i, 10.0 if i == 7 else 0.001, i != 7) for i in range(50)]
+    items = [Compared(0, 10.0 if i == 7 else 0.001, i != 7) for i in range(50)]
     whole = summarise(items)
     assert whole.p99_kl_micronats == 10_000_000
     assert whole.mean_kl_micronats == pytest.approx(200_980, abs=1)
@@ -162,26 +146,26 @@ def test_one_bad_position_in_fifty_shows_in_the_99th_percentile_but_hardly_in_th
 
 
 def test_a_thousand_permille_means_that_every_position_agreed() -> None:
-    items = [Compared(0, i, 0.0, i > 0) for i in range(4096)]
+    items = [Compared(0, 0.0, i > 0) for i in range(4096)]
     assert summarise(items).top1_agreement_permille == 999
 
 
 def test_the_standard_error_takes_a_prompts_positions_as_one_cluster() -> None:
     """A hundred equal positions of one prompt count as one observation."""
-    clustered = [Compared(p, i, float(p), True) for p in (0, 1) for i in range(100)]
-    spread = [Compared(i, i, float(i % 2), True) for i in range(200)]
+    clustered = [Compared(p, float(p), True) for p in (0, 1) for _ in range(100)]
+    spread = [Compared(i, float(i % 2), True) for i in range(200)]
     assert summarise(clustered).stderr_kl_micronats == pytest.approx(500_000, abs=1)
     assert summarise(spread).stderr_kl_micronats < 50_000
 
 
 def test_nothing_measured_is_no_position_and_no_claim() -> None:
     whole = summarise([])
-    assert (whole.positions, whole.prompts, whole.buckets, whole.sample) == (0, 0, (), None)
+    assert (whole.positions, whole.prompts, whole.sample) == (0, 0, None)
     assert worst_prompt([]) is None
 
 
 def test_the_worst_prompt_is_the_one_with_the_largest_mean_not_the_largest_sum() -> None:
-    items = [Compared(0, i, 1.0, True) for i in range(10)] + [Compared(1, 0, 3.0, False)]
+    items = [Compared(0, 1.0, True)] * 10 + [Compared(1, 3.0, False)]
     assert worst_prompt(items) == 1
 
 

@@ -53,28 +53,28 @@ def queueing(*lengths: float, asked: list[str] | None = None) -> Handler:
     return handler
 
 
-async def waiting(page: bytes, status: str = "200 OK") -> float:
+async def load(page: bytes, status: str = "200 OK") -> tuple[float, float]:
     async def handler(_path: str, _body: Body, writer: Writer) -> None:
         respond(writer, page, status)
 
     async with engine(handler) as url, scraping() as scraper:
-        return await scraper.waiting(KEY, url)
+        return await scraper.load(KEY, url)
 
 
 async def gently(handler: Handler, prompts: int, seconds: float) -> Measurement:
     """Run one measurement that waits at most this long for the users of such an engine."""
     async with engine(handler) as url, scraping() as scraper:
-        give_way = GiveWay(partial(scraper.waiting, KEY, url), seconds)
+        give_way = GiveWay(partial(scraper.load, KEY, url), seconds)
         return await measure(url, "m", kept(prompts), settings=Settings(tokens=8, concurrency=1, give_way=give_way))
 
 
 async def test_the_queue_is_the_sum_over_an_engines_ranks_and_no_other_metric() -> None:
-    assert await waiting((PAGE % (3.0, 4.0)).encode()) == 7.0
+    assert await load((PAGE % (3.0, 4.0)).encode()) == (7.0, 7.0)
 
 
 async def test_a_probe_and_the_scraper_read_one_queue() -> None:
     page = (PAGE % (3.0, 4.0)).replace("deferred", "capacity")
-    assert await waiting(page.encode()) == parse_page(page).waiting == 90.0
+    assert (await load(page.encode()))[0] == parse_page(page).waiting == 90.0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_a_probe_and_the_scraper_read_one_queue() -> None:
     ],
 )
 async def test_an_engine_that_does_not_tell_its_queue_is_taken_for_idle(page: bytes, status: str) -> None:
-    assert await waiting(page, status) == 0.0
+    assert await load(page, status) == (0.0, 0.0)
 
 
 async def test_an_engine_that_is_too_busy_to_tell_its_queue_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ async def test_an_engine_that_is_too_busy_to_tell_its_queue_is_busy(monkeypatch:
         await asyncio.sleep(5)
 
     async with engine(handler) as url, scraping() as scraper:
-        assert await scraper.waiting(KEY, url) == 1.0
+        assert await scraper.load(KEY, url) == (1.0, 1.0)
 
 
 async def test_a_probe_lets_queued_users_go_first() -> None:
@@ -139,7 +139,7 @@ async def test_a_probe_that_is_not_served_at_its_low_priority_continues_like_a_u
 async def test_a_capture_goes_on_in_the_end() -> None:
     prompts = [ProbePrompt("p", f"n{i}", (Message("user", "hello"),)) for i in range(3)]
     async with engine(queueing(5.0)) as url, scraping() as scraper:
-        give_way = GiveWay(partial(scraper.waiting, KEY, url), 0.05)
+        give_way = GiveWay(partial(scraper.load, KEY, url), 0.05)
         settings = Settings(tokens=8, give_way=give_way)
         captured = await capture(url, "m", prompts, identity="i", dtype="auto", settings=settings)
     assert captured.positions == 24

@@ -16,6 +16,7 @@ from kvpilot_cli.plan.facts import Model
 from kvpilot_operator.decide.steps.latency import EFFICIENCY
 from kvpilot_operator.gpus import Gpu
 from kvpilot_probes.pressure import PRESSURE_SECONDS
+from kvpilot_probes.reread import ANSWERS, long_answer
 
 WEIGHTS = 0.587
 """Share of peak bandwidth in a decode step with a nearly empty cache, including fixed costs.
@@ -86,8 +87,10 @@ class Speed:
         """Return the most seconds of the accuracy gate with the default packs, with this longest context in tokens.
 
         The 16-bit engine and the canary each prefill the context once, and the canary once more to fill its context.
+        Both write long answers.
         """
-        answers = GATE_STEPS * self.step_seconds(GATE_SEQUENCES, context)
+        long = long_answer(int(context))
+        answers = GATE_STEPS * self.step_seconds(GATE_SEQUENCES, context) + 2 * long * self.step_seconds(ANSWERS, long)
         return GATE_PREFILLS * self.prompt_seconds(context) + answers + PRESSURE_SECONDS
 
     def _weights_read(self, sequences: float) -> float:

@@ -37,7 +37,7 @@ def document(found: Comparison, limits: Accuracy, urls: tuple[str, str]) -> dict
 
 
 def text(found: Comparison, urls: tuple[str, str]) -> str:
-    """Return the figures of both engines, the KL divergence by position, and the verdict in the last line."""
+    """Return the figures of both engines, the KL divergence by bucket, and the verdict in the last line."""
     control, measured = found.control, found.measured
     rows = [
         ("", "baseline", "candidate"),
@@ -59,21 +59,21 @@ def text(found: Comparison, urls: tuple[str, str]) -> str:
     ]
     if found.left_out:
         head.append(f"left out, longer than the context: {', '.join(found.left_out)}")
-    parts = ["\n".join(head), _columns(rows), _by_position(measured), _sample(found)]
+    parts = ["\n".join(head), _columns(rows), _by_bucket(measured), _sample(found)]
     judgement = found.judgement
     return "\n\n".join([*filter(None, parts), f"{judgement.verdict}: {judgement.reason}: {judgement.message}"])
 
 
-def _by_position(measured: Measurement) -> str:
-    """Return the KL divergence by context position as text, because a mean would hide damage in long contexts."""
-    most = max((b.mean_kl_micronats for b in measured.buckets), default=0)
-    rows = [("tokens before", "positions", "mean KL", "same choice", "")]
-    for b in measured.buckets:
-        bar = "#" * round(_BAR * b.mean_kl_micronats / most) if most else ""
-        share = f"{b.top1_agreement_permille / 10:.1f}%"
-        span = f"{b.from_position:,}-{b.to_position:,}"
-        rows.append((span, f"{b.positions:,}", _milli(b.mean_kl_micronats), share, bar))
-    return _columns(rows) if measured.buckets else ""
+def _by_bucket(measured: Measurement) -> str:
+    """Return the KL divergence of each bucket as text, because a mean would hide damage to one kind of prompts."""
+    rows = [("bucket", "prompts", "mean KL", "same choice", "")]
+    seen = {name: [one for one in measured.seen if one.bucket == name] for name in measured.planned}
+    means = {name: sum(one.kl for one in found) / len(found) for name, found in seen.items() if found}
+    for name, mean in means.items():
+        found, bar = seen[name], "#" * round(_BAR * mean / (max(means.values()) or 1))
+        share = f"{100 - 100 * sum(one.disagreement for one in found) / len(found):.1f}%"
+        rows.append((name, f"{len(found):,}", f"{1000 * mean:,.1f}", share, bar))
+    return _columns(rows) if means else ""
 
 
 def _sample(found: Comparison) -> str:

@@ -264,7 +264,9 @@ class Prober:
             # get the other half.
             budget = spec.canary.progress_deadline_seconds / 2 if isinstance(request, Measure) else math.inf
             return Settings(priority=priority, from_host=from_host, budget_seconds=budget)
-        give_way = GiveWay(partial(self._scraper.waiting, key, request.url), GIVE_WAY_SECONDS)
+        # A capture does not rest, because a canary waits for the baseline.
+        rests, load = isinstance(request, Measure), partial(self._scraper.load, key, request.url)
+        give_way = GiveWay(load, GIVE_WAY_SECONDS, rests)
         if isinstance(request, Capture):
             return Settings(concurrency=2, priority=priority, give_way=give_way)
         usual = Settings(concurrency=1, priority=priority, give_way=give_way, from_host=from_host, tasks=False)

@@ -74,15 +74,19 @@ class Scraper:
         finally:
             spend(page.work)
 
-    async def waiting(self, service: ServiceKey, url: str) -> float:
-        """Return how many requests wait for room in one pod: 0 without a usable page, 1 if the engine is too slow."""
+    async def load(self, service: ServiceKey, url: str) -> tuple[float, float]:
+        """Return how many requests wait for room in one pod, and how many run.
+
+        Without a usable page, both numbers are 0. If the engine is too slow to send the page, both are 1.
+        """
         try:
             # Do not charge the service for this page: a probe asks for few of them.
-            return (await self.scrape(service, url, lambda _: None)).waiting
+            page = await self.scrape(service, url, lambda _: None)
         except ScrapeTimeout:
-            return 1.0
+            return 1.0, 1.0
         except ScrapeError:
-            return 0.0
+            return 0.0, 0.0
+        return page.waiting, page.running
 
     def tls(self, url: str) -> ssl.SSLContext | None:
         """Return the TLS context for this address, or None for plain HTTP. Raise NoIdentity without certificates."""

@@ -1,0 +1,72 @@
+"""Compare long answers of an engine with a new reading of the same tokens by the same engine.
+
+A teacher-forced answer continues from the baseline's token after each difference, so no engine decodes far on its own.
+Here it does, and then reads the tokens up to some positions like a prompt, without a cached page. Both times, a sound
+engine has the same distribution of the next token. An engine whose decoding has stored or read a wrong page has not.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import aclosing
+from secrets import token_hex
+
+from kvpilot_probes import stats
+from kvpilot_probes.client import EngineClient
+from kvpilot_probes.codec import Baseline
+from kvpilot_probes.session import TOP_K, Throttle
+
+GENERATION = "generation"
+# The pack with which engines write long answers, too.
+_PACK = "builtin/long-context"
+# Number of long answers, and of positions of each that are read again, at equal distances.
+ANSWERS, SPOTS = 8, 16
+# Longest prompt to continue, in tokens.
+LONGEST_PROMPT = 512
+# Greedy answers of small models repeat themselves, and then hardly read the cache.
+_SAMPLED: dict[str, object] = {"temperature": 0.7, "seed": 20}
+
+
+def long_answer(context: int) -> int:
+    """Return the length of a long answer in tokens: an eighth of the context, but at least 256 and at most 3,072."""
+    return min(3072, max(256, context // 8))
+
+
+def chosen(baseline: Baseline, order: Iterable[int], room: int) -> list[int]:
+    """Return the first ANSWERS prompts of `order` with at most `room` tokens, which leaves the context for answers.
+
+    Return none without prompts of the pack `builtin/long-context`.
+    """
+    if not any(prompt.name.startswith(f"{_PACK}/") for prompt in baseline.prompts):
+        return []
+    return [i for i in order if len(baseline.prompts[i].tokens) <= min(LONGEST_PROMPT, room)][:ANSWERS]
+
+
+async def compare(
+    engine: EngineClient, throttle: Throttle, index: int, prompt: Sequence[int], length: int
+) -> tuple[list[stats.Compared], int]:
+    """Let the engine write an answer of `length` tokens. Return the compared spots, and the number of requests."""
+    spots = {len(prompt) + length * (spot + 1) // SPOTS - 1 for spot in range(SPOTS)}
+    tokens, decoded = array("I", prompt), dict[int, stats.Logprobs]()
+    throttle.spent += len(prompt) + length
+    async with aclosing(engine.decode(prompt, length, TOP_K, past_end=True, sampling=_SAMPLED)) as steps:
+        async for step in steps:
+            if len(tokens) in spots:
+                decoded[len(tokens)] = stats.Logprobs(step.logprobs.token, _likeliest(step.logprobs.top))
+            tokens.append(step.logprobs.token)
+    # The salt keeps the pages that decoding has stored out of the reading.
+    again = {**_SAMPLED, "cache_salt": token_hex(8)}
+    compared = []
+    for at, one in decoded.items():
+        throttle.spent += at + 1
+        async with aclosing(engine.decode(tokens[:at], 1, TOP_K, past_end=True, sampling=again)) as steps:
+            async for step in steps:
+                top = _likeliest(step.logprobs.top)
+                # The written token agrees if it is one of the likeliest.
+                read = stats.Logprobs(one.token if one.token in top else -1, top)
+                compared.append(stats.compare(index, read, one, GENERATION))
+    return compared, 1 + len(compared)
+
+
+def _likeliest(top: Mapping[int, float]) -> dict[int, float]:
+    """Return the TOP_K likeliest tokens: without the sampled token if it is a rare one."""
+    return dict(sorted(top.items(), key=lambda item: -item[1])[:TOP_K])

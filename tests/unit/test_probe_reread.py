@@ -1,0 +1,119 @@
+"""An engine's long answers agree with its own new reading of them, unless decoding is damaged."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpilot_operator.api.rollout import Accuracy
+from kvpilot_operator.decide import control_fault, described, judge
+from kvpilot_probes import codec
+from kvpilot_probes.packs import ProbePrompt
+from kvpilot_probes.reread import ANSWERS, GENERATION, SPOTS, chosen
+from kvpilot_probes.run import capture, control, measure
+from kvpilot_probes.session import Settings
+from kvpilot_probes.stats import Measurement
+from support.probe_engine import (
+    PROMPTS,
+    Body,
+    Handler,
+    Writer,
+    baseline,
+    counting,
+    engine,
+    event,
+    reading,
+    stream,
+)
+from support.services import NOW
+
+SETTINGS = Settings(tokens=8)
+CONTEXT = 16_384
+LENGTH = CONTEXT // 8
+PROMPTS_ENOUGH = tuple(replace(prompt, pack="builtin/long-context") for prompt in (*PROMPTS, *PROMPTS))
+
+
+def damaged_after(generated: int) -> Handler:
+    """Return an engine whose distribution is wrong in each answer after this many tokens."""
+
+    async def handler(_path: str, body: Body, writer: Writer) -> None:
+        start = len(body["prompt"])
+
+        def top(i: int) -> dict[str, float]:
+            near, far = (-0.1, -3.0) if i < generated else (-3.0, -0.1)
+            return {f"token_id:{start + i}": near, "token_id:9999": far}
+
+        stream(writer, *(event(f"token_id:{start + i}", top(i), top(i)[f"token_id:{start + i}"])
+                         for i in range(body["max_tokens"])))  # fmt: skip
+
+    return reading(CONTEXT, handler)
+
+
+async def found(handler: Handler, kept: codec.Baseline, settings: Settings = SETTINGS) -> Measurement:
+    async with engine(handler) as url:
+        return await measure(url, "m", kept, settings=settings)
+
+
+async def captured(handler: Handler, prompts: Sequence[ProbePrompt] = PROMPTS_ENOUGH) -> codec.Baseline:
+    async with engine(handler) as url:
+        kept = await capture(url, "m", prompts, identity="i", dtype="auto", settings=SETTINGS)
+        return codec.with_control(kept, await control(url, "m", kept, settings=SETTINGS), NOW)
+
+
+async def test_damage_that_begins_late_in_an_answer_fails_the_bucket_of_long_answers_alone() -> None:
+    kept = await captured(reading(CONTEXT))
+    sound, late = await found(reading(CONTEXT), kept), await found(damaged_after(LENGTH // 2), kept)
+    assert judge(sound, described(kept), Accuracy()).verdict == "Passed"
+    assert {one.kl for one in sound.seen} == {0.0}
+    judged = judge(late, described(kept), Accuracy())
+    assert (judged.verdict, judged.message.partition(":")[0]) == ("Failed", GENERATION)
+    assert {one.bucket for one in late.seen if one.kl > 0} == {GENERATION}
+    # Long answers cost most of the decoded tokens, so a periodic probe leaves them out.
+    assert GENERATION not in (await found(damaged_after(64), kept, Settings(tokens=8, brief=True))).planned
+
+
+async def test_engines_write_long_answers_only_with_the_pack_of_long_contexts() -> None:
+    kept = await captured(reading(CONTEXT), [*PROMPTS, *PROMPTS])
+    assert GENERATION not in (await found(damaged_after(64), kept)).planned
+
+
+async def test_a_16_bit_engine_whose_long_answers_are_damaged_is_no_reference() -> None:
+    fault = control_fault(described(await captured(damaged_after(64))), Accuracy())
+    assert fault is not None and fault.reason == "BaselineUnfit"
+    assert control_fault(described(await captured(reading(CONTEXT))), Accuracy()) is None
+
+
+async def test_a_reading_finds_no_page_that_decoding_has_stored() -> None:
+    bodies: list[Body] = []
+
+    async def handler(path: str, body: Body, writer: Writer) -> None:
+        bodies.append(body)
+        await counting(path, body, writer)
+
+    kept = await captured(reading(CONTEXT))
+    await found(reading(CONTEXT, handler), kept)
+    long = [body for body in bodies if body["max_tokens"] == LENGTH]
+    again = [body for body in bodies if "cache_salt" in body]
+    assert (len(long), len(again)) == (ANSWERS, ANSWERS * SPOTS)
+    assert len({body["cache_salt"] for body in again}) == ANSWERS
+    last = max(again, key=lambda body: len(body["prompt"]))
+    assert len(last["prompt"]) == max(len(body["prompt"]) for body in long) + LENGTH - 1
+
+
+async def test_logprobs_of_a_late_token_that_are_not_numbers_fail_a_candidate() -> None:
+    async def broken(_path: str, body: Body, writer: Writer) -> None:
+        start = len(body["prompt"])
+        stream(writer, *(event(f"token_id:{start + i}", {f"token_id:{start + i}": None if i > 300 else -0.1})
+                         for i in range(body["max_tokens"])))  # fmt: skip
+
+    kept = await captured(reading(CONTEXT))
+    assert judge(await found(reading(CONTEXT, broken), kept), described(kept), Accuracy()).verdict == "Failed"
+
+
+@given(st.integers(1, 20), st.integers(-4096, 4096))
+def test_only_prompts_with_room_for_the_answer_are_continued(prompts: int, room: int) -> None:
+    kept = baseline(prompts=prompts)
+    kept = replace(kept, prompts=tuple(replace(one, name=f"builtin/long-context/{one.name}") for one in kept.prompts))
+    some = chosen(kept, range(prompts), room)
+    assert len(some) == (min(prompts, ANSWERS) if room >= 3 else 0)
