@@ -19,7 +19,7 @@ pytest.importorskip("vllm.v1.attention.backends.fa_utils")
 from cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, Engine
 
 
-@pytest.mark.parametrize(("name", "recent"), [("k4v4", 128), ("k8v4", 64), ("k2v2", 64)])
+@pytest.mark.parametrize(("name", "recent"), [("k4v4", 128), ("k2v2", 64)])
 def test_a_step_of_one_token_reads_the_window_whatever_came_before_it(cuda: Any, name: str, recent: int) -> None:
     engine = Engine(cuda, name, blocks=24, recent=recent)
     engine.step({"a": 40}, padding=0)

@@ -233,9 +233,11 @@ def test_a_canary_is_judged_while_prompts_fill_its_pool(tmp_path: Path, monkeypa
             allowed = Allowed(kl=0.5, disagreement=0.5)
             return await fill(running.url, MODEL, kept, look=look, allowed=allowed, settings=SETTINGS)
 
-    with engine(tiny_llama(), "k4v4", tmp_path, "--kv-cache-memory-bytes=4M", "--max-num-seqs=64") as running:
+    # Fillers' prompts and answers grow with the context, and their number with the pool.
+    small = ("--max-model-len=1024", "--kv-cache-memory-bytes=2M", "--max-num-seqs=64")
+    with engine(tiny_llama(), "k4v4", tmp_path, *small) as running:
         filled = asyncio.run(story(running))
-    assert filled.context == CONTEXT - FILL_ANSWER_TOKENS
+    assert filled.context == 1024 - FILL_ANSWER_TOKENS
     assert max(usage) >= 0.9
     assert filled.seen and {seen.bucket for seen in filled.seen} == {"pressure"}
     assert decide(filled.seen, ["pressure"], Allowed(kl=0.5, disagreement=0.5)).answer != Answer.FAILED
