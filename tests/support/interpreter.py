@@ -19,8 +19,6 @@ def mend(set_attribute: Callable[[Any, str, Any], None]) -> None:
     set_attribute(interpreter, "_patch_builtin", patch_builtins)
     set_attribute(interpreter, "_get_np_dtype", numpy_dtype)
     set_attribute(interpreter.interpreter_semantic, "broadcast_impl_value", broadcast)
-    set_attribute(interpreter.interpreter_semantic, "binary_op_type_checking_impl", operands)
-    set_attribute(tl.core, "_unwrap_if_constexpr", unwrap)
     set_attribute(tl.core.tensor, "__init__", make_tensor)
     set_attribute(tl.core.block_type, "__init__", make_block_type)
     options = interpreter.interpreter_builder.options
@@ -39,15 +37,10 @@ def splat(self: Any, to: Any, scalar: Any) -> Any:
 
 def patch_language(function: Any) -> Any:
     """Patch the language as Triton does, unless the calling kernel has already patched it."""
-    if all(map(is_patched, languages_of(function))):
+    languages = (one for one in (tl, tl.core) if any(one is value for value in function.__globals__.values()))
+    if all(is_patched(one) for one in languages):
         return interpreter._LangPatchScope()
     return stock_patch_language(function)
-
-
-@functools.cache
-def languages_of(function: Any) -> tuple[Any, ...]:
-    """Return the packages of the language that a function's module imports."""
-    return tuple(one for one in (tl, tl.core) if any(one is value for value in function.__globals__.values()))
 
 
 def is_patched(package: Any) -> bool:
@@ -65,19 +58,7 @@ def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
     if is_patched(package):
         return
     for name in builtins_of(package):
-        scope.set_attr(package, name, interpreted(getattr(package, name)))
-
-
-@functools.cache
-def interpreted(member: Any) -> Any:
-    """Return a built-in function that runs without a compiler, with one call less than Triton's own."""
-    plain = getattr(member, "__wrapped__", member)
-
-    def run(*args: Any, **options: Any) -> Any:
-        options["_semantic"] = interpreter.interpreter_semantic
-        return plain(*args, **options)
-
-    return run
+        interpreter._patch_attr(package, name, getattr(package, name), builder, scope)
 
 
 @functools.cache
@@ -95,43 +76,16 @@ def numpy_dtype(kind: Any) -> Any:
 numpy_scalar = functools.cache(interpreter._get_np_dtype)
 
 
-CONSTANTS = (tl.constexpr, tl.core.tuple, list, tuple)
-
-
-def unwrap(x: Any) -> Any:
-    """Return the value of a constant, and anything else unchanged."""
-    return stock_unwrap(x) if isinstance(x, CONSTANTS) else x
-
-
 def make_tensor(self: Any, handle: Any, kind: Any) -> None:
     """Replace `tensor.__init__`, which creates the constants of a shape on each call."""
     self.handle, self.type, self.dtype = handle, kind, kind.scalar
-    self.shape, self.numel = kind.constants if kind.is_block() else constants_of(())
+    self.shape, self.numel = constants_of(tuple(kind.shape) if kind.is_block() else ())
 
 
 def broadcast(left: Any, right: Any) -> Any:
     """Return two operands with one shape. Triton itself compares equal shapes size by size."""
     # `constants_of` gives equal shapes one object.
-    if left.shape is right.shape:
-        return left, right
-    if not right.type.is_block():
-        return left, filled(left, right)
-    return stock_broadcast(left, right) if left.type.is_block() else (filled(right, left), right)
-
-
-def filled(like: Any, scalar: Any) -> Any:
-    """Return a block of the shape of `like` in which every element is the scalar."""
-    kind = like.type.with_element_ty(scalar.dtype)
-    return tl.core.tensor(splat(None, kind, scalar.handle), kind)
-
-
-def operands(left: Any, right: Any, *pointers: Any, **division: Any) -> Any:
-    """Return two operands with one type and shape. Triton itself also looks for a cast between equal types."""
-    alike = type(left) is type(right) is tl.core.tensor and left.dtype is right.dtype and not left.dtype.is_ptr()
-    # Division may still need a cast.
-    if alike and len(pointers) <= 2 and not division:
-        return broadcast(left, right)
-    return stock_operands(left, right, *pointers, **division)
+    return (left, right) if left.shape is right.shape else stock_broadcast(left, right)
 
 
 @functools.cache
@@ -143,25 +97,22 @@ def constants_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
 def make_block_type(self: Any, element: Any, shape: Any) -> None:
     """Replace `block_type.__init__`, which checks the shape on each call."""
     self.element_ty = element
-    self.shape, self.numel, text, self.constants = checked(tuple(getattr(size, "value", size) for size in shape))
+    self.shape, self.numel, text = checked(tuple(getattr(size, "value", size) for size in shape))
     self.name = f"<{text}, {element}>"
 
 
 @functools.cache
-def checked(shape: tuple[int, ...]) -> tuple[Any, int, str, Any]:
-    """Return the shape, the number of elements and the name that Triton's own `block_type` gives to a shape, and its
-    constants.
+def checked(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+    """Return the shape, the number of elements and the name that Triton's own `block_type` gives to a shape.
 
     Raises:
         TypeError, ValueError: `block_type` raises these.
     """
     made = object.__new__(tl.core.block_type)
     stock_block_type(made, tl.int8, list(shape))
-    return made.shape, made.numel, str(made.shape), constants_of(tuple(made.shape))
+    return made.shape, made.numel, str(made.shape)
 
 
-stock_unwrap = tl.core._unwrap_if_constexpr
-stock_operands = interpreter.interpreter_semantic.binary_op_type_checking_impl
 stock_broadcast = interpreter.interpreter_semantic.broadcast_impl_value
 stock_block_type = tl.core.block_type.__init__
 stock_patch_language = interpreter._patch_lang
