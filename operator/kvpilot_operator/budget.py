@@ -56,10 +56,9 @@ PACKS_BYTES = 128 * _KIB
 # A probe takes at most 4 MiB of memory, and about 0.5 MiB with the built-in packs and a short context. It takes seconds
 # to minutes. READ_BYTES is enough for a text of 65,536 tokens of 10 bytes each. Longer prompts are made of such texts.
 CANARY_PROBE = InputLimits("a probe of a canary", READ_BYTES, permits=16, share=8)
-# Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them. They rest
-# most of their time, and then hold only the baseline: 0.9 MiB with the built-in packs and a context of 131,072 tokens,
-# and at most 2.4 MiB (decision 111).
-CHECK = InputLimits("a check of a replica", READ_BYTES, permits=128, share=64)
+# Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them. Beside users
+# they rest most of their time, and then hold only the baseline (decision 111). 64 of them take at most 256 MiB.
+CHECK = InputLimits("a check of a replica", READ_BYTES, permits=64, share=32)
 
 # The operator checks a bearer token with two requests to the API server. Each client address has its own share of
 # permits, so a client that tries many tokens cannot starve the others.
