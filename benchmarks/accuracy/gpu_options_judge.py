@@ -88,7 +88,10 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge a run on several GPUs: it may differ from the run on one GPU only by much less than the codec's damage."""
+    """Judge the run `two` on several GPUs. It may differ from the run `one` on one GPU by a fraction of the damage.
+
+    The fraction is NEAR, and the damage is that of the codec.
+    """
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}
     figures = {f"{name} from one GPU": pair(two, name, one, name) for name in two}

@@ -158,9 +158,9 @@ def cache(model: Model, dtype: str, gpus: int, recent_tokens: int | None = None)
     full, windows = model.full_layers, model.sliding_layers
     window_block = block
     if full and windows:
-        # vLLM makes all pages equally large. So a full layer's page holds at least the smallest block of a layer with a
-        # window. A block of a layer with a window has as many tokens as fit in a page, in steps of BLOCK; the rest is
-        # unused (docs/model-kinds.md).
+        # vLLM makes all pages equally large. So a page of a full-attention layer must have room for at least one block
+        # of a layer with a window. A layer with a window then puts as many tokens into a page as fit, in steps of
+        # BLOCK. The rest of its page is unused (docs/model-kinds.md).
         block *= -(-wide // row)
         window_block = row * block // (wide * BLOCK) * BLOCK
         few, many = sorted((full, windows))

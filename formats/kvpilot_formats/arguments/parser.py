@@ -259,9 +259,10 @@ def _stray(text: str) -> str:
 
 
 def _option(word: _Word, faults: list[Fault]) -> tuple[Option | None, str | None] | None:
-    """Return the option that a word names, and the value after `=` or None.
+    """Return the option that a word names, and the value in the same word (`--x=1`, `-n2`) or None.
 
-    Return (None, None) for an unknown option, and None if the word is a value.
+    Return (None, None) for an unknown or an ambiguous option, and add an ambiguous one to `faults`. Return None if the
+    word is a value.
     """
     text, table = word.text, _options()
     if not text.startswith("-"):

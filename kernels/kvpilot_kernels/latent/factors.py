@@ -14,7 +14,7 @@ from kvpilot_formats.latent import ENTRY
 
 @dataclass(frozen=True)
 class LatentFactors:
-    """Mean and (positive) scale, each float32 [576]. The latent's channels come first.
+    """Mean and (positive) scale, each float32 [576]: 512 channels of the latent, then 64 of the RoPE part.
 
     Raises:
         ValueError: a tensor has another shape.

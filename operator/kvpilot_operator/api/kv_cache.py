@@ -28,18 +28,18 @@ Ladder = Annotated[tuple[SmallDtype, ...], Meta(min_length=1, max_length=8, extr
 
 
 class Pressure(Record, frozen=True):
-    """Signs of too little KV memory. If one of them holds for sustainedSeconds, the condition MemoryPressured becomes
-    True. A change takes effect at the next reconcile."""
+    """Signs of too little KV memory. The condition MemoryPressured becomes True if, for sustainedSeconds, KV use is
+    high, requests wait or are preempted, and prompts are not the limit. A change takes effect at the next
+    reconcile."""
 
     high_percent: Annotated[int, Meta(ge=1, le=100)] = 85
-    """KV cache use, in percent, at or above which memory is under pressure."""
+    """KV cache use, in percent, at or above which the cache counts as full."""
     low_percent: Annotated[int, Meta(ge=0, le=99)] = 50
     """KV cache use, in percent, below which the pressure has ended. It must be below highPercent."""
     waiting_per_replica: Annotated[int, Meta(ge=1, le=100_000)] = 1
-    """Number of waiting requests per replica at or above which memory is under pressure. One preemption a minute on a
-    replica is such a sign, too."""
+    """Number of waiting requests per replica that count as a queue. One preemption a minute per replica does, too."""
     sustained_seconds: Annotated[int, Meta(ge=5, le=86_400)] = 300
-    """Seconds for which a sign must hold before kvpilot acts on it."""
+    """Seconds for which the signs must hold before kvpilot acts on them."""
 
 
 class Offload(Record, frozen=True):

@@ -23,7 +23,7 @@ class Chunk:
 
     def __init__(self, impl: Any, sliding_window: int | None, seen: Observed | None, lengths: list[int]) -> None:
         self.scale, self.sinks = float(impl.scale), getattr(impl, "sinks", None)
-        # Backends have either name for the soft cap on scores, and 0 or None for none.
+        # Backends call the soft cap on scores `softcap` or `logits_soft_cap`. 0 or None means that there is no cap.
         self.softcap = float(getattr(impl, "softcap", 0.0) or getattr(impl, "logits_soft_cap", 0.0) or 0.0)
         self.window, self.seen, self.lengths = sliding_window, seen, lengths
 

@@ -108,7 +108,10 @@ def fetch_tile(smem, stage, pages, block, t, C: gl.constexpr):
 
 @gluon.jit
 def load_keys(smem, at, C: gl.constexpr):
-    """Load a tile's keys, int8 [tile, bytes], two for each chunk: its bytes, and their upper halves moved down."""
+    """Load a tile's keys. For each chunk, return two tensors, int8 [tile, bytes].
+
+    The first has the chunk's bytes, whose lower halves are codes. The second has their upper halves as lower ones.
+    """
     KEY: gl.constexpr = C.key_side
     codes = ()
     for c in gl.static_range(chunks(KEY)):

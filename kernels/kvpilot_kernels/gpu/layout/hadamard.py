@@ -138,7 +138,10 @@ def by_twelves(y, signs, T: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def by_twos(y, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the sum and the difference of each pair of neighbours of WIDTH numbers, [PAIRS, 2 * WIDTH]."""
+    """Cut y into PAIRS pairs of neighbouring runs a and b of WIDTH numbers each. Return a + b and a - b of each pair.
+
+    The result is [PAIRS, 2 * WIDTH]: first a + b, then a - b.
+    """
     y = tl.reshape(y, [PAIRS, 2, WIDTH])
     # Use only one sum across threads: a - b equals a + b less twice the second thread's number.
     twice = tl.where(tl.arange(0, 2) == 1, -2.0, 0.0)[None, :, None]
