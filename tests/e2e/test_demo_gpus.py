@@ -34,7 +34,7 @@ async def test_the_story_on_gpus_happens_and_is_measured(tmp_path):
         record = await story.run()
         last = await world.observe()
     assert record.failed_requests == 0, record.failures
-    assert last.engines(GOOD) == 1
+    assert len(last.pods) == 1
     assert [title.split(";")[0] for title in record.seconds][-3:] == [
         "the same users on two replicas",
         f"you ask for {BAD} without its recent window",
