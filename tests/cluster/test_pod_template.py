@@ -2,9 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from support.operated import condition, create, engine, placed, services, told
 from support.rights import until_may
 
 Json = dict[str, Any]
-PROGRAM = Path(sys.executable).with_name("kubectl-kvpilot")
 TEMPLATE: Json = {
     "metadata": {"labels": {"team": "search"}, "annotations": {"example.org/owner": "search"}},
     "spec": {
@@ -117,24 +113,11 @@ def test_an_init_container_that_fails_is_named_where_the_engine_cannot_start(res
     assert found["message"] == "container fetch: Error with code 3"
 
 
-def test_a_missing_secret_of_a_volume_is_named_in_the_status_and_its_kubelets_words_by_kubectl(
-    rest: Rest, cluster: LocalCluster, namespace: str
-) -> None:
+def test_a_missing_secret_of_a_volume_is_named_in_the_status(rest: Rest, namespace: str) -> None:
     volume = {"name": "certificates", "secret": {"secretName": "certificates"}}
     create(rest, namespace, **engine(podTemplate={"spec": {"volumes": [volume]}}))
     found = told(rest, namespace, "Serving", "ContainerCreating")
     assert "It needs Secret certificates." in found["message"]
-    said = 'MountVolume.SetUp failed: secret "certificates" not found'
-
-    def shown() -> str:
-        command = [PROGRAM, "--kubeconfig", cluster.kubeconfig, "status", "chat", "-n", namespace]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout if said in done.stdout else ""
-
-    (line,) = (one for one in until(shown, "kubectl kvpilot shows the kubelet's Event").splitlines() if said in one)
-    assert line.startswith("chat-")
-    assert "FailedMount" in line.split()
     secret = {"metadata": {"name": "certificates"}, "stringData": {"tls.crt": "x"}}
     rest.create(f"/api/v1/namespaces/{namespace}/secrets", secret)
     until(lambda: condition(rest, namespace, "Serving")["reason"] != "ContainerCreating", "the pod starts")
