@@ -6,7 +6,7 @@ engine has the same distribution of the next token. An engine whose decoding has
 """
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from secrets import token_hex
 
@@ -42,21 +42,28 @@ def chosen(baseline: Baseline, order: Iterable[int], room: int) -> list[int]:
 
 
 async def compare(
-    engine: EngineClient, throttle: Throttle, index: int, prompt: Sequence[int], length: int
+    engine: EngineClient, throttle: Throttle, index: int, prompt: Sequence[int], length: int, over: Callable[[], bool]
 ) -> tuple[list[stats.Compared], int]:
-    """Let the engine write an answer of `length` tokens. Return the compared spots, and the number of requests."""
+    """Let the engine write an answer of `length` tokens. Return the compared spots, and the number of requests.
+
+    Return no spots if the time of the run is `over` before the last one is compared.
+    """
     spots = {len(prompt) + length * (spot + 1) // SPOTS - 1 for spot in range(SPOTS)}
     tokens, decoded = array("I", prompt), dict[int, stats.Logprobs]()
     throttle.spent += len(prompt) + length
     async with aclosing(engine.decode(prompt, length, TOP_K, past_end=True, sampling=_SAMPLED)) as steps:
         async for step in steps:
+            if over():
+                return [], 1
             if len(tokens) in spots:
                 decoded[len(tokens)] = stats.Logprobs(step.logprobs.token, _likeliest(step.logprobs.top))
             tokens.append(step.logprobs.token)
     # The salt keeps the pages that decoding has stored out of the reading.
     again = {**_SAMPLED, "cache_salt": token_hex(8)}
-    compared = []
+    compared: list[stats.Compared] = []
     for at, one in decoded.items():
+        if over():
+            return [], 1 + len(compared)
         throttle.spent += at + 1
         async with aclosing(engine.decode(tokens[:at], 1, TOP_K, past_end=True, sampling=again)) as steps:
             async for step in steps:

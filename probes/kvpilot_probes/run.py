@@ -152,7 +152,7 @@ async def _measure(
 
         async def continued(index: int) -> None:
             tokens = baseline.prompts[index].tokens
-            await judged(reread.GENERATION, lambda one: reread.compare(one, throttle, index, tokens, length))
+            await judged(reread.GENERATION, lambda one: reread.compare(one, throttle, index, tokens, length, over))
 
         sizes = [_size(p.tokens, len(p.answer)) for p in baseline.prompts]
         await bounded(order, followed, settings.concurrency, sizes.__getitem__)
@@ -162,7 +162,7 @@ async def _measure(
             () if failed else baseline.prompts, solved, settings.concurrency, lambda p: _size(p.tokens, 0, p.task)
         )
         sample = None
-        if (worst := stats.worst_prompt(compared)) is not None:
+        if (worst := stats.worst_prompt(c for c in compared if c.bucket != reread.GENERATION)) is not None:
             shown = baseline.prompts[worst]
             sample = await throttle.beside_users(engine, lambda one: _sample(one, throttle, shown))
     return stats.summarise(

@@ -58,16 +58,14 @@ class Throttle:
         return await ask(engine if self._yields else replace(engine, priority=None))
 
     async def _let_users_go_first(self, engine: EngineClient) -> None:
-        rule = self._give_way
-        if rule is None or not self._yields:
-            return
-        began = time.monotonic()
-        queued = 1.0
-        while queued and self._yields:
+        rule, began, queued = self._give_way, time.monotonic(), 1.0
+        while rule is not None and queued and (self._yields or rule.rests):
             queued, running = await rule.load()
             engine.pace.see(running if rule.rests else 0.0)
-            self._yields = not queued or time.monotonic() - began < self._left
-            await asyncio.sleep(LOOK_AGAIN_SECONDS if queued and self._yields else 0)
+            self._yields = self._yields and (not queued or time.monotonic() - began < self._left)
+            if not self._yields:
+                break
+            await asyncio.sleep(LOOK_AGAIN_SECONDS if queued else 0)
         self._left -= time.monotonic() - began
 
 

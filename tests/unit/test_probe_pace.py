@@ -111,3 +111,16 @@ async def test_only_a_run_beside_users_that_asks_for_rests_rests_after_each_requ
         settings = Settings(tokens=8, concurrency=1, give_way=GiveWay(load, 1.0, rests))
         found = await measure(url, "m", baseline(prompts=3), settings=settings)
     assert len(clock.rests) >= found.requests - 1 if running and rests else not clock.rests
+
+
+async def test_a_run_that_waits_for_users_no_longer_sees_that_they_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, loads = Clock(monkeypatch), [(5.0, 7.0)]
+
+    async def load() -> tuple[float, float]:
+        return loads.pop() if loads else (0.0, 0.0)
+
+    async with engine(counting) as url:
+        settings = Settings(tokens=8, concurrency=1, give_way=GiveWay(load, 0.0, rests=True))
+        found = await measure(url, "m", baseline(prompts=3), settings=settings)
+    assert found.prompts == 3
+    assert clock.rests == []

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +73,19 @@ async def test_damage_that_begins_late_in_an_answer_fails_the_bucket_of_long_ans
     assert {one.bucket for one in late.seen if one.kl > 0} == {GENERATION}
     # Long answers cost most of the decoded tokens, so a periodic probe leaves them out.
     assert GENERATION not in (await found(damaged_after(64), kept, Settings(tokens=8, brief=True))).planned
+
+
+async def test_a_long_answer_that_the_time_of_a_run_cuts_off_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, now = await captured(reading(CONTEXT)), [0.0]
+    monkeypatch.setattr("kvpilot_probes.run.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def slow(path: str, body: Body, writer: Writer) -> None:
+        now[0] += 60.0 if body["max_tokens"] == LENGTH else 0.0
+        await counting(path, body, writer)
+
+    cut = await found(reading(CONTEXT, slow), kept, Settings(tokens=8, concurrency=1, budget_seconds=90.0))
+    assert cut.cut and GENERATION in cut.planned
+    assert sum(one.bucket == GENERATION for one in cut.seen) == 1
 
 
 async def test_engines_write_long_answers_only_with_the_pack_of_long_contexts() -> None:

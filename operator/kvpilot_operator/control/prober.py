@@ -133,7 +133,7 @@ PATIENCE_SECONDS = 5.0
 MAX_PATIENCE_SECONDS = 80.0
 # Longest total time that a probe waits for queued user requests.
 GIVE_WAY_SECONDS = 120.0
-# A run on a serving replica may take this long, even if accuracy.periodSeconds is shorter.
+# A run on a serving replica starts no prompt after this time, even if accuracy.periodSeconds is shorter.
 SHORTEST_BUDGET_SECONDS = 900
 # The priority of probes: an engine that schedules by priority serves them after all other requests (priority 0).
 LOW_PRIORITY = 1_000_000
