@@ -36,7 +36,7 @@ MAX_TOOLS = 16
 MAX_NAME = 40
 FILLER = "{{filler}}"
 # Edition of the generated packs, a part of a baseline's identity. Change it if the prompts of these packs change.
-GENERATION = "4"
+EDITION = "4"
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 4, 60, 60
 
@@ -123,7 +123,7 @@ def load(
     for probe_set in dict.fromkeys(probe_sets):
         kind, _, name = probe_set.partition("/")
         if kind == "builtin" and name in GENERATED:
-            prompts.append(ProbePrompt(probe_set, GENERATION, (), bucket=name, context=context_tokens))
+            prompts.append(ProbePrompt(probe_set, EDITION, (), bucket=name, context=context_tokens))
             continue
         entries = _entries(probe_set, config_maps or {})
         if len(prompts) + len(entries) > MAX_PROMPTS:

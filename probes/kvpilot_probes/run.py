@@ -128,7 +128,8 @@ async def _measure(
         context = await check_alike(engine, baseline)
         length = reread.long_answer(context)
         long = reread.chosen(baseline, order, context - length) if not settings.brief else []
-        planned = (*planned, *[reread.GENERATION][: len(long)])
+        if long:
+            planned = (*planned, reread.GENERATION)
         wanted = [p.task if settings.tasks else None for p in baseline.prompts]
         steps = baseline.positions + tasks.cost(wanted) + len(long) * length
         again = len(long) * reread.SPOTS * (reread.LONGEST_PROMPT + length)
