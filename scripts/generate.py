@@ -3,8 +3,8 @@
     make generate                                    # write
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
-It generates the chart's copies and config/, the API's reference, the tables of metrics and of decisions, defaults of
-transformers' config classes, costs of `kvpilot backtest`, pages of models, README's badges, the picture of a
+It generates the chart's copies and config/, the API's reference, the tables of metrics, dtypes and decisions, defaults
+of transformers' config classes, costs of `kvpilot backtest`, pages of models, README's badges, the picture of a
 recording, and pages and plots of docs/benchmarks. It does not generate measured or resolved files: figures,
 `tests/faults/table.py`, recordings, pictures of dashboards, locks.
 """
@@ -22,7 +22,7 @@ PACKAGES = ("operator", "runtime", "kernels", "formats", "probes", "cli", "local
 FIGURES = "docs/benchmarks"
 COMMANDS = (
     ("scripts/manifests.py",),
-    ("scripts/metrics_table.py",),
+    ("scripts/page_tables.py",),
     ("scripts/models_page.py", "cli/kvpilot_cli/plan/published.json", "docs/models.md"),
     ("scripts/model_defaults.py", "formats/kvpilot_formats/models/defaults.json"),
     ("scripts/api_reference.py", "docs/reference"),

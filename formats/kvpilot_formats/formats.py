@@ -1,11 +1,11 @@
 """KV-cache formats: names, bits and groups. Pure Python, so that the operator can import it.
 
 A format stores the key and the value of one token and KV head as codes (integers) of a fixed width, plus metadata per
-group of elements. kvpilot's own formats are `int8`, `k8v4`, `k4v4`, `k4v2` and `k2v2`, with the byte layout of
-`layouts`. The others are vLLM's, and only their sizes are described here.
+group of elements. kvpilot's own formats have the byte layout of `layouts`. The others are vLLM's, and only their sizes
+are described here.
 
-To add a dtype with keys and values of 2, 4 or 8 bits, add a row to `FORMATS`. Kernels and backends follow from it.
-tests/unit/test_dtype_table.py then names the measurements that lack the new dtype.
+To add a dtype with keys and values of 2, 4 or 8 bits, add a row to `FORMATS` and run `make generate`. Kernels,
+backends, API, forecasts and docs/formats.md follow from the row. tests/unit/test_dtype_table.py names what it lacks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,6 +16,8 @@ from kvpilot_formats import layouts
 from kvpilot_formats.layouts import PageLayout, RingLayout
 
 _Dtype = TypeVar("_Dtype")
+_Read = tuple[float | None, float | None]
+_UNREAD: _Read = (None, None)
 
 HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 """Head dimensions for which kvpilot's own formats have a layout. Other heads are padded to the next larger one."""
@@ -96,6 +98,11 @@ class Format:
     """Default size of the recent window in tokens, one of `RECENT_CHOICES`; 0 for none."""
     calibrated_only: bool = False
     """True if the format is inaccurate without calibration factors. Engines then refuse to start without factors."""
+    read: _Read = _UNREAD
+    """Shares of a GPU's peak bandwidth at which decode attention reads the cache, at head_dim 128 and 256.
+
+    None if not measured (benchmarks/kernels/decode.py).
+    """
     latent: ClassVar[bool] = False
 
     def row_dim(self, head_dim: int) -> int:
@@ -130,6 +137,10 @@ class Format:
     def bits_per_element(self, head_dim: int = 128) -> float:
         """Return the mean number of stored bits per element of keys and values, with scale, zero point and padding."""
         return self.row_bytes(head_dim) * 8 / (2 * head_dim)
+
+    def read_share(self, head_dim: int) -> float | None:
+        """Return the share of peak bandwidth at which decode attention reads heads of this size; None if unknown."""
+        return self.read[head_dim > 128]
 
     def page_layout(self, head_dim: int, block_size: int) -> PageLayout:
         """Return the layout of a page of `block_size` tokens, a multiple of 16 (first table of `layouts`)."""
@@ -176,14 +187,27 @@ class Format:
         return -(-recent // self.ring_layout(head_dim, block_size).tokens)
 
 
-def own(name: str, key_bits: int, value_bits: int, *, window: int = 0, calibrated_only: bool = False) -> Format:
+def own(
+    name: str, key_bits: int, value_bits: int, *, window: int = 0, calibrated_only: bool = False, read: _Read = _UNREAD
+) -> Format:
     """Return one of our formats: keys and values of 2, 4 or 8 bits, with one scale per group."""
-    return Format(name, Side(key_bits, 2, 64), Side(value_bits, 2, 64), True, window, calibrated_only)
+    return Format(name, Side(key_bits, 2, 64), Side(value_bits, 2, 64), True, window, calibrated_only, read)
 
 
-def _vllm(name: str, key: Side, value: Side | None = None) -> Format:
-    return Format(name, key, value or key)
+def _vllm(name: str, key: Side, value: Side | None = None, read: _Read = _UNREAD) -> Format:
+    return Format(name, key, value or key, read=read)
 
+
+# Sources of `read`, on an H200 (4.8 TB/s). At head_dim 128 the workload is 32 sequences of 16K tokens with Llama-3-8B
+# on vLLM 0.32.0, unless a source says otherwise:
+# - auto, fp8, k4v4 and k4v2: the attention column of docs/benchmarks/h200-engine.md.
+# - Our other dtypes: the layer column of h200-decode.md.
+# - vLLM's integer and TurboQuant caches: step times of 67.6, 78.5 (32 x 16K) and 10.3 ms (32 x 2K) on vLLM 0.25.1.
+# At head_dim 256 it is one layer with 32 x 16,384 tokens, with the store of the new token: the column `layer` of
+# h200-decode.md, or FlashAttention 3's `merged` for auto and fp8.
+# Other GPUs are assumed to reach the same share of their own peak.
+_READ_16_BITS = (0.92, 0.859)
+_READ_FP8 = (0.63, 0.352)
 
 # Sizes of vLLM's formats are those that its 0.32.0 backends allocate on a GPU. The metadata is:
 # - per-token-head: a float32 scale per vector (v1/attention/backends/triton_attn.py, customize_spec);
@@ -193,25 +217,25 @@ def _vllm(name: str, key: Side, value: Side | None = None) -> Format:
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        _vllm("auto", Side(16)),  # `auto` is the model's own 16-bit dtype
-        _vllm("bfloat16", Side(16)),
-        _vllm("float16", Side(16)),
-        _vllm("fp8", Side(8)),  # fp8 is e4m3 with one scale per tensor
-        _vllm("fp8_e4m3", Side(8)),
+        _vllm("auto", Side(16), read=_READ_16_BITS),  # `auto` is the model's own 16-bit dtype
+        _vllm("bfloat16", Side(16), read=_READ_16_BITS),
+        _vllm("float16", Side(16), read=_READ_16_BITS),
+        _vllm("fp8", Side(8), read=_READ_FP8),  # fp8 is e4m3 with one scale per tensor
+        _vllm("fp8_e4m3", Side(8), read=_READ_FP8),
         _vllm("fp8_e5m2", Side(8)),
         _vllm("fp8_per_token_head", Side(8, 4)),
-        _vllm("int8_per_token_head", Side(8, 4)),
-        _vllm("int4_per_token_head", Side(4, 4)),
+        _vllm("int8_per_token_head", Side(8, 4), read=(0.12, None)),
+        _vllm("int4_per_token_head", Side(4, 4), read=(0.052, None)),
         _vllm("nvfp4", Side(4, 1, 16)),
         _vllm("turboquant_k8v4", Side(8), Side(4, 4)),
-        _vllm("turboquant_4bit_nc", Side(4, 2), Side(4, 4)),
+        _vllm("turboquant_4bit_nc", Side(4, 2), Side(4, 4), read=(0.094, None)),
         _vllm("turboquant_k3v4_nc", Side(3, 2), Side(4, 4)),
         _vllm("turboquant_3bit_nc", Side(3, 2), Side(3, 4)),
-        own("int8", 8, 8),  # int8 is for GPUs without fp8
-        own("k8v4", 8, 4, window=64),
-        own("k4v4", 4, 4, window=64),
-        own("k4v2", 4, 2, window=128),  # k4v2 suits long contexts
-        own("k2v2", 2, 2, window=512, calibrated_only=True),
+        own("int8", 8, 8, read=(0.77, 0.750)),  # int8 is for GPUs without fp8
+        own("k8v4", 8, 4, window=64, read=(0.80, 0.683)),
+        own("k4v4", 4, 4, window=64, read=(0.77, 0.617)),
+        own("k4v2", 4, 2, window=128, read=(0.63, 0.494)),  # k4v2 suits long contexts
+        own("k2v2", 2, 2, window=512, calibrated_only=True, read=(0.40, 0.370)),
     )
 }
 """All formats of keys and values by name, vLLM's first. `dtypes.DTYPES` also has the formats of latents."""

@@ -34,6 +34,14 @@ def test_vllms_own_integer_caches_are_expected_to_be_slower(dtype):
     assert (expected(dtype).percent or 0) > 100
 
 
+def test_large_heads_are_forecast_by_what_was_measured_at_256_if_anything_was():
+    wide = replace(LLAMA, head_dim=256, kv_heads=4)
+    small, large = (expected("k4v4", model=model).percent for model in (LLAMA, wide))
+    # The same bytes are read at 0.72 instead of 0.84 times the speed of 16 bits.
+    assert (small, large) == (pytest.approx(-53, abs=2), pytest.approx(-49, abs=2))
+    assert (expected("int4_per_token_head", model=wide).percent or 0) > 100
+
+
 def test_a_canary_that_was_measured_counts_more_than_the_model():
     seen = Experience(
         revision="r",

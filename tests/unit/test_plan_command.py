@@ -6,6 +6,7 @@ import pytest
 from kvpilot_cli import command
 from kvpilot_cli.plan import models
 from kvpilot_cli.plan.command import main
+from kvpilot_formats.formats import FORMATS
 from support.plans import planned, sequences
 
 DOCS = [Path(__file__).parents[2] / "docs" / page for page in ("planning.md", "planning-load.md")]
@@ -42,7 +43,8 @@ def test_the_recent_window_is_planned_for_and_can_be_chosen(capsys):
     plans = {n: planned(capsys, "Llama-3-70B", "--gpus", "4", *asked) for n, asked in
              {None: [], 64: ["--recent-tokens", "64"], 0: ["--recent-tokens", "0"]}.items()}  # fmt: skip
     of_each = {row["dtype"]: row["recent_tokens"] for row in plans[None]["dtypes"]}
-    assert of_each == {"auto": 0, "fp8": 0, "int8": 0, "k8v4": 64, "k4v4": 64, "k4v2": 128, "k2v2": 512}
+    assert of_each == {name: FORMATS[name].window for name in of_each}
+    assert (of_each["fp8"], of_each["k4v4"], of_each["k4v2"]) == (0, 64, 128)
     rows = {n: next(row for row in plan["dtypes"] if row["dtype"] == "k4v4") for n, plan in plans.items()}
     assert (rows[64]["recent_tokens"], rows[64]["recent_bytes_per_sequence"]) == (64, 64 * 87_040)
     assert (rows[0]["recent_tokens"], rows[0]["recent_bytes_per_sequence"]) == (0, 0)

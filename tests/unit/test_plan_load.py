@@ -9,7 +9,8 @@ from kvpilot_cli.plan import models
 from kvpilot_cli.plan.capacity import cache, memory, weight_bytes
 from kvpilot_cli.plan.gpus import find_gpu
 from kvpilot_cli.plan.load import FILL, Load, cost, most_sequences, operate
-from kvpilot_cli.plan.speed import HEAD_DIM_256, Speed, attention_efficiency
+from kvpilot_cli.plan.speed import Speed, attention_efficiency
+from kvpilot_formats.formats import FORMATS, own_names
 
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 RUNS = [run for run in json.loads((BENCHMARKS / "h200-engine.json").read_text()) if run["shape"] == "llama3-8b"]
@@ -59,8 +60,10 @@ def test_efficiencies_at_head_dim_256_are_those_of_the_benchmark():
         if (case["dim"], case["batch"], case["context"]) == (256, 32, 16384):
             microseconds = row.get("layer") or row["merged"]
             found[names.get(row["name"], row["name"])] = row["bytes"] / (microseconds * 1e-6) / 4.8e12
-    for dtype, efficiency in HEAD_DIM_256.items():
-        assert efficiency == pytest.approx(found[dtype], abs=0.001)
+    measured = found.keys() & FORMATS.keys()
+    assert {"auto", "fp8", *own_names()} <= measured
+    for dtype in measured:
+        assert FORMATS[dtype].read_share(256) == pytest.approx(found[dtype], abs=0.001)
 
 
 @settings(deadline=None)

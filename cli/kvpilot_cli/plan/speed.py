@@ -1,7 +1,7 @@
 """Estimated time of a decode step and of a prefill, from memory traffic and arithmetic.
 
     step = max(weights read / (bandwidth * WEIGHTS), flops of the new tokens / (peak * FLOPS)) + attention
-    attention = cache read / (bandwidth * the dtype's efficiency)
+    attention = cache read / (bandwidth * the dtype's `read_share`)
     prompt token = flops / (peak * FLOPS)
 
 A token takes 2 flops for every parameter that it uses. In every layer it also takes 4 * heads * head_dim flops for
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvpilot_cli.plan.capacity import Cache
 from kvpilot_cli.plan.facts import Model
-from kvpilot_operator.decide.steps.latency import EFFICIENCY
+from kvpilot_formats import formats
 from kvpilot_operator.gpus import Gpu
 from kvpilot_probes.pressure import PRESSURE_SECONDS
 from kvpilot_probes.reread import ANSWERS, long_answer
@@ -33,13 +33,6 @@ Llama-3-8B prefilled prompts of 16K tokens at 33,908 tokens/s (docs/benchmarks/h
 GATE_PREFILLS, GATE_STEPS, GATE_SEQUENCES = 3, 1000, 2
 """Prefills of the whole context in a gate, decode steps of all its answers, and long prompts in flight."""
 
-HEAD_DIM_256 = {"auto": 0.859, "fp8": 0.352, "int8": 0.750, "k8v4": 0.683, "k4v4": 0.617, "k4v2": 0.494, "k2v2": 0.370}
-"""Share of peak bandwidth for attention at head_dim 256. The operator's table EFFICIENCY has the shares for 128.
-
-One layer with 32 x 16,384 tokens, including the store of the new token (docs/benchmarks/h200-decode.md). The source is
-the column `layer`, or FlashAttention 3's `merged` for `auto` and fp8.
-"""
-
 
 def attention_efficiency(model: Model, dtype: str) -> float | None:
     """Return the share of peak bandwidth at which attention reads this dtype's cache; None if not measured.
@@ -48,8 +41,7 @@ def attention_efficiency(model: Model, dtype: str) -> float | None:
     """
     if model.latent_dim or model.parameters is None or model.head_dim > 256:
         return None
-    same = {"bfloat16": "auto", "float16": "auto", "fp8_e4m3": "fp8"}
-    return (HEAD_DIM_256 if model.head_dim > 128 else EFFICIENCY).get(same.get(dtype, dtype))
+    return formats.parse(dtype).read_share(model.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

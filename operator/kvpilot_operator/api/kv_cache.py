@@ -1,22 +1,22 @@
 """The KV cache in a service's spec: its dtype, its tiers below the GPU, and the tokens that it keeps."""
 
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
-from kvpilot_formats import dtypes
+from kvpilot_formats import dtypes, formats
 from kvpilot_operator.api.record import SET, Record, Rule
 
-SmallDtype = Literal[
-    "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4",
-    "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "int8", "k8v4", "k4v4", "k4v2",
-    "k2v2", "mla8", "mla4",
-]  # fmt: skip
-"""Dtypes of fewer than 16 bits."""
-Dtype = Literal["auto", "bfloat16", "float16", SmallDtype]
+_MILLIBITS = {name: int(bits * 1000) for name, one in dtypes.DTYPES.items() if (bits := one.bits_per_element()) < 16}
+if TYPE_CHECKING:  # mypy accepts no Literal of computed values
+    Dtype = str
+    SmallDtype = str
+    RecentTokens = int
+else:
+    Dtype, SmallDtype = Literal[dtypes.names()], Literal[tuple(_MILLIBITS)]
+    RecentTokens = Literal[formats.RECENT_CHOICES]
 SkippedLayer = Annotated[str, Meta(max_length=16, pattern=r"^(sliding_window|0|[1-9][0-9]{0,3})$")]
 
-_MILLIBITS = {name: int(dtypes.parse(name).bits_per_element() * 1000) for name in get_args(SmallDtype)}
 _DOWNWARDS = Rule(
     "",
     f"[{_MILLIBITS}].all(bits, [0, 1, 2, 3, 4, 5, 6].all(i, i + 1 >= size(self) || bits[self[i]] > bits[self[i + 1]]))",
@@ -45,13 +45,22 @@ class Pressure(Record, frozen=True):
 class Offload(Record, frozen=True):
     """Host memory for KV blocks of prompts that leave the GPU. A later request with the same
     prefix loads these blocks instead of computing them again. Without this field, the GPU drops them. With a smaller
-    dtype, the same memory holds more tokens. Offloading does not work with mla8 and mla4. With int8, k8v4, k4v4, k4v2
-    and k2v2 it does not work for a model with sliding-window layers. A change starts a new revision."""
+    dtype, the same memory holds more tokens. Offloading does not work with mla8 and mla4. With kvpilot's other dtypes
+    (docs/formats.md), it does not work for a model with sliding-window layers. A change starts a new revision."""
 
     cpu_memory_gib: Annotated[int, Meta(ge=1, le=16_384)]
     """Host memory of each replica for offloaded blocks, in GiB, shared by its GPUs. The pod requests it in addition to
     engine.resources: requests.memory and limits.memory grow by it if they are set. If neither is set, requests.memory
     is set to it. The engine takes all of it when it starts, or refuses to start."""
+
+
+_RECENT_TOKENS = Meta(
+    description="Number of newest tokens of each sequence that are read at 8 bits. A larger number is more accurate "
+    "and takes more memory for each sequence. 0 turns this off. If not set, each dtype's default: "
+    f"{formats.default_windows()}; other dtypes ignore this field. If the model's longest context is shorter than the "
+    "default, the largest allowed value within that context applies. A change starts a new revision of these dtypes, "
+    "and denied ones may be tried again."
+)
 
 
 class KVCache(Record, frozen=True):
@@ -83,14 +92,9 @@ class KVCache(Record, frozen=True):
     dtype: Dtype | None = None
     """The dtype of the KV cache; required with mode Fixed, refused otherwise. auto is the model's own 16-bit dtype, or
     the one that its checkpoint sets. bfloat16 and float16 need --dtype with the same name in engine.extraArgs. mla8 and
-    mla4 are for models with multi-head latent attention; int8, k8v4, k4v4, k4v2 and k2v2 are for all other models. A
-    new dtype goes through a canary. If it fails its probes, it is denied."""
-    recent_tokens: Literal[0, 64, 128, 256, 512] | None = None
-    """Number of newest tokens of each sequence that are read at 8 bits, with k8v4, k4v4, k4v2 and k2v2; other dtypes
-    ignore it. A larger number is more accurate and takes more memory for each sequence. 0 turns this off. If not set,
-    each dtype's default: 64 for k8v4, 64 for k4v4, 128 for k4v2, 512 for k2v2. If the model's longest context is
-    shorter than the default, the largest allowed value within that context applies. A change starts a new revision of
-    these dtypes, and denied ones may be tried again."""
+    mla4 are for models with multi-head latent attention; kvpilot's other dtypes (docs/formats.md) are for all other
+    models. A new dtype goes through a canary. If it fails its probes, it is denied."""
+    recent_tokens: Annotated[RecentTokens | None, _RECENT_TOKENS] = None
     offload: Offload | None = None
 
     def recent_tokens_of(self, dtype: str) -> int | None:

@@ -1,33 +1,21 @@
 """Forecast the inter-token latency (ITL) and TTFT after a step.
 
 The forecast uses the measurements of earlier canaries. Without any, it uses the bytes of KV cache that attention reads
-in a decode step: attention takes bytes / (peak bandwidth * efficiency) seconds. The rest of the decode step does not
-depend on the cache.
+in a decode step: attention takes bytes / (peak bandwidth * the dtype's `read_share`) seconds. The rest of the decode
+step does not depend on the cache.
 """
 
 import math
 from dataclasses import dataclass
 from datetime import timedelta
 
+from kvpilot_formats.formats import FORMATS
 from kvpilot_operator.api.words import Action, Verdict
 from kvpilot_operator.decide.steps.capacity import bits_per_element
 from kvpilot_operator.decide.steps.policy_input import PolicyInput
 from kvpilot_operator.gpus import by_product
 from kvpilot_operator.state.status import Experience
 
-# Share of an H200's peak bandwidth (4.8 TB/s) that decode attention reaches when it reads its KV cache. The workload is
-# 32 sequences of 16K tokens with Llama-3-8B on vLLM 0.32.0, unless a source says otherwise:
-# - auto, fp8, k4v4 and k4v2: the attention column of docs/benchmarks/h200-engine.md.
-# - Our other dtypes: the layer column of h200-decode.md.
-# - vLLM's integer and TurboQuant caches: step times of 67.6, 78.5 (32 x 16K) and 10.3 ms (32 x 2K) on vLLM 0.25.1.
-# Other GPUs are assumed to reach the same share of their own peak.
-EFFICIENCY = {
-    "auto": 0.92, "bfloat16": 0.92, "float16": 0.92, "fp8": 0.63, "fp8_e4m3": 0.63,
-    "int8": 0.77, "k8v4": 0.80, "k4v4": 0.77, "k4v2": 0.63, "k2v2": 0.40,
-    "int8_per_token_head": 0.12, "int4_per_token_head": 0.052, "turboquant_4bit_nc": 0.094,
-}  # fmt: skip
-# Efficiency of FP8 at head_dim 256, from h200-decode.md: 0.82x the decode speed of 16 bits, with half the bytes.
-_FP8_HEAD_DIM_256 = 0.35
 # Attention gets at most this share of the observed time between two tokens. The forecast overstates attention, because
 # it counts a shared prefix once for each request.
 _MOST = 0.9
@@ -112,12 +100,12 @@ def _attention_seconds(s: PolicyInput, dtype: str) -> float | str:
         return "the engine has not reported the model's architecture"
     if model.mla:
         return "the model has multi-head latent attention"
-    slow = dtype.startswith("fp8") and model.head_dim >= 256 and dtype in EFFICIENCY
-    efficiency = _FP8_HEAD_DIM_256 if slow else EFFICIENCY.get(dtype)
-    if efficiency is None:
+    known = FORMATS.get(dtype)
+    share = None if known is None else known.read_share(model.head_dim) or known.read_share(128)
+    if share is None:
         return f"{dtype} was never measured"
     tokens = s.workload.usage_percent / 100 * s.workload.capacity_per_pod
     heads = -(-model.kv_heads // s.spec.engine.tensor_parallel)
     bits = bits_per_element(dtype, model, s.spec.kv_cache.skip_layers)
     cached = tokens * model.layers * heads * 2 * model.head_dim * bits / 8
-    return cached / (gpu.bandwidth_gb_s * 1e9 * efficiency)
+    return cached / (gpu.bandwidth_gb_s * 1e9 * share)
