@@ -120,14 +120,17 @@ def description(kind: Any) -> str:
 
 
 @cache
-def _texts(record: type[Record]) -> Mapping[str, str]:
-    """Return the docstrings of the fields of a struct and its bases, by field name."""
+def texts(kind: type) -> Mapping[str, str]:
+    """Return the docstrings of the fields of a struct and its bases, or of the members of an enum, by name."""
     found = {}
-    for base in reversed([one for one in record.__mro__ if issubclass(one, Record) and one is not Record]):
+    for base in reversed([one for one in kind.__mro__ if one.__module__.startswith("kvpilot_") and one is not Record]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         for field, text in pairwise(tree.body if isinstance(tree, ast.ClassDef) else ()):
             match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                    ast.Expr(value=ast.Constant(value=str(words))),
+                ):
                     found[name] = " ".join(words.split())
     return found
 
@@ -137,7 +140,7 @@ def _object(record: type[Record], defaults: bool) -> Json:
     fields = msgspec.structs.fields(record)
     properties = {}
     for one in fields:
-        text = _texts(record).get(one.name) or description(one.type)
+        text = texts(record).get(one.name) or description(one.type)
         made = properties[one.encode_name] = {"description": text, **_schema(one.type, Meta(), defaults)}
         default = one.default if one.default_factory is msgspec.NODEFAULT else one.default_factory()
         if defaults and default not in (None, "", msgspec.NODEFAULT):

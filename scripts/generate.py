@@ -3,9 +3,9 @@
     make generate                                    # write
     .venv/bin/python scripts/generate.py --check     # write nothing; exit 1 and name the files that would change
 
-It generates the chart's copies and config/, the API's reference, the tables of metrics, dtypes and decisions, defaults
-of transformers' config classes, costs of `kvpilot backtest`, pages of models, README's badges, the picture of a
-recording, and pages and plots of docs/benchmarks. It does not generate measured or resolved files: figures,
+It generates the chart's copies and config/, the API's reference, tables of metrics, dtypes, conditions and decisions,
+defaults of transformers' config classes, costs of `kvpilot backtest`, pages of models, README's badges, the picture of
+a recording, and pages and plots of docs/benchmarks. It does not generate measured or resolved files: figures,
 `tests/faults/table.py`, recordings, pictures of dashboards, locks.
 """
 

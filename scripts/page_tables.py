@@ -1,13 +1,15 @@
-"""Write the tables in docs/metrics.md and docs/formats.md that repeat facts of the code (`make generate`)."""
+"""Write the tables of metrics, dtypes and conditions in pages of docs/ (`make generate`)."""
 
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import crd
 from prometheus_client.metrics import MetricWrapperBase
 
 from kvpilot_formats.formats import FORMATS, Format
 from kvpilot_formats.latent import LATENT_FORMATS, ROPE_BITS
+from kvpilot_operator.api.words import ConditionType
 from kvpilot_operator.control.service_metrics import FAMILIES
 from kvpilot_operator.control.telemetry import Telemetry
 
@@ -64,6 +66,12 @@ def _missing(one: Format) -> str:
     return f"{key} more bits of each key" if key else f"{value} more bits of each value"
 
 
+def conditions() -> Iterator[str]:
+    """Yield the rows of the conditions with their reasons."""
+    for one in ConditionType:
+        yield f"| `{one}` | {crd.texts(ConditionType)[one.name]} |"
+
+
 def write(page: str, name: str, rows: Iterable[str]) -> None:
     """Replace the rows of the table between the page's marks `NAME: begin` and `NAME: end`. Keep the table's head."""
     path, end = DOCS / page, f"<!-- {name}: end -->\n"
@@ -73,6 +81,7 @@ def write(page: str, name: str, rows: Iterable[str]) -> None:
 
 if __name__ == "__main__":
     write("metrics.md", "metrics", sorted(metrics()))
+    write("conditions.md", "conditions", conditions())
     write("formats.md", "dtypes", dtypes())
     write("formats.md", "latents", latents())
     write("formats.md", "rings", rings())

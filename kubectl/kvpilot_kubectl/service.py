@@ -9,19 +9,6 @@ from datetime import datetime
 from kvpilot_kubectl.fields import Json, at, items, moment, text, whole
 from kvpilot_operator.api.words import ConditionType, Reason, Stage, Verdict, WorkloadKind
 
-# The statuses at which a condition needs no attention. Conditions that are not listed never need attention.
-_CALM: dict[str, tuple[str, ...]] = {
-    ConditionType.READY: ("True",),
-    ConditionType.SERVING: ("True",),
-    ConditionType.STALLED: ("False",),
-    ConditionType.METRICS_AVAILABLE: ("True",),
-    ConditionType.MEMORY_PRESSURED: ("False", "Unknown"),
-    ConditionType.OBJECTIVES_HELD: ("True", "Unknown"),
-    ConditionType.CANARY_HEALTHY: ("True", "Unknown"),
-    ConditionType.ACCURACY_VERIFIED: ("True", "Unknown"),
-}
-
-
 # (condition, reason) pairs that need attention at any status.
 _TOLD_BY_REASON = (
     (ConditionType.RECONCILING, Reason.RECONCILE_INCOMPLETE),
@@ -44,7 +31,7 @@ def is_calm(condition: Json) -> bool:
         return False
     if (kind, reason) in _TOLD_BY_REASON:
         return False
-    return status in _CALM.get(kind, (status,))
+    return status in next((one.calm for one in ConditionType if one == kind), (status,))
 
 
 def condition(obj: Json, kind: str) -> Json:

@@ -80,11 +80,9 @@ def test_the_docs_explain_every_stage_of_a_canary_in_flight() -> None:
     assert [stage for stage in Stage if stage not in (Stage.PROMOTED, Stage.ROLLED_BACK) and stage not in rows] == []
 
 
-def test_the_docs_have_every_condition_and_every_reason_and_no_other() -> None:
+def test_the_docs_have_every_reason_and_no_other() -> None:
     _, _, text = (DOCS / "conditions.md").read_text().partition("## Reasons")
     text, _, _ = text.partition("## ")
-    rows = [row.split("|") for row in text.splitlines() if row.startswith("| `")]
-    assert [row[1].strip(" `") for row in rows] == list(ConditionType)
     named = {word for line in text.splitlines() for word in re.findall(r"`(\w+)`", line.split("|", 2)[-1])}
     assert set(Reason) - named == set()
     made = {"Canary", Outcome.NO_CANARY}

@@ -1,6 +1,7 @@
 """Enum values that the operator writes to the status. Each value is part of the API."""
 
 from enum import StrEnum
+from typing import Self
 
 
 class Stage(StrEnum):
@@ -83,17 +84,52 @@ class ObjectiveState(StrEnum):
 
 
 class ConditionType(StrEnum):
-    """Types of conditions. docs/conditions.md explains each of them."""
+    """Types of conditions, in the order of the status, each with the statuses at which it needs no attention.
 
-    READY = "Ready"
-    SERVING = "Serving"
-    RECONCILING = "Reconciling"
-    STALLED = "Stalled"
-    METRICS_AVAILABLE = "MetricsAvailable"
-    MEMORY_PRESSURED = "MemoryPressured"
-    OBJECTIVES_HELD = "ObjectivesHeld"
-    CANARY_HEALTHY = "CanaryHealthy"
-    ACCURACY_VERIFIED = "AccuracyVerified"
+    The text below a type has its reasons, for the table of docs/conditions.md (`make generate`).
+    """
+
+    calm: tuple[str, ...]
+
+    def __new__(cls, word: str, *calm: str) -> Self:
+        """Return the type `word`."""
+        made = str.__new__(cls, word)
+        made._value_, made.calm = word, calm
+        return made
+
+    READY = "Ready", "True"
+    """the reason of `Stalled` or `Reconciling` if one of them is True, otherwise that of `Serving`"""
+    SERVING = "Serving", "True"
+    """`Serving`, `EnginesStarting`, `ScaledToZero`, `TrafficMoving`. If an engine does not start: `Unschedulable`,
+    `ClaimNotBound`, `ImageUnavailable`, `ConfigMissing` (a Secret or ConfigMap), `EngineCrashed`, [the engine's own
+    reason](serving.md) or the kubelet's"""
+    RECONCILING = "Reconciling", "True", "False", "Unknown"
+    """During a canary: `Canary` followed by its stage, such as CanaryProbing, or the reason why its pods do not start,
+    as in `Serving`. Otherwise: `EnginesStarting`, `SpecChanged`, `Scaling`, `TrafficMoving`, `ReconcileIncomplete`,
+    `Busy` (a canary waits [until the service is idle](canary.md#where-does-its-gpu-come-from)). While it is False:
+    `Settled`"""
+    STALLED = "Stalled", "False"
+    """`SpecInvalid`, `RolloutPaused`, [the refusals of the API server](runbooks/KvpilotObjectsRefused.md#mitigation).
+    If no canary can start: `ProbeSetInvalid`, `ScaledToZero`, `Unschedulable`, `RouteUnusable`, `DtypeDenied`,
+    `BaselineUnfit`, `RevisionFailed`, `ReconcileIncomplete`. If an engine fails: the same reasons as in `Serving`"""
+    METRICS_AVAILABLE = "MetricsAvailable", "True"
+    """`Scraped`, `NoMetrics`. `EnginesStalled` if some engines have requests but produce no tokens: the condition is
+    True while other engines work, and False if none works"""
+    MEMORY_PRESSURED = "MemoryPressured", "False", "Unknown"
+    """[the resource that limits the service](pilot.md#which-resource-limits-the-service): `NoMetrics`,
+    `EnginesStalled`, `Warming`, `Idle`, `MemoryBound`, `PrefillBound`, `ComputeBound`, `Imbalanced`, `Relaxed`"""
+    OBJECTIVES_HELD = "ObjectivesHeld", "True", "Unknown"
+    """`Held`, `Missed`, `Unsettled`, `NoSamples`"""
+    CANARY_HEALTHY = "CanaryHealthy", "True", "Unknown"
+    """`NoCanary`, or the canary's stage. Why the canary started: `SpecChanged`, `MemoryPressured`, `ObjectiveMissed`,
+    `LoadLeft`, `AccuracyDrifted`. What the probes found: `WithinLimits`, `TooFewSamples`, `AccuracyRegressed`,
+    `MixedFactors`, `BaselineLost`, `BaselineUnfit`, `DtypeMismatch`, `EngineCrashed` (at a full context), `ProbeErrors`
+    or [why a probe failed](accuracy-watch.md#why-did-a-probe-end-without-figures). What its traffic showed:
+    `WithinLimits`, `TooFewSamples`, `PerformanceRegressed`, `ErrorsIncreased`. Why else the trial ended: `Superseded`,
+    `ProgressDeadlineExceeded`. Why its pods do not start: the same reasons as in `Serving`"""
+    ACCURACY_VERIFIED = "AccuracyVerified", "True", "Unknown"
+    """`Reference`, `WithinLimits`, `NotProbed`, `AccuracyRegressed`, `AccuracyDrifted`, `ProbeErrors`,
+    `ProbeSetInvalid`, `MixedFactors`, `BaselineUnfit`, `DtypeMismatch`"""
 
 
 class Reason(StrEnum):

@@ -33,6 +33,18 @@ class Line(NamedTuple):
         return Cause(self.reason, self.message)
 
 
+def lines(c: Context) -> dict[ConditionType, Line]:
+    """Decide all conditions of this module. Leave out those that do not apply to the service."""
+    found = {
+        ConditionType.METRICS_AVAILABLE: metrics(c),
+        ConditionType.MEMORY_PRESSURED: memory_pressured(c),
+        ConditionType.OBJECTIVES_HELD: objectives(c),
+        ConditionType.CANARY_HEALTHY: canary_healthy(c),
+        ConditionType.ACCURACY_VERIFIED: accuracy(c),
+    }
+    return {kind: line for kind, line in found.items() if line is not None}
+
+
 def metrics(c: Context) -> Line:
     """Report whether engines deliver metrics, and which pods' metrics are left out."""
     workload, backed_off = c.workload, c.snapshot.backed_off

@@ -18,19 +18,15 @@ D = TypeVar("D", bound=Draft)
 
 def tell(c: Context) -> Context:
     """Write all conditions of a service with a valid spec. Post an event if a condition has a new cause."""
-    problems, answers, verified = standing.problems(c), standing.serving(c), measured.accuracy(c)
-    both = standing.lines(c, problems, answers)
+    problems, answers, found = standing.problems(c), standing.serving(c), measured.lines(c)
+    both, verified = standing.lines(c, problems, answers), found[ConditionType.ACCURACY_VERIFIED]
     if keeps_probe(c.unanswered):
         verified = _lines(c).get(ConditionType.ACCURACY_VERIFIED, verified)
-    held = measured.objectives(c)
     lines: dict[ConditionType, Line] = {
         ConditionType.READY: _ready(c, both, answers, verified, problems.progress),
         ConditionType.SERVING: answers,
         **both,
-        ConditionType.METRICS_AVAILABLE: measured.metrics(c),
-        ConditionType.MEMORY_PRESSURED: measured.memory_pressured(c),
-        **({} if held is None else {ConditionType.OBJECTIVES_HELD: held}),
-        ConditionType.CANARY_HEALTHY: measured.canary_healthy(c),
+        **found,
         ConditionType.ACCURACY_VERIFIED: verified,
     }
     c = _written(c, lines)
@@ -53,7 +49,7 @@ def refuse(draft: Draft) -> Draft:
         ConditionType.SERVING: Line("True", Reason.SERVING, kept) if serves else refused,
         **standing.both(ConditionType.STALLED, Cause(Reason.SPEC_INVALID, message)),
     }
-    written = _written(draft, {**lines, **_lines(draft), **lines})
+    written = _written(draft, {**_lines(draft), **lines})
     return _announce(written, Cause(Reason.SPEC_INVALID, message), (ConditionType.STALLED,))
 
 
@@ -101,8 +97,10 @@ def _announce(draft: D, cause: Cause, kinds: tuple[ConditionType, ...]) -> D:
 
 def _stamped(s: Snapshot, lines: Mapping[ConditionType, Line]) -> Iterator[Condition]:
     """Make conditions from lines. `lastTransitionTime` changes only if the condition's status changes."""
-    for kind, one in lines.items():
-        before = s.status.condition(kind)
+    for kind in ConditionType:
+        if kind not in lines:
+            continue
+        one, before = lines[kind], s.status.condition(kind)
         kept = before is not None and before.status == one.status
         yield Condition(
             type=kind,
