@@ -10,7 +10,7 @@ from kvpilot_operator.api.record import Name, Record, Rule, rules
 class RouteRef(Record, frozen=True):
     """Your HTTPRoute (Gateway API) in this namespace that sends requests to this service. kvpilot sets the weights of
     its backends (Services or InferencePools NAME and NAME-canary) to the canary's share, and restores the route after
-    the trial. Without a route, the canary's share is its share of the replicas behind the Service NAME."""
+    the trial. If not set, the canary's share is its share of the replicas behind the Service NAME."""
 
     name: Name
     """The HTTPRoute's name."""
@@ -50,7 +50,8 @@ class InferencePool(Record, frozen=True):
     kvpilot creates no pools."""
 
     endpoint_picker_ref: EndpointPickerRef | None = None
-    """Endpoint picker of the pool NAME. Releases v1.0 to v1.5 of the extension need it. From v1.6 on, leave it out if
-    the gateway picks endpoints itself."""
+    """Endpoint picker of the pool NAME. If not set, the gateway must pick endpoints itself, which needs v1.6 of the
+    extension or newer."""
     canary_endpoint_picker_ref: EndpointPickerRef | None = None
-    """Endpoint picker of the pool NAME-canary. It must be another one, because a picker serves only one pool."""
+    """Endpoint picker of the pool NAME-canary. It must be another one, because a picker serves only one pool. If not
+    set, the pool has no picker."""

@@ -81,7 +81,8 @@ class KVCache(Record, frozen=True):
     start_dtype: SmallDtype | None = None
     """Dtype of the ladder that kvpilot tries as soon as the service answers, without waiting for memory pressure. Use
     it for a dtype that passed elsewhere; kubectl kvpilot export writes it. It goes through a canary: the baseline
-    serves until the probes have passed, and continues if they fail. It has no effect once the dtype has changed."""
+    serves until the probes have passed, and continues if they fail. It has no effect once the dtype has changed. If
+    not set, kvpilot waits for memory pressure."""
     skip_layers: Annotated[tuple[SkippedLayer, ...], Meta(max_length=128, extra=SET)] = ("sliding_window",)
     """Layers whose cache stays in the model's dtype: layer numbers, counted from 0, or sliding_window for all layers
     with a sliding window, whose caches are small. A change starts a new revision."""

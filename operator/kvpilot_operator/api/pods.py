@@ -42,7 +42,7 @@ class KeyRef(Record, frozen=True):
 
 class TokenRef(KeyRef, frozen=True):
     """Secret of this namespace with an access token of the Hugging Face hub, for gated hf:// models. The engine gets
-    the token as HF_TOKEN. A change starts a new revision."""
+    the token as HF_TOKEN. If not set, kvpilot passes no token. A change starts a new revision."""
 
     key: Key = "token"
     """Key of the Secret that holds the access token."""
@@ -259,7 +259,8 @@ class Engine(Record, frozen=True):
 
 class Claim(Record, frozen=True):
     """The PersistentVolumeClaim NAME-weights, which kvpilot creates for the weights of an hf:// model. It also holds
-    compiled code unless compileClaimName is set. It is deleted with the service, but not if you remove this field."""
+    compiled code unless compileClaimName is set. It is deleted with the service, but not if you remove this field. If
+    not set, kvpilot creates no claim."""
 
     size: Annotated[str, Meta(min_length=2, max_length=9, pattern=r"^[1-9][0-9]{0,5}(M|G|T|Mi|Gi|Ti)$")]
     """Storage to request, a whole number with a unit, such as 200Gi. You may raise it if the storage class allows
@@ -277,12 +278,13 @@ class Cache(Record, frozen=True):
 
     weights: Claim | None = None
     weights_claim_name: Name | None = None
-    """PersistentVolumeClaim of this namespace that you created, for the weights of an hf:// model. With neither this
-    field nor weights, every pod downloads the weights. Use a claim with ReadWriteMany for more than one replica."""
+    """PersistentVolumeClaim of this namespace that you created, for the weights of an hf:// model. If neither this
+    field nor weights is set, every pod downloads the weights. Use a claim with ReadWriteMany for more than one
+    replica."""
     compile_claim_name: Name | None = None
     """PersistentVolumeClaim of this namespace for compiled code: one archive for each image, kind of GPU and set of
     arguments. Engines execute its content, so let nobody else write to it. It may be the claim of weightsClaimName, if
-    only engines write to that."""
+    only engines write to that. If not set, only the claim of weights keeps compiled code."""
 
     @property
     def on_one_node(self) -> bool:
