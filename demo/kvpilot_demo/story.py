@@ -263,7 +263,6 @@ class Story:
         self.record.bad_probe = seen.status["accuracy"]["last"]
         self.record.bad_canary = seen.trial
         self.record.denied = seen.status["kvCache"].get("denied", [])
-        # Undo the change now. Otherwise kvpilot would next roll out the stable dtype without its recent window.
         await self._world.patch({"spec": {"kvCache": UNDONE}})
         self._screen.note(f"You set spec.kvCache to {GOOD} with its recent window. Nothing has to restart.")
         await self._until(lambda _: bool(self._answers()), "an Event with both answers")

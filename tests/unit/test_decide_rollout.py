@@ -123,6 +123,35 @@ def test_a_dtype_that_garbles_answers_is_rolled_back_and_denied_while_the_last_g
     assert "denySeconds" in stalled.message
 
 
+@pytest.mark.parametrize("more", [{"kvCache": {"recentTokens": 0}}, {"engine": {"extraArgs": ["--max-num-seqs=8"]}}])
+def test_a_denied_dtype_leaves_the_serving_revision_as_it_is_until_the_spec_names_another(more):
+    spec = {"kvCache": {}, **more}
+    cluster = ModelCluster(fixed("k4v4"), bad=frozenset({BAD}))
+    cluster.settle()
+    serving = list(cluster.deployments)
+    cluster.edit(manifest(**{**spec, "kvCache": {"mode": "Fixed", "dtype": BAD, **spec["kvCache"]}}))
+    cluster.until(lambda s: s.last_trial is not None and s.canary is None)
+    for _ in range(20):
+        cluster.tick()
+        assert list(cluster.deployments) == serving
+    assert f"revision {serving[0]} (k4v4) keeps serving" in cluster.parsed().condition("Stalled").message
+    cluster.edit(manifest(**{**spec, "kvCache": {"mode": "Fixed", "dtype": "k4v4", **spec["kvCache"]}}))
+    status = cluster.settle()
+    assert status.condition("Ready").status == "True"
+    assert list(cluster.deployments) == [revision_of(cluster.obj, "k4v4")] != serving
+
+
+def test_a_service_whose_engines_are_gone_starts_the_serving_dtype_while_the_specs_dtype_is_denied():
+    cluster = ModelCluster(fixed("k4v4"), bad=frozenset({BAD}))
+    cluster.settle()
+    cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": BAD, "recentTokens": 0}))
+    cluster.settle()
+    cluster.api.drop("Deployment", f"chat-{cluster.traffic}")
+    cluster.settle()
+    assert list(cluster.deployments.values()) == [("k4v4", 1)]
+    assert cluster.answering() == 1
+
+
 def test_a_canary_that_fails_at_a_full_context_is_rolled_back_at_once_and_gets_no_traffic():
     crashed = ProbeFailed("EngineCrashed", "pod p: the engine failed at a prompt of 32760 tokens")
     cluster = ModelCluster(manifest(**AUTO), demand=9000, measured=crashed)

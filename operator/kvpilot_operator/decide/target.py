@@ -81,11 +81,13 @@ def _fixed(c: Context) -> Target:
     standing = c.denial(wanted)
     warning = infeasible(wanted, c.spec, c.snapshot.node, c.snapshot.model)
     if standing is not None and standing.reason in ACCURACY_REASONS and stable is not None and stable.dtype != wanted:
+        # Other changes of the spec wait, too: they were made for the denied dtype.
+        name = stable.revision if _serves(c, stable) else c.render(stable.dtype).name
         held = (
-            f"spec.kvCache.dtype {wanted} is denied until {utc(standing.until)}: {standing.message}; "
-            f"{stable.dtype} keeps serving. Choose another dtype, or set spec.rollout.denySeconds to 0 to try again"
+            f"spec.kvCache.dtype {wanted} is denied until {utc(standing.until)}: {standing.message}; revision {name} "
+            f"({stable.dtype}) keeps serving. Choose another dtype, or set spec.rollout.denySeconds to 0 to try again"
         )
-        return _guarded(c, stable.dtype, Reason.DTYPE_DENIED, held, held=held, warning=warning)
+        return Target(stable.dtype, name, Reason.DTYPE_DENIED, held, held, warning=warning)
     return _guarded(c, wanted, Reason.SPEC_CHANGED, f"spec.kvCache.dtype is {wanted}", warning=warning)
 
 
@@ -117,13 +119,16 @@ def _start_dtype(c: Context, stable: Stable) -> str | None:
     """
     kv, dtype = c.status.kv_cache, c.spec.kv_cache.start_dtype
     # Without an engine that has answered, the new revision would serve at once without probes, so wait for one.
-    serves = stable.ever_ready and stable.revision in c.snapshot.deployments
-    if not serves or stable.dtype != c.spec.kv_cache.baseline or kv.changed_time is not None:
+    if not _serves(c, stable) or stable.dtype != c.spec.kv_cache.baseline or kv.changed_time is not None:
         return None
     if any(one.dtype == dtype and one.verdict == Verdict.FAILED for one in c.status.history):
         return None
     ladder = rungs(c.spec, c.snapshot.node, c.snapshot.model, kv.denied, c.now)
     return next((rung.dtype for rung in ladder if rung.dtype == dtype and rung.outcome is None), None)
+
+
+def _serves(c: Context, stable: Stable) -> bool:
+    return stable.ever_ready and stable.revision in c.snapshot.deployments
 
 
 def _guarded(c: Context, dtype: str, reason: str, message: str, **more: Any) -> Target:
