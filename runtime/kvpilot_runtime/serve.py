@@ -83,9 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-dtype-skip-layers", help="layers that stay in 16 bits, comma-separated: "
                         "sliding_window, or layer numbers (default with our dtypes: sliding_window)")  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="dtype of the weights")
-    parser.add_argument("--calibration", metavar="FILE", default=os.environ.get(CALIBRATION) or None,
-                        help="file with static factors of the model's keys and values, or `off` (default: "
-                        f"{CALIBRATION}; without either, the engine calibrates itself at start)")  # fmt: skip
     parser.add_argument("--recent-tokens", type=_window, metavar="N", default=os.environ.get(RECENT) or None,
                         help="number of last tokens of a sequence that are read with 8 bits or more: "
                         f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
@@ -120,7 +117,7 @@ def parse(argv: Sequence[str]) -> tuple[Request, list[str]]:
         kv_bytes = memory.cpu_kv_bytes()
     request = Request(
         known.model, known.kv_cache_dtype, known.dtype, known.max_model_len, known.tensor_parallel_size,
-        known.gpu_memory_utilization, kv_bytes, skip, known.calibration, known.revision,
+        known.gpu_memory_utilization, kv_bytes, skip, os.environ.get(CALIBRATION) or None, known.revision,
         tuple(others), known.recent_tokens,
         found.on("--max-model-len") and known.max_model_len is None,
     )  # fmt: skip
@@ -162,8 +159,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if findings.disable_window:
         arguments.append("--disable-sliding-window")
     environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, options.SERVE: "1"}
-    if request.calibration:
-        environment[CALIBRATION] = request.calibration
     if request.recent is not None:
         environment[RECENT] = str(request.recent)
     if findings.config is not None:

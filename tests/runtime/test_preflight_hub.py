@@ -119,6 +119,6 @@ def test_what_the_hub_refuses_is_refused_at_once_with_what_to_do(tmp_path: Path,
 def test_a_dtype_that_no_model_could_have_is_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(hub, "config_file", lambda model, _: asked.append(model))
-    with pytest.raises(PreflightError, match="calibration"):
+    with pytest.raises(PreflightError, match="KVPILOT_CALIBRATION"):
         check(Request(MODEL, "k2v2", calibration="/no/such/file"))
     assert asked == []

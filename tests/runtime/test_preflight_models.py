@@ -187,13 +187,6 @@ def test_a_calibration_is_a_file_that_exists_or_none_at_all_or_off_but_for_k2v2(
     assert silent(check(Request(model, "k2v2", calibration=str(file))))
 
 
-def test_a_calibration_may_come_from_the_environment_or_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert serve.parse(["--model=m"])[0].calibration is None
-    monkeypatch.setenv("KVPILOT_CALIBRATION", "/factors")
-    assert serve.parse(["--model=m"])[0].calibration == "/factors"
-    assert serve.parse(["--model=m", "--calibration=/others"])[0].calibration == "/others"
-
-
 def test_a_window_is_one_that_can_be_served_and_not_longer_than_the_context() -> None:
     model = str(tiny_llama())
     for recent in formats.RECENT_CHOICES:
@@ -249,23 +242,25 @@ def test_a_window_may_come_from_the_environment_or_an_option_and_the_ring_is_cou
     assert "for the recent window" in refusal(exact).message
 
 
-def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_that_was_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "factors.safetensors"
-    file.write_bytes(b"")
-    for said in ("KVPILOT_CALIBRATION", "HF_HUB_OFFLINE"):  # Variables of the shell must not influence the test.
-        monkeypatch.delenv(said, raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # A variable of the shell must not influence the test.
+    monkeypatch.setenv("KVPILOT_CALIBRATION", str(file))
     before = dict(serve.os.environ)
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(serve.os, "execve", lambda _, command, environment: started.append((command, environment)))
-    serve.main([f"--model={tiny_gemma3()}", "--kv-cache-dtype=k4v4", f"--calibration={file}", "--recent-tokens=128"])
+    given = [f"--model={tiny_gemma3()}", "--kv-cache-dtype=k4v4", "--recent-tokens=128"]
+    assert serve.main(given) == serve.REFUSED
+    assert f"KVPILOT_CALIBRATION={str(file)!r}: there is no such file" in capfd.readouterr().err
+    file.write_bytes(b"")
+    serve.main(given)
     ((command, environment),) = started
     assert command[-2:] == ["--kv-cache-dtype-skip-layers", "sliding_window"]
     assert environment["KVPILOT_CALIBRATION"] == str(file)
     assert environment["KVPILOT_RECENT_TOKENS"] == "128"
     assert environment["HF_HUB_OFFLINE"] == "1"
-    assert not any("calibration" in argument for argument in command)
     assert serve.os.environ == before
 
 

@@ -43,17 +43,18 @@ def test_two_nodes_with_a_rank_each_answer_as_the_model_does_with_the_factors_of
     group = (
         "--tensor-parallel-size=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={master}",
         "--distributed-executor-backend=mp", "--dtype=float32", "--kv-cache-memory-bytes=64M", "--block-size=16",
-        f"--calibration={file}", "--recent-tokens=0",
+        "--recent-tokens=0",
     )  # fmt: skip
     worker = (
         real.SERVE, f"--model={model}", "--kv-cache-dtype=k4v4", "--max-model-len=2048", "--enforce-eager", *group,
         "--node-rank=1", "--headless",
     )  # fmt: skip
+    variables = {**FLOAT32, "KVPILOT_CALIBRATION": str(file)}
     rng = random.Random(20261123)
     prompts = [[rng.randrange(3, 49152) for _ in range(length)] for length in (20, 47, 130)]
     with (
-        real.process_group(worker, tmp_path / "worker.log", FLOAT32) as second,
-        real.engine(model, "k4v4", tmp_path, *group, "--node-rank=0", env=FLOAT32) as leader,
+        real.process_group(worker, tmp_path / "worker.log", variables) as second,
+        real.engine(model, "k4v4", tmp_path, *group, "--node-rank=0", env=variables) as leader,
     ):
         answers = [leader.tokens(prompt, 24) for prompt in prompts]
         whole = factors_file.join_digests([factors_file.digest(of_rank(layers, rank)) for rank in range(2)])

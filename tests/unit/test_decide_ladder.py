@@ -99,16 +99,13 @@ def test_a_head_dimension_with_zeros_behind_gains_what_its_rows_take():
 
 def test_a_format_for_calibrated_models_is_ruled_out_where_calibration_is_off():
     assert reason("k2v2") is None
-    by_name = spec_of(manifest(engine={"image": "i", "env": [{"name": "KVPILOT_CALIBRATION", "value": "/models/c"}]}))
-    by_option = spec_of(manifest(engine={"image": "i", "extraArgs": ["--calibration=/models/c"]}))
-    assert reason("k2v2", by_name) is None
-    assert reason("k2v2", by_option) is None
-    off = spec_of(manifest(engine={"image": "i", "extraArgs": ["--calibration=off"]}))
+    by_file, off = (
+        spec_of(manifest(engine={"image": "i", "env": [{"name": "KVPILOT_CALIBRATION", "value": value}]}))
+        for value in ("/models/c", "off")
+    )
+    assert reason("k2v2", by_file) is None
     assert "is not accurate without calibration" in reason("k2v2", off)
     assert reason("k4v4", off) is None
-    file_after_all = {"image": "i", "extraArgs": ["--calibration=/models/c"]}
-    file_after_all["env"] = [{"name": "KVPILOT_CALIBRATION", "value": "off"}]
-    assert reason("k2v2", spec_of(manifest(engine=file_after_all))) is None
 
 
 def test_sliding_window_layers_that_stay_in_16_bits_can_leave_too_little_to_gain():

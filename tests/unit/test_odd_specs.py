@@ -25,7 +25,7 @@ OPTIONS = [
     "--max_num_batched_tokens",
     "--max-num-b",
     "--scheduling-policy",
-    "--calibration",
+    "--recent-tokens",
 ]
 ARGUMENTS = st.lists(
     st.builds("{}={}".format, st.sampled_from(OPTIONS), st.text(ODD, max_size=40) | st.just("9" * 900))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
-KVPILOT = ("--calibration", "--recent-tokens")
+KVPILOT = ("--recent-tokens",)
 """Options that only kvpilot-serve has. Each takes one value, and its name cannot be abbreviated."""
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")

@@ -29,9 +29,9 @@ def check_options(fmt: Dtype, request: Request) -> None:
         raise PreflightError("BadArguments", f"{options.TRANSFER}: {connector.name} with kv-cache dtype {fmt.name!r} needs {lacks}; use such a runtime image, or leave it out")  # fmt: skip  # noqa: E501
     named = request.calibration not in (None, CALIBRATION_OFF)
     if fmt.calibrated_only and request.calibration == CALIBRATION_OFF:
-        raise PreflightError("BadArguments", f"--calibration off: without calibration kv-cache dtype {fmt.name!r} is not accurate; leave the option out, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501
+        raise PreflightError("BadArguments", f"KVPILOT_CALIBRATION=off: without calibration kv-cache dtype {fmt.name!r} is not accurate; unset it, so that the engine calibrates itself, or give a file of `kvpilot calibrate`")  # fmt: skip  # noqa: E501
     if named and not Path(request.calibration or "").is_file():
-        raise PreflightError("BadArguments", f"--calibration {request.calibration!r}: there is no such file; check that its volume is mounted, or leave the option out: the engine then calibrates itself")  # fmt: skip  # noqa: E501
+        raise PreflightError("BadArguments", f"KVPILOT_CALIBRATION={request.calibration!r}: there is no such file; check that its volume is mounted, or unset it: the engine then calibrates itself")  # fmt: skip  # noqa: E501
 
 
 def _check_blocks(fmt: Dtype, request: Request, platform: machine.Platform) -> None:
@@ -98,7 +98,7 @@ def check_latent(fmt: latent.LatentFormat, config: models.Architecture | None, r
     if request.skip_layers:
         refuse("--kv-cache-dtype-skip-layers")
     if request.calibration not in (None, CALIBRATION_OFF):
-        refuse(f"--calibration {request.calibration!r}: there are no static factors of latents")
+        refuse(f"KVPILOT_CALIBRATION={request.calibration!r}: there are no static factors of latents")
     if config is None:
         return
     if (what := models.unsupported_latent(config)) is not None:

@@ -7,7 +7,7 @@ from kvpilot_formats import models
 from kvpilot_formats.arguments import Arguments, read
 
 CALIBRATION_OFF = "off"
-"""Value of `--calibration` that turns calibration factors off."""
+"""Value of `KVPILOT_CALIBRATION` that turns calibration factors off."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Request:
         memory_fraction: `--gpu-memory-utilization`.
         kv_bytes: size of the KV cache; None if vLLM chooses it.
         skip_layers: layers that stay in 16 bits (`--kv-cache-dtype-skip-layers`); None if not given.
-        calibration: calibration file or `off`; None if not given.
+        calibration: `KVPILOT_CALIBRATION`, a calibration file or `off`; None if not given.
         others: arguments of `vllm serve` that are not fields here.
         recent: tokens of the recent window; None if not given.
         fit_length: True if vLLM chooses the longest context that fits.

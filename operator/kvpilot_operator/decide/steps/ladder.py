@@ -26,9 +26,8 @@ _FP8_SLOW_HEAD_DIM = 256
 
 
 def uncalibrated(spec: Spec) -> bool:
-    """Return True if --calibration, or else KVPILOT_CALIBRATION, turns calibration off."""
-    named = [v.value for v in spec.engine.env if v.name == "KVPILOT_CALIBRATION"]
-    return (spec.engine.arguments.value("--calibration") or next(iter(named), None)) == "off"
+    """Return True if KVPILOT_CALIBRATION turns calibration off."""
+    return any(v.name == "KVPILOT_CALIBRATION" and v.value == "off" for v in spec.engine.env)
 
 
 def _unfit_option(dtype: str, spec: Spec) -> str | None:
@@ -53,7 +52,7 @@ def infeasible(dtype: str, spec: Spec, node: NodeFacts, model: ModelFacts | None
     if (fault := hardware_fault(dtype, node, model)) is not None:
         return fault
     if stored.calibrated_only and uncalibrated(spec):
-        return f"{dtype} is not accurate without calibration: leave --calibration and KVPILOT_CALIBRATION out"
+        return f"{dtype} is not accurate without calibration: leave KVPILOT_CALIBRATION out"
     if stored.latent and spec.offloads:
         return f"{dtype} does not go together with kvCache.offload"
     if (unfit := _unfit_option(dtype, spec)) is not None:
