@@ -26,7 +26,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--metrics-authentication",
         action="store_true",
-        help="answer /metrics only to bearer tokens whose users the API server permits to get that path",
+        help="answer /metrics only to bearer tokens whose users the API server permits to get that path (plain HTTP)",
     )
     parser.add_argument(
         "--allow-host-access",
