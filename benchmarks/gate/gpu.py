@@ -62,8 +62,8 @@ GIB = 1 << 30
 SERVICE = ServiceKey("default", "gate")
 USUAL_CONTEXT = 16384
 """Context in tokens that the users' usual conversations fit into. In a shorter context, they are shorter."""
-SHORTEST_SECONDS = 5.0
-"""Least time in which users are measured without a probe."""
+ALONE_SECONDS = 60.0
+"""Time before each periodic probe in which users are measured without one."""
 # Roles only, because a model with random weights needs no real template.
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -175,10 +175,8 @@ class Pair:
         asked = different(kept, self.args.differ_every) if dummy else kept
         limits = UNLIMITED if dummy else allowed(described(kept), self._limits())
         if self.args.serving and self.args.users:
-            # As long as the last probe, so that users have as much time without a probe as with one.
-            before = self.beside[-1] if self.beside else (0.0, 0.0)
             begin = time.perf_counter()
-            await asyncio.sleep(max(SHORTEST_SECONDS, before[1] - before[0]))
+            await asyncio.sleep(ALONE_SECONDS)
             self.alone.append((begin, time.perf_counter()))
         with self.record.stage(stages, "measure") as stage:
             settings, begin = self._periodic(row["seed"]) if self.args.serving else MEASURING, time.perf_counter()
