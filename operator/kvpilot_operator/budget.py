@@ -27,8 +27,9 @@ class InputLimits:
 
 
 # vLLM's metrics page has about 50 KiB for each data-parallel rank, so 1 MiB is enough for 20 ranks behind one server.
-# The operator needs about 192 KiB of memory to read a page. It reads up to 450 pages a second (control/pilot.py). A
-# healthy engine answers within 10 ms, so these take 5 permits.
+# The operator needs about 192 KiB of memory to read a page. It reads up to 450 pages a second (control/pilot.py). If
+# engines answer within 10 ms, as healthy ones do, at most 5 pages are read at a time. The other permits are for slow
+# engines.
 METRICS = InputLimits("a page of metrics", 1 * _MIB, permits=256, share=64)
 METRICS_SOCKET_BYTES = 32 * _KIB
 # Limits on a page's lines: their length and their number. vLLM 0.32's longest line (cache_config_info) has 1.1 KiB, and
@@ -39,7 +40,7 @@ METRICS_CHUNK_BYTES = 32 * _KIB
 # Read a chunk in steps of this many lines, which take at most 0.7 ms. Other ready tasks run between steps.
 METRICS_STEP_LINES = 256
 METRICS_STEPS = 4
-# A page costs one unit for each line (2.5 us of CPU time), and one more for each 128 bytes. Each pod may cost 2,000
+# Cost of a page in units of 2.5 us of CPU time: one for each line, and one for each 128 bytes. Each pod may cost 2,000
 # units a second. So a page of 20 ranks (14,000 units) can be read every 7 s, and the largest page (24,576 units) every
 # 12.3 s.
 METRICS_WORK_BYTES = 128
@@ -54,10 +55,12 @@ CONFIG_MAPS = 4
 PACKS_BYTES = 128 * _KIB
 
 # A probe takes at most 4 MiB of memory, and about 0.5 MiB with the built-in packs and a short context. It takes seconds
-# to minutes. READ_BYTES is enough for a text of 65,536 tokens of 10 bytes each. Longer prompts are made of such texts.
+# to minutes. An answer of READ_BYTES can hold a text of 65,536 tokens of 10 bytes each. Longer prompts are put together
+# from several such texts.
 CANARY_PROBE = InputLimits("a probe of a canary", READ_BYTES, permits=16, share=8)
-# Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them. Beside users
-# they rest most of their time, and then hold only the baseline (decision 111). 64 of them take at most 256 MiB.
+# Probes of serving replicas have separate permits, so that a canary never waits behind a thousand of them. While users'
+# requests run, such a probe pauses most of the time, and keeps only the baseline in memory (decision 111). 64 probes
+# take at most 256 MiB.
 CHECK = InputLimits("a check of a replica", READ_BYTES, permits=64, share=32)
 
 # The operator checks a bearer token with two requests to the API server. Each client address has its own share of
@@ -68,8 +71,8 @@ TOKEN_REVIEW = InputLimits("a review of a token", 0, permits=4, share=2)
 class Permits:
     """A semaphore for all tenants (namespaces or addresses), with a smaller semaphore for each tenant.
 
-    Work that reports no progress for longer than its patience loses its permit if others wait. So a hanging engine
-    delays the others by seconds only.
+    While others wait, work that reports no progress for `patience_seconds` loses its permit. So a hanging engine delays
+    the others by seconds only.
     """
 
     def __init__(self, limits: InputLimits) -> None:

@@ -121,7 +121,7 @@ class PermitLost(KvpilotError):
 
 
 def places(error: Exception) -> tuple[str, ...]:
-    """Return the places in the operator's own code that an error passed: FILE:LINE, outermost first."""
+    """Return the lines of the operator's own code in an error's traceback, as FILE:LINE, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = ((PurePath(frame.filename), frame.lineno) for frame in frames)
     return tuple(f"{file.name}:{line}" for file, line in ours if _PACKAGE in file.parts)

@@ -11,8 +11,8 @@ log = logging.getLogger(__name__)
 CHAIN, KEY, ROOT = "cert-chain.pem", "key.pem", "root-cert.pem"
 """File names that Istio's agent uses (OUTPUT_CERTS)."""
 
-# ALPN names. A sidecar that also accepts plain traffic recognises mutual TLS by the first two. The last name is the
-# inner protocol.
+# ALPN protocol names to offer. By the first two, a sidecar that also accepts plain traffic recognises mutual TLS. The
+# last one is the protocol inside TLS.
 _PROTOCOLS = ["istio-http/1.1", "istio", "http/1.1"]
 
 
@@ -37,7 +37,7 @@ class Identity:
                 # During a renewal the files may not match, so keep the last context. The error quotes no file content.
                 self._fault = f"{self._folder}: {type(error).__name__}: {error}"
                 if self._tls is not None:
-                    log.warning("the mesh's certificates are the ones read before: %s", self._fault)
+                    log.warning("new certificates of the mesh cannot be used, the old ones stay: %s", self._fault)
         if self._tls is None:
             raise NoIdentity(f"{self._fault}; {CHAIN}, {KEY} and {ROOT} come from the mesh's agent: does it run?")
         return self._tls

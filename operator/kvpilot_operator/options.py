@@ -57,7 +57,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--lease-namespace", default=os.environ.get("POD_NAMESPACE", ""), help="namespace of the Lease ($POD_NAMESPACE)"
     )
     parser.add_argument(
-        "--lease-seconds", type=_lease_seconds, default=15, help="seconds until a dead leader is replaced (15)"
+        "--lease-seconds", type=_lease_seconds, default=15, help="seconds until a standby replaces a dead leader (15)"
     )
     options = parser.parse_args(arguments)
     if options.leader_elect and not options.lease_namespace:

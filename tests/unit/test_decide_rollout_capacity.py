@@ -91,7 +91,7 @@ def test_replace_one_that_would_take_the_last_replica_is_a_condition_and_starts_
     stalled = status.condition("Stalled")
     assert stalled is not None
     assert stalled.reason == "Unschedulable"
-    assert "maxUnavailable 1 lets none go" in stalled.message
+    assert "maxUnavailable 1 permits to replace none" in stalled.message
 
 
 def test_a_single_replica_may_be_replaced_where_all_may_be_away():

@@ -83,7 +83,7 @@ def test_a_route_takes_any_weight_and_the_canary_grows_with_it():
     ("rules", "word"),
     [
         (None, "has no HTTPRoute web"),
-        ([{"backendRefs": [{"name": "other"}]}], "no rule of HTTPRoute web sends to Service chat"),
+        ([{"backendRefs": [{"name": "other"}]}], "no rule of HTTPRoute web sends requests to Service chat"),
         ([{"backendRefs": [{**OURS, "namespace": "elsewhere"}]}], "no rule of HTTPRoute web"),
         ([{"backendRefs": [{**OURS, "weight": 20_000}]}], "weight of 20000"),
     ],

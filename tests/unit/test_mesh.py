@@ -137,7 +137,7 @@ def test_while_a_file_is_missing_or_broken_the_last_ones_are_used(
         damage(ours / name)
         assert [identity.tls(), identity.tls()] == [before, before]
     # Log one warning for each fault, even if many connections have it.
-    assert caplog.text.count("the ones read before") == 2
+    assert caplog.text.count("the old ones stay") == 2
     (ours / name).write_bytes(whole)
     assert identity.tls() is not before
 

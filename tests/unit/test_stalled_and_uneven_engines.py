@@ -114,7 +114,7 @@ def test_an_engine_that_hangs_beside_calm_ones_puts_them_under_no_pressure_and_g
 
 def test_a_stalled_engine_says_how_long_and_with_how_much_work() -> None:
     (told,) = samples(lambda i: {"chat-0": HUNG})[-1].stalled
-    assert told.startswith("chat-0: 24 requests run and 15 wait, and for 595 s no token was made")
+    assert told.startswith("chat-0: 24 requests run and 15 wait, and for 595 s no token was generated")
 
 
 def test_an_engine_that_works_again_is_judged_again() -> None:

@@ -93,7 +93,7 @@ def without_a_word(seconds: int, claims: bool) -> PodView:
         (True, 60, "ClaimNotBound", "asks for 1Gi as ReadWriteMany of StorageClass efs"),
         (True, 3600, "ClaimNotBound", "chat-1, which was created at"),
         (False, 59, "EnginesStarting", "0 of 1"),
-        (False, 60, "Unschedulable", "check that its schedulerName runs"),
+        (False, 60, "Unschedulable", "check that the pod's scheduler runs"),
     ],
 )
 def test_a_pod_of_which_the_scheduler_says_nothing_waits_for_a_volume_if_it_has_a_claim(

@@ -12,10 +12,10 @@ _NO_GATE = {"template": {"spec": {"readinessGates": None}}}
 
 
 async def ungate(cluster: Cluster, s: Snapshot, step: Ungating) -> None:
-    """Take one step to remove the readiness gate from a serving Deployment's template.
+    """Take one step towards a serving Deployment without a readiness gate. Its later pods need no operator.
 
-    Unless the step resumes the Deployment, also remove the gate from its ReplicaSets. Later pods of the revision then
-    become ready without the operator.
+    A step pauses the Deployment and removes the gate from its template and its ReplicaSets, or it resumes the
+    Deployment.
     """
     name = deployment_name(s.key.name, step.revision)
     uid = s.objects[DEPLOYMENT.name, name].uid

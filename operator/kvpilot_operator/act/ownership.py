@@ -41,7 +41,7 @@ def claim(manifest: Manifest) -> dict[str, Any] | None:
     """Return a placeholder to create first, which reserves the manifest's name and has no effect; None if not needed.
 
     A Deployment needs no claim: its selector is immutable, so the server refuses to merge ours into another one. The
-    object leaves out fields that a later apply may drop, because an apply cannot remove what a create has set.
+    placeholder has only fields that stay, because an apply cannot remove a field that the create has set.
     """
     if manifest["kind"] == "Deployment":
         return None

@@ -146,8 +146,7 @@ class Actor:
             if manifest not in fewer:
                 await self._write(s, manifest, objects)
         if any(s.rejection(one.kind, one.name) is None for one in self.rejections or ()):
-            # Do not scale down yet: the smaller number may rely on an object that was just refused. The next reconcile
-            # decides.
+            # Do not scale down yet: the smaller number may rely on an object that the server has just refused.
             return
         for manifest in fewer:
             await self._write(s, manifest, objects)

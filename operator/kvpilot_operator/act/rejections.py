@@ -35,8 +35,7 @@ class Rejections:
     def now(self) -> tuple[Rejection, ...] | None:
         """Return the current refusals, or None if nothing was written yet.
 
-        A refused baseline is left out once its retry is due. Otherwise it would count for ever, because only a new
-        capture writes it again.
+        Leave out a refused baseline once its retry is due. No reconcile retries it: only a new capture writes it.
         """
         if not self._written:
             return None

@@ -20,17 +20,16 @@ GROUP_LABEL = "kvpilot.io/group"
 CLAIM_LABEL = "kvpilot.io/claim"
 """Label on pods that must run on one node, because they share the claim that the label names."""
 CANARY_ANNOTATION = "kvpilot.io/canary"
-"""Annotation on a service by which a user requests something of one trial, VERB@REVISION/TIME
-(decide/rollout/requested.py)."""
+"""Annotation by which a user ends a service's canary early or lets a failed one be tried again. Its value is
+VERB@REVISION/TIME, with the verb abort, deny, promote or retry (decide/rollout/requested.py)."""
 SPEC_ANNOTATION = "kvpilot.io/spec"
 """Annotation on a workload: the spec that it was last rendered from, as JSON with the service's `generation`."""
 
 MESH_LABEL, MESH_VALUE = "security.istio.io/tlsMode", "istio"
-"""Label that Istio sets on a pod whose sidecar accepts mutual TLS. Istio's proxies use TLS by this label, too."""
+"""Label that Istio sets on a pod whose sidecar accepts mutual TLS. Istio's own proxies decide by it, too."""
 
 ADMITTED = "kvpilot.io/admitted"
-"""Name of a pod's readiness gate and of the condition that opens it. The condition is True once the pod may get
-requests."""
+"""Name of a pod's readiness gate, and of the pod condition that opens it: True once the pod may get requests."""
 
 ENGINE_CONTAINER = "engine"
 ADAPTERS_OPTION = "--lora-modules"
@@ -78,6 +77,6 @@ def weights_claim(service: str) -> str:
 def baseline_name(service: str, identity: str) -> str:
     """Return the name of the ConfigMap that stores a baseline.
 
-    `identity` is the hash of all that its 16-bit answers depend on, such as prompts and model, except the image.
+    `identity` is the hash of everything but the image that the 16-bit answers depend on, such as prompts and model.
     """
     return f"{service}-baseline-{identity[:8]}"

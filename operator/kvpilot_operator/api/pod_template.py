@@ -50,7 +50,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
 
 _NAMED = ("containers", "initContainers", "volumes", "resourceClaims", "claims")
 KEYS = {**dict.fromkeys(_NAMED, "name"), "volumeMounts": "mountPath"}
-"""Field that identifies the items of a list in a merge, by the list's own field. Other lists are replaced whole."""
+"""Field by which a merge matches the items of a list, by the name of the list. Other lists are replaced whole."""
 
 _QUANTITY = {
     "anyOf": [{"type": "integer"}, {"type": "string"}],
@@ -76,7 +76,7 @@ LIMITS: Mapping[str, Mapping[str, Json]] = {
     "V1ResourceRequirements.limits": {"additionalProperties": _QUANTITY},
     "V1VolumeResourceRequirements.requests": {"additionalProperties": _QUANTITY},
     "V1EmptyDirVolumeSource.sizeLimit": {"type": "string", **{k: v for k, v in _QUANTITY.items() if len(k) < 10}},
-    # Allow no part . or .., so that no mount hides one of kvpilot's.
+    # Allow no path with a part . or .., because such a mount could hide one of kvpilot's.
     "V1VolumeMount.mountPath": {
         "maxLength": 512,
         "pattern": r"^/+(([^/.][^/]*|[.][^/.][^/]*|[.][.][^/]+)/+)*([^/.][^/]*|[.][^/.][^/]*|[.][.][^/]+)?$",
@@ -179,7 +179,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             ".values",
             "!(self.operator in ['Gt', 'Lt']) || "
             "has(self.values) && size(self.values) == 1 && self.values[0].matches('^[0-9]{1,18}$')",
-            "nodeAffinity: Gt and Lt compare with one whole number: set values to it alone",
+            "nodeAffinity: Gt and Lt compare with one whole number: set exactly one value",
         ),
     ),
     ".spec.volumes[].projected.sources[]": (_one_of("configMap", "secret", "serviceAccountToken"),),

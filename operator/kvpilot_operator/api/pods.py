@@ -177,8 +177,8 @@ class Resources(Record, frozen=True):
         f"{_NO_GPUS} || {_GPUS}.matches('^(-.*|[0-9]+([.]0+)?(k|[MGTPE]|[KMGTPE]i)?|[0-9]*000m|0{{1,2}}m)$')",
         "nvidia.com/gpu of resources.limits must be a whole number of GPUs: write it in digits alone, such as 1",
     ),
-    # The second line of this rule lets two kinds of quantities pass: those that the rule above refuses, and numbers
-    # from 100000 on. Such numbers exceed every tensorParallelSize even in thousandths, and may be too long for int().
+    # The second line of this rule accepts quantities that the rule above refuses, and numbers of six digits or more.
+    # Such numbers exceed every tensorParallelSize even in thousandths, and may be too long for int().
     Rule(
         ".tensorParallelSize",
         f"{_NO_GPUS} || "

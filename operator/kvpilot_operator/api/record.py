@@ -66,8 +66,8 @@ _R = TypeVar("_R", bound=type[Record])
 def rules(*given: Rule) -> Callable[[_R], _R]:
     """Attach CEL rules to a struct. The API server checks each value of this struct with them.
 
-    Do not attach rules to a struct if a field of its type has the default {}. The server checks that default before it
-    fills in the nested defaults.
+    Attach no rules to a struct if a field of this type has the default {}. The server checks {} against the rules
+    before it fills in the nested defaults.
     """
 
     def attach(record: _R) -> _R:

@@ -32,8 +32,8 @@ RULES_OF_SERVICE = (
 """CEL rules about the whole object."""
 
 
-# Rules about fields with the default {} are here and not at their structs. The API server checks such a default before
-# it fills in the nested defaults.
+# Rules about fields with the default {} are here, because the API server checks {} before it fills in the nested
+# defaults.
 @rules(
     Rule(
         ".kvCache.dtype",
@@ -44,8 +44,7 @@ RULES_OF_SERVICE = (
     Rule(
         ".kvCache.dtype",
         "!has(self.kvCache.dtype) || !(self.kvCache.dtype in ['mla8', 'mla4']) || !has(self.kvCache.offload)",
-        "kvCache.dtype {self.kvCache.dtype} is served with the whole cache on the GPU: remove kvCache.offload, or use "
-        "fp8",
+        "kvCache.dtype {self.kvCache.dtype} cannot be offloaded to host memory: remove kvCache.offload, or use fp8",
     ),
     Rule(
         ".kvCache.startDtype",
@@ -107,8 +106,8 @@ RULES_OF_SERVICE = (
         ".engine.nodes",
         "self.engine.nodes == 1 || !(has(self.kvCache.offload) || "
         "(has(self.cache.weights) && self.cache.weights.accessMode == 'ReadWriteOnce'))",
-        "engine.nodes spreads each replica over several nodes, and kvCache.offload and "
-        "cache.weights.accessMode ReadWriteOnce are for replicas on one: remove these (use ReadWriteMany), or set "
+        "engine.nodes spreads each replica over several nodes, but kvCache.offload and "
+        "cache.weights.accessMode ReadWriteOnce need replicas on one node: remove them (use ReadWriteMany), or set "
         "engine.nodes to 1",
     ),
     Rule(
@@ -123,9 +122,8 @@ RULES_OF_SERVICE = (
         ".inferencePool.canaryEndpointPickerRef",
         "!has(self.inferencePool) || !has(self.inferencePool.endpointPickerRef) || "
         "has(self.inferencePool.canaryEndpointPickerRef) || !has(self.canary.routeRef)",
-        "inferencePool.canaryEndpointPickerRef is missing, and by canary.routeRef a canary's share goes to a pool of "
-        "its own: name that pool's endpoint picker, or remove routeRef, so that canaries share by the number of "
-        "replicas",
+        "inferencePool.canaryEndpointPickerRef is missing, but with canary.routeRef a canary has its own pool: name "
+        "that pool's endpoint picker, or remove routeRef, so that a canary's share is its share of the replicas",
     ),
 )
 class Spec(Record, frozen=True):

@@ -29,9 +29,9 @@ class _Entry(NamedTuple, Generic[K, V]):
 class Store(Generic[K, V]):
     """Views of objects by name and by the service that they belong to.
 
-    An object without a view or a service is not kept. An older version never replaces a newer one, so a watch event and
-    the answer to our own write may come in any order. `changed` is called with the service whenever one of its views
-    changes. If an object is malformed, its last view stays.
+    The store keeps only objects that have a view and a service. An older version never replaces a newer one, so a watch
+    event and the answer to our own write may come in any order. The store calls `changed` with the service whenever one
+    of its views changes. If an object is malformed, the store keeps its last view.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class KopfSession:
         try:
             return await (self._watch if "watch" in request.url.query else self._list)(request, send)
         except aiohttp.ClientPayloadError as error:
-            log.warning("%s is not watched, again in %g s: %s", self._kind, _PAUSE_SECONDS, error)
+            log.warning("watch of %s ended, again in %g s: %s", self._kind, _PAUSE_SECONDS, error)
             await asyncio.sleep(_PAUSE_SECONDS)
             raise
 
@@ -101,7 +101,7 @@ class KopfSession:
             return response
         page = await _decoded(response, _Page, aiohttp.ClientPayloadError)
         if not all(map(_is_versioned, page.items)):
-            raise aiohttp.ClientPayloadError(f"{path}: a list of something else")
+            raise aiohttp.ClientPayloadError(f"{path}: an item of the list has no resourceVersion")
         before = self._pages.get(path, []) if "continue" in request.url.query else []
         self._pages[path] = [*before, *page.items]
         if not page.metadata.get("continue"):
@@ -145,7 +145,7 @@ def _refuse(response: aiohttp.ClientResponse) -> None:
 
 
 async def _decoded(response: aiohttp.ClientResponse, kind: type[T], broken: type[aiohttp.ClientError]) -> T:
-    """Decode a body as `kind`. Raise `broken` if it is something else. kopf can still read the body afterwards."""
+    """Decode a body as `kind`, or raise `broken`. kopf can still read the body afterwards."""
     try:
         return msgspec.json.decode(await response.read(), type=kind)
     except msgspec.DecodeError as error:

@@ -82,8 +82,9 @@ class Candidate:
     def claim(self, wall: datetime, now: float) -> Object:
         """Return the Lease to write, to claim or renew it. The server refuses the write if the Lease has changed since.
 
-        If the Lease is missing, somebody may have deleted it while a leader still relies on it. So another replica that
-        creates the Lease is `blind`: it does not lead yet, but claims the Lease again after its whole duration.
+        If the Lease is missing, somebody may have deleted it while another replica still leads. So a replica that
+        creates the Lease is `blind`, unless it leads itself: it does not lead yet, but waits for the Lease's whole
+        duration and then claims it again.
         """
         self.blind = self._found is None and self.left(now) <= 0
         time, spec = _micro_time(wall), self._spec
@@ -126,7 +127,7 @@ class Candidate:
         return (self._found or {}).get("spec") or {}
 
     def _with(self, spec: Object) -> Object:
-        """Return the Lease with this spec. Keep its other parts (labels, an owner) and the version that was read."""
+        """Return the Lease with this spec, and with the labels, owner and resourceVersion that were read."""
         found = self._found or {"metadata": {"namespace": self.namespace, "name": self.name}}
         return {**found, "apiVersion": API_VERSION, "kind": KIND, "spec": spec}
 

@@ -60,7 +60,7 @@ SILENCE_SECONDS = 75.0
 # Ignore a Retry-After header of more than a day, and retry as after any other error.
 _MAX_WAIT_SECONDS = 86_400
 
-# Messages of HTTP 500 answers that a retry does not cure: an unknown field, a webhook without an answer.
+# Beginnings of HTTP 500 messages whose cause a retry does not remove: an unknown field, or a webhook that fails.
 _LASTING = ("failed to create typed patch object", "failed calling webhook")
 
 # Largest number of causes to keep for one refusal. A service's status cannot hold more.

@@ -29,9 +29,9 @@ _DENIALS = 6
 class Reflector:
     """A Store's watch of one collection. `namespace` is empty for all namespaces.
 
-    `filled` is set after the first list. If the server lacks the kind of an `optional` watch, `filled` is set as well.
-    A kind that was served counts as missing only after `_DENIALS` answers with 403 or 404. A starting server may not
-    know its CRDs yet.
+    `filled` is set after the first list, or once the kind of an `optional` watch counts as missing. A kind that was
+    served counts as missing only after `_DENIALS` answers with 403 or 404, because a starting server may not know its
+    CRDs yet.
     """
 
     cluster: Cluster

@@ -210,7 +210,7 @@ class Replica:
                 # Release even as a standby, because the last claim may have succeeded.
                 await self._election.release()
             else:
-                log.warning("the Lease must expire: a write without an answer may still reach the API server")
+                log.warning("the Lease is not released: a write without an answer may still reach the API server")
         if self.leader is not None:
             await self.leader.close()
 

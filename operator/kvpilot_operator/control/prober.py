@@ -46,8 +46,8 @@ from kvpilot_probes.stats import Measurement
 
 log = logging.getLogger(__name__)
 
-# Pause before the same probe runs again. It doubles with each failure. Decisions do not count failures of some probes,
-# such as the early capture of a baseline, so only this pause limits their retries.
+# Pause before the same probe runs again. It doubles with each failure. For probes whose failures no decision counts,
+# such as the early capture of a baseline, only this pause limits the retries.
 BACKOFF = Backoff(15.0, 900.0)
 
 Run = Callable[[ServiceKey, Spec, Request], Awaitable[Found]]
@@ -133,7 +133,8 @@ PATIENCE_SECONDS = 5.0
 MAX_PATIENCE_SECONDS = 80.0
 # Longest total time that a probe waits for queued user requests.
 GIVE_WAY_SECONDS = 120.0
-# A run on a serving replica starts no prompt after this time, even if accuracy.periodSeconds is shorter.
+# Smallest time budget of a run on a serving replica, if accuracy.periodSeconds is shorter. A run starts no prompt after
+# its budget.
 SHORTEST_BUDGET_SECONDS = 900
 # The priority of probes: an engine that schedules by priority serves them after all other requests (priority 0).
 LOW_PRIORITY = 1_000_000
@@ -247,15 +248,16 @@ class Prober:
                 request.url, request.model, baseline, look=look, allowed=limits, settings=settings
             )
         except ContextNotHeld as error:
-            log.warning("the context is not held: %s", error, extra=extra)
+            log.warning("the canary does not answer a prompt of its longest context: %s", error, extra=extra)
             return ProbeFailed(Reason.ENGINE_CRASHED, f"pod {request.pod}: {error}")
         log.info("the canary has answered a prompt of %d tokens", filled.context, extra=extra)
         return filled.added_to(found)
 
     def _settings(self, key: ServiceKey, spec: Spec, request: Request) -> Settings:
-        """Return settings that make a probe yield to users. A serving replica gets one request at a time.
+        """Return settings that make a probe yield to users' requests.
 
-        Only its capture as a baseline sends two, and the control four.
+        A serving replica gets one probe request at a time. While it gives the baseline, it gets two, and during the
+        control run four.
         """
         priority = LOW_PRIORITY if schedules_by_priority(spec.engine) else None
         from_host = isinstance(request, Measure) and spec.offloads
@@ -264,7 +266,7 @@ class Prober:
             # get the other half.
             budget = spec.canary.progress_deadline_seconds / 2 if isinstance(request, Measure) else math.inf
             return Settings(priority=priority, from_host=from_host, budget_seconds=budget)
-        # A capture does not rest, because a canary waits for the baseline.
+        # A capture does not pause for users' requests, because a canary waits for the baseline.
         rests, load = isinstance(request, Measure), partial(self._scraper.load, key, request.url)
         give_way = GiveWay(load, GIVE_WAY_SECONDS, rests)
         if isinstance(request, Capture):

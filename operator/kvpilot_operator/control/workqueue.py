@@ -32,9 +32,9 @@ class Attempts:
     failed: str = ""
     """The request that failed, or the name of the operator's own error."""
     held: bool | None = None
-    """None if the service is not in back-off. True if the API server requested the pause, else False."""
+    """None outside a back-off. In a back-off, True if the API server requested the pause, else False."""
     again: bool | None = None
-    """None unless the service was added during its reconcile. True if a change was the reason."""
+    """None unless the service was added while its reconcile ran. Then True if a change was the reason, else False."""
     timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:

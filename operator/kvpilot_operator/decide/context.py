@@ -23,13 +23,13 @@ from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Denied, Option, Stable, Status, clip
 from kvpilot_operator.times import utc
 
-# Journal entries with these actions do not change whether a rollout must wait, so `hold` skips them.
+# Actions that have nothing to do with the wait of a rollout. `hold` skips their journal entries.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft(Decision):
-    """The decision so far, and the observations that it rests on. Frozen: every change returns a new one."""
+    """The decision so far, and the observations on which it rests. Frozen: every change returns a new Draft."""
 
     snapshot: Snapshot
 

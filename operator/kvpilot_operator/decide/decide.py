@@ -18,12 +18,12 @@ D = TypeVar("D", bound=Draft)
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[D]):
-    """One rule: the pure function `answer`. If it raises an error, `otherwise` decides, which must not raise one."""
+    """One rule: the pure function `answer`, and `otherwise`, which decides if `answer` raises an error."""
 
     question: Question
     answer: Callable[[D], D]
     otherwise: Callable[[D], D] | None = None
-    """Fallback. None keeps the results of earlier rules."""
+    """Fallback, which must not raise an error. None keeps the results of earlier rules."""
 
 
 def fold(draft: D, rules: Sequence[Rule[D]]) -> D:
@@ -70,7 +70,7 @@ _AGAIN_SECONDS = 10.0
 
 
 def decide(s: Snapshot) -> Decision:
-    """Decide on a snapshot. Never raise an error: the decision names each question that could not be answered."""
+    """Decide on a snapshot. Never raise an error: `unanswered` of the decision lists the rules that raised one."""
     if s.spec is None:
         return _decision(fold(_seen(Draft(status=s.status, snapshot=s)), REFUSED))
     c = fold(_seen(Context.of(s, s.spec)), RULES)

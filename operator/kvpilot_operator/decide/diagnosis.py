@@ -66,7 +66,8 @@ def engine_failure(pods: Sequence[PodView]) -> Cause | None:
 def made_anew(s: Snapshot, revision: str) -> list[PodView]:
     """Return the terminating leader pods of a revision that runs on several nodes; empty for other revisions.
 
-    If one pod of a multi-node group fails, the whole group is deleted. So only terminating pods have its last messages.
+    If one pod of a multi-node group fails, the whole group is deleted. So only terminating pods have the last messages
+    of its engine.
     """
     view = s.deployments.get(revision)
     groups = view is not None and view.nodes > 1
@@ -111,7 +112,7 @@ def waits_for_volume(pod: PodView) -> bool:
 
 
 def not_started(pod: PodView) -> str:
-    """Tell users where the kubelet's reason is: in Events, which the operator has no right to read."""
+    """Return the advice to look up the kubelet's reason in Events, which the operator has no right to read."""
     volumes = f" It needs {', '.join(pod.needs)}." if pod.needs else ""
     return (
         f"pod {pod.name} has a node, but none of its containers has started yet.{volumes} If that persists, `kubectl "

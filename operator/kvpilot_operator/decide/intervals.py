@@ -23,7 +23,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A log ratio, or a difference of shares, with its one-sided limits. It is above 0 if the first side is larger."""
+    """A log ratio, or a difference of shares, with one-sided limits. `value` is above 0 if the first side is larger."""
 
     value: float
     low: float
@@ -130,10 +130,9 @@ def student(level: float, freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Woodruff:
-    """One side's p95: its log (`value`), its histogram (`total`), and how far each batch deviates (`strays`).
+    """One side's p95: its log (`value`), the histogram of all batches (`total`), and each batch's deviation (`strays`).
 
-    A batch deviates if its share of values above the p95 differs from 5%. The difference is weighted by the batch's
-    part of all observations.
+    A batch's deviation is its share of values above the p95 minus 5%, times the batch's part of all observations.
     """
 
     total: Histogram
@@ -186,7 +185,8 @@ def _share_above(h: Histogram, log_value: float) -> float:
 
 
 def _score(below: float, count: float) -> float:
-    """Return the normal score of a rank. Assume half an observation beyond both ends, so that the score is finite."""
+    """Return the quantile of the normal distribution for a rank. Assume half an observation beyond both ends, so that
+    the quantile is finite."""
     half = min(0.5, count / 4) / count
     return _NORMAL.inv_cdf(min(1 - half, max(half, below / count)))
 

@@ -11,7 +11,8 @@ from kvpilot_operator.state.questions import Question
 from kvpilot_operator.state.snapshot import Snapshot
 
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
-# Pattern of refused values that are whole structures. Messages omit such values: they are long and may hold secrets.
+# Pattern of refused values that are whole structures. Messages omit such values, because they are long and may hold
+# secrets.
 _STRUCTURE = re.compile(r"Invalid value: [\w.*&\[\]]*\{.*\}(?=: )", re.DOTALL)
 _FORBIDDEN = re.compile(r'User "[^"]*" cannot \S+ resource')
 
@@ -23,18 +24,18 @@ _REMEDIES = (
     ),
     (
         "", "spec.containers[0].resources.requests: ",
-        "set requests in spec.engine.resources, and limits that are not below them: without requests kvpilot asks for "
-        "CPU and memory for each GPU, and a LimitRange of the namespace may add lower limits",
+        "set requests in spec.engine.resources, and limits at or above them: without them, kvpilot requests CPU and "
+        "memory for each GPU, and a LimitRange of the namespace may add lower limits",
     ),
     (
         "PersistentVolumeClaim", ": Forbidden: ",
-        "spec.cache.weights: a claim keeps its class and access mode, and does not shrink; ask for what it was made "
-        "with, or delete the PersistentVolumeClaim and let the weights be downloaded anew",
+        "spec.cache.weights: a claim keeps its class and access mode, and cannot shrink; ask for the values with which "
+        "it was created, or delete the PersistentVolumeClaim and let engines download the weights again",
     ),
     (
         "InferencePool", "endpointPickerRef",
-        "name a picker in spec.inferencePool.endpointPickerRef, and in canaryEndpointPickerRef for the canary's pool; "
-        "or install the Gateway API Inference Extension v1.6.0 or newer, or remove spec.inferencePool",
+        "name a picker in spec.inferencePool.endpointPickerRef, and one in canaryEndpointPickerRef for the canary's "
+        "pool; or install the Gateway API Inference Extension v1.6.0 or newer, or remove spec.inferencePool",
     ),
 )  # fmt: skip
 """Kind of the object (empty for any), text in the API server's message, and the remedy to show for both."""

@@ -35,7 +35,7 @@ def summarise(c: Context) -> Context:
     one = f",{REVISION_LABEL}={names[0]}" if len(names) == 1 else ""
     c = c.set(
         observed_revision=c.asked,
-        # Show no URL if another owner's Service has the name, because requests to it would not reach this service.
+        # Show no URL if the Service of this name has another owner: its requests would not reach this service.
         url=service_url(s.key.namespace, s.key.name) if s.traffic is not None else None,
         inference_pool=_inference_pool(c),
         replicas=_counted(c, names),

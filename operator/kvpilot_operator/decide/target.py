@@ -54,12 +54,12 @@ def _away_from_harm(c: Context) -> Target | None:
     fixed, there, image = c.spec.kv_cache.mode == "Fixed", c.snapshot.deployments.get(stable.revision), standing.image
     own = (None, c.spec.engine.image), (None, model_location(c.spec))
     if fixed and there is not None and (there.image not in own[0] or there.model not in own[1]):
-        # The denial is not about the image and model of the serving revision, so that revision may keep serving.
+        # The denial is about the spec's image and model. The serving revision has others, so it may keep serving.
         if c.spec.kv_cache.dtype != stable.dtype:
             return None
         held = (
             f"{stable.dtype} with {image} and {standing.model} is denied until {utc(standing.until)}: "
-            f"{standing.message}; the serving revision keeps its image and model. Choose another image, model or "
+            f"{standing.message}; the serving revision keeps its own image and model. Choose another image, model or "
             "dtype, or set spec.rollout.denySeconds to 0 to try again"
         )
         return Target(stable.dtype, stable.revision, Reason.DTYPE_DENIED, held, held, startable=False)
@@ -118,7 +118,7 @@ def _start_dtype(c: Context, stable: Stable) -> str | None:
     The service tries it only before its first change of dtype, and not if the dtype has failed or is ruled out.
     """
     kv, dtype = c.status.kv_cache, c.spec.kv_cache.start_dtype
-    # Without an engine that has answered, the new revision would serve at once without probes, so wait for one.
+    # Wait until an engine has answered. Before that, a new revision would serve at once, without probes.
     if not _serves(c, stable) or stable.dtype != c.spec.kv_cache.baseline or kv.changed_time is not None:
         return None
     if any(one.dtype == dtype and one.verdict == Verdict.FAILED for one in c.status.history):

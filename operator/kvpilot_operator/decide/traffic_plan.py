@@ -50,7 +50,8 @@ def counts(s: Snapshot, revision: str) -> Counts:
 
 
 def floor(spec: Spec, replicas: int) -> int:
-    """Return how many pods must stay ready, by maxUnavailable. With capacity policy WhenIdle, one may always leave."""
+    """Return how many pods must stay ready, by maxUnavailable. With capacity policy WhenIdle, one may always be
+    missing."""
     least = spec.disruption.least(replicas)
     return min(least, max(0, replicas - 1)) if spec.canary.capacity_policy == "WhenIdle" else least
 
@@ -61,10 +62,10 @@ def one_can_leave(spec: Spec, replicas: int) -> bool:
 
 
 def total(spec: Spec, replaces_one: bool, replicas: int) -> int:
-    """Return the most pods that a trial may ask for: one more than `replicas`, unless the canary replaces a replica.
+    """Return the most pods that a trial may request: one more than `replicas`, unless the canary replaces a replica.
 
-    If maxUnavailable was lowered during the trial so that no replica may leave, the trial needs the additional pod to
-    end.
+    A canary that replaces a replica gets the additional pod, too, if maxUnavailable was lowered during the trial and no
+    replica may be removed. Otherwise the trial could not end.
     """
     return replicas if replaces_one and one_can_leave(spec, replicas) else replicas + 1
 
@@ -78,8 +79,8 @@ def rolling_step(
     - The shrinking revision loses a ready pod only if at least `floor` ready pods remain.
     - Pods that are not ready may always be removed.
 
-    `goal` is for the growing revision, and `others` are replicas of further revisions. If `both_serve`, ready pods of
-    both revisions count for `floor`, else only those of the shrinking one.
+    `goal` is the number of replicas for the growing revision, and `others` that of further revisions. If `both_serve`,
+    ready pods of both revisions count towards `floor`, else only those of the shrinking one.
     """
     want = min(goal, max(growing.replicas, growing.ready + 1))
     room = total - shrinking.replicas - others

@@ -24,7 +24,7 @@ T = TypeVar("T")
 API_SECONDS = EVENT_SECONDS = BARE_NODE_SECONDS = 30.0
 AUTOSCALER_SECONDS = 300.0
 NODE_SECONDS = 600.0
-# Answers that nobody asked for in this time are forgotten.
+# Drop a cached answer that was not used for this long.
 FORGET_SECONDS = 2 * NODE_SECONDS
 # Most Events to read of one StatefulSet. Normally it has few, but anyone who may write Events can add any number.
 _MOST = 50
@@ -127,9 +127,9 @@ def not_served(spec: Spec | None, groups: bool) -> tuple[Fault, ...]:
     if spec is None or spec.engine.nodes == 1 or groups:
         return ()
     text = (
-        f"a replica over {spec.engine.nodes} nodes is a group of pods of a LeaderWorkerSet, and this API server does "
-        f"not show the operator {LEADER_WORKER_SET_API}: install LeaderWorkerSet, which is noticed in half a minute "
-        "(and let the chart have rbac.leaderWorkerSets), or set nodes to 1 and take nodes with as many GPUs"
+        f"a replica over {spec.engine.nodes} nodes needs a LeaderWorkerSet, and this API server does not show the "
+        f"operator {LEADER_WORKER_SET_API}: install LeaderWorkerSet, and set rbac.leaderWorkerSets of kvpilot's chart "
+        "(the operator notices it within half a minute), or set nodes to 1 and use nodes with enough GPUs"
     )
     return (Fault("spec.engine.nodes", text),)
 

@@ -75,7 +75,7 @@ class Observer:
         if service is None or service.uid != known.uid:
             return None
         spec = service.spec
-        # Send all requests first, so that everything read from the cache afterwards has the same age.
+        # Wait for all requests first, so that everything read from the cache afterwards has the same age.
         failed: list[Unanswered] = []
         server = await _observed(Question.ROUTE, self._reads.server(spec), self.server, failed)
         route = await _observed(Question.ROUTE, self._route(key, spec, server), None, failed)
@@ -203,8 +203,7 @@ async def _observed(question: Question, reading: Awaitable[T], otherwise: T, fai
     try:
         return await reading
     except Exception as error:
-        # Throttled and plain ClusterErrors may concern the whole API server, so re-raise them. Other errors concern
-        # only this request.
+        # These errors may concern the whole API server. All others concern only this request.
         asked = type(error) is ClusterError and (error.away or error.status == 429)
         if isinstance(error, Throttled) or asked:
             raise

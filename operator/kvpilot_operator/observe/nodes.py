@@ -49,7 +49,7 @@ def _nvidia(labels: Mapping[str, str], allocatable: Mapping[str, str]) -> NodeFa
     if not product:
         return None
     kind = product.removesuffix("-SHARED").partition("-MIG-")[0]
-    # Under the MIG strategy `single`, this label has the memory of a slice.
+    # Under the MIG strategy `single`, this label has the memory of one slice.
     memory = whole(labels.get("nvidia.com/gpu.memory"), _MAX_MIB)
     if slices and (whole_gpus or len(slices) > 1):
         # The node does not say which kind of slice a pod has, so its memory is unknown.

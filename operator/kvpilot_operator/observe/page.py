@@ -24,7 +24,8 @@ from kvpilot_operator.state.snapshot import ModelFacts
 _USAGE = "vllm:kv_cache_usage_perc"
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
-# Count only waits for capacity. Other requests wait for a grammar, an adapter or a transfer.
+# vLLM counts waiting requests by reason. Count only those that wait for capacity, not for a grammar, an adapter or a
+# transfer.
 _WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 _HTTP = "http_requests_total"
 _CONFIG = "vllm:cache_config_info"
@@ -57,7 +58,7 @@ _HISTOGRAMS = {
 # Metrics that are also collected for each engine of a page, with their names in `Ranks`.
 _DONE = tuple(_COUNTED[field] for field in engine.DONE_COUNTS)
 _OF_A_RANK = {**dict.fromkeys(_DONE, engine.DONE), _RUNNING: engine.RUNNING, _WAITING: engine.WAITING}
-# Counters of which some series (a part) are also summed separately: those whose labels pass the part's test.
+# Metrics of which a part is also summed separately: the series whose labels pass the part's test.
 _PARTS: Mapping[str, Mapping[str, Callable[[Mapping[str, str]], bool]]] = {
     _WAITING_BY_REASON: {"waiting": lambda labels: labels.get("reason") == "capacity"},
     _COUNTED["finished"]: {
@@ -72,7 +73,7 @@ _PARTS: Mapping[str, Mapping[str, Callable[[Mapping[str, str]], bool]]] = {
 }
 _COUNTERS = frozenset((*_COUNTED.values(), *_PARTS, _RUNNING, _WAITING, _START))
 _BUCKETS = {f"{name}_bucket": name for name in _HISTOGRAMS.values()}
-# Failed requests may lower these sums, so a negative value is not an error.
+# Failed requests may lower these sums, so accept negative values.
 _SUMS = frozenset([*_SECONDS.values(), *(f"{name}_sum" for name in _HISTOGRAMS.values())])
 _INFO = (_CONFIG, _MODEL, _FACTORS, _RECENT)
 WANTED = frozenset(name.encode() for name in (_USAGE, *_COUNTERS, *_SUMS, *_BUCKETS, *_INFO))
@@ -82,7 +83,8 @@ MOST_REQUESTS = 1_000_000
 # No real counter gets this large, and floats below it are exact enough.
 MOST_COUNTED = 1e18
 MOST_TOKENS = 1e12
-# vLLM's histograms have about thirty buckets. Bounds stay in a cache, so a page must not add new ones at every scrape.
+# vLLM's histograms have about thirty buckets. The limit bounds a cache of bucket bounds, to which a hostile page could
+# add new ones at every scrape.
 MOST_BUCKETS = 200
 _LONGEST_BOUND = 32
 # status.kvCache.observedDtype has this maximum length.

@@ -1,7 +1,6 @@
 """Find pods with implausible metrics, and turn the last pages of one revision's pods into one Sample. Pure.
 
-An honest engine may contradict itself for a moment, because its gauges are not all written at the same time. So only a
-pod with a lasting contradiction is reported as implausible. An honest engine keeps these rules, for the given reasons:
+The metrics of a sound engine obey these rules:
 
 - *No KV blocks in use while nothing runs.* Blocks belong to running requests; cached ones count as free.
 - *Not more running requests than blocks in use.* Each request owns its last block, even under prefix caching.
@@ -10,8 +9,11 @@ pod with a lasting contradiction is reported as implausible. An honest engine ke
   the same configuration.
 - *Not more tokens, preemptions or requests a second* than any machine can do.
 
-A stalled engine has work, but its counters and its cache use stay constant. (A long prompt moves no counter, but it
-fills blocks.) Its pod is left out, and the other pods are judged as if it did not exist.
+A sound engine may break a rule for a moment, because it does not write all gauges at the same time. So a pod counts as
+implausible only if it breaks a rule for longer.
+
+A stalled engine has requests, but its counters and its cache use stay constant. (A long prompt changes no counter, but
+it fills blocks.) The Sample leaves out the pod of a stalled engine.
 """
 
 from collections import Counter
@@ -29,11 +31,11 @@ _T = TypeVar("_T", int, str)
 # A contradiction must last this long, and over this many consecutive pages, to count.
 LASTING_SECONDS = 15.0
 LASTING_PAGES = 4
-# Longer than LASTING_SECONDS, because a model with only sliding-window or state-space layers stops filling blocks
-# during a long prompt, and then looks stalled.
+# Time without progress after which an engine counts as stalled. It is longer than LASTING_SECONDS, because a model with
+# only sliding-window or state-space layers stops filling blocks during a long prompt, and then looks stalled.
 STALLED_SECONDS = 30.0
 
-# Compare pods only if there are this many. With fewer, it is unclear which pod is wrong.
+# Compare pods only if there are at least this many. With fewer, it is unclear which pod is wrong.
 ENOUGH_TO_COMPARE = 3
 
 # Most pods that a sample names for a deviating dtype or deviating factors. Each name takes memory in every sample.
@@ -42,7 +44,7 @@ MOST_NAMED = 4
 _GAUGES = frozenset({"held", "crowded"})
 """Contradictions within one page. A page with one of them is left out at once."""
 
-# Bounds for KV cache use: an idle engine uses at most _HELD, and an engine that preempts at least _FAR_FROM_FULL.
+# Bounds of KV cache use: at most _HELD in an idle engine, and at least _FAR_FROM_FULL in an engine that preempts.
 _HELD = 0.05
 _FAR_FROM_FULL = 0.25
 _MOST_A_SECOND = {"generation_tokens": 5e6, "prompt_tokens": 1e9, "preemptions": 1e5, "finished": 1e6}
@@ -91,9 +93,9 @@ def plausible_sample(
 ) -> Judged:
     """Judge the metrics pages of one revision's pods at `time`.
 
-    No single pod may create memory pressure for its revision. So with three or more plausible pods, the highest number
+    No single pod may make its revision look short of memory. So with three or more plausible pods, the highest number
     of waiting requests (or preemptions) is lowered to the second highest. The highest number of running requests is
-    only lowered to ten times the second highest plus 64, because load may be uneven.
+    lowered only to ten times the second highest plus 64, because load may be uneven.
 
     `known` is `Judged.known` of the last scrape. `unanswered` pods gave no page. `gpus` has the known GPUs by pod.
     """
@@ -186,7 +188,7 @@ def _stalled(known: Mapping[str, Streak], page: PodMetrics, time: datetime) -> s
             who, seconds = f"{rank.name}: " if rank.name else "", (time - streak.since).total_seconds()
             return (
                 f"{who}{rank.running:.0f} requests run and {rank.waiting:.0f} wait, and for {seconds:.0f} s no token "
-                "was made and none of them ended"
+                "was generated and no request ended"
             )
     return None
 

@@ -15,11 +15,12 @@ _COUNTS = (
     "stopped", "asked_tokens",
 )  # fmt: skip
 DONE_COUNTS = ("prompt_tokens", "generation_tokens", "finished", "preemptions")
-"""At least one of these counts moves while an engine works."""
+"""Counters of which at least one increases while an engine works."""
 _HISTOGRAMS = ("ttft", "itl", "generation_lengths")
-# If two pages are further apart, treat the later one as a first page: the increments would cover too long a time.
+# If two pages are further apart, treat the later one as a first page, because increments would cover too long a time.
 LONGEST_GAP_SECONDS = 600.0
-# Ignore smaller changes of a process's start: Linux derives it from the boot time, which moves when the clock is set.
+# Ignore smaller changes of a process's start time: Linux derives it from the boot time, which changes when the clock is
+# set.
 _START_JITTER_SECONDS = 5.0
 
 

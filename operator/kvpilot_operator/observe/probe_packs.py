@@ -109,7 +109,7 @@ def texts_of(answer: bytes) -> dict[str, str]:
             return dict.fromkeys(sorted(data)[:_OTHER_KEYS], "")
         return {CONFIG_MAP_KEY: msgspec.json.decode(text, type=str)}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClusterError("GET", "a ConfigMap", 200, f"the answer is not one: {lines(str(error))[:300]}") from error
+        raise ClusterError("GET", "a ConfigMap", 200, f"another form: {lines(str(error))[:300]}") from error
 
 
 def probe_prompts(spec: Spec, config_maps: Mapping[str, Mapping[str, str]]) -> tuple[ProbePrompt, ...]:

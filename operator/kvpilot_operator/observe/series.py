@@ -1,7 +1,7 @@
 """A parser of Prometheus' text format, which takes chunks of bytes and yields the wanted series.
 
-Its time is linear in the bytes of any page, because possessive quantifiers prevent backtracking. docs/decisions/0013
-compares it with prometheus_client's parser.
+Its time is linear in the bytes of any page, because the pattern's possessive quantifiers prevent backtracking.
+docs/decisions/0013 compares it with prometheus_client's parser.
 """
 
 import re
@@ -64,7 +64,7 @@ class SeriesReader(ABC):
 
     @abstractmethod
     def add(self, name: str, labels: str, value: float) -> None:
-        """Take one series in, with its value. `labels` is the text between its braces."""
+        """Process one series: its name, the text between its braces (`labels`), and its value."""
 
     def _read(self, line: bytes) -> None:
         name = _NAME.match(line)

@@ -15,7 +15,7 @@ from kvpilot_operator.state.objects import ON_ITS_WAY, DeploymentView, ObjectVie
 
 Object = Mapping[str, Any]
 
-# A queue such as Kueue holds pods back with a scheduling gate. Treat such pods like pods that fit no node.
+# Reasons for a pod without a node. A queue such as Kueue holds pods back with a scheduling gate.
 _NO_NODE = ("Unschedulable", "SchedulingGated")
 _SOURCES = (
     ("Secret", "secret", "secretName"),
@@ -150,14 +150,14 @@ def traffic_of(service: Object) -> str | None:
 
 
 def pool_view(pool: Object, uid: str) -> ObjectView:
-    """Return the view of an InferencePool that has one of the service's names. `uid` belongs to the service."""
+    """Return the view of an InferencePool with a name that belongs to the service. `uid` is the service's uid."""
     spec = pool.get("spec") or {}
     selects = _selected(pool, (spec.get("selector") or {}).get("matchLabels") or {})
     return replace(named_view("InferencePool", pool, uid), selects=selects, picker=spec.get("endpointPickerRef"))
 
 
 def named_view(kind: str, obj: Object, uid: str) -> ObjectView:
-    """Return the view of an object that has one of the service's names. `uid` belongs to the service."""
+    """Return the view of an object with a name that belongs to the service. `uid` is the service's uid."""
     metadata = obj["metadata"]
     owned = any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or ())
     return ObjectView(metadata.get("uid", ""), owned, version_of(kind, dict(obj)))

@@ -16,17 +16,17 @@ log = logging.getLogger(__name__)
 
 # Samples in the pressure window: enough to tell if nine in ten are above the threshold.
 _PRESSURE_BUCKETS = 24
-# Samples in a canary's traffic step. To compare the canary with the stable revision, decisions need at least 26 slices
-# of time, each with samples.
+# Samples in a canary's traffic step. Decisions cut it into slices of time that each have samples, and need at least 26
+# of them to compare the canary with the stable revision.
 _STEP_BUCKETS = 40
-# Longest time, in seconds, whose samples the near window (`SampleRetention`) merges into one. With a longer one, two
-# samples could be 60 s (`STALE_SECONDS`) apart, which counts as a gap.
+# Longest time, in seconds, over which the near window (`SampleRetention`) merges samples into one. With a longer time,
+# two samples could be 60 s (`STALE_SECONDS`) apart, which counts as a gap.
 _LONGEST_BUCKET_SECONDS = 45.0
 # Largest number of samples in the near window, which may last a day.
 _MOST_BUCKETS = 2400
-# Samples beyond the near window are merged, as long as a merged sample spans at most this share of its age. A trial
-# needs shorter ones: a traffic step is judged by the same stretch of time until that is as old as it is long, and a
-# merged sample that lies across an end of the stretch does not count.
+# Samples beyond the near window are merged, as long as a merged sample spans at most this share of its age. During a
+# trial, merged samples must be shorter: a traffic step is judged by the same stretch of time until a stretch twice as
+# long has passed, and a merged sample across the start or the end of the stretch does not count.
 _SPAN, _TRIAL_SPAN = 1 / 12, 1 / 32
 
 

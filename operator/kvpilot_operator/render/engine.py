@@ -141,7 +141,7 @@ def _security_context(assigned_user: bool) -> dict[str, Any]:
 
 def _fill_in(pod: dict[str, Any], service: str, spec: Spec) -> None:
     """Complete a pod with fields that depend on the merged podTemplate."""
-    # Engines never call the API server. But if the user names a ServiceAccount, its cloud identity needs the token.
+    # Engines never call the API server. But the cloud identity of a ServiceAccount that the user names needs the token.
     pod["automountServiceAccountToken"] = "serviceAccountName" in pod
     if pod.get("hostNetwork"):
         # By default, a pod on the node's network uses the node's DNS, which does not resolve Services.
@@ -200,8 +200,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
     if model.revision is not None and model.source.startswith("hf://"):
         arguments.append(f"--revision={model.revision}")
     stored = dtypes.parse(dtype)
-    # Drop sliding_window, the default, for latent dtypes: latent layers have no window, and the engine refuses the
-    # name.
+    # Drop the default name sliding_window for latent dtypes: latent layers have no window, and the engine refuses it.
     skipped = [layer for layer in spec.kv_cache.skip_layers if not stored.latent or layer != "sliding_window"]
     if skipped and stored.bits_per_element() < 16:
         arguments.append(f"--kv-cache-dtype-skip-layers={','.join(skipped)}")
@@ -214,7 +213,7 @@ def _arguments(spec: Spec, dtype: str) -> list[str]:
 
 
 def _adapters(spec: Spec) -> list[str]:
-    """Return the arguments that load the adapters. Unless extraArgs sets a limit, one engine step may use all."""
+    """Return the arguments that load the adapters. Unless extraArgs limits it, one engine step may use all adapters."""
     if not spec.model.adapters:
         return []
     modules = [f"{one.name}={_adapter_location(one)}" for one in spec.model.adapters]
@@ -227,7 +226,7 @@ def _adapter_location(adapter: Adapter) -> str:
 
 
 def model_location(spec: Spec) -> str:
-    """Return the model as the engine takes it: a hub id or a path inside the pod."""
+    """Return the model's location in the form that the engine accepts: a hub id, or a path inside the pod."""
     scheme, _, rest = spec.model.source.partition("://")
     if scheme == "hf":
         return rest
@@ -255,8 +254,8 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
 def _compiled(spec: Spec) -> str:
     """Return the folder for compiled code, or "" if there is none.
 
-    A PersistentVolumeClaim that users provide for weights never holds this folder. Otherwise every engine that shares
-    the claim would run the code.
+    A user's own PersistentVolumeClaim for weights never holds this folder: every engine that shares the claim would run
+    the code.
     """
     if spec.cache.compile_claim_name:
         return _COMPILE_PATH

@@ -117,7 +117,7 @@ def group_service(key: ServiceKey, uid: str, name: str) -> dict[str, Any]:
 
 
 def pod_admission(key: ServiceKey, pod: PodView, admitted: bool, now: datetime) -> dict[str, Any]:
-    """Return kvpilot's part of a pod's status: the condition that opens or closes its readiness gate."""
+    """Return a patch of a pod's status: the condition that opens or closes kvpilot's readiness gate."""
     condition = {
         "type": names.ADMITTED,
         "status": "True" if admitted else "False",

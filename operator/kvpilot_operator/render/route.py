@@ -1,8 +1,8 @@
 """Set a canary's share in the rules of an HTTPRoute, or copy requests to the canary, and remove both again.
 
-Weights of a rule are relative to one another. So during a trial, all weights of a rule with our backend are scaled by
-100. Our weight W becomes W x (100 - share) for the stable backend and W x share for the canary's. Any other weight V
-becomes V x 100. After the trial, the original weights are computed from the scaled ones.
+Weights in a rule are relative to one another, so during a trial all weights of a rule with our backend are multiplied
+by 100. Our weight W becomes W x (100 - share) for the stable backend and W x share for the canary's, where `share` is
+in percent. Any other weight V becomes V x 100. After the trial, the original weights are computed from these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,14 +100,14 @@ def route_fault(s: Snapshot, spec: Spec) -> str | None:
     if not ours:
         alone = own.kinds == SERVICES
         named = "Service" if alone else "Service or InferencePool"
-        none = f"no rule of HTTPRoute {ref.name} sends to {named} {service}"
+        none = f"no rule of HTTPRoute {ref.name} sends requests to {named} {service}"
         unpooled = alone and carries(s.route, own._replace(kinds=POOLS))
         pools = ", set spec.inferencePool" if unpooled else ""
         return f"{field}: {none}; add it to a rule's backendRefs{pools}, or remove routeRef"
     largest = max(_weight(ref) for rule in ours for ref in _refs(rule))
     if largest <= MAX_WEIGHT:
         return None
-    heavy = f"HTTPRoute {ref.name} has a weight of {largest} beside {service}"
+    heavy = f"HTTPRoute {ref.name} has a weight of {largest} in a rule with {service}"
     return f"{field}: {heavy}; kvpilot can split weights up to {MAX_WEIGHT}: make them smaller"
 
 

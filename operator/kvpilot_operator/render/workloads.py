@@ -1,4 +1,4 @@
-"""Kinds of workloads (Deployment, LeaderWorkerSet) that run the pods of one revision, and all their differences."""
+"""The two kinds of workloads that run a revision's pods: Deployment, and LeaderWorkerSet for multi-node replicas."""
 
 import copy
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ class Kind:
     template: tuple[str, ...]
     """Path in `spec` of the template of pods that take requests."""
     pods_owner: str
-    """Kind in apps/v1 that owns the pods that take requests."""
+    """Kind of the objects (apps/v1) that own the pods that take requests."""
     owner_is_named: str
-    """Pattern of that owner's name. NAME stands for the workload's name. A pattern that ends in a dash is a prefix."""
+    """Pattern of such an owner's name. NAME stands for the workload's name. A pattern with a final dash is a prefix."""
 
     def pod_template(self, workload: Object) -> Object:
         """Return the template of pods that take requests; {} if there is none."""

@@ -41,8 +41,8 @@ class Measured(Record, frozen=True, kw_only=True):
     pod: Text | None = None
     """The pod that was probed."""
     covered: Text | None = None
-    """Kinds of cases that the run showed to be sound. After "not:", the kinds with too few prompts or no prompts. Then
-    the tokens and seconds of the run."""
+    """Kinds of prompts that the run found sound; after "not:", the kinds with too few prompts or none; then the tokens
+    and seconds of the run."""
 
 
 class Accuracy(Record, frozen=True, kw_only=True):

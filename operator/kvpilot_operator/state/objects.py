@@ -23,7 +23,7 @@ class PodView:
     restarts: int
     waiting_reason: str | None
     exit_message: str | None
-    """The message of the engine's last exit (kvpilot-serve's refusal, or the end of its log)."""
+    """The message of the engine's last exit: kvpilot-serve's refusal to start, or the end of the engine's log."""
     unschedulable: str | None
     """The scheduler's message, while no node fits the pod, or while a queue such as Kueue holds the pod back."""
     unheard_since: datetime | None = None
@@ -70,7 +70,7 @@ class DeploymentView:
     paused: bool = False
     """True if the workload is paused, so that a change of its template replaces no pods."""
     in_step: bool = True
-    """True if the workload's controller has seen that all its pods come from the present template."""
+    """True if the workload's controller has observed that all its pods come from the present template."""
     kind: str = "Deployment"
     nodes: int = 1
     """Number of pods of each replica."""

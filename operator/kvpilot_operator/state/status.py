@@ -60,8 +60,8 @@ class KVCache(Record, frozen=True, kw_only=True):
     recommended_dtype: Word | None = None
     """The dtype that kvpilot would choose now."""
     capacity_tokens: Count | None = None
-    """Number of tokens that the KV caches of all serving replicas hold together in sequences of the longest context, as
-    engines report it. Recent windows are not counted."""
+    """Number of tokens that the KV caches of all serving replicas hold together, as engines report it for sequences of
+    the longest context. Recent windows are not counted."""
     usage_percent: Percent | None = None
     """KV cache use of the fullest serving replica, in percent."""
     changed_time: datetime | None = None
@@ -71,7 +71,7 @@ class KVCache(Record, frozen=True, kw_only=True):
 
 
 class Saturation(Record, frozen=True, kw_only=True):
-    """The load of one replica when requests last queued with this dtype."""
+    """The load of one replica at which requests last queued with this dtype."""
 
     dtype: Word
     """The dtype that served."""
@@ -84,7 +84,7 @@ class Saturation(Record, frozen=True, kw_only=True):
     computed_prompt: Count | None = None
     """Mean number of prompt tokens of a request that were in no cache; only with scaling.objectives."""
     memory: bool | None = None
-    """True if the requests queued for KV cache memory; only with scaling.objectives."""
+    """True if the requests waited for KV cache memory; only with scaling.objectives."""
 
 
 class ScaleInBackoff(Record, frozen=True, kw_only=True):
@@ -173,7 +173,8 @@ class Canary(Trial, frozen=True, kw_only=True):
 
 
 class Experience(Trial, frozen=True, kw_only=True):
-    """An ended trial. The policy expects the same result if it tries the dtype again. Only the newest has a message."""
+    """An ended trial. The policy expects the same result if the dtype is tried again. Only the newest trial has a
+    message."""
 
     model: Model
     image: Image
@@ -248,8 +249,8 @@ class Status(Record, frozen=True, kw_only=True):
     otherwise the dtype on trial or serving. The revision serves if stable.revision has the same name. A refused spec
     does not change it."""
     inference_pool: Text | None = None
-    """Name of the InferencePool that selects the serving pods. After spec.inferencePool is removed, absent once the
-    pool is deleted."""
+    """Name of the InferencePool that selects the serving pods. If you remove spec.inferencePool, this field stays until
+    the pool is deleted."""
     url: Text | None = None
     """Address in the cluster, http://NAME.NAMESPACE.svc; vLLM's API is below /v1. Absent while the Service does not
     exist or has another owner."""
@@ -258,7 +259,7 @@ class Status(Record, frozen=True, kw_only=True):
     ready_replicas: Count | None = None
     """Number of ready engine pods, including the canary's."""
     selector: Annotated[str, Meta(max_length=1024)] | None = None
-    """Label selector of the engine pods, as text, for /scale."""
+    """Label selector of the engine pods, for autoscalers that read /scale."""
     adapters: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=16)] = ()
     """LoRA adapters of the serving revision. Its engines load all of them when they start."""
     stable: Stable | None = None

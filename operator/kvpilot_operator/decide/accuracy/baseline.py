@@ -130,6 +130,7 @@ def described(kept: codec.Baseline) -> Baseline:
 
 
 def _sought(c: Context) -> str:
-    """Return the part of a request's identity that names the baseline and the limits. New limits start a new search."""
+    """Return the part of a request's identity that names the baseline and the limits, so that new limits make a new
+    request."""
     limits = c.spec.accuracy
     return f"{c.snapshot.probes.identity}/{limits.max_excess_kl_millinats}/{limits.min_top1_agreement_percent}"

@@ -1,4 +1,4 @@
-"""Watch the serving dtype for drift: after its promotion, its answers become worse than the limits.
+"""Watch the serving dtype for drift: answers that become worse than the limits after the promotion.
 
 In each period, one serving replica is probed. `failureLimit` failed probes in a row count as drift. A probe without a
 verdict counts only as an error. All state is in `status.accuracy`, which is written once per probe. Serving replicas
@@ -41,7 +41,7 @@ def drifted(c: Context) -> bool:
 def check(c: Context, kept: Baseline) -> Measure | None:
     """Return the request for the periodic probe that is due, or None."""
     s, stable, accuracy = c.snapshot, c.stable, c.status.accuracy
-    # A revision that is not the spec's may run another model, for which the baseline does not hold: do not probe it.
+    # Probe only the spec's revision. Another revision may run another model, for which the baseline does not hold.
     if stable is None or not s.traffic == stable.revision == c.render(stable.dtype).name:
         return None
     pods, checked = s.ready_pods(stable.revision), accuracy.checked_time
@@ -109,7 +109,8 @@ def _act_on_drift(c: Context, dtype: str, text: str, *, new: bool) -> Context:
     """Deny the serving dtype if `onFailure` is Rollback, so that the next reconcile replaces it. Else post an event."""
     seconds, reason = c.spec.rollout.deny_seconds, Reason.ACCURACY_DRIFTED
     if c.spec.accuracy.on_failure == "Rollback" and seconds > 0:
-        # Only a denial for accuracy replaces a serving dtype. One for another reason, such as latency, is not enough.
+        # Only a denial for accuracy makes kvpilot replace a serving dtype. An earlier denial, such as one for latency,
+        # does not, so deny the dtype again.
         standing = c.denial(dtype)
         if standing is not None and standing.reason in ACCURACY_REASONS:
             return c

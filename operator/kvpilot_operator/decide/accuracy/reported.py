@@ -1,4 +1,4 @@
-"""Compare the KV-cache dtype that engines report with the requested one. An image or a checkpoint may override it."""
+"""Check that engines report the KV-cache dtype that kvpilot requested. An image or a checkpoint may override it."""
 
 from kvpilot_formats import dtypes
 from kvpilot_operator.state.snapshot import Snapshot

@@ -14,17 +14,18 @@ from kvpilot_probes.stats import MICRO, Measurement
 
 # Characters shown of a prompt and of each answer, so that all three fit into an Event.
 MAX_SHOWN = 300
-# Probability that a control run exactly at the agreement limit is refused by chance.
+# Probability that the test refuses, by chance, a control run whose true agreement is exactly at the limit.
 ALPHA = 0.01
-# The limits of the control run are never stricter than these, even if the spec's are. A sound engine differs from its
-# own earlier answers by 0.8 millinats, and agrees with them on 98.9% of the tokens (docs/accuracy-watch.md).
+# Strictest limits of the control run, even if the spec's limits are stricter. A sound engine differs from its own
+# earlier answers by 0.8 millinats, and agrees with them on 98.9% of the tokens (docs/accuracy-watch.md).
 SOUND_MICRONATS = 2_000
 SOUND_AGREEMENT_PERCENT = 98
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Verdict on a probe. `message` has the figures. `covered` names buckets with and without a verdict."""
+    """Verdict on a probe. `message` has the figures. `covered` names the buckets (kinds of prompts) with and without a
+    verdict."""
 
     verdict: Verdict
     reason: str
@@ -76,7 +77,7 @@ def judge(found: Measurement, control: Baseline, limits: Accuracy) -> Judgement:
 
 
 def _figures(found: Measurement, bucket: str, control: Baseline, limits: Accuracy) -> str:
-    """Return the figures of a failed bucket of prompts as text, to precede those of all prompts."""
+    """Return the figures of a failed bucket of prompts as text. The caller adds those of all prompts."""
     seen = [one for one in found.seen if one.bucket == bucket]
     if not seen:
         return f"{bucket}: "

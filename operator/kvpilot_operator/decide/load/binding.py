@@ -9,9 +9,9 @@ from kvpilot_operator.state.samples import Spread
 SHARE = 0.9
 # A service is idle if a replica has fewer running and fewer waiting requests than this, on average.
 _IDLE_RUNNING = 0.1
-# If prompt tokens fill this share of a step's token budget, they take over 80% of the step's time even with a full
-# cache. So prompts are the limit: more cache would speed the engine up by at most 1.2x. (H200, Llama-3-8B: a step of
-# 8,192 prompt tokens takes 240 ms, a step that only reads a full cache takes 32 ms.)
+# If prompt tokens fill this share of a step's token budget, they take more than 80% of the step's time, even with a
+# full cache. So prompts are the limit: a larger cache would speed the engine up by at most 1.2x. (H200, Llama-3-8B: a
+# step of 8,192 prompt tokens takes 240 ms, a step that only reads a full cache takes 32 ms.)
 _FULL_STEP = 0.6
 # A replica with at least this many preemptions a minute is short of memory.
 _PREEMPTIONS = 1
@@ -64,7 +64,7 @@ def what_binds(
         return WorkloadKind.WARMING, f"{memory}: the cache is full on average, but not in nine of ten scrapes"
     if queue and seen.queued >= SHARE * seen.count:
         if not sustained:
-            return WorkloadKind.WARMING, f"{memory}: a queue beside a cache with free pages, not long enough yet"
+            return WorkloadKind.WARMING, f"{memory}: requests wait beside a cache with free pages, not long enough yet"
         if seen.mostly_prompts or seen.always_prompts:
             return WorkloadKind.PREFILL_BOUND, f"{memory}; {_prompts(seen)}: prompts are the limit, not memory"
         batch = f"{seen.running / seen.pods:.1f} requests run on a replica"

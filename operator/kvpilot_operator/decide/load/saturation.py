@@ -1,9 +1,9 @@
 """Record request rates at which requests queued, and scale-ins (removals of replicas) that left too few replicas.
 
 KV cache use says little about how much more load a replica can take. The rate at which requests arrive says more, and
-it depends on neither the dtype nor the number of replicas. So when the policy relieves a queue, it records the best
-recent request rate of one replica. It returns to fewer replicas or a larger dtype only once the load is lower than
-that rate. If replicas were too few within an hour of a scale-in, their number is not tried again for a day.
+users alone determine it. So when the policy relieves a queue, it records the best recent request rate of one replica.
+Later it takes fewer replicas or a larger dtype only if each replica then gets fewer requests than that rate. If
+replicas were too few within an hour of a scale-in, their number is not tried again for a day.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ HOLD = timedelta(days=1)
 def learned(known: Sequence[Saturation], w: Workload, dtype: str) -> tuple[Saturation, ...]:
     """Add a record to `known`: the best recent requests per hour of one replica with this dtype under the load `w`.
 
-    It replaces an earlier record of the dtype. But a surge is found before requests queue, so its rate never lowers a
-    known rate. The uncached prompt tokens of a request are recorded only if the service has latency objectives, because
-    only scale-ins of several replicas need them (`able`).
+    The new record replaces an earlier one of the dtype. But in a surge, requests may not queue yet, so the present rate
+    never lowers a known rate. The uncached prompt tokens of a request are recorded only if the service has latency
+    objectives, because only scale-ins of several replicas need them (`able`).
     """
     now, best = w.requests_per_second or 0.0, w.best_requests_per_second or 0.0
     rate, computed = (best, w.best_computed_prompt) if best > now else (now, w.computed_prompt)
@@ -99,8 +99,8 @@ def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff 
 
 
 def _alike(limit: Saturation, w: Workload | Saturation, *, lighter: bool = False) -> bool:
-    """Return True if prompts, answers and uncached prompt tokens have similar mean lengths in both loads. With
-    `lighter`, the uncached prompt tokens of `w` may be any smaller number."""
+    """Return True if both loads have similar mean lengths of prompts, answers and uncached prompt tokens. With
+    `lighter`, `w` may have any smaller number of uncached prompt tokens."""
     pairs = [(limit.mean_prompt, w.mean_prompt), (limit.mean_generation, w.mean_generation)]
     if limit.computed_prompt is not None:
         less = min(limit.computed_prompt, w.computed_prompt or 0.0) if lighter else limit.computed_prompt

@@ -1,9 +1,9 @@
 """Detect surges: loads that grow faster than new replicas start.
 
 A latency objective permits a few late requests in each window. In a surge, the last fifth of the window alone has as
-many late requests as the whole window may have. Then kvpilot adds replicas at once, because a replica takes minutes to
-start. It starts no canary, which would take far longer. Without latency objectives no request counts as late, so there
-are no surges.
+many late requests as the whole window may have, or the load grows so fast that requests will be late one window from
+now. Then kvpilot adds replicas at once, because a replica takes minutes to start. It starts no canary, which would take
+far longer. Without latency objectives no request counts as late, so there are no surges.
 """
 
 import math
@@ -20,7 +20,7 @@ from kvpilot_operator.state.samples import Flows, Sample
 
 DRAIN_SECONDS = 120.0
 """Seconds in which a queue must drain, about as long as clients wait."""
-# The short window is one fifth of the window. In a surge, late requests are five times as frequent as permitted.
+# The short window is the last fifth of the window. In a surge, it has five times the permitted share of late requests.
 _PART = 5
 # Shortest useful short window, in seconds. If a fifth of the window is shorter, no surge is detected.
 _LEAST_SECONDS = 30.0
@@ -35,7 +35,7 @@ class Surge:
 
     message: str
     arrivals: float
-    """Forecast of the arrival rate in requests per second one whole window from now, when a new replica may answer."""
+    """Forecast of the arrival rate (requests per second) one window from now, when a new replica may answer."""
     waiting: float
     """Requests that wait at the end of the short window."""
 
@@ -43,7 +43,7 @@ class Surge:
 def find(samples: Sequence[Sample], pressure: Pressure, objectives: Sequence[Objective]) -> Surge | None:
     """Return the surge that `samples` show, or None.
 
-    `samples` begin when the newest replica answered. They are sorted from the oldest, and the last one is plausible.
+    `samples`, oldest first, begin when the newest replica answered. The last sample is plausible.
     """
     seconds = pressure.sustained_seconds / _PART
     if seconds < _LEAST_SECONDS or not samples or not objectives:
@@ -93,10 +93,10 @@ def _arrivals(window: Sequence[Sample]) -> float | None:
 
 
 def _allowed(done: Flows, objectives: Sequence[Objective]) -> float:
-    """Return the seconds that a request may take: first its time in the queue and prefill, then its decoding.
+    """Return the seconds that a request may take: the time until its first token, and the time of its decoding.
 
-    Without a TTFT objective, the first part may take DRAIN_SECONDS. Without an ITL objective, decoding may take its
-    observed time.
+    Without a TTFT objective, the first token may take DRAIN_SECONDS. Without an ITL objective, decoding may take as
+    long as observed.
     """
     limits = {m: [o.milliseconds / 1000 for o in objectives if o.metric == m] for m in ("TTFT", "ITL")}
     first, count = max(limits["TTFT"], default=DRAIN_SECONDS), done.finished

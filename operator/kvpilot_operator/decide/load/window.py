@@ -15,9 +15,9 @@ GAP = timedelta(seconds=STALE_SECONDS)
 # A scrape represents the service only if at least this share of its ready pods gave plausible metrics.
 _ENOUGH = 2 / 3
 # Prompts dominate if prefill takes half of the requests' time. They also dominate if a replica computes prompts half of
-# the time and an engine step has 1,024 prompt tokens. While a GPU of 2020 to 2026 reads the weights once, it can
-# compute 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s). If it also reads a full KV cache, it needs about
-# four times as long. So from about 1,000 prompt tokens on, prompts take the larger part of a step.
+# the time, and an engine step has 1,024 prompt tokens. Reason for 1,024: in the time in which a GPU of 2020 to 2026
+# reads the weights once, it can compute 200 to 300 tokens (data sheets: peak FLOP/s over bytes/s). To read a full KV
+# cache as well takes about four times as long. So from about 1,000 prompt tokens on, they take most of a step.
 _PREFILL_SHARE = 0.5
 _PROMPTS_IN_HAND = 0.5
 _PROMPT_TOKENS_A_STEP = 1024.0
@@ -64,10 +64,9 @@ class Sums:
 
     @property
     def prompt_tokens_per_step(self) -> float:
-        """Return the prompt tokens in an engine step.
+        """Return the mean number of uncached prompt tokens in an engine step: their rate times the step's duration.
 
-        A step generates one token of each request, so its duration is the time per token. The rate of uncached prompt
-        tokens times this duration is the result.
+        A step generates one token of each request, so its duration is the time per token.
         """
         f = self.flows
         if not f.seconds or not f.generation_tokens:
@@ -172,8 +171,8 @@ def best_rate(samples: Sequence[Sample], seconds: int) -> tuple[float | None, fl
 def thrown_out(seen: Sums, samples: Sequence[Sample], seconds: int) -> str | None:
     """Return the evidence that prefixes were evicted, or None.
 
-    The evidence is that the prefix cache held a larger share of the prompt tokens before. But if the window's new
-    tokens fit into the free part of the cache, nothing was evicted: then the prompts have changed.
+    The evidence is that the prefix cache held a larger share of the prompt tokens before. If the window's new tokens
+    fit into the free part of the cache, this is no evidence: nothing was evicted, but the prompts have changed.
     """
     if seen.reuse is None or not (seen.waiting or seen.flows.preemptions):
         return None
@@ -194,8 +193,8 @@ def _best(
 ) -> tuple[float, float, float] | None:
     """Cut the samples into stretches of about `seconds`, and find the stretch with the best rate.
 
-    The function `of` returns three numbers of a sample. The best stretch has the largest sum of the first number over
-    the sum of the second. Return the three sums over that stretch, or None.
+    The function `of` returns three numbers of a sample. A stretch's rate is its sum of the first number divided by its
+    sum of the second. Return the three sums of the best stretch, or None.
     """
     best: tuple[float, float, float] | None = None
     sums, later = (0.0, 0.0, 0.0), samples[-1].time

@@ -74,7 +74,8 @@ class Workload:
     """Peak KV cache use in the calm time, in replicas: 1.5 fills the caches of one and a half replicas."""
     surge: Surge | None = None
     computed_prompt: float | None = None
-    """Mean prompt tokens of a request that were in no cache. `best_computed_prompt` is this mean at the best rate."""
+    """Mean number of a request's prompt tokens that were in no cache. `best_computed_prompt` is this mean in the
+    stretch of `best_requests_per_second`."""
     memory: bool = False
     """True if prefixes were evicted or KV blocks ran out, even for less than a window."""
     implausible: tuple[str, ...] = ()
@@ -202,7 +203,7 @@ def _unknown(newest: Sample | None) -> Workload:
         return Workload(WorkloadKind.NO_METRICS, _UNREACHED)
     groups = (("implausible", newest.implausible), ("stalled", newest.stalled))
     doubts = "".join(f"; {word}: {'; '.join(pods)}" for word, pods in groups if pods)
-    # The service counts as stalled if the stalled pods would be enough to represent it.
+    # The service counts as stalled if its stalled pods are as many as a scrape needs to represent the service.
     stalled = bool(newest.stalled) and plausible(replace(newest, pods=len(newest.stalled)))
     kind, message = (WorkloadKind.ENGINES_STALLED, STALLED) if stalled else (WorkloadKind.NO_METRICS, _UNREACHED)
     return Workload(kind, f"{message}{doubts}", implausible=newest.implausible, stalled=newest.stalled)
@@ -225,8 +226,8 @@ def _calm(window: Sequence[Sample], calm_seconds: int, pressure: Pressure) -> fl
 def _demand(seen: Sums) -> int:
     """Return the KV tokens of the running requests, and of the waiting ones that must run to drain the queue in time.
 
-    The queue grows by g requests per second, and W requests must leave it within T seconds. By Little's law, this needs
-    (g + W / T) * (seconds per request) more running requests, but never more than all that wait.
+    Let W requests wait, let the queue grow by g requests per second, and let T be the seconds in which it must drain.
+    By Little's law, this needs (g + W / T) * (seconds per request) more running requests, but never more than W.
     """
     if seen.running < _LEAST_RUNNING:
         return round(seen.held)

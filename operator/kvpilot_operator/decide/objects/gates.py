@@ -39,8 +39,9 @@ def admit_serving(draft: D) -> D:
 def _ungating(draft: Draft) -> Ungating | None:
     """Return the next change that removes the readiness gate from the serving Deployment's template, or None.
 
-    The Deployment got the gate as a canary. A Deployment whose template differs from its ReplicaSet's replaces its
-    pods. So it is paused while both templates change, and resumed once its controller has observed that they agree.
+    The Deployment has the gate because it began as a canary. A changed template makes a Deployment replace its pods,
+    unless its ReplicaSet has the same template. So it is paused while both templates change, and resumed once its
+    controller has observed that they are equal.
     """
     view = None if draft.stable is None else draft.snapshot.deployments.get(draft.stable.revision)
     if view is None or view.kind != DEPLOYMENT.name or not (view.has_gate or view.paused):
@@ -56,7 +57,7 @@ def _gate(c: Context, pod: PodView) -> bool | None:
     if canary is None or pod.revision != canary.revision:
         return None
     if canary.stage == Stage.ROLLING_BACK and traffic.selected(c) == traffic.EVERY_REVISION:
-        # The canary's pods serve until stable pods have replaced them. So leave open gates open, and open no others.
+        # The canary's pods serve until stable pods replace them. So leave their open gates open, and open no others.
         return None
     return _opens(c, canary)
 

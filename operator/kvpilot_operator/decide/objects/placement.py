@@ -1,6 +1,6 @@
 """Decide replicas and manifests of a service's workloads, Services, disruption budget, pools and route.
 
-A trial requests at most one pod more than the service has replicas, and only once its place is observed as free.
+A trial requests at most one pod more than the service has replicas, and only once earlier pods are observed as gone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,8 +137,8 @@ def own_service(c: Context) -> Context:
         picker = c.spec.inference_pool.endpoint_picker_ref
         own.append(render.inference_pool(s.key, s.uid, s.key.name, selected, picker))
     names = [name for name in c.wanted if selected in (traffic.EVERY_REVISION, name)]
-    # A replica that a canary has replaced counts as unavailable until the trial ends. A paused trial may never end,
-    # so its replica does not count.
+    # A replica that a canary has replaced counts as unavailable until the trial ends. It does not count during a pause,
+    # because a paused trial may never end.
     away = 0 if c.spec.rollout.paused else max(0, c.replicas - sum(c.wanted[name] for name in names))
     most = max(0, c.spec.disruption.unavailable(c.replicas) - away)
     rendered = {name for name in names if name in c.engines or name not in s.deployments}
@@ -210,8 +210,7 @@ def _lingers(c: Context) -> bool:
         return True
     if last is None or last.traffic_mode != TrafficMode.HTTP_ROUTE:
         return False
-    # kvpilot does not read a route that the spec no longer names. That route may still use the canary's Service, so
-    # keep the Service.
+    # kvpilot does not read a route that the spec no longer names, so the route may still use the canary's Service.
     left = last.time + timedelta(seconds=c.spec.drain.pre_stop_seconds)
     return c.spec.canary.route_ref is None or c.now < left
 

@@ -38,7 +38,7 @@ def _unheard(c: Context, pods: Sequence[PodView]) -> Cause | None:
             text = f"nothing about pod {pod.name}, which was created at {utc(pod.unheard_since)}"
             if any(one.startswith("PersistentVolumeClaim ") for one in pod.needs or ()):
                 return Cause(Reason.CLAIM_NOT_BOUND, f"{text}: it waits for a volume, or the scheduler does not run.")
-            return Cause(Reason.UNSCHEDULABLE, f"the scheduler says {text}: check that its schedulerName runs")
+            return Cause(Reason.UNSCHEDULABLE, f"the scheduler says {text}: check that the pod's scheduler runs")
     return None
 
 
@@ -57,6 +57,6 @@ def _unbound(c: Context) -> str:
     name = weights_claim(c.snapshot.key.name)
     return (
         f"{text} PersistentVolumeClaim {name} asks for {asked.size} as {asked.access_mode} of {of}: there is no such "
-        f"class, or {wrong}. A claim keeps both: take {field} out of the spec, delete the claim, and put {field} back "
-        f"with the storageClassName of {'a shared file system' if many else 'another class'}{or_else}."
+        f"class, or {wrong}. A claim cannot change either: remove {field} from the spec, delete the claim, and add "
+        f"{field} again with the storageClassName of {'a shared file system' if many else 'another class'}{or_else}."
     )

@@ -13,10 +13,10 @@ from kvpilot_operator.state.snapshot import Snapshot
 EVERY_REVISION = ""
 """Value for a Service that selects pods of every revision: its selector names no revision."""
 _NO_FAULT = (Reason.SUPERSEDED, Reason.PROGRESS_DEADLINE_EXCEEDED)
-"""Reasons for rolling back a canary that works. Such a canary keeps traffic while stable pods replace its pods one by
-one. A faulty canary loses all traffic as soon as one stable pod is ready."""
-# Gateways and endpoint pickers learn of a ready pod within seconds. Keep the old pods for so long, because they still
-# get the requests.
+"""Reasons for rolling back a canary without a fault. It keeps traffic while stable pods replace its pods one by one. A
+faulty canary loses all traffic as soon as one stable pod is ready."""
+# Gateways and endpoint pickers take seconds to notice a new ready pod. Meanwhile the old pods still get the requests,
+# so keep them for this long.
 SETTLE_SECONDS = 10
 
 
@@ -81,7 +81,7 @@ def routed(s: Snapshot) -> bool:
 def canary_percent(c: Context) -> tuple[int, int]:
     """Return the percentages of requests that the route sends to the canary, and that it copies to the canary.
 
-    Both come from the furthest step for which enough canary replicas are ready.
+    Both are those of the last step so far for which enough canary replicas are ready.
     """
     canary = c.canary
     if canary is None or canary.stage != Stage.SHIFTING or canary.traffic_mode != TrafficMode.HTTP_ROUTE:
@@ -89,7 +89,7 @@ def canary_percent(c: Context) -> tuple[int, int]:
     kinds = ("Service",) if c.spec.inference_pool is None else ("Service", "InferencePool")
     lent = [c.snapshot.objects.get((kind, canary_service(c.snapshot.key.name))) for kind in kinds]
     if canary.step is None or any(one is None or not one.owned or one.selects != canary.revision for one in lent):
-        return 0, 0  # Send nothing to a backend of that name that another owner has: it would get our users' requests.
+        return 0, 0  # Send nothing: a backend of this name may belong to others, who would get our users' requests.
     ready = len(c.snapshot.ready_pods(canary.revision))
     reached = [p for p in c.plan.steps if p.index <= canary.step and p.replicas <= ready]
     return (reached[-1].weight_percent, reached[-1].mirrored_percent) if reached else (0, 0)

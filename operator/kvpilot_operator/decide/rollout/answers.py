@@ -2,19 +2,20 @@
 
 An engine may answer probes well but users' requests badly. Sequential tests by betting detect that:
 
-- Time is cut into slices in which both sides finished at least SLICE answers.
-- Each figure (length, share) has a bet against the hypothesis "a healthy canary is far off in at most half of the
-  slices". FACTOR and MORE define "far off".
-- A slice multiplies the bet's wealth by 1 + STAKE if the figure is far off, else by 1 - STAKE.
-- At slice n, 1 / (n (n + 1)) is added to the wealth first. So many good slices cannot hide later damage.
+- Cut time into slices in which both sides finished at least SLICE answers.
+- In each slice, each figure (length, share) is far off or not, as FACTOR and MORE define.
+- Each figure has a bet against the hypothesis "the canary is healthy: the figure is far off in at most half of the
+  slices". The bet starts with a wealth of 0.
+- Slice n first adds 1 / (n (n + 1)) to the wealth. So many good slices cannot hide later damage.
+- Then it multiplies the wealth by 1 + STAKE if the figure is far off, else by 1 - STAKE.
 - The canary fails once the wealth of one bet reaches its bound.
 
-By Ville's inequality, the bets of a traffic step fail a healthy canary with a probability of at most 1 in 300,000. This
-holds at whatever time they are checked, and however much the answers of one slice resemble each other.
+By Ville's inequality, the bets of a traffic step fail a healthy canary with a probability of at most 1 in 300,000,
+whenever they are checked, and even if the answers of one slice resemble each other.
 
-The bound 1/2 holds for any distribution of answers if requests are divided at random: a median is as often above as
+If requests are divided at random, the hypothesis holds for any distribution of answers: a median is as often above as
 below, and a share reaches twice its mean at most half of the time (Markov). If each user stays with one side, the users
-of both sides may differ. So a slice counts as far off only if both sides' requests are alike in prompts and max_tokens.
+of both sides may differ. So a slice counts as far off only if both sides' requests have similar prompts and max_tokens.
 """
 
 import math
@@ -34,9 +35,10 @@ STAKE = 0.75
 # off if it is at least doubled, and at least MORE higher.
 FACTOR = 3.0
 MORE = 0.2
-# Requests are alike if their prompts and their max_tokens differ by at most this factor.
+# Requests are similar if the mean lengths of their prompts, and their mean max_tokens, differ by at most this factor.
 ALIKE = 2.0
-# Probability of a false alarm for these bets. The probes' bets, in up to 27 buckets, take 29/30 of FALSE_ALARM.
+# Probability of a false alarm that is left for these bets. The probes' bets, in up to 27 buckets, take 29/30 of
+# FALSE_ALARM.
 _LEFT = FALSE_ALARM / 30
 _MOST_STEPS = 10
 
@@ -93,8 +95,8 @@ def _median(flows: Flows) -> float:
 def _shorter(ours: Flows, theirs: Flows) -> bool:
     """Return True if the canary's answers are far shorter.
 
-    If a side has just got more requests, only its short answers have finished. Generated tokens include those of
-    unfinished answers. So the canary must also have generated far fewer tokens per answer.
+    Finished answers alone mislead: if a side has just got more requests, only its short answers have finished. So the
+    canary must also have generated far fewer tokens per answer, counting those of unfinished answers.
     """
     made = [f.generation_tokens / _ended(f) for f in (ours, theirs)]
     return _median(theirs) - _median(ours) > math.log(FACTOR) and made[0] * FACTOR < made[1]

@@ -23,8 +23,8 @@ from kvpilot_operator.decide.intervals import Estimate, common, p95_change, rati
 from kvpilot_operator.state.histogram import Histogram
 from kvpilot_operator.state.samples import Flows, Sample
 
-# More batches would be shorter than the load's slow changes, which makes the intervals too narrow. In simulations of a
-# canary exactly at the limit, 5.7% of the runs failed it with 20 batches, and 2.7% with 10. The target is 2.5%.
+# More batches would be shorter than slow changes of the load, and the intervals would be too narrow. In simulations, a
+# canary exactly at the limit failed in 5.7% of the runs with 20 batches, and in 2.7% with 10. The target is 2.5%.
 MAX_BATCHES = 10
 MIN_BATCHES = 5
 # A canary's prefix cache counts as cold while its share of cached prompt tokens is more than this below the stable
@@ -84,7 +84,7 @@ def compare(
     both = ((ours.total.ttft, theirs.total.ttft), (ours.total.itl, theirs.total.itl))
     if any(a.count and b.count and not common(a, b) for a, b in both):
         return Finding(
-            Verdict.ERROR, Reason.TOO_FEW_SAMPLES, f"{sizes}; their latency histograms differ in all buckets"
+            Verdict.ERROR, Reason.TOO_FEW_SAMPLES, f"{sizes}; their latency histograms have no bucket bound in common"
         )
     figures = _figures(ours, theirs, limits)
     told = [(f, f.at(alpha), f.at(alpha / len(figures))) for f in figures]
@@ -174,5 +174,5 @@ def _sides(canary: Sequence[Sample], stable: Sequence[Sample], start: datetime, 
 
 
 def between(samples: Sequence[Sample], start: datetime, end: datetime) -> list[Sample]:
-    """Return the scrapes from `start` to `end`. Leave out the first if its increments began before `start`."""
+    """Return the scrapes from `start` to `end`. Leave out a first one that counts work from before `start`."""
     return [after for before, after in pairwise(samples) if before.time >= start and after.time <= end]

@@ -9,9 +9,9 @@ from kvpilot_operator.decide.objects.traffic import routed
 from kvpilot_operator.decide.steps.ladder import RETRY_SECONDS, Subject
 from kvpilot_operator.state.status import MAX_HISTORY, Experience, Stable, Trial
 
-ABORTED = Stage.ROLLED_BACK  # The reason of a trial that a person ended.
-# Reasons for which the dtype is not to blame. kvpilot then denies no dtype, but the revision waits before its next
-# trial (`target`).
+ABORTED = Stage.ROLLED_BACK  # The reason in the status of a trial that a person ended.
+# Reasons that are not the dtype's fault. kvpilot then denies no dtype, but the revision must wait before its next trial
+# (`target`).
 NOT_OF_THE_DTYPE = (Reason.BASELINE_UNFIT, Reason.DTYPE_MISMATCH)
 
 
@@ -48,7 +48,7 @@ def finish_promotion(c: Context) -> Context:
     c = _remember(c.set_canary(stage=Stage.PROMOTED, weight_percent=None))
     stable = Stable(revision=canary.revision, dtype=canary.dtype, since=c.now, ever_ready=True)
     if c.stable is not None and c.stable.revision != c.render(canary.from_dtype).name:
-        # More than the dtype has changed: drop recorded loads and backoffs, which belong to another engine.
+        # Not only the dtype has changed, so drop recorded loads and backoffs: they belong to another engine.
         c = c.set_scaling(saturations=(), scale_in_backoff=None)
     c = c.set(canary=None, stable=stable)
     if canary.dtype != canary.from_dtype:

@@ -22,7 +22,7 @@ ERROR_BACKOFF_SECONDS = 10
 
 
 def probe(c: Context) -> Context:
-    """Judge the result of the probe that is due. Request the probe while a result is missing or changes nothing."""
+    """Judge the result of the probe that is due. If there is no result, or it changes nothing, request the probe."""
     if c.snapshot.unread(Question.PROBE_SETS) is not None:
         return c
     c = drift.begin(c)
@@ -60,8 +60,8 @@ def _due(c: Context, kept: Baseline | None) -> Request | None:
 
 
 def _asked(c: Context, asked: str) -> tuple[PodView, ...]:
-    """Return the pod of a probe that is under way, even if the pod no longer answers: an engine that dies during a
-    probe has failed it."""
+    """Return the pod that is being probed. Include a pod that no longer answers, because an engine that dies during a
+    probe has failed the probe."""
     result = c.snapshot.probe_result
     name = result.request.identity.removeprefix(asked) if result is not None else ""
     return tuple(pod for pod in c.snapshot.pods if pod.name == name and pod.ip and not pod.terminating)

@@ -34,7 +34,7 @@ def advance(c: Context) -> Context:
     lost = c.stable is None
     c = _mark_ready(_take_back(c))
     if lost and c.stable is not None:
-        # This reconcile chose the target as for a new service. Wait for the next one, which chooses again.
+        # This reconcile has chosen the target as if the service were new. Wait until the next one chooses again.
         return c
     stable, target = c.stable, c.target
     if c.canary is not None:
@@ -126,12 +126,12 @@ def _fault(c: Context, canary: Canary) -> tuple[Verdict, str, str] | None:
         return Verdict.ERROR, Reason.SUPERSEDED, "the service was scaled to 0 during the canary"
     if c.policy.chosen.action == Action.SCALE_OUT and c.spec.kv_cache.mode == "Auto":
         # The policy adds replicas during a trial only in a surge that may abort the trial.
-        return Verdict.ERROR, Reason.SUPERSEDED, f"the load grows too fast: {c.replicas} replicas come before a canary"
+        return Verdict.ERROR, Reason.SUPERSEDED, f"the load grows too fast: {c.replicas} replicas are needed first"
     if canary.stage in (Stage.STARTING, Stage.PROBING) and canary.verdict not in (Verdict.PENDING, Verdict.PASSED):
         return canary.verdict, canary.reason, canary.message
     if (failure := engine_failure([*pods_on_trial(c), *made_anew(s, canary.revision)])) is not None:
         return Verdict.ERROR, *failure
-    # Pods with different calibration factors give different answers, so a probe of one pod says nothing about others.
+    # Pods with different calibration factors answer differently, so a probe of one pod says nothing about the others.
     if (differ := mixed_factors(s, canary.revision)) is not None:
         return Verdict.ERROR, Reason.MIXED_FACTORS, differ
     if (other := mismatch(s, canary.revision, canary.dtype)) is not None:
@@ -175,7 +175,7 @@ def _share_traffic(c: Context) -> Context:
     serving = c.before.condition(ConditionType.SERVING)
     long_ago = c.now - timedelta(seconds=DOWN_SECONDS)
     if serving is not None and serving.status == "False" and serving.last_transition_time <= long_ago:
-        # There is no stable side to compare with, and the canary may be the repair, so let its probes decide.
+        # No stable pod answers, so there is nothing to compare with, and the canary may repair the service.
         down = "no stable replica answers: the canary's probes decide"
         c = c.set_canary(traffic_mode=TrafficMode.PROBE_ONLY).event("NothingToCompare", down, warning=True)
         return _promote(c)
@@ -193,8 +193,8 @@ def _replace_one(c: Context, no_node: str) -> Context:
     if not one_can_leave(c.spec, c.replicas):
         text = (
             f"no node has room for the canary ({no_node}), and it may replace none of {c.replicas} replicas: "
-            f"spec.disruption.maxUnavailable is {c.spec.disruption.max_unavailable} (only 100% lets the last one go); "
-            "the canary waits for spare capacity"
+            f"spec.disruption.maxUnavailable is {c.spec.disruption.max_unavailable} (only 100% permits to replace the "
+            "last one); the canary waits for spare capacity"
         )
         return _advance_stage(shifting.noted(c, text))
     room = f"no node had room for the canary in {SURGE_SECONDS} s ({no_node})"

@@ -1,10 +1,10 @@
 """Take the canary through its steps of live traffic (stage Shifting), and judge each step.
 
-- A traffic step is judged first once its pods serve, and its warm-up and holdSeconds are over.
-- Without a verdict, it is judged again each time the measured time has doubled. Judgement k (0, 1, ...) may err with
+- The first judgement of a traffic step comes once its pods serve, and its warm-up and holdSeconds are over.
+- Without a verdict, the next judgement comes when the measured time has doubled. Judgement k (0, 1, ...) may err with
   probability ALPHA / 2^(k+1), so all judgements of a step together err with at most ALPHA.
 - In between, every reconcile checks for a clear failure at level EARLY_ALPHA (Haybittle 1971, British Journal of
-  Radiology 44:793). It also checks the bets on users' answers (`answers`).
+  Radiology 44:793). It also checks if users' answers differ beyond chance (`answers`).
 """
 
 import math
@@ -70,7 +70,7 @@ def look(c: Context, step: TrafficStep) -> Finding | None:
         return None
     start = canary.step_time + timedelta(seconds=limits.warm_up_seconds)
     stable, ours = (c.snapshot.samples.get(name, ()) for name in (c.stable.revision, canary.revision))
-    # Another model, image or argument may rightly change answers, so compare answers only if just the dtype differs.
+    # Compare answers only if nothing but the dtype differs: another model or image may rightly answer differently.
     if c.stable.revision == c.render(canary.from_dtype).name:
         text = differing(stable, ours, start, c.now)
         if text is not None:
@@ -139,7 +139,7 @@ def _not_in_effect(c: Context, step: TrafficStep) -> str | None:
         if s.route is None:
             return "the HTTPRoute does not exist"
         wanted = weighted(s.route.rules, backend(s), step.weight_percent, step.mirrored_percent)
-        return None if wanted == tuple(s.route.rules) else "the HTTPRoute does not show the canary's weight yet"
+        return None if wanted == tuple(s.route.rules) else "the HTTPRoute does not have the canary's weight yet"
     if s.traffic:
         others = traffic.orphans(c)
         blocked = f" ({', '.join(others)} must be deleted first)" if others else ""

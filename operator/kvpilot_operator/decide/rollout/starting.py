@@ -38,8 +38,8 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
         return Cause(
             Reason.UNSCHEDULABLE,
             f"with spec.canary.capacityPolicy ReplaceOne a canary replaces one of {replicas} replicas, but "
-            f"spec.disruption.maxUnavailable {spec.disruption.max_unavailable} lets none go (only 100% lets the last "
-            "one go); raise the replicas or maxUnavailable, or choose Surge",
+            f"spec.disruption.maxUnavailable {spec.disruption.max_unavailable} permits to replace none (only 100% "
+            "permits to replace the last one); raise the replicas or maxUnavailable, or choose Surge",
         )
     if spec.canary.capacity_policy == "WhenIdle" and not _idle(c):
         text = f"{canary} replaces a replica once no request has come for {IDLE_SECONDS} s (canary.capacityPolicy)"
@@ -119,7 +119,8 @@ def pods_on_trial(c: Context) -> Sequence[PodView]:
 
 
 def unschedulable(c: Context) -> str | None:
-    """Return the scheduler's reason if a canary pod has waited for a node for so long that it may replace a replica."""
+    """Return the scheduler's message if a canary pod has waited long enough for a node that it may replace a replica;
+    else None."""
     canary = in_flight(c)
     if c.spec.canary.capacity_policy != "SurgeOrReplaceOne" or canary.replaces_one or c.replicas == 0:
         return None
@@ -149,7 +150,7 @@ def why_waiting(c: Context) -> str:
 
 
 def _held_back(c: Context, pod: PodView) -> str:
-    """Name the cause that holds a pod back. A slow image pull is not a cause, but a missing volume is."""
+    """Name the cause that keeps a pod from starting. A slow image pull is not a cause, but a missing volume is."""
     cause = storage.held_up(c, [pod])
     if cause is None or (cause.reason in ON_ITS_WAY and not pod.needs):
         return ""

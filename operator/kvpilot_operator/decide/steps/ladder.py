@@ -17,11 +17,12 @@ from kvpilot_operator.state.snapshot import ModelFacts, NodeFacts
 from kvpilot_operator.state.status import Denied
 from kvpilot_operator.times import utc
 
-# vLLM's CPU backend accepts these names but computes wrong results: perplexity 40,000, not 27 (SmolLM2-135M, 0.32.0).
+# vLLM's CPU backend accepts these names but computes wrong results: perplexity 40,000 instead of 27 (SmolLM2-135M,
+# vLLM 0.32.0).
 _NOT_ON_CPU = ("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant")
 # kvpilot does not change the dtype for a smaller gain of capacity, because every replica would have to restart.
 MIN_GAIN = 1.2
-# At this head dimension FP8 attention is slower than 16 bits: 0.82x in decode (docs/benchmarks/h200-decode.md).
+# At this head dimension, decode with an FP8 cache has 0.82x the speed of 16 bits (docs/benchmarks/h200-decode.md).
 _FP8_SLOW_HEAD_DIM = 256
 
 
@@ -94,7 +95,7 @@ def hardware_fault(dtype: str, node: NodeFacts, model: ModelFacts | None = None)
     return None if fault is None else f"{dtype} {fault}; {node.gpu} has {hardware.shown(node.compute_capability)}"
 
 
-# Denials for these reasons mean wrong answers, so the service leaves the dtype even while it serves.
+# Denials for these reasons mean wrong answers, so kvpilot replaces even a serving dtype.
 ACCURACY_REASONS = (Reason.ACCURACY_REGRESSED, Reason.ACCURACY_DRIFTED)
 # A revision that failed for lack of capacity, or because of errors, may be tried again after this many seconds.
 RETRY_SECONDS = 3600
@@ -127,7 +128,7 @@ def rungs(
     slow = ours_open and model is not None and model.head_dim >= _FP8_SLOW_HEAD_DIM
     for i, one in enumerate(found):
         if model is not None and slow and one.outcome is None and one.dtype.startswith("fp8"):
-            text = f"{one.dtype} attention is slower than 16 bits at head_dim {model.head_dim}: kvpilot prefers its own"
+            text = f"{one.dtype} is slower than 16 bits at head_dim {model.head_dim}: kvpilot prefers its own dtypes"
             found[i] = Rung(one.dtype, Outcome.VETOED, text)
     return tuple(found)
 

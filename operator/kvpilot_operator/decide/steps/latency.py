@@ -1,8 +1,8 @@
 """Forecast the inter-token latency (ITL) and TTFT after a step.
 
-The forecast uses the measurements of earlier canaries. Without any, it uses the bytes of KV cache that attention reads
-in a decode step: attention takes bytes / (peak bandwidth * the dtype's `read_share`) seconds. The rest of the decode
-step does not depend on the cache.
+The forecast uses the measurements of earlier canaries. Without any, it assumes that attention takes
+bytes / (peak bandwidth * the dtype's `read_share`) seconds of a decode step, where `bytes` is the size of the KV cache
+that attention reads. The rest of the step does not depend on the cache.
 """
 
 import math
@@ -85,7 +85,7 @@ def would_miss(s: PolicyInput, action: Action, itl: Expected, load: float = 1.0)
             busy = w.prompts_in_hand or 0.0
             after = one.seconds * (1 - busy) / (1 - busy * load) if busy * load < 1 else math.inf
         if after > share * one.limit:
-            margin = "" if share == 1 else f" ({share * 100:.0f}% of that is the limit)"
+            margin = "" if share == 1 else f" (the limit is {share * 100:.0f}% of the objective)"
             return f"{one.objective} would be {after * 1000:.0f} ms, objective {one.objective.milliseconds} ms{margin}"
     return None
 

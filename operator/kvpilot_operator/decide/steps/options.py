@@ -18,11 +18,11 @@ from kvpilot_operator.state.status import MAX_OPTIONS, Option, clip
 _MOST_PERCENT = 1_000_000
 # A scale-out at most doubles the replicas, because the present demand is only an estimate.
 _MOST_GROWTH = 2
-# In a surge, a step may add this many replicas even if that more than doubles them, because late replicas do not help.
+# In a surge, a step may add this many replicas, even if that more than doubles them: late replicas are no help.
 _QUICK = 4
 # Largest mean number of prompts in prefill on each replica after a scale-in. At 1, an engine computes prompts all the
-# time and can take no more (Little's law; docs/pilot-rules.md). The limit leaves a margin, because the number grows
-# faster than the load.
+# time and can take no more (Little's law; docs/pilot-rules.md). The limit is lower, because the number grows faster
+# than the load.
 _MOST_PROMPTS = 0.6
 ALONE = "less than one request runs on each replica: another replica would not make requests faster"
 Closed = tuple[Outcome, str]
@@ -32,7 +32,7 @@ _EXTERNAL = (Outcome.NOT_OWNER, "scaling.mode is External: an autoscaler or a pe
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """A step that the policy compares. `open` is True if nothing rules it out, and `fits` if it meets the demand."""
+    """A step that the policy compares. `open`: nothing rules it out. `fits`: it meets the demand."""
 
     option: Option
     open: bool
@@ -101,7 +101,7 @@ def instead_of_replicas(s: PolicyInput) -> list[Weighed]:
 def _down(s: PolicyInput, rung: Rung, enough: float | None = None) -> Weighed:
     """Weigh a smaller dtype, which frees memory or saves a replica.
 
-    enough: replicas that the present load needs with the serving dtype, if the aim is to save a replica; else None.
+    enough: if the aim is to save a replica, the replicas that the present load needs with the serving dtype; else None.
     """
     limit = s.spec.kv_cache.pressure.high_percent
     effect = _in_dtype(s, rung.dtype, Action.DTYPE_DOWN, limit, peak=enough is not None)
@@ -204,7 +204,7 @@ def needed(s: PolicyInput) -> int:
         each = max(w.best_requests_per_second or 0.0, able(s.saturations, w, s.dtype) or 0.0)
         enough = (w.surge.arrivals + w.surge.waiting / DRAIN_SECONDS) / each if each else 0
         wanted = math.ceil(min(enough, s.spec.scaling.max_replicas))
-        # If memory was short, engines compute evicted prefixes again. Only a doubled cache noticeably reduces that.
+        # If memory was short, engines compute evicted prefixes again. Only a doubled cache noticeably helps.
         return max(wanted, 2 * w.pods) if w.memory else wanted
     if w.kind == WorkloadKind.MEMORY_BOUND:
         usable = w.capacity_per_pod * s.spec.kv_cache.pressure.high_percent / 100
@@ -214,7 +214,8 @@ def needed(s: PolicyInput) -> int:
 
 
 def scale_in(s: PolicyInput) -> Weighed:
-    """Weigh a scale-in by one replica, or by up to half of them if the request rate that one can handle is known."""
+    """Weigh a scale-in by one replica, or by up to half of them if the request rate that a replica can handle is
+    known."""
     least = s.replicas - 1
     if able(s.saturations, s.workload, s.dtype) is not None:
         least = min(least, max(math.ceil(s.replicas / _MOST_GROWTH), s.spec.scaling.min_replicas))
@@ -240,7 +241,7 @@ def _in_closed(s: PolicyInput, replicas: int, left: int, effect: Effect) -> Clos
     if s.replicas_changed is not None and s.now < s.replicas_changed + timedelta(seconds=seconds):
         return Outcome.COOLING_DOWN, "the number of replicas has just changed"
     if effect.use > margin:
-        text = f"the peak would fill {effect.use}%, above the {margin}% between lowPercent and highPercent"
+        text = f"the peak would fill {effect.use}%, above {margin}% (between lowPercent and highPercent)"
         return Outcome.TOO_TIGHT, text
     crowded = beyond(s.saturations, s.workload, s.dtype, s.dtype, left) or _too_many_prompts(s, left)
     crowded = crowded or would_miss(s, Action.SCALE_IN, effect.itl, s.counted / left)

@@ -4,8 +4,8 @@
 - If another resource is short, or an objective is missed: add a replica. But add none if all objectives are met and one
   of them is for TTFT.
 - In a surge: add replicas at once.
-- After pressure: remove one replica, then take a larger dtype. If memory alone requires a replica, take a smaller dtype
-  in its place.
+- After pressure: remove one replica, then take a larger dtype. If memory alone requires the replica, take a smaller
+  dtype and remove it.
 
 The policy takes one step at a time, and none while metrics are insufficient.
 """
@@ -31,7 +31,7 @@ class PolicyDecision:
     reason: str
     message: str
     hold: str | None = None
-    """The reason to do nothing although a step is needed. The text has no figures that change over time."""
+    """The reason to do nothing although a step is needed. The text has no changing figures."""
     wanted: Option | None = None
     """Step that the policy would take if no mode, limit or waiting time prevented it."""
     saturations: tuple[Saturation, ...] = ()

@@ -14,7 +14,8 @@ from kvpilot_operator.times import utc
 # After a rollback, the next change of the dtype waits this long, or minDwellSeconds if that is shorter. Without this
 # wait, a service could try its whole ladder within an hour.
 COOL_DOWN_SECONDS = 3600
-# A step to a larger dtype waits this many times minDwellSeconds. Without this, a quiet night changes the dtype twice.
+# A step to a larger dtype waits this many times minDwellSeconds. Otherwise, each quiet night would change the dtype
+# twice.
 CLIMB_DWELLS = 4
 
 
@@ -75,9 +76,9 @@ class PolicyInput:
         return (e for e in known if (e.dtype, e.from_dtype, e.model, e.image, e.gpu, e.recent_tokens) == about)
 
     def canary_closed(self, *, climb: bool = False) -> tuple[Outcome, str] | None:
-        """Return the reason why no dtype change may begin, or None: an outcome, and a text without changing figures.
+        """Return the outcome of an option if no dtype change may begin, with the reason; else None.
 
-        climb: True for a change to a larger dtype, which waits longer after the last change.
+        The reason has no changing figures. climb: True for a change to a larger dtype, which waits longer.
         """
         if self.no_canary is not None:
             return Outcome.NO_CANARY, self.no_canary

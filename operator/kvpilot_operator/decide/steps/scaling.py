@@ -16,10 +16,10 @@ _STEPS = (Action.SCALE_OUT, Action.SCALE_IN)
 def kept(spec: Spec, before: Scaling, now: datetime) -> Scaling:
     """Set the replicas by the spec and the last decision, before the policy chooses a step.
 
-    - Mode External takes `spec.replicas`, which /scale writes.
-    - Mode Operator keeps its last choice until `spec.replicas` changes, and then starts from the new number.
+    - Mode External: take `spec.replicas`, which /scale writes.
+    - Mode Operator: keep the last choice until `spec.replicas` changes, then start from the new number.
 
-    With minReplicas 0 a user can scale to 0. The service then stays at 0.
+    If a user scales to 0, which needs minReplicas 0, the service stays at 0.
     """
     edited, last = before.spec_replicas != spec.replicas, before.desired_replicas
     owned = spec.scaling.mode == "Operator"
