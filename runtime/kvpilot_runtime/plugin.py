@@ -32,7 +32,7 @@ def register() -> None:
     """Make our dtypes known to vLLM, and turn on the features that the environment requests.
 
     Raises:
-        UnsupportedEngineError: in the same cases as `serve_dtype`.
+        UnsupportedEngineError: as `serve_dtype` does.
     """
     try:
         compat.make_known((*formats.own_names(), *latent.names()), serve_dtype)
@@ -57,8 +57,8 @@ def serve_requests() -> None:
         try:
             serve_part()
         except (ImportError, AttributeError) as error:
-            log.error("vllm %s: %s; requests for offloaded pages, or those that wait when an engine ends, are answered "
-                      "as by vLLM alone: use vllm %s", compat.version_text(), error, compat.ADVISED)  # fmt: skip
+            log.error("vllm %s: %s; vLLM alone handles requests for offloaded pages, and requests that wait when an "
+                      "engine ends: use vllm %s", compat.version_text(), error, compat.ADVISED)  # fmt: skip
 
 
 def serve_dtype(dtype: str) -> None:
@@ -106,14 +106,14 @@ def settle(worker: Any) -> None:
     """Calibrate a worker that has loaded its model but has no KV cache yet, and report its settings.
 
     Raises:
-        UnsupportedModelError: in the same cases as `refuse_unsupported_options` and `at_start.calibrate`.
+        UnsupportedModelError: as `refuse_unsupported_options` and `at_start.calibrate` do.
     """
     from kvpilot_runtime.backends.packed import our_layers, refuse_unsupported_options
     from kvpilot_runtime.calibration import at_start
     from kvpilot_runtime.recent import ring_layers
 
     if layers := our_layers(worker.vllm_config):
-        # Refuse unsupported options now. Later, an unsupported KV connector would fail for an unclear reason.
+        # Refuse unsupported options now, because an unsupported KV connector would later fail with an unclear message.
         refuse_unsupported_options(worker.vllm_config)
     at_start.calibrate(worker, layers)
     ring_layers.report(worker.vllm_config, layers)
@@ -123,8 +123,8 @@ def serve(worker: Any) -> None:
     """Prepare a worker that has its KV cache: check its pages, and pass the engine's terms to its KV connector.
 
     Raises:
-        UnsupportedModelError: in the same cases as `refuse_other_groups`.
-        UnsupportedEngineError: in the same cases as `page_check.check` and the connector's `agree`.
+        UnsupportedModelError: as `refuse_other_groups` does.
+        UnsupportedEngineError: as `page_check.check` and the connector's `agree` do.
     """
     from kvpilot_runtime import speculation
     from kvpilot_runtime.backends import page_check

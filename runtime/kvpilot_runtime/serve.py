@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recent-tokens", type=_window, metavar="N", default=os.environ.get(RECENT) or None,
                         help="number of last tokens of a sequence that are read with 8 bits or more: "
                         f"{', '.join(map(str, formats.RECENT_CHOICES))} (default: {RECENT}, and without it "
-                        f"{formats.default_windows()}, or what the context has room for)")  # fmt: skip
+                        f"{formats.default_windows()}, but at most the context's length)")  # fmt: skip
     parser.add_argument("--max-model-len", type=_length, help="tokens, or auto")
     parser.add_argument("--tensor-parallel-size", type=_count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=_fraction, default=0.9)

@@ -111,7 +111,7 @@ def test_an_engines_end_that_vllm_lacks_is_logged_and_costs_auto_nothing(
     with caplog.at_level(logging.WARNING):
         plugin.register()
     assert "_reject_add_in_shutdown" in caplog.text
-    assert "are answered as by vLLM alone: use vllm 0.32" in caplog.text
+    assert "when an engine ends: use vllm 0.32" in caplog.text
     assert CacheConfig(cache_dtype="auto").cache_dtype == "auto"
 
 

@@ -1,1 +1,4 @@
-"""Attention backends for our KV-cache dtypes, which vLLM loads: on CPU and CUDA, for keys and values or MLA latents."""
+"""Attention backends for kvpilot's KV-cache dtypes ("our dtypes" in this package), which vLLM loads.
+
+There is one for each platform (CPU, CUDA) and content of pages (keys and values, or MLA latents).
+"""

@@ -72,8 +72,7 @@ class CpuBuilder(PackedBuilder):
         starts = common.query_start_loc[: sequences + 1].long()
         owner, ordinals = owners(starts, common.seq_lens[:sequences], int(starts[-1]))
         lengths = starts[1:] - starts[:-1]
-        # Also exclude prompts that vLLM lists: a prompt's last chunk may be as short as a decoding sequence with
-        # drafts.
+        # Exclude prompts, too: the last chunk of a prompt may be as short as a decoding sequence with drafts.
         short = lengths <= 1 + drafts(self.vllm_config)
         if (prompts := getattr(common, "is_prefilling", None)) is not None:
             short &= ~prompts[:sequences]
@@ -92,7 +91,7 @@ class CpuRingBuilder(PackedBuilder):
     """Builder that makes a batch's `Rings` once for all layers."""
 
     def describe(self, common: Any) -> Rings:
-        """Return where the batch's ring rows are. `Rings.table` has one row per token here, not one per sequence."""
+        """Return the places of the batch's tokens in rings. On a CPU, `Rings.table` has one row per token."""
         spec = self.kv_cache_spec
         sequences = common.num_reqs
         starts = common.query_start_loc[: sequences + 1].long()

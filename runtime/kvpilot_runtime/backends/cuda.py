@@ -113,7 +113,7 @@ class CudaImpl(Reserving, PackedImpl):
         ring_slots, ring_table = (None, None) if rings is None else (rings.slots, rings.table)
         shared = self.kv_sharing_target_layer_name is not None
         if shared or key is None or value is None:
-            # This layer reads another layer's cache. Pass only padding slots: the launch then stores nothing, and only
+            # This layer reads another layer's cache. With only padding slots, the launch stores nothing, and just
             # rotates the queries.
             slots, ring_slots = meta.nowhere, None if ring_slots is None else meta.nowhere
             key = value = query[:, : self.num_kv_heads]
@@ -163,11 +163,8 @@ class CudaImpl(Reserving, PackedImpl):
                  pages: GpuPages, out: torch.Tensor, later: LaterTokens | None) -> torch.Tensor:  # fmt: skip
         """Write attention without sink logits to `out`. Return the LSE of the scores, float32 [heads, tokens].
 
-        `key` and `value` contain contexts and new tokens if `prefills.joined` is set, otherwise only the new
-        tokens.
-
-        If the model has sink logits, `forward` then scales `out` by the share of the softmax weight that the sinks
-        leave.
+        `key` and `value` contain contexts and new tokens if `prefills.joined` is set, otherwise only the new tokens.
+        For a model with sink logits, `forward` afterwards multiplies `out` by the softmax weight that the sinks leave.
         """
         rows, longest = prefills.starts, prefills.longest
         if (joined := prefills.joined) is not None:

@@ -88,10 +88,10 @@ class ContextChunk:
 
 
 def packed(context: torch.Tensor, room: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut the contexts of all sequences, laid end to end, into pieces of `room` tokens. The last piece may be shorter.
+    """Join the contexts of all sequences, and cut the result into pieces of `room` tokens. The last may be shorter.
 
-    `context` is int64 [sequences], in tokens. For each piece, yield the `begin` and `length` of each sequence's
-    part.
+    `context` has the contexts' lengths in tokens, int64 [sequences]. For each piece, yield the `begin` and `length` of
+    each sequence's part.
     """
     ends = context.cumsum(0)
     starts = ends - context
@@ -165,13 +165,13 @@ class CudaRingBuilder(PackedBuilder):
         warm_up(self.warm_up, vllm_config, device)
 
     def warm_up(self) -> None:
-        """Launch every variant of the kernel that computes ring slots, as far as serving needs it."""
+        """Launch every variant that serving needs of the kernel that computes ring slots."""
         for count in {2**i for i in range(self._sequences.bit_length())}:
             zeros = torch.zeros(count + 1, self.kv_cache_spec.ring_blocks, dtype=torch.int32, device=self.device)
             self._fill(self.slots[:1], zeros[:, 0].contiguous(), zeros[:-1, 0].contiguous(), zeros[:-1])
 
     def describe(self, common: Any) -> Rings:
-        """Return where the batch's ring rows are, in the buffers that captured CUDA graphs read."""
+        """Return the places of the batch's tokens in rings, in the buffers that captured CUDA graphs read."""
         slots = self.slots[: common.slot_mapping.shape[0]]
         table = common.block_table_tensor[: common.num_reqs, : self.kv_cache_spec.ring_blocks]
         lens = common.seq_lens[: common.num_reqs]
@@ -211,8 +211,8 @@ class CudaBuilder(PackedBuilder):
         """Return the metadata of one batch. Overwrite the buffers that captured CUDA graphs read."""
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.width)
         if decodes > self.plan.sequences or decode_tokens > self.plan.rows:
-            # With chunked attention, vLLM cuts sequences at their chunks, and the plan may have room for fewer pieces.
-            # Prefill the others.
+            # With chunked attention, vLLM cuts each sequence at its chunks. If the plan has no room for all of these
+            # pieces, prefill the rest.
             starts = common.query_start_loc_cpu[: self.plan.sequences + 1]
             decodes = int((starts <= self.plan.rows).sum()) - 1
             decode_tokens, prefills = int(starts[decodes]), common.num_reqs - decodes

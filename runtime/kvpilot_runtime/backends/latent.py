@@ -3,7 +3,7 @@
 An *entry* is what MLA stores per token: the latent and its RoPE part. vLLM's own prefill backend computes attention for
 prompts. This module gives it the context: it reads the entries from the pages, in the chunks that vLLM plans, and
 expands them to keys and values of each head. `latent_cpu` and `latent_cuda` store entries. They decode in the absorbed
-form, in which queries are multiplied by latents directly.
+form: queries are projected into latent space first, and then multiplied by latents directly.
 """
 
 import os
@@ -34,7 +34,7 @@ class LatentBackend(OurBackend, MLACommonBackend):  # type: ignore[misc]  # mypy
     fmt: ClassVar[LatentFormat]
     remedies: ClassVar[dict[str, str]] = {
         "sparse not supported": "sparse attention, as in DeepSeek V3.2, is not supported",
-        "non-MLA not supported": "it has no multi-head latent attention (choose one of the dtypes that say k and v)",
+        "non-MLA not supported": "it has no multi-head latent attention (choose a dtype with k and v in its name)",
         "head_size not supported": f"a latent other than 512 elements and {ENTRY - RANK} with RoPE is not supported",
     }
 

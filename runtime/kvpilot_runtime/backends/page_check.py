@@ -1,4 +1,4 @@
-"""Check at engine start that pages which vLLM's own attention layers write can be read back correctly.
+"""Check at engine start that attention layers read back what they have stored in pages.
 
 A later vLLM may keep shapes and names but change their meaning: swap blocks and heads, exchange keys and values, or
 count slots differently. So a worker runs this check once it has its KV cache. One layer of each shape stores up to
@@ -35,7 +35,7 @@ def check(worker: Any) -> None:
             off = _off(worker.vllm_config, layer)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            # This vLLM is tested on this kind of device, so only warn.
+            # This version of vLLM is tested on this kind of device, so only warn.
             if compat.was_run_on(worker.device.type):
                 log.warning("The check of pages at start could not run: %s", why)
                 return
@@ -54,7 +54,7 @@ def _refusal(layer: Any, why: str) -> UnsupportedEngineError:
 
 @dataclass(frozen=True)
 class _Request:
-    """Request with random content, which the check stores and attends to.
+    """Test request with random content, which the check stores and attends to.
 
     Attributes:
         new: queries, keys and values, [tokens, heads, head_dim] each.

@@ -1,8 +1,9 @@
 """Calibrate an engine that has no calibration file, before it captures CUDA graphs and takes requests.
 
-One forward pass runs built-in text (`calibration.text`) through the model. The text is cut into sequences, which are
-placed at positions all over the served context. In this pass each sequence attends only to its own, unquantized keys
-and values. The factors of our layers are fitted to these keys, values and queries (`kvpilot_kernels.fit.Observed`).
+One forward pass runs built-in text (`calibration.text`) through the model. The text is cut into sequences, which get
+positions all over the served context. In this pass each sequence attends only to its own, unquantized keys and values.
+`kvpilot_kernels.fit.Observed` fits the factors of our layers (means and scales per channel) to these keys, values and
+queries.
 
 Each tensor-parallel rank keeps the factors of its heads, and each pipeline stage the factors of its layers. The same
 model, text and number of ranks give the same factors.
@@ -42,7 +43,7 @@ def calibrate(worker: Any, layers: dict[str, Any]) -> None:
     config = worker.vllm_config
     if not any(of_all_ranks(len(layers))):
         return
-    # If one pipeline stage cannot calibrate, no stage may: the others would wait for its output.
+    # If one pipeline stage cannot calibrate, none may, because the other stages would wait for its output.
     reason = "" if factors_file.asked() else next(filter(None, of_all_ranks(obstacle(config, layers))), "")
     if factors_file.asked():
         source = "off" if factors_file.turned_off() else "file"
@@ -130,7 +131,7 @@ def _observed(worker: Any, tokens: list[int], layers: dict[str, Any]) -> dict[st
     try:
         with (
             attending_to_itself(config, seen, [length for length, _ in plan]),
-            # Run eagerly, so that the compilation of the engine does not see this pass.
+            # Run eagerly, because the engine's compiled code must not depend on this pass.
             set_forward_context(None, config, num_tokens=len(tokens), slot_mapping={}, skip_compiled=True),
         ):
             found = _forward(model, ids, positions)
@@ -163,8 +164,8 @@ def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> Any:
 def _draft(drafter: compat.Drafter, ids: torch.Tensor, positions: torch.Tensor, found: Any) -> None:
     """Run the text through the draft model. `found` is the output of the target model for the same text.
 
-    For each token, a draft head (EAGLE, MTP) reads the next token and the target model's hidden state. At the end of a
-    sequence, the next token wrongly belongs to the following sequence. This error is negligible: one token in hundreds.
+    For each token, a draft head (EAGLE, MTP) reads the next token and the target model's hidden state. The last token
+    of a sequence gets the first one of the following sequence, which is wrong, but only for one token in hundreds.
     """
     if not drafter.reads_states:
         drafter.model(input_ids=ids, positions=positions, inputs_embeds=None)

@@ -1,7 +1,7 @@
 """`kvpilot calibrate MODEL --prompts FILE`: fit static factors to a model and write them to a calibration file.
 
-Calibration sequences must be as long as the contexts that will be served. RoPE rotates a channel's mean with the
-position, so a mean that is fitted to short texts adds errors at positions far beyond their length.
+Calibration sequences must be as long as the contexts that will be served. RoPE rotates the mean of keys with the
+position, so a mean that is fitted to short texts is wrong at positions far beyond their length.
 """
 
 import argparse
@@ -47,8 +47,8 @@ def read_prompts(file: Path) -> list[str]:
 def sequences(tokenizer: Any, texts: list[str], length: int, limit: int) -> list[torch.Tensor]:
     """Cut texts into sequences of token ids, int64 [at most `length`] each, with at most `limit` tokens in all.
 
-    Every sequence starts with the tokenizer's BOS token if it has one, as prompts do, because the first token is an
-    attention sink.
+    If the tokenizer has a BOS token, every sequence starts with it, as prompts do, because the first token gets much
+    attention.
     """
     pieces: list[torch.Tensor] = []
     for text in texts:

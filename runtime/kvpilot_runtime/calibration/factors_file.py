@@ -110,7 +110,8 @@ class Calibration:
         return self.layers[int(found[1])]
 
     def shard(self, rank: int, size: int) -> "Calibration":
-        """Return the factors of the KV heads of one tensor-parallel rank. If ranks outnumber heads, they share heads.
+        """Return the factors of one tensor-parallel rank's KV heads. If there are more ranks than heads, they share
+        heads.
 
         Raises:
             ValueError: `size` and the number of heads are not multiples of each other, or the rank does not exist.
@@ -158,7 +159,7 @@ def digest(layers: Sequence[Factors]) -> str:
 
 
 def join_digests(digests: Sequence[str]) -> str:
-    """Return one hash of the hashes of all ranks' factors, which are given in rank order."""
+    """Return one hash of the hashes of all ranks' factors, in the order of the ranks."""
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 

@@ -14,10 +14,10 @@ LONGEST = 8192
 """Largest number of tokens that an engine calibrates on. A quarter of this number gave about the same factors."""
 
 SHORTEST = 128
-"""Smallest number of tokens to calibrate on. With fewer tokens, almost all keys lie in each query's recent window."""
+"""Smallest number of tokens to calibrate on. With fewer, most keys lie in a query's recent window and do not count."""
 
 _LOG_FROM = 1024
-"""Position up to which short sequences start at even distances. Beyond it they start at logarithmic distances."""
+"""Position up to which the starts of short sequences are evenly spaced. Beyond it, they are spaced logarithmically."""
 
 _SHORT = 4
 """Number of short sequences. Together they get the second half of the tokens."""
@@ -65,10 +65,10 @@ def lone(tokens: int) -> int:
 def passes(tokens: int, context: int) -> list[tuple[int, int]]:
     """Return the sequences to run, as (tokens, position of the first token). Leave out the last `lone` tokens.
 
-    RoPE rotates a channel's mean with the position, and one static mean must serve all positions of the context. So
-    half of the text is one sequence that begins at position 0, in which queries also see distant tokens. The other half
-    is four sequences that begin at positions all over the context. RoPE attention depends only on distances between
-    tokens, so a sequence gives the same outputs wherever it begins.
+    RoPE rotates the mean of keys with the position, and one static mean must serve all positions of the context. So the
+    first half of the text is one sequence that begins at position 0, in which queries also see distant tokens. The
+    second half is four sequences that begin at positions all over the context. RoPE attention depends only on the
+    distance between tokens, so a sequence gives the same outputs wherever it begins.
 
     Args:
         context: number of served positions, at least `tokens`.

@@ -1,7 +1,7 @@
 """KV connectors of vLLM that may send our pages between engines, and their supported configurations.
 
-A page can be read only with the factors that it was quantized with. So a class of ours replaces each connector. It
-sends pages only between engines with equal dtype, layout and factors (`transfer.terms`).
+A page can be read only with the calibration factors with which it was quantized. So a class of ours replaces each
+connector, and sends pages only between engines with equal dtype, layout and factors (`transfer.terms`).
 """
 
 import importlib.metadata

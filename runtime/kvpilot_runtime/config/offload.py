@@ -1,9 +1,9 @@
 """Offloading of the KV cache to host memory (`--kv-offloading-size`), as far as our dtypes support it.
 
-A page can be read only with the factors that it was quantized with. The host memory belongs to one engine, which fixes
-its factors before it creates its KV cache. So a page that returns from host memory is read with the same factors.
-Connectors between engines are supported only if `connectors` lists them. Other connectors would give pages to engines
-with different factors.
+A page can be read only with the calibration factors with which it was quantized. The host memory belongs to one engine,
+and the engine's factors never change once it has a KV cache. So a page that returns from host memory is read with the
+right factors. Connectors between engines are supported only if `connectors` lists them. Others would give pages to
+engines with different factors.
 """
 
 from typing import Any

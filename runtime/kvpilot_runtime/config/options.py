@@ -12,11 +12,11 @@ __all__ = ["OFFLOAD", "TRANSFER"]
 SERVE = "KVPILOT_SERVE"
 """Environment variable that `kvpilot-serve` sets for its engine, whatever the dtype.
 
-An engine with this variable loads offloaded pages if a request asks for it (`offload.FROM_HOST`). When it drains, it
-also finishes requests that still wait.
+With this variable, an engine loads offloaded pages if a request asks for it (`offload.FROM_HOST`), and finishes waiting
+requests when it drains.
 """
 WORKSPACE_SHARE = 200
-"""Divisor: the workspace, into which prefill dequantizes contexts, gets this fraction of an engine's GPU memory."""
+"""Divisor: an engine uses 1/200 of its GPU memory as the workspace into which prefill dequantizes contexts."""
 SLIDING = "sliding_window"
 """Value of `--kv-cache-dtype-skip-layers` that keeps all layers with a sliding window in 16 bits."""
 

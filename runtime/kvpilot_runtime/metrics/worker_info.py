@@ -1,4 +1,4 @@
-"""Report facts that a worker knows on the engine's /metrics, as labels of gauges whose value is 1.
+"""Report facts of a worker process on the engine's /metrics, as labels of gauges whose value is 1.
 
 The worker process writes the labels to a file, and the API server reads the file. vLLM's first process sets an
 environment variable with the path of the file for the others.
@@ -57,7 +57,7 @@ class WorkerInfo:
             gauge.labels(*(values[label] for label in self.labels)).set(1)
 
     def publish(self) -> None:
-        """Add the gauge, which workers write to a file, to this process's registry. Choose the path if none is set."""
+        """Add the gauge to this process's registry. If no path of the file is set yet, choose one."""
         from prometheus_client import REGISTRY
 
         if self.variable not in os.environ:

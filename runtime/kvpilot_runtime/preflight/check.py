@@ -82,14 +82,14 @@ def _architecture(path: Path, request: Request, left: elsewhere.Elsewhere, findi
     config = findings.config = elsewhere.as_cached(read_config(path, elsewhere.overrides(request)))
     model = request.model
     if not config.architectures and models.known(config.model_type):
-        return  # vLLM picks the class by the type
+        return  # vLLM picks the class by `model_type`
     if not config.architectures:
         raise PreflightError("ModelUnsupported", f"model {model!r}: config.json names no architecture; give its class: --hf-overrides={{\"architectures\": [\"CLASS\"]}}")  # fmt: skip  # noqa: E501
     _custom_code(config, request)
     if config.auto != "auto" and request.dtype == "auto":
         findings.warnings.append(
-            ("AutoIsQuantized", f"model {model!r}: kv-cache dtype 'auto' is {config.auto} here, for its "
-             "quantization_config says so; use bfloat16 for 16 bits")
+            ("AutoIsQuantized", f"model {model!r}: by its quantization_config, kv-cache dtype 'auto' is {config.auto}; "
+             "use bfloat16 for 16 bits")
         )  # fmt: skip
     if config.doubt:
         findings.warnings.append(("ModelNotKnown", f"model {model!r}: {config.doubt}"))

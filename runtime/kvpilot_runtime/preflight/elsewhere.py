@@ -40,7 +40,7 @@ _CLASSES = (Switch("model classes of another library", ("--model-impl",), ("auto
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Facts that only vLLM can check, because an option or a variable changes them."""
+    """Flags for facts that only vLLM can check, because an option or a variable changes them."""
 
     config: bool = False
     weights: bool = False

@@ -24,7 +24,7 @@ SEQUENCES, LARGE_GPU = (256, 1024), 70 * 2**30
 """Default `--max-num-seqs` of vLLM 0.32 on (small, large) GPUs, and the memory in bytes from which a GPU is large."""
 
 RESULTS = 3
-"""Assumed number of partial results of split-KV decode per sequence, without drafts. The size of their buffer follows.
+"""Assumed number of partial results of split-KV decode per sequence, without drafts. It determines their buffer's size.
 """
 
 
@@ -64,8 +64,8 @@ def check(
     in_16_bits = len({layer for layer in request.skip_layers or () if layer.isdecimal()})
     per_token = config.token_bytes(fmt, in_16_bits)
     ring = _ring_tokens(fmt, config, request, length, platform) * per_token
-    # A request's cache is divided among the ranks. But every tensor-parallel rank holds all latents, and with more
-    # ranks than KV heads each rank holds one whole head.
+    # The ranks share a request's cache. But every tensor-parallel rank holds all latents, and if there are more ranks
+    # than KV heads, each rank holds one whole head.
     shares = stages(request) * (1 if config.latent else max(1, min(request.tensor_parallel, config.kv_heads)))
     wanted = ((length or 0) * per_token + ring) // shares
     if request.kv_bytes is not None and wanted > request.kv_bytes:
@@ -131,7 +131,7 @@ def _of_gpus(request: Request) -> tuple[int | None, int | None]:
         stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
         shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
         raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
-    # vLLM takes a fraction of the whole GPU, but at most what other processes leave.
+    # vLLM takes a fraction of the GPU's whole memory, but at most the memory that other processes leave free.
     known = [(gpu.total, gpu.used or 0) for gpu in gpus[:seen] if gpu.total is not None]
     taken = (min(int(total * request.memory_fraction), total - used) for total, used in known)
     return min(taken, default=None), min((total for total, _ in known), default=None)

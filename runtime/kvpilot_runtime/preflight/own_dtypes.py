@@ -49,8 +49,8 @@ def check_window(fmt: Dtype, request: Request, findings: Findings) -> None:
     length = request.max_model_len or (findings.config.max_positions if findings.config is not None else None)
     if not fmt.has_ring:
         findings.warnings.append(
-            ("WindowUnused", f"--recent-tokens {request.recent}: kv-cache dtype {fmt.name!r} has no bits to add to its "
-             "last tokens; the option has no effect")
+            ("WindowUnused", f"--recent-tokens {request.recent}: kv-cache dtype {fmt.name!r} has no recent window; the "
+             "option has no effect")
         )  # fmt: skip
     elif length is not None and request.recent > length:
         raise PreflightError("BadArguments", f"--recent-tokens {request.recent} is more than the context of {length} tokens; use a smaller window ({', '.join(map(str, formats.RECENT_CHOICES))}), or a longer --max-model-len")  # fmt: skip  # noqa: E501
@@ -81,7 +81,8 @@ def check_own(fmt: Dtype, config: models.Architecture, request: Request, finding
     if request.skip_layers and request.arguments.on(options.TRANSFER):
         refuse(f"{options.TRANSFER} beside layers that stay in 16 bits (--kv-cache-dtype-skip-layers)", "leave one of the two out, or use --kv-cache-dtype=auto")  # fmt: skip  # noqa: E501
     if request.skip_layers is None:
-        # A model of unknown type may have windows that its config.json does not show. Without them, this is harmless.
+        # A model of unknown type may have sliding windows that its config.json does not show. The option is harmless
+        # for a model without them.
         findings.skip_layers = (options.SLIDING,) if config.window_layers or config.doubt else ()
     elif config.window_layers and options.SLIDING not in request.skip_layers:
         refuse(f"the {config.window_layers} sliding-window layers of this model", f"keep them in 16 bits with --kv-cache-dtype-skip-layers={options.SLIDING}")  # fmt: skip  # noqa: E501

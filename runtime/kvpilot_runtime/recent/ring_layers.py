@@ -84,8 +84,8 @@ def asked() -> int | None:
 def attach(config: Any, layers: dict[str, Any]) -> None:
     """Attach rings to an engine's layers, or turn its recent window off. `layers` are our layers, by name.
 
-    Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name: vLLM
-    has one metadata builder per backend, and a builder plans steps either with or without a window.
+    Layers that are new in a later call belong to a draft model and get no rings. Their backend gets another name. vLLM
+    has one metadata builder per backend name, and a builder plans steps either with or without a window.
 
     Raises:
         UnsupportedModelError: the requested window is longer than the context.
@@ -118,8 +118,8 @@ def attach(config: Any, layers: dict[str, Any]) -> None:
         if recent and (target := layer.impl.kv_sharing_target_layer_name) is not None:
             layer.impl.ring = every[target + SUFFIX]
     if reason:
-        log.warning("No recent window (%s): kv-cache dtype %r reads the last %d tokens with its own bits, less "
-                    "accurate than it could be; set %s to 0 if that is meant",
+        log.warning("No recent window (%s): kv-cache dtype %r reads the last %d tokens with its own bits, which is "
+                    "less accurate; to hide this warning, set %s to 0",
                     reason, fmt.name, wanted, VARIABLE)  # fmt: skip
     elif wanted < fmt.recent_tokens(asked()):
         log.info("The default recent window of kv-cache dtype %r, %d tokens, is cut to %d: the context is %d tokens",

@@ -17,9 +17,8 @@ from kvpilot_formats import formats
 
 @dataclass(frozen=True, kw_only=True)
 class RingSpec(CircularBufferSpec):  # type: ignore[misc]  # mypy sees vLLM's classes as Any
-    """KV-cache spec of a ring layer.
-
-    Ring pages have the page size and block size of the attention layer's pages, so that both come from one pool.
+    """KV-cache spec of a ring layer, with the page size and block size of the attention layer. So pages of both come
+    from one pool.
 
     Attributes:
         kept: number of tokens whose residuals a ring keeps: the window, plus the largest number of drafts in a step.
@@ -75,7 +74,7 @@ class RingManager(CircularBufferManager):  # type: ignore[misc]
         return max(int(wanted) - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *_: Any, **__: Any) -> Sequence[Any]:
-        """Take the missing pages from the pool. They need no clearing: each row has a tag that identifies its token."""
+        """Take the missing pages from the pool, without clearing them: each row has a tag that identifies its token."""
         missing = self.get_num_blocks_to_allocate(request_id, num_tokens)
         new: list[Any] = self.block_pool.get_new_blocks(missing) if missing else []
         self.req_to_blocks[request_id].extend(new)

@@ -9,8 +9,8 @@ from kvpilot_runtime.vllm_api.wrap import wrap
 def heed_from_host() -> None:
     """Let a request with `FROM_HOST` load its prefix from host memory, even if the GPU has the pages.
 
-    vLLM's own option `skip_reading_prefix_cache` would skip host memory, too. So set it only while vLLM looks up pages
-    on the GPU.
+    vLLM's option `skip_reading_prefix_cache` would skip host memory, too. So this hook sets the option only while vLLM
+    looks up pages on the GPU.
     """
 
     def get_computed_blocks(stock: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

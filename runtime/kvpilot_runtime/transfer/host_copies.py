@@ -1,8 +1,8 @@
 """Worker for vLLM's offloading on the CPU platform, which copies pages with torch.
 
-vLLM's own worker copies only with CUDA. With our worker, an engine on a CPU offloads like an engine on a GPU. This
-saves no memory, because pages and offloaded copies are in the same memory. But all of offloading except vLLM's own
-copies can then be tested without a GPU.
+vLLM's own worker copies only with CUDA. With our worker, an engine on a CPU offloads like an engine on a GPU, so
+offloading can be tested without a GPU. On a CPU it saves no memory, because pages and their copies are in the same
+memory.
 """
 
 import time
@@ -64,7 +64,7 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]  # mypy sees vLLM's cl
 def rows(blocks: Any, chunks: Any, per_chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each KV-cache group of a transfer, return its block numbers in cache and tier, int64 [blocks] each.
 
-    A group's blocks are consecutive in their request. The first block may be in the middle of a chunk.
+    A group's blocks are consecutive blocks of a request. The first one may be in the middle of a chunk.
 
     Args:
         blocks: vLLM's `GPULoadStoreSpec`.

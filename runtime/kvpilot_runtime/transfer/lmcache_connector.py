@@ -1,9 +1,9 @@
 """Store our pages in LMCache, by its `LMCacheMPConnector` with model names that identify our quantization.
 
-LMCache identifies a chunk by the model's name and the chunk's tokens. We add a hash of the engine's terms
-(`transfer.terms`) and weights to the name, so that engines with other terms do not find the chunk. Rings are not
-stored, so a request begins with an empty ring, as after any prefix hit. The engine sends a chunk in one message. So if
-an engine dies, the LMCache server has the whole chunk or nothing.
+LMCache finds a chunk by the model's name and the chunk's tokens. We add a hash of the engine's terms (`transfer.terms`)
+and weights to the name, so that engines with other terms do not find the chunk. Rings are not stored, so a request
+begins with an empty ring, as after any prefix hit. An engine sends each chunk in one message, so the LMCache server has
+the whole chunk or nothing if an engine dies.
 """
 
 import hashlib
@@ -61,8 +61,8 @@ class PackedLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]
             if not isinstance(adapter.transfer_ctx.engine_driven_context, EngineDrivenContextPickle):
                 raise UnsupportedEngineError(
                     f"LMCache's server was started with --shm-name, which is not supported with kv-cache dtype "
-                    f"{terms.dtype!r}: an engine that dies while it stores leaves half a chunk that counts as whole; "
-                    "start the server without it"
+                    f"{terms.dtype!r}: an engine that dies while it stores a chunk leaves a broken chunk that other "
+                    "engines would use; start the server without it"
                 )
 
         adapter._send_register_kv_caches_request = send_and_look

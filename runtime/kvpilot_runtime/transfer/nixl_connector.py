@@ -39,7 +39,7 @@ class Scheduling(NixlPullConnectorScheduler):  # type: ignore[misc]  # mypy sees
             ]
             missing = short(params, request.num_prompt_tokens, wanted)
             if missing is not None:
-                log.warning("Request %s: computed here, since engine %s tells of %s", request.request_id,
+                log.warning("Request %s: computed here, because engine %s announces %s", request.request_id,
                             params.get("remote_engine_id"), missing)  # fmt: skip
                 return 0, False
         found: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -99,8 +99,8 @@ class Reading(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def _tell_of_lapsed(self, req_id: str, meta: Any) -> None:
         self.xfer_stats.record_kv_expired_req()
-        log.warning("Request %s: computed here, since engine %s keeps its blocks no longer (kv_lease_duration)", req_id,
-                    meta.remote.engine_id)  # fmt: skip
+        log.warning("Request %s: computed here, because engine %s may have reused its blocks (kv_lease_duration)",
+                    req_id, meta.remote.engine_id)  # fmt: skip
 
 
 class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
@@ -122,7 +122,7 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Do the same as vLLM, but with all blocks of rings.
 
-        vLLM assumes that a ring page holds as many tokens as a block, and so would leave out blocks.
+        vLLM would leave out some, because it assumes that a ring page holds as many tokens as any other block.
         """
         every = self._kv_cache_manager.get_block_ids(request.request_id)
         groups = self.kv_cache_config.kv_cache_groups

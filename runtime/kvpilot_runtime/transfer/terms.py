@@ -1,7 +1,7 @@
 """Terms: the properties of an engine that decide whether another engine can read its pages.
 
-A page can be read only with the layout, dtype and factors that it was written with. So engines exchange pages only if
-their terms are equal.
+A page can be read only with the layout, dtype and calibration factors with which it was written. So engines exchange
+pages only if their terms are equal.
 """
 
 import hashlib
@@ -94,8 +94,8 @@ def connector_class(config: Any) -> type[Any] | None:
 def layout(config: Any) -> str | None:
     """Return which layout of the KV cache to request from vLLM. Return None to let vLLM's own connector choose.
 
-    If all layers of a block are contiguous, one copy transfers a block. So request this layout, except for ranks with
-    one KV head: there vLLM copies each layer separately anyway, and NIXL merges adjacent blocks of a layer.
+    Request the layout in which all layers of a block are contiguous, because one copy then transfers a block. For ranks
+    with one KV head, vLLM copies each layer separately in any layout, and NIXL merges adjacent blocks of a layer.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NIXL.name:
@@ -106,7 +106,7 @@ def layout(config: Any) -> str | None:
 
 
 def short(params: Mapping[str, Any], prompt: int, wanted: Sequence[int]) -> str | None:
-    """Say what is wrong with the blocks that another engine announces for a prompt. Return None if nothing is wrong.
+    """Describe the fault if the blocks that another engine announces do not fit a prompt; else return None.
 
     Without this check, vLLM would use the last of the announced blocks, even if their number is wrong.
 

@@ -80,8 +80,8 @@ def lacks(*, pinned: bool = False) -> str:
 def kept_graphs(platform: str) -> dict[str, str]:
     """Return environment variables that let vLLM find its compiled code at the next start.
 
-    On a CPU, vLLM 0.32 cannot load its own ahead-of-time archives, and would compile again at every start. So turn
-    them off.
+    On a CPU, vLLM 0.32 cannot load its own ahead-of-time archives, and would compile again at every start. So the
+    variables turn these archives off.
     """
     return {"VLLM_USE_AOT_COMPILE": "0"} if platform == "cpu" else {}
 
@@ -89,7 +89,7 @@ def kept_graphs(platform: str) -> dict[str, str]:
 def make_known(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
     """Make `names` valid values of `--kv-cache-dtype`. vLLM then calls `asked` with the name that an engine uses.
 
-    This changes only data of vLLM: in 0.33 a registry of dtypes, in 0.32 a closed `Literal` and the validators that
+    This changes only data of vLLM: in 0.33 a registry of dtypes, in 0.32 a `Literal` type and the validators that
     pydantic has compiled from it. A second call changes nothing.
     """
     from vllm.config import cache
@@ -140,7 +140,7 @@ def _register_handlers(names: tuple[str, ...], asked: Callable[[str], None]) -> 
 
 
 def _extend_literal(names: tuple[str, ...], asked: Callable[[str], None]) -> None:
-    """Add values to the closed `Literal` of 0.32 in place, so that modules that have imported it see them."""
+    """Add values to the `Literal` type of 0.32 in place, so that modules that have imported the type see them."""
     from pydantic import AfterValidator
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import VllmConfig

@@ -93,10 +93,10 @@ def _ours(platform: Any, paths: Mapping[str, str], asked: Any) -> str | None:
 def share_pages(names: tuple[str, ...]) -> None:
     """Let layers in 16 bits (`--kv-cache-dtype-skip-layers`) share the block pool with layers in a dtype of `names`.
 
-    All pages of a pool have one size. vLLM takes the page size of the quantized layers, and fits the blocks of other
-    layers into it. To find that size, vLLM asks the backend of the model's first layer, which may be in 16 bits. With
-    this hook, vLLM asks the backend of a quantized layer instead, and a page is large enough for the smallest block of
-    every backend. The block size of a model without 16-bit layers does not change.
+    All pages of a pool have one size: that of the quantized layers. vLLM fits the blocks of other layers into it. But
+    to find that size, vLLM asks the backend of the model's first layer, which may be in 16 bits. With this hook, vLLM
+    asks the backend of a quantized layer, and makes a page large enough for the smallest block of every backend. The
+    block size of a model without 16-bit layers does not change.
     """
 
     def align(stock: Any, cls: Any, vllm_config: Any, backend_cls: Any, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ def around_layout(ours: Callable[[Any], str | None]) -> None:
 def around_shutdown() -> None:
     """Let an engine that drains also finish requests that still wait in the input queue of its core.
 
-    vLLM's core reads this queue between engine steps. Without this hook, a draining core rejects the requests it reads.
+    vLLM's core reads this queue between engine steps. Without this hook, a draining core rejects requests from it.
     """
     from vllm.v1.engine.core import EngineShutdownState
 
