@@ -51,7 +51,7 @@ def pages(cache: torch.Tensor, dims: tuple[str, ...], row: int, what: str, field
         raise BadInputError(field, f"is {shown(cache)} with strides {cache.stride()}", f"{takes} multiple of 16")
     page, outer = cache.shape[-2] * row, list(zip(cache.shape, cache.stride(), strict=True))[:-2]
     if any(size > 1 and stride < page for size, stride in outer):
-        remedy = f"its pages of {page} bytes must not lie over one another"
+        remedy = f"its pages of {page} bytes must not overlap"
         raise BadInputError(field, f"has strides {cache.stride()}", remedy)
     if cache.data_ptr() % 16 or any(stride % 16 for _, stride in outer):
         raise BadInputError(
@@ -102,15 +102,18 @@ def inner_strides(head_dim: int, **named: torch.Tensor) -> None:
 def ring_slots(ring_slots: torch.Tensor | None, slot_mapping: torch.Tensor, recent: int) -> None:
     """Check that ring slots are int64 in the shape of `slot_mapping`, or None without a recent window."""
     if (ring_slots is not None) != (recent > 0):
-        remedy = f"these pages were made with recent={recent}: give them if, and only if, there is a recent window"
+        remedy = f"these pages were made with recent={recent}: give ring slots if, and only if, that is above 0"
         raise BadInputError("ring_slots", "are missing" if recent else "are given", remedy)
     if ring_slots is not None and (ring_slots.dtype != torch.int64 or ring_slots.shape != slot_mapping.shape):
-        remedy = f"give one int64 for each of the {slot_mapping.shape[0]} slots, -1 for a token that has none"
+        remedy = f"give one int64 for each of the {slot_mapping.shape[0]} slots, -1 for a token outside the window"
         raise BadInputError("ring_slots", f"are {shown(ring_slots)}", remedy)
 
 
 def ordinals(ordinals: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
-    """Check the positions of tokens in their sequences: integers [tokens], or None. Padding at the end needs none."""
+    """Check ordinals, the positions of tokens in their sequences: integers [tokens], or None.
+
+    Padding tokens at the end may have none.
+    """
     if ordinals is None:
         return
     if ordinals.dtype not in _INTEGERS or ordinals.dim() != 1 or ordinals.shape[0] > slot_mapping.shape[0]:
@@ -151,7 +154,7 @@ def slots(slot_mapping: torch.Tensor, blocks: int, block_size: int, field: str =
 def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block_size: int) -> None:
     """Check block tables, integers [sequences, columns], and seq_lens, integers [sequences] of at least 1.
 
-    Ignore table entries past a sequence's length, because they are arbitrary.
+    Table entries past a sequence's length may have any value, so they are not checked.
     """
     for name, x, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
         if x.dtype not in _INTEGERS or x.dim() != dims or x.shape[0] != seq_lens.shape[0]:
@@ -167,7 +170,7 @@ def tables(block_table: torch.Tensor, seq_lens: torch.Tensor, blocks: int, block
     named = block_table[used]
     wrong = named[(named < 0) | (named >= blocks)]
     if wrong.numel():
-        remedy = f"the cache has blocks 0 to {blocks - 1}: the table is not this cache's, or was not written"
+        remedy = f"the cache has blocks 0 to {blocks - 1}: the table belongs to another cache, or was not filled"
         raise BadInputError("block_table", f"names block {int(wrong[0])} within a sequence", remedy)
 
 

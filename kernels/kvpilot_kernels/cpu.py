@@ -1,8 +1,8 @@
 """Packed pages on a CPU, in vectorised plain torch: store, decode and prefill over `layouts.PageLayout`.
 
-Decode works in the rotated space: it reads keys and values back from codes, scales and zero points, and rotates only
-queries and outputs. A layer's calibration factors (`kvpilot_kernels.factors`) apply to queries, to outputs, and to a
-token before it is rotated and stored.
+Keys and values are rotated by a Hadamard matrix before they are quantized. Decode never rotates them back: it rotates
+the queries in the same way, and the outputs back. A layer's calibration factors (`kvpilot_kernels.factors`) apply to
+queries, to outputs, and to a token before it is rotated and stored.
 """
 
 from collections.abc import Sequence
@@ -158,8 +158,8 @@ class PackedPages:
         q = query.float().view(sequences, kv_heads, heads // kv_heads, self.head_dim)
         apart, level = None, None
         if self.factors is not None:
-            # The key at position 0 has its own mean, which adds `apart` to its score. The mean of all other keys adds
-            # `level` to every score. The softmax cancels `level`, except with a soft cap or with sinks.
+            # The key at position 0 has its own mean, so `apart` is added to its score. The mean of all other keys would
+            # add `level` to every score. Softmax cancels `level`, except with a soft cap or with sinks.
             apart = (q * (self.factors.key_first - self.factors.key_mean)[:, None]).sum(-1).mul_(scale)
             level = (q * self.factors.key_mean[:, None]).sum(-1, keepdim=True).mul_(scale)
             q = q / self.factors.key_scale[:, None]
@@ -182,7 +182,7 @@ class PackedPages:
         # Unused slots may have NaN scales, and 0 * NaN is NaN.
         out = p @ values.masked_fill_(past[:, None, :, None], 0.0) @ self.rotation.T
         if self.factors is not None:
-            # A sink takes part of the softmax weight, so multiply the mean by the rest of the weight.
+            # A sink takes part of the softmax weight, so multiply the values' mean by the rest of the weight.
             weight = 1.0 if sinks is None else p.sum(-1, keepdim=True)
             out = out / self.factors.value_scale[:, None] + weight * self.factors.value_mean[:, None]
         return out.view(sequences, heads, self.head_dim)

@@ -1,13 +1,14 @@
 """Static per-channel factors of one layer, from calibration.
 
-A token is stored as
+A token's key k and value v are stored as
 
     k' = ((k - key_mean) * key_scale) H        v' = ((v - value_mean) * value_scale) H
 
-and read back with the inverse. Decode divides the query by `key_scale`. It divides the output by `value_scale` and adds
-`value_mean`, because probabilities sum to one. With a learned sink logit (`kvpilot_kernels.softmax`) they sum to less
-than one, and `value_mean` is multiplied by their sum. `key_mean` costs nothing: q . key_mean is the same for every
-token, so the softmax ignores it. Scores include it only with a soft cap or a sink logit.
+with a Hadamard matrix H, and read back with the inverse. Decode divides the query q by `key_scale`. It divides the
+output by `value_scale` and adds `value_mean`, because probabilities sum to one. With a learned sink logit
+(`kvpilot_kernels.softmax`) they sum to less than one, and `value_mean` is multiplied by their sum. `key_mean` costs
+nothing: q . key_mean is the same for every token, so the softmax ignores it. Scores include it only with a soft cap or
+a sink logit.
 
 The first token of a sequence gets much attention in any text. Its key is far from all others, and in most layers about
 the same in every text. So the key at position 0 has its own mean, `key_first`, in place of `key_mean`. A decode step

@@ -1,29 +1,31 @@
 """Fit a layer's static factors to calibration text, so that quantization does the least expected damage.
 
-Let x_t be a token's key (or value), and g_t^2 the cost of an error in each of its channels. We look for a mean m and a
-scale s per channel. A Hadamard rotation spreads the energy of (x_t - m) s evenly over the D coordinates. In each of
-them the quantizer leaves an error with a variance proportional to
+Let x_t be the key (or value) of token t, with D channels c, and g_tc^2 the cost of an error in channel c. We look for a
+mean m_c and a scale s_c for each channel. A Hadamard rotation spreads the energy of (x_t - m) s evenly over the D
+coordinates. In each of them the quantizer leaves an error with a variance proportional to
 
     v_t = sum_c' s_c'^2 (x_tc' - m_c')^2 / D
 
-which becomes an error of variance v_t / s_c^2 in channel c when it is read back. So
+When the token is read back, this becomes an error of variance v_t / s_c^2 in channel c. So
 
     damage(m, s) ~ sum_t (sum_c g_tc^2 / s_c^2) (sum_c' s_c'^2 (x_tc' - m_c')^2)
 
-We minimise it for m and s in turns, each in closed form. m_c' is the mean of x_tc' weighted by sum_c g_tc^2 / s_c^2.
-With M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2, s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2).
+We minimise the damage for m and s in turns, each in closed form. m_c' is the mean of x_tc' over t, with the weights
+sum_c g_tc^2 / s_c^2. With M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2,
 
-The costs follow from attention itself. Let p_it be the probability that query i gives to token t, and o_i the output of
-query i. An error e of the key of token t changes the score of query i by q_i . e, and o_i by p_it (v_t - o_i) times
-that. An error e of the value changes o_i by p_it e. If all directions of the output count alike,
+    s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2)
 
-    g_tc^2 ~ sum_i p_it^2 |v_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
+The costs follow from attention itself. Let p_it be the probability that query q_i gives to token t, V_t the token's
+value, and o_i the output of the query. An error e of the key of token t changes the score by q_i . e, and o_i by
+p_it (V_t - o_i) times that. An error e of the value changes o_i by p_it e. If all directions of the output count alike,
 
-The sum is over the queries i that read token t from its page, which are at least RECENT tokens later. Nearer queries
-read it with 8 bits, because it is in their recent window.
+    g_tc^2 ~ sum_i p_it^2 |V_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 
-The costs matter. The value of the first token is far from all others, and most queries attend to it. A mean without
-costs as weights would double its error. The first key of a sequence has its own mean (`factors`), so the fit leaves it
+The sum is over the queries at least RECENT tokens after token t, which read it from its page. Nearer queries read it
+with 8 bits, because it is in their recent window.
+
+The costs matter: the value of the first token is far from all others, and most queries attend to it. With a mean that
+ignores costs, its error would double. The first key of a sequence has its own mean (`factors`), so the fit leaves it
 out.
 """
 
@@ -33,8 +35,8 @@ from kvpilot_kernels.factors import Factors
 from kvpilot_kernels.softmax import softmax
 
 _ROUNDS = 60
-_LIMIT = 16.0  # largest ratio of a scale to the geometric mean of its head
-# share of the mean entry of M that is added to all entries, so that channels without variance get a finite scale
+_LIMIT = 16.0  # largest ratio of a scale to the geometric mean of all scales of its head
+# This share of the mean entry of M is added to all entries, so that channels without variance get a finite scale.
 _FLOOR = 1e-3
 
 
@@ -104,10 +106,9 @@ def _mean(moments: Moments, squared: torch.Tensor) -> torch.Tensor:
 
 
 RECENT = 64
-"""Distance in tokens below which `Observed` ignores a query, because such a query reads the recent window instead.
+"""Distance in tokens below which `Observed` ignores a query, because the query reads the key from its recent window.
 
-It is the smallest default window of all dtypes. The same value holds for all dtypes, so that a model has one set of
-factors.
+It is the smallest default window of all dtypes. It is the same for all dtypes, so that a model has one set of factors.
 """
 
 _SCORES = 2**24  # number of float32 scores in memory at once: 64 MiB in each of a few arrays

@@ -31,8 +31,8 @@ def stored_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the slots of tokens [begin, begin + length) of each sequence, one sequence after another.
 
-    All layers and heads share this list. A kernel with one program per slot has no idle programs, unlike a kernel with
-    a grid of (sequences, longest length).
+    All layers and heads share this list. A kernel with one program for each slot has no idle programs, unlike a kernel
+    with a grid of (sequences, longest length).
 
     Args:
         block_table: int32 [sequences, blocks].

@@ -30,7 +30,7 @@ def test_decode_equals_the_reference_over_ragged_poisoned_pages(
 
 @settings(max_examples=15)
 @given(st.sampled_from(names()), st.integers(1, 70), st.booleans(), st.integers(0, 2**31))
-def test_what_is_read_is_what_the_reference_gives_back(name: str, length: int, calibrated: bool, seed: int) -> None:
+def test_read_equals_the_reference(name: str, length: int, calibrated: bool, seed: int) -> None:
     batch = LatentBatch(name, [length], seed, calibrated=calibrated)
     wanted = round_trip(batch.entries[0], batch.fmt, batch.factors)
     read = batch.cpu.read(batch.table[0], length)
@@ -68,7 +68,7 @@ def test_a_cache_of_another_shape_is_refused_with_the_right_one(name: str) -> No
     ):  # fmt: skip
         with pytest.raises(BadInputError, match=rf"{name} takes uint8 \[blocks, block_size, {row}\]"):
             LatentPages(cache, fmt)
-    with pytest.raises(BadInputError, match="must not lie over one another"):
+    with pytest.raises(BadInputError, match="must not overlap"):
         LatentPages(torch.zeros(1, 16, row).byte().expand(2, -1, -1), fmt)
     with pytest.raises(BadInputError, match="multiples of 16 bytes"):
         LatentPages(torch.zeros(16 * row + 8).byte()[8:].view(1, 16, row), fmt)

@@ -1,7 +1,7 @@
 """Latent pages on a CPU, in vectorised plain torch: store, decode and read over `LatentLayout`.
 
-Decode never dequantizes. The latent of a token has codes c, a scale s and a zero point z, and so has its RoPE part. Let
-x be one of the two, q the rotated query, and p_t the probability of token t:
+Decode never dequantizes. A token's latent and its RoPE part each have codes c, a scale s and a zero point z. Let x be
+one of the two, q the rotated query, and p_t the probability of token t:
 
     q . x = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 

@@ -4,8 +4,9 @@ In the absorbed form all heads share a token's entry e = (latent, rope), and its
 
     o_h = sum_t softmax_t(scale * q_h . e_t) latent_t        q_h = (q_nope_h W_UK_h, q_rope_h)
 
-An entry is rotated by a Hadamard matrix and quantized, as in the cache, and then both are undone. This rotation is not
-RoPE. There is no paging and no optimization.
+Here q_nope_h and q_rope_h are the two parts of the query of head h, and W_UK_h is the head's key projection. As in the
+cache, an entry is rotated by a Hadamard matrix (in addition to RoPE) and quantized. Then both are undone. There is no
+paging and no optimization.
 """
 
 import torch

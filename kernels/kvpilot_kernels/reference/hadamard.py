@@ -30,7 +30,7 @@ def hadamard(dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     h2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     matrix = base
     while matrix.shape[0] < dim:
-        # From 96 on, double in the order of the kernels, which rotate both halves and then add and subtract them.
+        # From 96 on, double as the kernels do: they rotate both halves, and then add and subtract them.
         matrix = torch.kron(h2, matrix) if matrix.shape[0] >= 96 else torch.kron(matrix, h2)
     return matrix.div(dim**0.5).to(dtype)
 
@@ -53,8 +53,8 @@ def rotation(head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def _paley_12() -> torch.Tensor:
     """Return H_12 = I + S, where the skew matrix S has the quadratic character chi(i - j) mod 11.
 
-    Signs of rows are chosen so that the first column is 1. Then, as with Sylvester's matrices, a constant row is
-    rotated to one coordinate, and exact zeros elsewhere.
+    Signs of rows are chosen so that the first column is 1. Then, as with Sylvester's matrices, the rotation of a
+    constant row is nonzero only in the first coordinate.
     """
     residues = {i * i % 11 for i in range(1, 11)}
     chi = [0.0] + [1.0 if i in residues else -1.0 for i in range(1, 11)]

@@ -1,6 +1,6 @@
 """kvpilot's group format in plain torch: encode, pack, unpack, decode.
 
-For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
+For a group of g elements x with the range [lo, hi], and codes of b bits (qmax = 2^b - 1)::
 
     scale = (hi - lo) / qmax with lo <= 0 <= hi
     z = zero_code * qmax / 30 with zero_code = round(-lo / scale * 30 / qmax)
@@ -10,12 +10,13 @@ For a group of g elements x and codes of b bits (qmax = 2^b - 1)::
 shrinks the range by the factor with the smallest squared error. With few codes, it is better to clip the tails than to
 use the coarser scale that covers them. `kvpilot_formats.layouts` describes the scale metadata.
 
-At 2 bits, x' is too short along x: <x, x'> is about 0.89 <x, x>. A sum over tokens does not average this error out,
-because all tokens have it. So at 2 bits the codes stay the same, and the stored scale becomes
+At 2 bits, the decoded x' is too short along x: the inner product <x, x'> is about 0.89 <x, x>. A sum over tokens does
+not average this error out, because all tokens have it. So at 2 bits the stored scale becomes
 
     scale * min(<x, x> / <x, x'>, GAIN_LIMIT)
 
-which makes <x, x'> = <x, x> at the cost of a little more squared error per token (`docs/decisions/0002`).
+and the codes stay the same. Then <x, x'> = <x, x>, at the cost of a little more squared error per token
+(`docs/decisions/0002`).
 """
 
 import torch

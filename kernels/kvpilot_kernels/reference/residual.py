@@ -5,8 +5,8 @@ h = (n - 1) / 2. Then r is the residual, and x' the refined row::
 
     r = clamp(round((x / s + z - c) * n / 2^e + h), 0, n - 1)        x' = s * (c - z) + s * 2^e / n * (r - h)
 
-The largest |x / s + z - c| of a group decides its exponent e, which is 0, 1 or 2. Groups in which the encoder has
-clipped large values need 1 or 2. `kvpilot_formats.layouts` describes the bytes of a ring's page.
+The largest |x / s + z - c| of a group determines its exponent e: 0, or 1 or 2 if the encoder has clipped large values.
+`kvpilot_formats.layouts` describes the bytes of a ring's page.
 """
 
 import torch

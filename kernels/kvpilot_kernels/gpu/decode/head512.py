@@ -7,7 +7,7 @@ The running output of 512 elements takes 128 registers of a thread, half of the 
 - an extra matrix product, directly on the tile's metadata, sums weights times zero codes;
 - the residual exponents of a token in the recent window are packed into one register.
 
-Here each group of 64 elements is one sub-plane of a chunk: group g is sub-plane g // chunks of chunk g % chunks.
+Group g (64 elements) is sub-plane g // chunks of chunk g % chunks. `layout.mma` explains chunks and sub-planes.
 """
 
 from triton.experimental import gluon
@@ -54,9 +54,8 @@ fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.constexpr_function
 def ends_part(sub, bits, digits):
-    """Return True if a fence follows this sub-plane.
-
-    With 8-bit codes and in the recent window, a fence follows every group. Otherwise it follows every second group.
+    """Return True if a fence follows this sub-plane: every one with 8-bit codes and in the recent window, else every
+    second one.
     """
     return digits > 0 or bits == 8 or sub % 2 == 1
 
@@ -162,8 +161,8 @@ def score_wide(smem, stage, t, query, fine, softcap, C: gl.constexpr):
 def accumulate_wide(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
     """Add a tile to the running softmax, as `softmax.accumulate` does.
 
-    Here `State.zeros` is [2 * groups, columns]. Its second half has a row for each group of the values. Its first half
-    is computed from the keys' metadata, and nothing reads it.
+    Here `State.zeros` is [2 * groups, columns]. Its second half has a row for each group of the values. Ignore its
+    first half, which comes from the keys' metadata.
     """
     VALUE: gl.constexpr = C.value_side
     CHUNKS: gl.constexpr = chunks(VALUE)
@@ -241,9 +240,9 @@ def pack_exponents(tags, right, C: gl.constexpr):
 
 @gluon.jit
 def fine_factor(fine, g: gl.constexpr, BITS: gl.constexpr):
-    """Return the same number as `ring.fine_scale`, but build the bits of the float32 directly.
+    """Return 2^(e + BITS - 8) as `ring.fine_scale` does, or 0 if the ring holds another token's residual.
 
-    It is 2^(e + BITS - 8), or 0 if the ring holds another token's residual.
+    This function builds the bits of the float32 directly.
     """
     exponent = ((fine.exponents >> 2 * g) & 3) + (127 + BITS - 8)
     return ((exponent << 23) & fine.right).to(gl.float32, bitcast=True)

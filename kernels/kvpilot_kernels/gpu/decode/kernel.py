@@ -17,9 +17,9 @@ so the matrix products run on codes alone. Decode is fast on NVIDIA GPUs from co
 - Programs: each is one warp, so there are no barriers and no exchange between warps. Eight or more programs on a
   multiprocessor hide each other's latency.
 
-A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). It adds a product with the
-digits that refine codes to 8 bits, times the scale of a token's residual. This scale is 0 if the ring holds the
-residual of another token.
+A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). A residual is stored as
+digits that refine codes to 8 bits. The loop adds a product with these digits, times the scale of the token's residual.
+This scale is 0 if the ring holds the residual of another token.
 
 If a sequence has several tokens in a step (`several`: a token and its drafts), each column of the products has its own
 `end`: the number of tokens that its query attends to. Pages are read once for all columns. Masks by column apply only

@@ -1,7 +1,7 @@
 """Queries of a program: the integers that `store` wrote, in registers.
 
-In a step with several query tokens of a sequence (`several`), a KV head's queries are in the order of the tokens. In
-memory, the queries of other KV heads lie between the queries of two tokens.
+In a step with several query tokens per sequence (`several`), a program's queries are sorted by token. They are not
+adjacent in memory, because between two tokens lie the queries of other KV heads.
 """
 
 from collections import namedtuple
@@ -30,7 +30,8 @@ Query = namedtuple("Query", "operands starts zeros unit apart level")
 
 Attributes:
     operands: int8 [bytes, 2 queries] for each plane.
-    starts: int32 [2 queries] for each group, initial sums that correct for codes that are read 128 too low.
+    starts: int32 [2 queries] for each group, initial values of the sums, which correct for codes that are read 128 too
+        low.
     zeros: float32 [queries] for each group, amount that a stored zero point of 1 subtracts from a score.
     unit: float32 [queries], number that the integer 1 of a query stands for; NaN if the query has a NaN.
     apart: float32 [queries], amount to add to the score of the sequence's first token, in `unit`.

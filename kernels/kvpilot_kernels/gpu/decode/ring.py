@@ -1,7 +1,7 @@
-"""Recent window of decode: the ring's digits, and the check that they belong to a tile's tokens.
+"""Recent window of decode: the digits of residuals in the ring, and the check that they belong to a tile's tokens.
 
 `kvpilot_formats.layouts` describes the ring. Its digits are processed like codes. Its tags tell to which token a
-residual belongs. If a token's tags differ from those in the ring, its residual gets the scale 0.
+residual belongs. If a token's own tags differ from those in the ring, the residual gets the scale 0.
 """
 
 from collections import namedtuple
@@ -58,7 +58,7 @@ def block_of(ring, place, RING: gl.constexpr):
 def fetch_digits(buffer, stage, ring, t, SIDE: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr):
     """Start copying the ring's digits at the places of tokens [t, t + tile).
 
-    They may be another token's. `is_refined` tells.
+    The digits may belong to other tokens, which `is_refined` finds out.
     """
     DIGITS: gl.constexpr = SIDE.digits
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE) // SIZE
@@ -71,8 +71,8 @@ def fetch_digits(buffer, stage, ring, t, SIDE: gl.constexpr, SIZE: gl.constexpr,
     else:
         rows = (ring.base + SIDE.digit_codes).to(gl.pointer_type(gl.uint16))
     # Rows are a multiple of 8 bytes long and pages a multiple of 16, so a copy is at least 8 bytes wide. Without
-    # `multiple_of(..., [1])`, Triton 3.6 takes the result of every `%` for a multiple of 8. It then copies 16 bytes at
-    # once even from rows of 24 bytes, whose addresses are multiples of 8 only.
+    # `multiple_of(..., [1])`, Triton 3.6 wrongly assumes that the result of `%` is a multiple of 8. It then copies 16
+    # bytes at once, even from rows of 24 bytes, whose addresses are only multiples of 8.
     row = block.to(gl.int64) * (ring.stride // 16 * (16 // SIZE))
     row += gl.multiple_of(place % RING, [1]) * (SIDE.row // SIZE)
     for i in gl.static_range(DIGITS):

@@ -1,10 +1,10 @@
 """Plan: the splits of decode. The GPU computes them, so that a captured graph adapts to the lengths of each step.
 
 A wave is the number of splits that run at once: the concurrent programs, divided by the programs that share a split.
-The tiles of all sequences are cut into splits of about tiles / wave tiles. All tiles of a split belong to one sequence,
-so each sequence may end with a shorter split. If this would make more splits than a wave, all splits become a little
-longer. Sometimes a large part of a wave would get no split, for example with 32 sequences and a wave of 49. Then the
-plan makes splits for several waves (rounds), if these end sooner.
+A plan cuts the tiles of all sequences into splits of about equal length, (number of tiles) / wave. All tiles of a split
+belong to one sequence, so each sequence may end with a shorter split. If this would make more splits than a wave, all
+splits become a little longer. Sometimes a large part of a wave would get no split, for example with 32 sequences and a
+wave of 49. Then the plan makes splits for several waves (rounds), if these end sooner.
 """
 
 import torch
@@ -20,17 +20,17 @@ PER: splits of a sequence that it writes at once.
 """
 
 ROUNDS = 4
-"""Number of divisions into splits that the search compares. Each has one wave of splits more than the one before."""
+"""Number of plans that the search compares: with splits for one wave, for two waves, and so on."""
 
 FIXED = tl.constexpr(3)
 """Fixed cost of a split, in tiles: first loads, results and their merge. It is an estimate, not tuned."""
 
 
 def beyond(tokens: int) -> int:
-    """Return how many splits a plan may make in addition to a wave, divided by the sequences that have tokens.
+    """Return how many splits a plan may have in addition to a wave, per sequence that has tokens.
 
     Every split needs memory for one result per query token, so steps with several query tokens get fewer splits. By the
-    estimate of `most_tiles`, a step would seldom end sooner with more than 3.
+    estimate of `most_tiles`, more than 3 would seldom make a step faster.
     """
     return 3 if tokens == 1 else 1
 
@@ -43,8 +43,9 @@ def most_splits(sequences: int, wave: int, more: int) -> int:
 def most_results(rows: int, tokens: int, wave: int, sequences: int) -> int:
     """Return the largest number of partial results of a plan with `rows` rows and up to `tokens` rows per sequence.
 
-    A row is a query token. A split has a result for each row of its sequence, so the first splits of all sequences have
-    `rows` results together. There are at most a wave of other splits, plus `beyond` - 1 for each sequence with tokens.
+    A row is a query token. A split has a result for each row of its sequence. So the first splits of all sequences have
+    `rows` results together. The number of further splits is at most a wave, plus `beyond` - 1 for each sequence with
+    tokens.
     """
     return rows + (wave + (beyond(tokens) - 1) * sequences) * tokens
 
@@ -82,9 +83,9 @@ def most_tiles(lens_ptr, sequences, more, wave, TILE: tl.constexpr, ROUNDS: tl.c
     """Return the limit on tiles per split that gives the step the shortest estimated time.
 
     A plan has at most a wave of splits, plus `more` for each sequence that has tokens. Sequences without tokens get no
-    splits; `most_results` relies on this. The estimated time of a cut is its number of rounds of a wave, times the sum
-    of FIXED and the tiles of its largest split. The search compares up to ROUNDS cuts, starting with the fewest rounds.
-    It stops at a cut whose time is at most an eighth above the lower bound.
+    splits; `most_results` relies on this. The estimated time of a plan is its number of rounds, times the sum of FIXED
+    and the tiles of its largest split. The search compares up to ROUNDS plans, starting with the fewest rounds. It
+    stops at a plan whose time is at most an eighth above the lower bound.
     """
     total = 0
     live = 0

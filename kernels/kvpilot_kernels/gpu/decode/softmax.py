@@ -165,9 +165,9 @@ def score(smem, stage, t, query, fine, softcap, C: gl.constexpr):
 def hide(score, meta, t, split, C: gl.constexpr):
     """Mask the tokens of a tile that a query does not attend to: their scores become -1e38 or less.
 
-    A hidden token has weight 0, and 0 times a NaN scale would be NaN. So its value's scales are limited to finite
-    numbers. If queries attend to different tokens of the tile, the scales of all its tokens are limited. For queries
-    that attend to a token with a NaN scale, the score becomes NaN instead.
+    A hidden token has weight 0, but 0 times a NaN scale is NaN. So limit the scales of hidden values to finite numbers.
+    If the queries attend to different tokens of the tile, limit the scales of all its tokens. If a query attends to a
+    token with a NaN scale, set its score to NaN instead.
 
     Args:
         t: first token of the tile.
@@ -257,8 +257,8 @@ def accumulate(score, unit, limits, smem, stage, state, fine, C: gl.constexpr):
 def write(out_ptr, lse_ptr, source, state, C: gl.constexpr):
     """Write a split's normalised output, float32 [count, dim], and log2 of its softmax sums, float32 [count].
 
-    With several query tokens, an early query may attend to no token of the last split. Its output there is 0, with a
-    negligible weight.
+    With several query tokens, an early query may attend to no token of the last split. Then its output is 0, and the
+    weight of this output in the merge is negligible.
     """
     VALUE: gl.constexpr = C.value_side
     PLANES: gl.constexpr = value_planes(VALUE)

@@ -49,8 +49,8 @@ class Kept(NamedTuple):
     """Launch that later layers of the step may repeat.
 
     Attributes:
-        like: properties that a later launch must share to be a repetition of this one.
-        given: objects that it must share, compared by identity.
+        like: properties that a launch must share to be a repetition of this one.
+        given: objects that such a launch must share, too; they are compared by identity.
         step: addresses that are the same for all layers.
         rest: numbers and constants, which follow the pointers.
     """

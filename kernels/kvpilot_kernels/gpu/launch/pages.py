@@ -30,7 +30,7 @@ class Cut(NamedTuple):
 
     Attributes:
         take: number of queries that a program handles.
-        parts: number of programs that share a split and a KV head, because `take` is less than all of its queries.
+        parts: number of programs that share a split and a KV head, if `take` is less than the KV head's queries.
         choice: tile, stages and registers.
         wave: number of splits that run at once.
     """
@@ -189,8 +189,8 @@ class Plan:
 
         Args:
             seq_lens: int32 [sequences or fewer], stored tokens; 0 means padding.
-            overlap: let decode start to read before the step's tokens are stored. This is correct only if the step
-                stores one token of each sequence: a chunk of a prompt may be the prefix that another sequence reads.
+            overlap: True to let decode start reading before the step's tokens are stored. This is correct only if the
+                step stores one token of each sequence. A chunk of a prompt may be a prefix that another sequence reads.
             several: rows of the step; None if each sequence has one row.
         """
         check.sequences(seq_lens, self.sequences if several else min(self.sequences, self.rows))

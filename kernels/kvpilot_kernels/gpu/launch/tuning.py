@@ -89,10 +89,10 @@ MERGES: dict[int, tuple[tuple[float, tuple[int, int, int]], ...]] = {
 }  # fmt: skip
 """Launch parameters of `merge`, by elements of a row: pairs of an upper limit and a choice.
 
-The limit applies to the query heads of all sequences, divided by the GPU's multiprocessors. A choice has three numbers:
-the most query heads of a program, the splits that it reads at once, and its warps. In batches of few sequences each
-sequence has many splits, so every query head gets its own program. Each limit is at least twice the one before, so that
-a warm-up with powers of two meets all choices.
+The limit applies to the number of query heads of all sequences, divided by the number of the GPU's multiprocessors. A
+choice has three numbers: the most query heads of a program, the splits that it reads at once, and its warps. In batches
+of few sequences each sequence has many splits, so every query head gets its own program. Each limit is at least twice
+the one before, so that a warm-up with powers of two meets all choices.
 """
 
 FEW_TOKENS = 128
@@ -221,7 +221,7 @@ def fitting(taken: Taken, shared: int) -> int:
 
 
 def merging(dim: int, groups: int, ratio: int, device: torch.device) -> tuple[int, int, int]:
-    """Return the query heads, splits in flight, and warps of a program of `merge`.
+    """Return the query heads, the splits that are read at once, and the warps of a program of `merge`.
 
     `groups` is the number of KV heads, summed over all sequences.
     """

@@ -1,14 +1,15 @@
 """Rotation of rows by Hadamard matrices, in the order in which a row is packed.
 
-A row is one token's key, value or query of one head. Sums and differences of its elements rotate it. For rows of 96 and
-192 elements, the rotation H also contains a Hadamard matrix of order 12. A row of 96 elements consists of 12 blocks of
-eight ("eights"). First, sums and differences rotate each eight. Then the matrix, 12 x 12 signs, mixes the eights: the
-first elements of all eights with each other, the second elements, and so on.
+A row is one token's key, value or query of one head. If its length is a power of two, a rotation consists of sums and
+differences of elements. For rows of 96 and 192 elements, the rotation H also contains a Hadamard matrix of order 12. A
+row of 96 elements consists of 12 blocks of eight ("eights"). First, sums and differences rotate each eight. Then the
+matrix, 12 x 12 signs, mixes the eights: the first elements of all eights with each other, the second elements, and so
+on.
 
 Kernels hold a row in `slots`, 64 for each quantization group, so that powers of two divide it into planes and groups.
 Only rows of 96 and 192 elements, whose groups have 48 elements, have empty slots. Empty slots form whole eights, and
 have the sign 0. All other signs are +-1, which bfloat16 stores exactly. Triton's interpreter cannot round to bfloat16,
-so its signs are float32. `rotate` divides by the square root of D.
+so its signs are float32. `rotate` divides by the square root of the row's length D.
 """
 
 from functools import cache
@@ -123,7 +124,7 @@ def rotate(x, signs, D: tl.constexpr):
 def by_twelves(y, signs, T: tl.constexpr, PARTS: tl.constexpr):
     """Multiply the eights of T * PARTS rows of 96 elements, in their slots, by the signs and sum the products.
 
-    Tokens vary fastest along M. Then four threads hold a row of x, as they hold a row of the product.
+    Tokens vary fastest along M, so that the same four threads hold a row of x and a row of the product.
     """
     BY: tl.constexpr = signs.shape[0]
     y = tl.reshape(tl.permute(tl.reshape(y, [T, PARTS, BY, EIGHT]), [3, 1, 0, 2]), [EIGHT * PARTS * T, BY])
@@ -143,7 +144,7 @@ def by_twos(y, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
     The result is [PAIRS, 2 * WIDTH]: first a + b, then a - b.
     """
     y = tl.reshape(y, [PAIRS, 2, WIDTH])
-    # Use only one sum across threads: a - b equals a + b less twice the second thread's number.
+    # Use only one sum across threads: a - b equals (a + b) - 2 b, and b is the second thread's own number.
     twice = tl.where(tl.arange(0, 2) == 1, -2.0, 0.0)[None, :, None]
     return tl.reshape(tl.sum(y, 1)[:, None, :] + twice * y, [PAIRS, 2 * WIDTH])
 

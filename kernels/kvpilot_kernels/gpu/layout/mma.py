@@ -50,10 +50,10 @@ def value_planes(side):
 def key_planes(side):
     """Return the planes of a row as (chunk, sub-plane, group, first bit, shifted, factor).
 
-    Byte b of chunk c holds element sub * row + 2 * c * chunk_words + b. Its code begins at `first bit` of the byte, or,
-    if `shifted`, of the byte with its upper half moved down. So the byte is read as the code times
-    `factor` * 2^`key_shift`. All planes of a group have the same `key_shift`. The factor, 1 or 4, differs between them,
-    so `store` divides queries by it.
+    Byte b of chunk c holds element sub * row + 2 * c * chunk_words + b. If `shifted` is True, the byte's upper half is
+    first moved down. Then the code begins at `first bit`. So the byte is read as the code times
+    `factor` * 2^`key_shift`. All planes of a group have the same `key_shift`, but the factor may be 1 or 4. So `store`
+    divides queries by the factor.
     """
     planes = ()
     for c in range(chunks(side)):

@@ -84,7 +84,7 @@ def byte_of(slot, SIDE: tl.constexpr):
     """Return the offset of the byte that holds a slot in a packed row, and True if the slot is not empty."""
     PLANE: tl.constexpr = SIDE.slots * SIDE.bits // 8
     GROUP: tl.constexpr = SIDE.dim // (SIDE.slots // 64)
-    if PLANE > 64 and GROUP != 64:  # a plane has several groups of 48, without padding between them in memory
+    if PLANE > 64 and GROUP != 64:  # a plane has several groups of 48 elements, which are adjacent in memory
         at = slot % PLANE // 64 * GROUP + slot % 64
         real = slot % 64 < GROUP
     else:
@@ -125,10 +125,10 @@ def read_slots(row_ptr, live, slot, SIDE: tl.constexpr):
 
 @triton.jit
 def query_planes(slot, KEY: tl.constexpr):
-    """Return how decode multiplies the slots of a query (`mma.key_planes`): a factor and a flag for each.
+    """Return a factor and a flag for each slot of a query, which follow from decode's products (`mma.key_planes`).
 
-    The query's element is divided by the factor, float32, 1 or 4. The flag is True if the codes that the element
-    multiplies end at a byte's sign bit.
+    Divide the query's element by the factor, float32, 1 or 4. The flag is True if the codes that the element multiplies
+    end at a byte's sign bit.
     """
     first = slot // (KEY.slots * KEY.bits // 8) * KEY.bits
     above = first - slot // 64 * KEY.group // KEY.row * KEY.bits
@@ -178,7 +178,8 @@ def scale_and_zero(meta, BITS: tl.constexpr):
 
 @triton.jit
 def tags(packed, meta, SIDE: tl.constexpr):
-    """Return 14-bit tags, int32 [tokens, groups], of packed bytes and metadata. They tell whose residual a ring has."""
+    """Return 14-bit tags of packed bytes and metadata, int32 [tokens, groups]. A ring's residual belongs to the token
+    with the same tags."""
     GROUPS: tl.constexpr = SIDE.slots // 64
     at, real = byte_of(tl.arange(0, SIDE.slots * SIDE.bits // 8), SIDE)
     group = tl.arange(0, GROUPS)

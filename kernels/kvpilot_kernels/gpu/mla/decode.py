@@ -11,9 +11,9 @@ into the left operand of an MMA. There one AND turns a code into a float16 subno
 exactly. Tokens or elements are along M and heads along N, so that 16 heads fill an operand. Unlike in `decode`, a
 program has several warps, because accumulators of 512 elements do not fit into the registers of one warp.
 
-A common factor scales the weights p s. It is chosen by the largest weight, not by the largest p, because latents may be
-arbitrarily small or large. If a weight exceeds float16's range, which is rare, the sums are rescaled. Weights down to
-2^-22 of the largest one do not underflow.
+A common factor scales the weights p_t s_t to float16's range. The largest weight determines it, because scales s_t may
+be arbitrarily small or large. If a later weight exceeds the range, which is rare, the sums are rescaled. Weights down
+to 2^-22 of the largest one do not underflow.
 """
 
 from triton.experimental import gluon
@@ -233,8 +233,8 @@ def latent_decode_kernel(
             word = meta.index(stage).slice(0, TILE).load(ROWS)
             rope_word = meta.index(stage).slice(TILE, TILE).load(ROWS)
             scores = score(smem, queries, word, rope_word, stage, C)
-            # Past the end scales may be NaN, and 0 * NaN is NaN, so limit them. Before the end no NaN is lost: it has
-            # made the score NaN already.
+            # Limit scales to finite numbers: past the end they may be NaN, and 0 * NaN is NaN. Before the end, a NaN
+            # scale has already made the score NaN, so no NaN is lost.
             scale = scales_up_to(word, gl.full([TILE], LARGEST_HALF, gl.uint16, ROWS))
             height = gl.log2(gl.maximum(scale, LEAST))
             zero = zero_codes(word)

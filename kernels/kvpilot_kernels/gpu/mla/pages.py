@@ -27,7 +27,7 @@ MOST_HEADS = 128
 """Largest number of query heads per rank that was checked against `latent.reference`."""
 
 BEYOND = 1
-"""Number of splits that a plan may have beyond a wave, divided by the sequences. A result of 128 heads has 256 KiB."""
+"""Number of splits per sequence that a plan may have in addition to a wave. A result of 128 heads has 256 KiB."""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:

@@ -132,8 +132,8 @@ def store_integers(y, at, live, rotated_ptr, sums_ptr, units_ptr, KEY: tl.conste
     """Write rotated queries y [ROWS, slots], in the slots of keys, as the integers that decode multiplies.
 
     An element becomes round(y / factor / unit), with the factor of `query_planes`. The unit is chosen so that the
-    query's largest integer is LARGEST. It is NaN if an element is NaN. The error is at most half a unit, or two units
-    if the factor is 4. That is 2^-16 or 2^-14 of the query's largest element.
+    query's largest integer is LARGEST. The unit is NaN if an element is NaN. The error of an element is at most half a
+    unit, or two units if the factor is 4. That is 2^-16 or 2^-14 of the query's largest element.
 
     `sums` gets three numbers for each group. The first sums upper bytes and the second lower bytes, both only of
     elements whose codes end at a sign bit. The third sums all integers times their factors.

@@ -29,7 +29,7 @@ def ring_slots_kernel(starts_ptr, lens_ptr, table_ptr, slots_ptr, sequences, tok
         low = tl.where(after & (middle < high), middle + 1, low)
         high = tl.where(after, high, middle)
     live = (low < sequences) & (token < tokens)
-    ago = tl.load(starts_ptr + 1 + low, mask=live, other=0) - token  # 1 for the last token of its sequence
+    ago = tl.load(starts_ptr + 1 + low, mask=live, other=0) - token  # 1 for the last token of a sequence
     position = tl.load(lens_ptr + low, mask=live, other=0) - ago
     live = live & (position >= 0) & (ago <= RECENT)
     place = tl.where(live, position, 0) % (RING_BLOCKS * RING)
