@@ -31,12 +31,12 @@ def test_artifact_hub_finds_no_fault(about: Any) -> None:
         ("links", "- {name: docs, url: docs/install.md}", "needs a name and a URL"),
     ],
 )
-def test_what_artifact_hub_refuses_is_a_fault(about: Any, name: str, value: Any, fault: str) -> None:
+def test_metadata_that_artifact_hub_refuses_is_a_fault(about: Any, name: str, value: Any, fault: str) -> None:
     about["annotations"][f"artifacthub.io/{name}"] = value
     assert fault in "\n".join(chart_faults(about))
 
 
-def test_what_it_says_of_the_api_is_what_the_definition_says(root: Path, about: Any) -> None:
+def test_its_description_of_the_api_matches_the_crd(root: Path, about: Any) -> None:
     (known,) = yaml.safe_load(about["annotations"]["artifacthub.io/crds"])
     definition = yaml.safe_load((root / f"crds/kvpilot.io_{known['name'].partition('.')[0]}.yaml").read_text())
     assert known["name"] == definition["metadata"]["name"]
@@ -44,13 +44,13 @@ def test_what_it_says_of_the_api_is_what_the_definition_says(root: Path, about: 
     assert known["version"] in [version["name"] for version in definition["spec"]["versions"]]
 
 
-def test_every_page_and_picture_that_it_names_exists(root: Path, about: Any) -> None:
+def test_every_page_and_picture_that_the_metadata_name_exists(root: Path, about: Any) -> None:
     links = yaml.safe_load(about["annotations"]["artifacthub.io/links"])
     for url in (about["icon"], *(link["url"] for link in links)):
         assert (root / url.partition("/main/")[2]).is_file(), url
 
 
-def test_the_repositorys_own_file_is_one_that_artifact_hub_takes(root: Path) -> None:
+def test_artifact_hub_accepts_the_repositorys_own_file(root: Path) -> None:
     assert repository_faults(yaml.safe_load((root / "charts/artifacthub-repo.yml").read_text())) == []
     assert repository_faults(None)
     assert repository_faults({"repositoryID": "kvpilot"})

@@ -43,7 +43,7 @@ def test_the_operator_frameworks_own_checks_find_no_error(root: Path, tmp_path: 
     assert courier_says(tmp_path, root / "bundle/manifests", bundle.csv["metadata"]["name"]) == (0, [])
 
 
-def test_the_operator_frameworks_own_checks_find_what_is_wrong(root: Path, tmp_path: Path, bundle: Bundle) -> None:
+def test_the_operator_frameworks_own_checks_find_mistakes(root: Path, tmp_path: Path, bundle: Bundle) -> None:
     manifests = tmp_path / "manifests"
     shutil.copytree(root / "bundle/manifests", manifests)
     (file,) = manifests.glob("*clusterserviceversion.yaml")
@@ -53,7 +53,7 @@ def test_the_operator_frameworks_own_checks_find_what_is_wrong(root: Path, tmp_p
     assert any("Perpetual Motion" in line for line in errors)
 
 
-def test_what_catalogs_check_finds_no_fault(bundle: Bundle) -> None:
+def test_the_checks_of_catalogs_find_no_fault(bundle: Bundle) -> None:
     assert bundle_faults(bundle) == []
 
 
@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_cluster_service_version_is_a_fault_that_is_named(bundle: Bundle, fault: str) -> None:
+def test_a_wrong_cluster_service_version_is_reported_by_name(bundle: Bundle, fault: str) -> None:
     path, value = WRONG[fault]
     csv = copy.deepcopy(bundle.csv)
     *parents, last = ["metadata", "annotations", path.split(".")[-1]] if "annotations" in path else path.split(".")
@@ -111,7 +111,7 @@ def test_an_object_that_does_not_belong_in_a_bundle_is_a_fault(bundle: Bundle, f
     assert fault in "\n".join(bundle_faults(Bundle([*bundle.objects, one], bundle.annotations, bundle.image_labels)))
 
 
-def test_metadata_that_do_not_fit_are_faults(bundle: Bundle) -> None:
+def test_metadata_that_do_not_match_the_bundle_are_faults(bundle: Bundle) -> None:
     prefix = "operators.operatorframework.io.bundle"
     wrong = bundle.annotations | {f"{prefix}.channels.v1": "edge", f"{prefix}.package.v1": "other"}
     found = "\n".join(bundle_faults(Bundle(bundle.objects, wrong, bundle.image_labels, 1 << 21)))
@@ -119,7 +119,7 @@ def test_metadata_that_do_not_fit_are_faults(bundle: Bundle) -> None:
         assert said in found
 
 
-def test_it_runs_the_charts_deployment_with_the_charts_rights(root: Path, bundle: Bundle) -> None:
+def test_the_bundle_runs_the_charts_deployment_with_the_charts_rights(root: Path, bundle: Bundle) -> None:
     base = objects((root / "config/base/operator.yaml").read_text())
     strategy = bundle.csv["spec"]["install"]["spec"]
     (installed,) = strategy["deployments"]
@@ -137,7 +137,7 @@ def test_it_runs_the_charts_deployment_with_the_charts_rights(root: Path, bundle
         assert one == {"serviceAccountName": subject["name"], "rules": role["rules"]}
 
 
-def test_its_definition_is_the_one_of_crds(root: Path, bundle: Bundle) -> None:
+def test_the_bundles_crd_is_the_one_in_crds(root: Path, bundle: Bundle) -> None:
     (definition,) = bundle.definitions
     (source,) = objects((root / "crds/kvpilot.io_quantizedllmservices.yaml").read_text())
     assert definition["spec"] == source["spec"]
@@ -158,7 +158,7 @@ def test_every_field_outside_lists_is_described_once(bundle: Bundle) -> None:
         assert all(one["displayName"] and one["description"] for one in owned[part])
 
 
-def test_hadolint_finds_nothing_in_its_dockerfile(root: Path) -> None:
+def test_hadolint_finds_nothing_in_the_bundles_dockerfile(root: Path) -> None:
     done = subprocess.run(
         [hadolint(), "--no-color", root / "bundle/Dockerfile"], capture_output=True, text=True, check=False
     )

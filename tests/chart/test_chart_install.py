@@ -231,7 +231,7 @@ def test_an_upgrade_replaces_the_operator_and_leaves_engines_alone(install):
     assert install.ready("models")
 
 
-def test_metrics_that_ask_for_a_token_are_read_with_the_right_one_only(install):
+def test_metrics_with_authentication_need_the_token_of_a_permitted_user(install):
     account = f"/api/v1/namespaces/{HOME}/serviceaccounts/default/token"
     token = install.rest.create(account, {"spec": {}})["status"]["token"]
     pods = install.pods(HOME, "app.kubernetes.io/component=operator")
@@ -280,7 +280,7 @@ def test_people_with_the_clusters_roles_may_read_or_write_services(install):
     assert not may("editer", "patch", "quantizedllmservices/status")
 
 
-def test_the_definition_and_its_services_outlive_the_release_and_are_taken_up_again(install):
+def test_the_crd_and_its_services_outlive_the_release_and_a_new_release_adopts_them(install):
     engine = install.pods("models", "kvpilot.io/service=chat")[0]["metadata"]["uid"]
     install.helm("uninstall", "kvpilot", "--wait")
     with pytest.raises(ApiError, match="not found"):
@@ -291,13 +291,13 @@ def test_the_definition_and_its_services_outlive_the_release_and_are_taken_up_ag
     assert [pod["metadata"]["uid"] for pod in install.pods("models", "kvpilot.io/service=chat")] == [engine]
 
 
-def test_another_release_does_not_take_over_the_definition(install):
+def test_another_release_does_not_take_over_the_crd(install):
     with pytest.raises(HelmRefused, match="cannot be imported into the current release"):
         install.put("install", "second", fullnameOverride="second", rbac={"create": False})
     install.helm("uninstall", "second", "--ignore-not-found")
 
 
-def test_without_keep_the_definition_and_all_services_go_with_the_release(install):
+def test_without_keep_uninstalling_deletes_the_crd_and_all_services(install):
     install.put("upgrade", "kvpilot", crds={"keep": False})
     install.helm("uninstall", "kvpilot", "--wait")
 
@@ -312,7 +312,7 @@ def test_without_keep_the_definition_and_all_services_go_with_the_release(instal
     until(lambda: not install.pods("models", "kvpilot.io/service=chat"), "the engines are deleted")
 
 
-def test_a_namespaced_operator_serves_its_namespaces_and_may_nothing_elsewhere(install):
+def test_a_namespaced_operator_has_rights_only_in_its_namespaces(install):
     for name in ("team-a", "team-b", "others"):
         install.namespace(name)
     install.put("install", "teams", watchNamespaces=["team-a", "team-b"], fullnameOverride="teams")

@@ -88,6 +88,6 @@ def test_checkov_finds_nothing_unexplained_in_the_chart(chart_manifests):
     assert unexplained(findings, explained("exceptions.yaml")) == ([], [])
 
 
-def test_checkov_finds_nothing_unexplained_in_what_a_service_becomes(engine_manifests):
+def test_checkov_finds_nothing_unexplained_in_the_objects_of_a_service(engine_manifests):
     findings = findings_of(engine_manifests, resources=12, passed=240)
     assert unexplained(findings, explained("exceptions-engines.yaml")) == ([], [])

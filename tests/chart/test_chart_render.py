@@ -45,7 +45,7 @@ def without_copies(objects):
     return objects
 
 
-def test_there_are_five_value_sets_and_no_record_of_another():
+def test_there_are_five_value_sets_and_each_has_its_recorded_output():
     assert len(SETS) == 5
     assert sorted(path.stem for path in (HERE / "snapshots").glob("*.yaml")) == SETS
 
@@ -64,7 +64,7 @@ def test_the_chart_passes_helm_lint(chart, name):
     run_helm("lint", "--strict", chart, "--values", HERE / "values" / f"{name}.yaml")
 
 
-def test_the_definition_is_that_of_crds_with_labels(root, rendered):
+def test_the_charts_crd_is_the_one_in_crds_with_labels(root, rendered):
     (source,) = objects((root / "crds/kvpilot.io_quantizedllmservices.yaml").read_text())
     (made,) = find(rendered("default"), "CustomResourceDefinition")
     assert made["spec"] == source["spec"]
@@ -77,7 +77,7 @@ def test_the_definition_is_that_of_crds_with_labels(root, rendered):
 
 @pytest.mark.parametrize("namespace", ["kvpilot-system", "elsewhere"])
 @pytest.mark.parametrize("name", ["kvpilot-operator", "another"])
-def test_rules_and_dashboards_are_those_of_the_files_for_this_release(chart, name, namespace):
+def test_rules_and_dashboards_come_from_the_files_of_the_chart(chart, name, namespace):
     values = yaml.safe_load((HERE / "values/monitoring.yaml").read_text()) | {"fullnameOverride": name}
     objects = render(chart, values, namespace=namespace)
 
@@ -108,7 +108,7 @@ def test_without_monitoring_there_is_nothing_for_prometheus(rendered):
     assert not find(rendered("default"), "ServiceMonitor")
 
 
-def test_the_engines_monitor_drops_what_the_documented_scrape_configuration_drops(root, rendered):
+def test_the_engines_pod_monitor_drops_the_same_series_as_the_documented_scrape_configuration(root, rendered):
     guide = re.search(r"```yaml\n(scrape_configs:.*?)```", (root / "docs/metrics.md").read_text(), re.DOTALL)
     (engines,) = (one for one in yaml.safe_load(guide[1])["scrape_configs"] if one["job_name"] == "kvpilot-engines")
     camel = {"source_labels": "sourceLabels", "target_label": "targetLabel"}
@@ -186,7 +186,7 @@ def test_a_namespaced_operator_gets_nothing_cluster_wide_but_nodes(rendered):
     assert [one for one in arguments if one.startswith("--namespace")] == ["--namespace=team-a", "--namespace=team-b"]
 
 
-def test_nothing_reaches_the_operator_but_what_is_named(chart, rendered):
+def test_only_the_named_namespaces_reach_the_operator(chart, rendered):
     def peers(objects):
         (policy,) = find(objects, "NetworkPolicy")
         assert "Ingress" in policy["spec"]["policyTypes"]
@@ -202,7 +202,7 @@ def test_nothing_reaches_the_operator_but_what_is_named(chart, rendered):
     assert peers(render(chart, {"networkPolicy": {"ingressFrom": []}})) == [test]
 
 
-def test_the_operator_may_review_tokens_only_where_metrics_ask_for_them(rendered):
+def test_the_operator_may_review_tokens_only_if_metrics_need_authentication(rendered):
     for name in SETS:
         bindings = find(rendered(name), "ClusterRoleBinding")
         delegates = [one for one in bindings if one["roleRef"]["name"] == "system:auth-delegator"]
@@ -218,7 +218,7 @@ def rights(objects):
     return {(one["kind"], one["metadata"].get("namespace")) for one in bindings}
 
 
-def test_releases_share_the_name_of_the_rights_on_what_they_manage_and_no_other(chart):
+def test_releases_share_only_the_names_of_their_rbac_objects(chart):
     def cluster_wide(objects):
         return {o["metadata"]["name"] for o in objects if o["kind"] in ("ClusterRole", "ClusterRoleBinding")}
 
@@ -230,7 +230,7 @@ def test_releases_share_the_name_of_the_rights_on_what_they_manage_and_no_other(
     assert (rights(one), rights(two)) == ({("RoleBinding", "team-a")}, {("RoleBinding", "team-b")})
 
 
-def test_the_packaged_chart_is_the_folder(chart, rendered, tmp_path):
+def test_the_packaged_chart_has_the_files_of_its_folder(chart, rendered, tmp_path):
     run_helm("package", chart, "--destination", tmp_path)
     (package,) = tmp_path.glob("kvpilot-*.tgz")
     assert render(package, yaml.safe_load((HERE / "values/monitoring.yaml").read_text())) == rendered("monitoring")

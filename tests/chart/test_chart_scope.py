@@ -89,7 +89,7 @@ def test_operators_of_different_namespaces_live_side_by_side_and_may_not_share_o
     releases.remove("one", "two")
 
 
-def test_without_helms_refusal_the_rights_pass_to_the_last_and_are_never_with_two(releases):
+def test_without_helm_the_rights_pass_to_the_last_operator_and_two_never_hold_them(releases):
     releases.put("one")
     assert releases.may_write("one", "models")
     releases.apply("team-a")

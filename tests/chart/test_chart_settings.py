@@ -63,7 +63,7 @@ def test_a_value_sets_its_field_of_the_deployment_and_no_other(chart, values, fi
     assert {key: after[key] for key in fields} == fields
 
 
-def test_own_volumes_and_those_of_the_values_stand_side_by_side(chart):
+def test_the_pod_has_the_charts_volumes_and_those_of_the_values(chart):
     values = {
         "istio": {"certificates": True},
         "extraVolumes": [{"name": "ca", "emptyDir": {}}],
@@ -74,7 +74,7 @@ def test_own_volumes_and_those_of_the_values_stand_side_by_side(chart):
     assert [one["name"] for one in found["containers"][0]["volumeMounts"]] == ["mesh", "ca"]
 
 
-def test_a_pod_has_the_time_that_it_needs_to_hand_over(chart):
+def test_the_grace_period_is_long_enough_to_hand_over_the_lease(chart):
     assert pod(render(chart, {}))["terminationGracePeriodSeconds"] > DRAIN_SECONDS
 
 
@@ -89,12 +89,12 @@ def test_a_pod_has_the_time_that_it_needs_to_hand_over(chart):
         ({"minAvailable": "34%", "maxUnavailable": 2}, {"minAvailable": "34%"}),
     ],
 )
-def test_the_operators_budget_is_the_one_of_the_values(chart, budget, field):
+def test_the_values_set_the_operators_disruption_budget(chart, budget, field):
     spec = only(render(chart, {"podDisruptionBudget": budget}), "PodDisruptionBudget")["spec"]
     assert {key: value for key, value in spec.items() if key != "selector"} == field
 
 
-def test_on_the_nodes_network_a_pod_waits_until_another_has_left_the_port(chart):
+def test_on_the_host_network_a_new_pod_waits_until_the_old_one_frees_the_port(chart):
     objects = render(chart, {"hostNetwork": True, "httpPort": 18080})
     found, spec = pod(objects), only(objects, "Deployment")["spec"]
     assert found["hostNetwork"] is True
@@ -146,7 +146,7 @@ SETTINGS = {"namespace": "monitoring", "scrapeTimeout": "10s", "relabelings": RE
         ("podMonitor", "PodMonitor", "podMetricsEndpoints"),
     ],
 )
-def test_a_monitor_is_in_the_namespace_and_has_the_relabelings_of_the_values(chart, part, kind, endpoints):
+def test_the_values_set_the_namespace_and_relabelings_of_a_monitor(chart, part, kind, endpoints):
     plain = only(render(chart, monitoring(**{part: {}})), kind)
     assert plain["metadata"]["namespace"] == "kvpilot-system"
     token = {"credentials": {"name": "prometheus-token", "key": "token"}}
@@ -160,7 +160,7 @@ def test_a_monitor_is_in_the_namespace_and_has_the_relabelings_of_the_values(cha
     }  # fmt: skip
 
 
-def test_a_service_monitor_elsewhere_looks_for_the_operator_in_the_releases_namespace(chart):
+def test_a_service_monitor_in_another_namespace_selects_the_releases_namespace(chart):
     objects = render(chart, monitoring(serviceMonitor=SETTINGS), namespace="somewhere")
     assert only(objects, "ServiceMonitor")["spec"]["namespaceSelector"] == {"matchNames": ["somewhere"]}
     assert only(objects, "Service")["metadata"]["namespace"] == "somewhere"
@@ -231,7 +231,7 @@ def queries(chart, label):
     ]
 
 
-def test_rules_and_dashboards_tell_clusters_apart_by_the_label_of_the_values(chart):
+def test_rules_and_dashboards_group_by_the_cluster_label_of_the_values(chart):
     of_the_files = queries(chart, "cluster")
     assert len(of_the_files) > 200
     assert queries(chart, "k8s_cluster") == [re.sub(r"(?<!\$)\bcluster\b", "k8s_cluster", one) for one in of_the_files]

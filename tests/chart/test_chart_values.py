@@ -101,7 +101,7 @@ def test_a_wrong_value_is_refused_by_name(chart, case):
     assert "schema" in str(caught.value)
 
 
-def test_access_to_nodes_is_allowed_by_the_kinds_that_the_operator_knows(chart):
+def test_the_schema_allows_exactly_the_kinds_of_host_access_that_the_operator_knows(chart):
     def arguments(values):
         (deployment,) = (one for one in render(chart, values) if one["kind"] == "Deployment")
         return deployment["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -137,7 +137,7 @@ def test_a_restricted_operator_reaches_every_pod_whose_metrics_it_reads(chart):
     assert {one["podSelector"]["matchExpressions"][0]["key"] for one in to} == {SERVICE_LABEL}
 
 
-def test_the_operator_reads_certificates_where_its_sidecar_writes_them_and_nothing_is_intercepted(chart):
+def test_the_operator_reads_its_sidecars_certificates_and_no_traffic_is_intercepted(chart):
     (deployment,) = (one for one in render(chart, {"istio": {"certificates": True}}) if one["kind"] == "Deployment")
     template = deployment["spec"]["template"]
     annotations, pod = template["metadata"]["annotations"], template["spec"]
@@ -167,7 +167,7 @@ def parent_of(chart, folder, **dependency):
     return folder
 
 
-def test_the_chart_is_part_of_another_chart_which_turns_it_on_and_off(chart, tmp_path):
+def test_a_parent_chart_turns_the_chart_on_and_off(chart, tmp_path):
     alone = render(chart, {"replicaCount": 3})
     parent = parent_of(chart, tmp_path / "platform", condition="kvpilot.enabled")
     # Helm passes the parent's `global` to every subchart, with any content.
@@ -178,7 +178,7 @@ def test_the_chart_is_part_of_another_chart_which_turns_it_on_and_off(chart, tmp
         render(parent, {"kvpilot": {"enabled": True, "replicas": 3}})
 
 
-def test_the_chart_is_part_of_another_chart_under_another_name(chart, tmp_path):
+def test_a_parent_chart_can_give_the_chart_another_name(chart, tmp_path):
     parent = parent_of(chart, tmp_path / "platform", alias="pilot", condition="pilot.enabled")
     made = render(parent, {"pilot": {"enabled": True}})
     assert [one["kind"] for one in made] == [one["kind"] for one in render(chart, {})]
@@ -213,7 +213,7 @@ def chart_readme(root, monkeypatch):
     sys.modules.pop("chart_readme")
 
 
-def test_every_value_is_documented_or_the_table_is_not_made(chart, chart_readme):
+def test_a_value_without_a_description_is_an_error(chart, chart_readme):
     text = (chart / "values.yaml").read_text()
     described = list(chart_readme.documented(text))
     assert {one.path.partition(".")[0] for one in described} == yaml.safe_load(text).keys()
@@ -222,7 +222,7 @@ def test_every_value_is_documented_or_the_table_is_not_made(chart, chart_readme)
         list(chart_readme.documented(text + "\nsurprise:\n  inner: 1\n"))
 
 
-def test_a_description_of_several_lines_is_one_cell(chart_readme):
+def test_a_description_of_several_lines_becomes_one_table_cell(chart_readme):
     table = chart_readme.table("# -- One\n# or | two.\nkey: [a]\n")
     assert table.splitlines()[-1] == r'| `key` | list | `["a"]` | One or \| two. |'
 

@@ -139,7 +139,7 @@ def test_every_section_with_commands_is_run_below() -> None:
     assert [title for title in titles if section(title)] == run
 
 
-def test_what_is_not_run_is_there_and_takes_its_options_and_files() -> None:
+def test_commands_that_are_not_run_have_existing_options_and_files() -> None:
     commands = [one for one in commands_of(PAGE, TOKEN) if left_out(one)]
     assert {name for name in NOT_RUN for one in commands if " ".join(one.words).startswith(name)} == NOT_RUN.keys()
     built, pushed = ([one for one in commands if one.words[1] == verb] for verb in ("build", "push"))
@@ -154,7 +154,7 @@ def test_what_is_not_run_is_there_and_takes_its_options_and_files() -> None:
             assert set(one.options) <= options_of(kubectl(), *subcommand(one.words)), one.words
 
 
-def test_commands_within_the_text_take_their_options() -> None:
+def test_commands_within_the_text_have_existing_options() -> None:
     programs = {"kubectl": kubectl(), "helm": helm()}
     inline = re.findall(r"`((?:kubectl|helm) [^`]+)`", PAGE)
     assert len(inline) > 5
@@ -229,7 +229,7 @@ def test_some_namespaces_only(person: Person) -> None:
     person.runs(Command(("helm", "uninstall", *install.words[2:3], "--namespace", "kvpilot-team-a"), ""))
 
 
-def test_a_definition_that_was_applied_by_hand_becomes_helms(person: Person) -> None:
+def test_helm_adopts_a_crd_that_was_applied_by_hand(person: Person) -> None:
     install, *_ = section("With Helm")
     _, label, annotate = section("Upgrade")
     *_, definition = section("Uninstall")
@@ -252,7 +252,7 @@ def test_with_plain_manifests(person: Person) -> None:
     assert "successfully rolled out" in person.runs(rollout)
 
 
-def test_an_overlay_of_ones_own_names_the_image(person: Person, tmp_path: Path) -> None:
+def test_a_users_own_overlay_sets_the_image(person: Person, tmp_path: Path) -> None:
     (text,) = re.findall(r"```yaml\n# kustomization.yaml\n(.*?)```", PAGE, re.DOTALL)
     base = os.path.relpath(ROOT / "config/base", tmp_path.resolve())
     (tmp_path / "kustomization.yaml").write_text(text.replace("../kvpilot/config/base", base))

@@ -36,7 +36,7 @@ def by_identity(objects):
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_is_what_helm_makes_of_its_values(root, chart, folder):
+def test_each_folder_equals_helms_output_for_its_values(root, chart, folder):
     done = subprocess.run(
         [kubectl(), "kustomize", root / "config" / folder], capture_output=True, text=True, check=True
     )

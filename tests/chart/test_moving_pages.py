@@ -96,7 +96,7 @@ def of_the_page(title: str) -> Any:
     return list(yaml.safe_load_all(text))
 
 
-def test_a_deployment_is_replaced_under_the_address_of_its_clients(world: World) -> None:
+def test_a_deployment_is_replaced_and_its_clients_keep_their_address(world: World) -> None:
     deployment, service = of_the_page("Start from your Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     container["image"] = RUNTIME
@@ -145,7 +145,7 @@ def test_a_dtype_is_undone_and_a_canary_is_ended_without_a_denial(world: World) 
     world.shell("kubectl -n $NAMESPACE delete qllm undo --cascade=foreground")
 
 
-def test_a_backup_brings_a_service_back_with_its_dtype(world: World) -> None:
+def test_a_service_restored_from_a_backup_has_its_dtype(world: World) -> None:
     world.create("kept", "k4v4")
     backup, restore = blocks(section("day-2.md", "Back up, and restore elsewhere"))
     world.shell(backup, NAME="kept")
@@ -159,7 +159,7 @@ def test_a_backup_brings_a_service_back_with_its_dtype(world: World) -> None:
     world.shell("kubectl -n $NAMESPACE delete qllm kept --cascade=foreground")
 
 
-async def test_engines_serve_on_as_plain_deployments_after_kvpilot_has_gone(world: World) -> None:
+async def test_engines_continue_as_plain_deployments_after_kvpilot_is_removed(world: World) -> None:
     world.rest.merge(f"{SERVICES}/chat", {"spec": {"replicas": 2}})
     world.until_status("chat", lambda s: s.get("readyReplicas") == 2, "two engines answer")
     name = f"chat-{world.service('chat')['status']['stable']['revision']}"

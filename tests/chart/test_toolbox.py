@@ -23,7 +23,7 @@ def fetcher(text="fetched"):
     return fetch, calls
 
 
-def test_the_users_own_comes_first(tmp_path):
+def test_a_tool_in_the_users_path_comes_first(tmp_path):
     own = tmp_path / "path" / "spanner"
     own.parent.mkdir()
     own.touch(mode=0o755)
@@ -41,7 +41,7 @@ def test_a_tool_is_fetched_once_for_each_version():
     assert len(calls) == 2
 
 
-def test_a_fetch_that_broke_off_starts_again():
+def test_an_interrupted_download_starts_again():
     fetch, _ = fetcher("whole")
 
     def broken(folder):

@@ -54,7 +54,7 @@ def test_the_server_refuses_a_wrong_manifest_at_its_field(cluster: LocalCluster,
         assert (field, bad.word in message) == (bad.field, True)
 
 
-def test_every_rule_is_broken_by_a_manifest_of_the_corpus(cluster: LocalCluster) -> None:
+def test_some_manifest_of_the_corpus_violates_each_rule(cluster: LocalCluster) -> None:
     told = [message for bad in BAD if bad.judge == "rule" for _, message in causes(create(cluster, bad.manifest)[1])]
     rules = list(rules_of(root_schema()))
     assert len(rules) <= 60
@@ -86,7 +86,7 @@ def test_every_limit_of_the_schema_is_enforced(cluster: LocalCluster) -> None:
 @pytest.mark.parametrize(
     "bad", [bad for bad in BAD if bad.judge in ("operator", "administrator")], ids=lambda bad: bad.name
 )
-def test_the_server_accepts_what_the_operator_refuses(cluster: LocalCluster, bad: Bad) -> None:
+def test_the_server_accepts_manifests_that_only_the_operator_refuses(cluster: LocalCluster, bad: Bad) -> None:
     status, answer = create(cluster, bad.manifest)
     assert status == 201, answer
     assert [fault.field for fault in faults(answer)] == [bad.field]
@@ -107,7 +107,7 @@ def test_the_server_refuses_the_pods_of_a_service_that_it_accepts(cluster: Local
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_is_accepted_and_defaulted_as_the_structs_are(cluster: LocalCluster, path: Path) -> None:
+def test_every_example_is_accepted_and_gets_the_defaults_of_the_structs(cluster: LocalCluster, path: Path) -> None:
     for document in yaml.safe_load_all(path.read_text()):
         if document["kind"] == "QuantizedLLMService":
             status, answer = create(cluster, document)
@@ -116,7 +116,7 @@ def test_every_example_is_accepted_and_defaulted_as_the_structs_are(cluster: Loc
 
 
 @pytest.mark.parametrize(("size", "limit"), GOOD_GPU_LIMITS)
-def test_a_limit_that_is_enough_is_accepted_in_every_spelling(
+def test_a_sufficient_gpu_limit_is_accepted_in_every_spelling(
     cluster: LocalCluster, size: int, limit: int | str
 ) -> None:
     status, answer = create(cluster, with_gpus(size, limit))

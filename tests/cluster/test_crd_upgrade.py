@@ -128,7 +128,7 @@ def mode(service: Json) -> str:
     return found
 
 
-def test_a_service_of_the_time_when_auto_was_the_default_stays_in_auto_and_a_new_one_is_in_recommend(
+def test_an_old_service_keeps_the_former_default_auto_and_a_new_one_gets_recommend(
     defined: Defined,
 ) -> None:
     defined.create(defined.definition(auto_by_default))
@@ -270,7 +270,7 @@ def served(defined: Defined, version: str) -> bool:
     return True
 
 
-def test_a_field_that_one_version_alone_has_is_lost_by_a_write_in_the_other(defined: Defined) -> None:
+def test_a_field_of_only_one_version_is_lost_by_a_write_in_the_other_version(defined: Defined) -> None:
     """Both versions must have the same schema while both are served."""
 
     def wider(definition: Json) -> None:
@@ -287,7 +287,7 @@ def test_a_field_that_one_version_alone_has_is_lost_by_a_write_in_the_other(defi
     assert "note" not in defined.get("wide", BETA)["spec"]
 
 
-def test_an_owner_is_named_in_the_new_version_as_soon_as_an_object_is_applied_again(tenant: Tenant) -> None:
+def test_the_next_apply_writes_the_new_api_version_into_owner_references(tenant: Tenant) -> None:
     path = f"{tenant.core}/configmaps/owned?fieldManager=kvpilot-operator"
     for version in (ALPHA, BETA):
         owner = {

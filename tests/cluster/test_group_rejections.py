@@ -40,7 +40,7 @@ def stateful_set(of: Json) -> Json:
 
 
 @pytest.mark.usefixtures("groups")
-def test_a_quota_that_keeps_the_leaders_of_groups_away_is_reported_with_what_to_do(rest: Rest, namespace: str) -> None:
+def test_a_quota_that_refuses_the_leaders_of_groups_is_reported_with_the_remedy(rest: Rest, namespace: str) -> None:
     quotas = f"/api/v1/namespaces/{namespace}/resourcequotas"
     rest.create(quotas, {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}}})
     until(lambda: rest.get(f"{quotas}/team")["status"].get("hard"), "the quota is in force")
@@ -57,7 +57,7 @@ def test_a_quota_that_keeps_the_leaders_of_groups_away_is_reported_with_what_to_
 
 
 @pytest.mark.usefixtures("groups")
-def test_a_group_is_made_once_the_name_by_which_its_workers_find_it_is_ours(rest: Rest, namespace: str) -> None:
+def test_a_group_is_created_only_after_the_service_owns_its_headless_service(rest: Rest, namespace: str) -> None:
     found = f"/api/v1/namespaces/{namespace}/services"
     sets = f"/apis/{GROUP}/v1/namespaces/{namespace}/leaderworkersets"
     create(rest, namespace, **engine(nodes=2))

@@ -41,7 +41,7 @@ def applied(server: Rest, manifest: dict[str, Any]) -> dict[str, Any]:
     return stored
 
 
-def test_a_share_reads_the_same_with_the_servers_defaults_in_it(server: Rest) -> None:
+def test_a_share_is_recognised_after_the_server_has_added_its_defaults(server: Rest) -> None:
     def share(rules: Any, percent: int, copies: int) -> Any:
         return weighted(rules, Backend(*KEY), percent, copies)
 
@@ -63,9 +63,7 @@ def test_a_share_reads_the_same_with_the_servers_defaults_in_it(server: Rest) ->
         ({"parentRefs": [{"sectionName": "https"}]}, "name"),
     ],
 )
-def test_what_the_kind_forbids_is_refused_by_the_definition_of_the_tests(
-    server: Rest, change: dict[str, Any], word: str
-) -> None:
+def test_the_tests_crd_refuses_invalid_routes(server: Rest, change: dict[str, Any], word: str) -> None:
     bad = made()
     with pytest.raises(ApiError) as refused:
         server.create(f"{ROUTES}?dryRun=All", {**bad, "spec": {**bad["spec"], **change}})

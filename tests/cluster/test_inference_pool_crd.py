@@ -90,7 +90,7 @@ async def told(cluster: Cluster, actor: Actor, whole: dict[str, Any]) -> Cause |
     return finding(refused) if refused else None
 
 
-def test_a_pool_of_ours_is_taken_as_it_is_and_so_is_the_claim_of_its_name(server: Rest) -> None:
+def test_the_server_accepts_our_pools_and_their_placeholders_unchanged(server: Rest) -> None:
     whole = made(PICKER)
     assert server.create(f"{POOLS}?dryRun=All", claim(whole))["spec"]["targetPorts"] == [{"number": 8000}]
     stored = server.create(f"{POOLS}?dryRun=All", whole)["spec"]
@@ -98,7 +98,7 @@ def test_a_pool_of_ours_is_taken_as_it_is_and_so_is_the_claim_of_its_name(server
 
 
 @pytest.mark.parametrize("pickers", [(PICKER, {}, OTHER, {}), ({}, PICKER, {})], ids=["with a picker", "without"])
-async def test_as_of_v1_6_a_pool_has_the_picker_that_the_spec_names_or_none(
+async def test_from_v1_6_on_a_pool_has_the_specs_picker_or_none(
     server_1_6: Rest, cluster_of_pools: Cluster, pickers: tuple[dict[str, Any], ...]
 ) -> None:
     actor = Actor(cluster_of_pools)
@@ -110,7 +110,7 @@ async def test_as_of_v1_6_a_pool_has_the_picker_that_the_spec_names_or_none(
 
 
 @pytest.mark.parametrize("name", ["chat", "chat-canary"])
-async def test_before_v1_6_a_pool_without_a_picker_is_refused_with_the_field_and_the_remedy_and_stays_as_it_is(
+async def test_before_v1_6_a_pool_without_a_picker_is_refused_with_the_remedy_and_does_not_change(
     server: Rest, cluster_of_pools: Cluster, name: str
 ) -> None:
     refused, tell = made({}, name), partial(told, cluster_of_pools, Actor(cluster_of_pools))
@@ -136,9 +136,7 @@ async def test_before_v1_6_a_pool_without_a_picker_is_refused_with_the_field_and
         ({"targetPorts": []}, "targetPorts"),
     ],
 )
-def test_what_the_kind_forbids_is_refused_by_the_definition_of_the_tests(
-    server: Rest, change: dict[str, Any], word: str
-) -> None:
+def test_the_tests_crd_refuses_invalid_pools(server: Rest, change: dict[str, Any], word: str) -> None:
     bad = pool("chat", "default", {"app": "chat"})
     with pytest.raises(ApiError) as refused:
         server.create(f"{POOLS}?dryRun=All", {**bad, "spec": {**bad["spec"], **change}})

@@ -26,7 +26,7 @@ async def cluster(plane: ControlPlane) -> AsyncIterator[Cluster]:
     await cluster.close()
 
 
-async def test_old_baselines_go_and_a_tenants_many_large_config_maps_stay_unread(
+async def test_old_baselines_are_deleted_without_reading_a_tenants_many_large_config_maps(
     plane: ControlPlane, cluster: Cluster
 ) -> None:
     # These objects come after the baselines in a list, and are older.

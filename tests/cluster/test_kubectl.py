@@ -74,12 +74,12 @@ def world(plane: ControlPlane) -> World:
     return world
 
 
-def test_a_cluster_without_the_crd_is_said_to_have_no_kvpilot(world: World) -> None:
+def test_without_the_crd_the_error_says_that_kvpilot_is_missing(world: World) -> None:
     assert world.without_crd.returncode == 1
     assert "kvpilot is not installed there" in world.without_crd.stderr
 
 
-def test_status_is_a_line_a_service_and_all_of_one(world: World) -> None:
+def test_status_prints_one_line_per_service_or_all_about_one_service(world: World) -> None:
     head, row = world.run("status").splitlines()
     assert head.split()[:7] == ["NAME", "READY", "SERVING", "REASON", "DTYPE", "REVISION", "REPLICAS"]
     revision = world.status["stable"]["revision"]
@@ -91,14 +91,14 @@ def test_status_is_a_line_a_service_and_all_of_one(world: World) -> None:
     assert everywhere[1].split()[:2] == ["models", "chat"]
 
 
-def test_why_tells_the_journal_of_the_service(world: World) -> None:
+def test_why_prints_the_journal_of_the_service(world: World) -> None:
     text = world.run("why", "chat")
     for one in world.status["decisions"]:
         assert one["message"] in text
 
 
 @pytest.mark.parametrize(("command", "paused"), [("pause", True), ("resume", False)])
-def test_pause_and_resume_write_the_spec_under_a_name_of_their_own(world: World, command: str, paused: bool) -> None:
+def test_pause_and_resume_write_the_spec_with_their_own_field_manager(world: World, command: str, paused: bool) -> None:
     before = world.service()
     assert f" is {'paused' if paused else 'not paused'}: " in world.run(command, "chat")
     after = world.service()
@@ -108,7 +108,7 @@ def test_pause_and_resume_write_the_spec_under_a_name_of_their_own(world: World,
     assert "kubectl-kvpilot" in {one["manager"] for one in after["metadata"]["managedFields"]}
 
 
-def test_what_is_not_there_is_said(world: World) -> None:
+def test_a_missing_service_is_an_error_that_names_it(world: World) -> None:
     assert "'chit' not found" in world.refused("why", "chit", "-n", "models")
     nothing = kvpilot(world.plane.kubeconfig, "status", "-n", "empty")
     assert (nothing.returncode, nothing.stdout) == (0, "")
@@ -154,7 +154,7 @@ def test_a_user_who_may_only_read_services_gets_status_and_journal(world: World,
     assert "\nReady " in status.stdout
 
 
-def test_retry_annotates_the_service_with_its_last_trial_and_leaves_the_spec(world: World) -> None:
+def test_retry_writes_an_annotation_that_names_the_last_trial_and_does_not_change_the_spec(world: World) -> None:
     before, last = world.service(), world.status["history"][0]
     assert "be tried again at once" in world.run("retry", "chat")
     after = world.service()

@@ -27,7 +27,7 @@ def serving(rest: Rest, namespace: str) -> str:
     return stable()
 
 
-def test_a_service_whose_newest_spec_is_refused_comes_back_with_the_last_good_one(
+def test_export_of_a_service_with_a_refused_spec_restores_the_last_good_spec(
     cluster: LocalCluster, rest: Rest, namespace: str
 ) -> None:
     create(rest, namespace, replicas=2)

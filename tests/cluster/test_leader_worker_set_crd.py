@@ -28,7 +28,7 @@ def server(cluster: LocalCluster) -> Iterator[Rest]:
     undefine(rest, LEADER_WORKER_SET_CRD)
 
 
-def test_a_set_of_ours_and_the_claim_of_its_name_are_taken_as_they_are(server: Rest) -> None:
+def test_the_server_accepts_our_sets_and_their_placeholders_unchanged(server: Rest) -> None:
     template = pod_template(KEY.name, spec_of(manifest(engine={"nodes": 4})), "k4v4")
     whole = workload(KEY, "u-1", template, 3, 600, nodes=4)
     for made in (whole, claim(whole)):
@@ -38,7 +38,7 @@ def test_a_set_of_ours_and_the_claim_of_its_name_are_taken_as_they_are(server: R
         assert (view.replicas, view.nodes, view.dtype, view.has_gate) == (3, 4, "k4v4", True)
 
 
-def test_a_restart_policy_that_the_kind_does_not_know_is_refused(server: Rest) -> None:
+def test_an_unknown_restart_policy_is_refused(server: Rest) -> None:
     template = pod_template(KEY.name, spec_of(manifest(engine={"nodes": 2})), "auto")
     made = workload(KEY, "u-1", template, 1, 600, nodes=2)
     made["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Sometimes"

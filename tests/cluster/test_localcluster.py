@@ -87,7 +87,7 @@ def test_a_crashing_container_is_restarted_with_growing_pauses(tenant: Tenant) -
     assert third >= 1.9
 
 
-def test_deletion_unreadies_then_runs_prestop_then_sigterm_then_waits(tenant: Tenant) -> None:
+def test_a_deleted_pod_becomes_unready_then_runs_prestop_then_gets_sigterm(tenant: Tenant) -> None:
     # Each step waits until the test has seen the previous one.
     until_there = "until [ -e /state/{} ]; do sleep 0.1; done"
     script = (
@@ -135,7 +135,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_its_grace_period(tenant:
     assert running_processes("deaf") == []
 
 
-def test_a_killed_agent_comes_back_to_the_same_processes(tenant: Tenant, tmp_path: Path) -> None:
+def test_a_restarted_agent_finds_the_processes_of_the_killed_one(tenant: Tenant, tmp_path: Path) -> None:
     def marked(name: str, script: str) -> Json:
         return container(command=["bash", "-c", script], env=[{"name": "MARK", "value": name}])
 
@@ -167,7 +167,7 @@ def test_a_killed_agent_comes_back_to_the_same_processes(tenant: Tenant, tmp_pat
     assert running_processes("stays") == []
 
 
-def test_a_killed_agent_leaves_a_pod_its_gpus(tenant: Tenant) -> None:
+def test_a_pod_keeps_its_gpus_if_the_agent_is_killed(tenant: Tenant) -> None:
     def shown(count: int) -> Json:
         script = 'echo "$CUDA_VISIBLE_DEVICES"; exec sleep 600'
         return container(command=["bash", "-c", script], resources={"limits": {"nvidia.com/gpu": str(count)}})
@@ -215,7 +215,7 @@ def test_init_containers_run_one_after_the_other_before_the_rest(tenant: Tenant)
     ] == [0, 0]
 
 
-def test_pretended_gpus_are_scheduled_by_number(tenant: Tenant) -> None:
+def test_simulated_gpus_are_scheduled_by_number(tenant: Tenant) -> None:
     for name in ("fits", "waits"):
         tenant.run(name, container(command=["sleep", "60"], resources={"limits": {"nvidia.com/gpu": "3"}}))
     first, second = ("fits", "waits") if "nodeName" in until_bound(tenant)["spec"] else ("waits", "fits")
@@ -236,7 +236,7 @@ def until_bound(tenant: Tenant) -> Json:
     return tenant.pod("fits")
 
 
-def test_a_cluster_whose_starter_was_killed_is_ended_at_the_next_start(tmp_path: Path) -> None:
+def test_the_next_start_ends_a_cluster_whose_parent_was_killed(tmp_path: Path) -> None:
     # One record names a killed process, and one a process ID that another process has now.
     child = procs.spawn(tmp_path / "etcd.pid", ["sleep", "600"], log=tmp_path / "log")
     mine = json.dumps({"pid": os.getpid(), "start": 1})
@@ -246,7 +246,7 @@ def test_a_cluster_whose_starter_was_killed_is_ended_at_the_next_start(tmp_path:
     assert not list(tmp_path.glob("*.pid"))
 
 
-def test_the_versions_are_what_the_documentation_says(cluster: LocalCluster) -> None:
+def test_the_documentation_has_the_versions_of_the_programs(cluster: LocalCluster) -> None:
     assert re.fullmatch(r"v1\.20\.2", cluster.rest.get("/version")["gitVersion"])
 
 

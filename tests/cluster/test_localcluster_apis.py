@@ -40,7 +40,7 @@ DEFINITION = {
 }
 
 
-def test_a_definition_is_served_with_its_rules_until_it_goes(cluster: LocalCluster, namespace: str) -> None:
+def test_a_crd_is_served_with_its_rules_until_it_is_deleted(cluster: LocalCluster, namespace: str) -> None:
     pairs = f"/apis/test.kvpilot.io/v1/namespaces/{namespace}/pairs"
     bad = {
         "apiVersion": "test.kvpilot.io/v1", "kind": "Pair", "metadata": {"name": "a"}, "spec": {"least": 2, "most": 1},
@@ -61,7 +61,7 @@ def test_a_definition_is_served_with_its_rules_until_it_goes(cluster: LocalClust
     until(gone, "the aggregator's route is deleted")
 
 
-def test_a_budget_of_policy_v1_is_the_disruption_controllers(cluster: LocalCluster, namespace: str) -> None:
+def test_the_disruption_controller_handles_a_budget_of_policy_v1(cluster: LocalCluster, namespace: str) -> None:
     budgets = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets"
     body = {
         "apiVersion": "policy/v1",
@@ -83,7 +83,7 @@ def test_a_budget_of_policy_v1_is_the_disruption_controllers(cluster: LocalClust
     assert cluster.rest.get(budgets)["items"] == []
 
 
-def test_policy_v1_is_answered_with_the_rights_of_the_user(cluster: LocalCluster, namespace: str) -> None:
+def test_requests_to_policy_v1_run_with_the_users_rights(cluster: LocalCluster, namespace: str) -> None:
     command = [kubectl(), "--kubeconfig", cluster.kubeconfig, "--as=nobody", "--namespace", namespace]
     command += ["get", "poddisruptionbudgets.v1.policy"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)

@@ -58,7 +58,7 @@ def test_variables_come_from_fields_secrets_configmaps_and_resources(tenant: Ten
     assert "ABSENT" not in shown
 
 
-def test_a_missing_configmap_is_waited_for(tenant: Tenant) -> None:
+def test_a_container_waits_for_a_missing_configmap(tenant: Tenant) -> None:
     tenant.run("early", container(command=["sleep", "60"], envFrom=[{"configMapRef": {"name": "late"}}]))
     tenant.wait(
         "early", lambda s: s.get("state", {}).get("waiting", {}).get("reason") == "CreateContainerConfigError", "waits"

@@ -67,7 +67,7 @@ def test_a_stopped_cluster_leaves_no_process(own: Tenant, tmp_path: Path) -> Non
     assert running(str(tmp_path)) == []
 
 
-def test_a_cluster_whose_starter_is_killed_ends(tmp_path: Path) -> None:
+def test_a_cluster_ends_if_its_parent_is_killed(tmp_path: Path) -> None:
     # All processes of the pod have its folder in their command lines, and no other process uses that folder.
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom kvpilot_localcluster.cluster import LocalCluster\n"

@@ -31,7 +31,7 @@ def answers(rest: Rest, namespace: str, address: str) -> None:
     rest.merge(f"{pods}/{pod}/status", {"status": status})
 
 
-async def test_the_operators_process_reads_an_engine_that_lets_only_the_mesh_in(
+async def test_the_operator_reads_an_engine_that_requires_the_meshs_mutual_tls(
     cluster: LocalCluster, namespace: str, tmp_path: Path
 ) -> None:
     mesh, own, address = Mesh(tmp_path / "mesh"), tmp_path / "own", Addresses(tmp_path).take()

@@ -110,7 +110,7 @@ async def test_nobody_else_reads_metrics(port: int, header: str | None) -> None:
     assert (status, "kvpilot_leader" in text) == (401, False)
 
 
-async def test_a_token_of_a_deleted_account_is_worth_nothing(plane: ControlPlane, port: int) -> None:
+async def test_the_token_of_a_deleted_account_is_refused(plane: ControlPlane, port: int) -> None:
     plane.rest.create(f"{CORE}/serviceaccounts", {"metadata": {"name": "gone"}})
     bind(plane, "gone", READER, "gone")
     kept = token(plane, "gone")

@@ -83,7 +83,7 @@ def deployment(rest: Rest, namespace: str) -> Json:
     return found
 
 
-def test_whatever_is_requested_is_in_the_pods_and_kvpilots_own_beside_it(rest: Rest, namespace: str) -> None:
+def test_pods_have_every_requested_field_and_kvpilots_own_fields(rest: Rest, namespace: str) -> None:
     create(rest, namespace, **engine(podTemplate=TEMPLATE))
     template = deployment(rest, namespace)["spec"]["template"]
     assert missing(TEMPLATE, template, "template") == []
@@ -96,7 +96,7 @@ def test_whatever_is_requested_is_in_the_pods_and_kvpilots_own_beside_it(rest: R
     assert condition(rest, namespace, "Stalled")["status"] == "False"
 
 
-def test_access_to_the_node_makes_no_pod_and_is_reported(rest: Rest, namespace: str) -> None:
+def test_a_spec_with_host_access_starts_no_pod_and_is_reported(rest: Rest, namespace: str) -> None:
     create(rest, namespace, **engine(podTemplate={"spec": {"hostNetwork": True}}))
     found = told(rest, namespace, "Stalled", "SpecInvalid")
     assert found["message"].startswith("spec.engine.podTemplate.spec.hostNetwork: is true")
@@ -106,7 +106,7 @@ def test_access_to_the_node_makes_no_pod_and_is_reported(rest: Rest, namespace: 
     assert "hostNetwork" not in deployment(rest, namespace)["spec"]["template"]["spec"]
 
 
-def test_an_init_container_that_fails_is_named_where_the_engine_cannot_start(rest: Rest, namespace: str) -> None:
+def test_a_failing_init_container_is_named_in_the_status(rest: Rest, namespace: str) -> None:
     failing = {"name": "fetch", "image": "python:3.11", "command": ["python3", "-c", "raise SystemExit(3)"]}
     create(rest, namespace, **engine(podTemplate={"spec": {"initContainers": [failing]}}))
     found = told(rest, namespace, "Serving", "CrashLoopBackOff")
@@ -149,7 +149,7 @@ def by_hand(theirs: Rest, namespace: str, template: Json) -> None:
     theirs.create(f"{core}/pods?dryRun=All", pod)
 
 
-def test_a_tenant_could_create_by_hand_what_the_operator_creates_for_one(
+def test_the_operator_creates_only_pods_that_the_tenant_could_create(
     rest: Rest, cluster: LocalCluster, namespace: str
 ) -> None:
     rest.create(f"/api/v1/namespaces/{namespace}/serviceaccounts", {"metadata": {"name": "models"}})
@@ -166,9 +166,7 @@ def test_a_tenant_could_create_by_hand_what_the_operator_creates_for_one(
         by_hand(user(cluster, namespace, "view"), namespace, template)
 
 
-def test_a_quota_of_the_namespace_on_a_priority_keeps_engines_from_it(
-    rest: Rest, cluster: LocalCluster, namespace: str
-) -> None:
+def test_a_quota_on_a_priority_class_applies_to_engines(rest: Rest, cluster: LocalCluster, namespace: str) -> None:
     high = f"high-{namespace}"
     rest.create("/apis/scheduling.k8s.io/v1/priorityclasses", {"metadata": {"name": high}, "value": 1000})
     scope = {"matchExpressions": [{"scopeName": "PriorityClass", "operator": "In", "values": [high]}]}

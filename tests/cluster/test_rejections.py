@@ -72,7 +72,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_refused_is_reported_with_field_and_words(rest: Rest, namespace: str, case: Case) -> None:
+def test_a_refused_object_is_reported_with_the_servers_field_and_message(
+    rest: Rest, namespace: str, case: Case
+) -> None:
     for collection, body in case.before:
         rest.create(f"/api/v1/namespaces/{namespace}/{collection}", body)
         if collection == "resourcequotas":
@@ -101,7 +103,9 @@ def raised_quota(rest: Rest, namespace: str) -> None:
 
 
 @pytest.mark.parametrize("late", [missing_class, raised_quota])
-def test_what_appears_later_clears_the_condition(rest: Rest, namespace: str, late: Callable[[Rest, str], None]) -> None:
+def test_the_condition_clears_once_the_cause_is_gone(
+    rest: Rest, namespace: str, late: Callable[[Rest, str], None]
+) -> None:
     if late is raised_quota:
         rest.create(
             f"/api/v1/namespaces/{namespace}/resourcequotas",
@@ -121,7 +125,7 @@ def users_service(rest: Rest, namespace: str) -> Json:
     return made
 
 
-def test_a_users_service_of_the_name_stays_as_it_is_whoever_came_first(rest: Rest, namespace: str) -> None:
+def test_a_users_service_with_our_name_is_never_changed(rest: Rest, namespace: str) -> None:
     path = f"/api/v1/namespaces/{namespace}/services/chat"
     theirs = users_service(rest, namespace)
     create(rest, namespace)

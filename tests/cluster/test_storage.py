@@ -65,7 +65,7 @@ def bound(rest: Rest, namespace: str, *, grows: bool) -> str:
     return name
 
 
-def test_a_claim_is_bound_and_grows_where_its_class_allows(rest: Rest, namespace: str) -> None:
+def test_a_claim_is_bound_and_grows_if_its_class_allows_it(rest: Rest, namespace: str) -> None:
     name = bound(rest, namespace, grows=True)
     ask(rest, namespace, "5Gi")
     until(lambda: rest.get(claim(namespace))["spec"]["resources"]["requests"]["storage"] == "5Gi", "claim resized")
@@ -88,7 +88,7 @@ def test_a_claim_is_bound_and_grows_where_its_class_allows(rest: Rest, namespace
         ("2Gi", {"accessMode": "ReadWriteOnce"}, "Invalid"),
     ],
 )
-def test_what_a_claim_cannot_become_is_reported_with_the_remedy(
+def test_an_impossible_change_of_a_claim_is_reported_with_the_remedy(
     rest: Rest, namespace: str, size: str, more: dict[str, str], reason: str
 ) -> None:
     bound(rest, namespace, grows=False)
@@ -100,7 +100,7 @@ def test_what_a_claim_cannot_become_is_reported_with_the_remedy(
     assert rest.get(claim(namespace))["spec"] == before
 
 
-def test_it_goes_with_the_service(rest: Rest, namespace: str) -> None:
+def test_the_claim_is_deleted_with_the_service(rest: Rest, namespace: str) -> None:
     create(rest, namespace, **weights("1Gi"))
     until(lambda: exists(rest, claim(namespace)), "the claim is made")
     rest.delete(f"{services(namespace)}/chat")
@@ -108,7 +108,7 @@ def test_it_goes_with_the_service(rest: Rest, namespace: str) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"storageClassName": "nobody-has-this"}])
-def test_a_claim_that_no_class_makes_a_volume_for_is_reported_with_the_remedy(
+def test_a_claim_whose_class_makes_no_volume_is_reported_with_the_remedy(
     rest: Rest, namespace: str, more: dict[str, str]
 ) -> None:
     create(rest, namespace, **weights("1Gi", **more))
@@ -127,7 +127,7 @@ def test_a_quota_on_storage_is_reported(rest: Rest, namespace: str) -> None:
     assert "exceeded quota: team" in found["message"]
 
 
-def test_nothing_starts_with_another_owners_claim_until_it_has_gone(rest: Rest, namespace: str) -> None:
+def test_no_engine_starts_with_another_owners_claim(rest: Rest, namespace: str) -> None:
     asked = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     claims = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims"
     theirs = rest.create(claims, {"metadata": {"name": "chat-weights"}, "spec": asked})
@@ -143,9 +143,7 @@ def test_nothing_starts_with_another_owners_claim_until_it_has_gone(rest: Rest, 
     assert owner["name"] == "chat"
 
 
-def test_a_volume_that_is_not_made_for_the_pod_that_waits_for_it_is_told_before_the_scheduler_gives_up(
-    rest: Rest, waiting: str
-) -> None:
+def test_a_missing_volume_is_reported_before_the_scheduler_gives_up(rest: Rest, waiting: str) -> None:
     found = told(rest, waiting, "Ready", "ClaimNotBound", seconds=SECONDS)
     assert f"of StorageClass class-{waiting}" in found["message"]
     assert "The scheduler says: nothing about pod chat-" in found["message"]

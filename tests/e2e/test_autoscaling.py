@@ -163,7 +163,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             operator.wait(300)
 
 
-def test_an_hpa_on_requests_in_hand_scales_the_service_up_and_down_across_a_canary(world: World) -> None:
+def test_an_hpa_on_running_and_waiting_requests_scales_a_service_during_a_canary(world: World) -> None:
     engine = yaml.safe_load((EXAMPLES / "hpa-custom.yaml").read_text().split("\n---\n")[0])["spec"]["engine"]
     name = world.apply_example("hpa-custom.yaml", **QUICK, engine={**engine, "env": [HANGS]})
     (stable,) = world.deployments(name)

@@ -210,7 +210,7 @@ def away(pair, length):
     return now()
 
 
-def test_an_api_server_that_restarts_costs_nobody_the_leadership(pair):
+def test_a_restart_of_the_api_server_does_not_end_the_leadership(pair):
     # The API server may take ten times as long to return as on idle cores, where the default of 15 s is enough.
     with pair.flags("--lease-seconds=150"):
         leader, _ = pair.settle()
@@ -224,7 +224,7 @@ def test_an_api_server_that_restarts_costs_nobody_the_leadership(pair):
 
 
 @pytest.mark.long
-def test_after_half_a_minute_without_api_server_one_of_them_leads(pair):
+def test_after_half_a_minute_without_an_api_server_one_replica_leads(pair):
     leader, _ = pair.settle()
     holder = pair.holder()
     back = away(pair, 30)
@@ -238,7 +238,7 @@ def test_after_half_a_minute_without_api_server_one_of_them_leads(pair):
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_in_a_dozen_random_ends_of_leaders_no_write_is_out_of_place(pair):
+def test_no_write_is_out_of_place_after_a_dozen_leaders_end_at_random_times(pair):
     dice = random.Random(5)
     took = []
     for _ in range(12):
@@ -259,7 +259,7 @@ def test_in_a_dozen_random_ends_of_leaders_no_write_is_out_of_place(pair):
     assert max(time for _, time in took) < PATIENCE
 
 
-def test_the_audit_log_convicts_an_operator_that_does_not_ask(pair):
+def test_the_audit_log_shows_the_writes_of_an_operator_without_election(pair):
     """Check that the audit-log check detects a fault: an additional operator without --leader-elect."""
     pair.settle()
     assert pair.faults() == []

@@ -151,7 +151,7 @@ async def test_a_probe_set_without_prompts_is_a_condition_and_no_canary_starts(w
     assert "canary" not in status
 
 
-async def test_the_other_services_are_still_served(world):
+async def test_a_bad_service_does_not_stop_the_others(world):
     assert await answers(world, "team-a")
     assert await answers(world, "team-b")
 

@@ -119,7 +119,7 @@ async def test_after_30_seconds_without_an_api_server_changes_are_acted_on(world
     await restart(world, 30, "API server down for 30 s")
 
 
-async def test_what_users_change_while_the_operator_is_cut_off_is_acted_on_afterwards(world):
+async def test_users_changes_during_a_disconnection_are_acted_on_afterwards(world):
     changes = await Changes.prepared(world)
     async with world.load("steady") as load:
         await world.api.away()
@@ -154,7 +154,7 @@ async def test_a_slow_etcd_delays_changes_and_loses_none(world):
     record("etcd suspended for 0.9 s of every 1.2 s, for 12 s", taken, what=WHAT, answered=load.stats.ok)
 
 
-async def test_what_changed_before_etcd_was_compacted_is_seen_by_watches_that_were_away(world):
+async def test_watches_see_changes_from_before_a_compaction_of_etcd(world):
     """Make the server forget the events of the fault, so that only a new list shows the changes."""
     folder = world.local.plane.folder
     core, definitions = (Component(folder, name) for name in ("kube-apiserver", "apiextensions-apiserver"))
@@ -227,7 +227,7 @@ async def test_over_a_minute_of_errors_ends_neither_the_operator_nor_its_watches
 
 
 @pytest.mark.long
-async def test_changes_are_seen_although_watches_stay_open_and_bring_nothing(world):
+async def test_changes_are_seen_although_open_watches_fall_silent(world):
     changes = await Changes.prepared(world)
     assert world.api.silence_watches() >= 4
     began = time.monotonic()

@@ -47,7 +47,7 @@ async def clock(world, tmp_path):
     await world.start_operator()
 
 
-async def test_a_clock_that_jumps_moves_no_decision_and_blinds_no_eye(world, clock):
+async def test_a_clock_that_jumps_changes_no_decision_and_stops_no_observation(world, clock):
     pressure = {"highPercent": 80, "sustainedSeconds": SUSTAINED}
     await world.serving("timed", 1, kvCache={"mode": "Recommend", "ladder": ["k4v4"], "pressure": pressure})
 

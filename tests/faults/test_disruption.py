@@ -18,7 +18,7 @@ async def allowed(world: FaultyWorld, name: str) -> int:
 
 
 @pytest.mark.parametrize(("most", "leave"), [(None, 1), ("50%", 2), (0, 0)])
-async def test_a_drain_of_all_nodes_at_once_takes_no_more_replicas_than_may_be_away(world, most, leave):
+async def test_a_drain_of_all_nodes_at_once_respects_max_unavailable(world, most, leave):
     name = f"drained-{leave}"
     spec = {} if most is None else {"disruption": {"maxUnavailable": most}}
     await world.serving(name, 4, **spec)

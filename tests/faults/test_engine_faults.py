@@ -41,7 +41,7 @@ def capacity(world, name, tokens):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_an_engine_with_broken_metrics_is_left_out_until_it_is_well(world, fault):
+async def test_an_engine_with_broken_metrics_is_left_out_until_they_are_repaired(world, fault):
     await until(capacity(world, "steady", 2 * ONE), "both engines are read")
     sick = (await world.pods("steady"))[0]
     logged, memory = len(world.operator_log()), world.operator_memory_mib()
@@ -64,7 +64,7 @@ async def test_an_engine_with_broken_metrics_is_left_out_until_it_is_well(world,
 
 
 @pytest.mark.long
-async def test_a_canary_whose_probe_hangs_is_given_up_while_everybody_is_served(world):
+async def test_a_canary_whose_probe_hangs_is_rolled_back_while_users_are_served(world):
     ill = '{"completions": "hang", "only_dtype": "k4v4"}'
     await world.serving(
         "trial",

@@ -63,7 +63,7 @@ def moves_groups(written: str) -> bool:
     return written.split()[1].startswith(("services", "leaderworkersets"))
 
 
-async def test_a_canary_of_groups_is_promoted_and_another_rolled_back_and_leaders_alone_are_asked(world, groups):
+async def test_canaries_of_groups_are_promoted_and_rolled_back_and_only_leaders_get_requests(world, groups):
     name = "grouped"
     killer, seen, taken = await promoted_and_rolled_back(world, name, moves_groups, nodes=2)
 
@@ -141,12 +141,12 @@ def moves_routed_groups(written: str) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["Service", "InferencePool"])
-async def test_a_route_never_leads_to_an_unprobed_group(world, groups, kind):
+async def test_a_route_never_sends_requests_to_an_unprobed_group(world, groups, kind):
     killer, _, _ = await by_route(world, f"grouped-{kind.lower()}", moves_routed_groups, kind, engine=ENGINE)
     assert {"httproutes", "leaderworkersets"} <= {written.split()[1].partition("/")[0] for written in killer.killed}
 
 
-async def test_a_group_whose_worker_ends_is_recreated_whole_and_the_service_is_scaled_by_groups(world, groups):
+async def test_a_group_whose_worker_ends_is_recreated_as_a_whole_and_scaling_counts_groups(world, groups):
     name = "scaled"
     await world.serving(name, 1, engine=ENGINE, drain=DRAIN)
     await world.scale(name, 2)

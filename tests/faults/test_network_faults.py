@@ -58,7 +58,7 @@ asyncio.run(main())
 """
 
 
-def test_a_write_that_was_given_up_does_not_arrive_later_and_without_our_sockets_it_would():
+def test_an_abandoned_write_does_not_arrive_later_but_would_with_ordinary_sockets():
     scenes = {
         kind: subprocess.Popen(
             ["unshare", "--net", sys.executable, "-c", _SCENE, kind],

@@ -43,7 +43,7 @@ async def owners(world: FaultyWorld, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("where", ["Promoting", "RollingBack"])
-async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_again(world, where):
+async def test_a_service_that_is_recreated_during_a_trial_starts_from_scratch(world, where):
     name = f"again-{where.lower()}"
     await world.serving(name, 3, **TRIAL)
     before = await uid(world, name)
@@ -87,7 +87,7 @@ async def test_a_service_that_is_deleted_and_created_again_in_mid_trial_starts_a
     await world.delete(name)
 
 
-async def test_a_namespace_that_terminates_takes_its_service_along_and_delays_nobody(world):
+async def test_a_terminating_namespace_ends_its_service_and_delays_no_other(world):
     name, space = "doomed", "doomed-space"
     rest = world.rest
     rest.create("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}})

@@ -44,7 +44,7 @@ async def asked_by_everybody(world: FaultyWorld, name: str) -> AsyncIterator[Req
     await world.cluster.delete(Ref(INFERENCE_POOL_API, "InferencePool", NAMESPACE, everyone))
 
 
-async def test_serving_pods_need_no_operator_to_be_replaced_and_a_canarys_pods_get_nothing_without_one(world):
+async def test_without_an_operator_replaced_serving_pods_get_requests_and_a_canarys_pods_get_none(world):
     name = "away"
     await world.serving(name, 2, canary={"steps": []}, accuracy=ACCURACY, drain=DRAIN)
     async with asked_by_everybody(world, name) as seen:

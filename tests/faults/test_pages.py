@@ -49,15 +49,15 @@ async def refusal(handler) -> str:
     return str(caught.value)
 
 
-async def test_a_page_that_drips_is_given_up_after_one_deadline_for_all_of_it():
+async def test_a_slowly_dripping_page_is_given_up_at_the_deadline():
     assert "no whole page within" in await refusal(answering(b"#", first=HEAD + b"\r\n", times=100, pause=0.5))
 
 
-async def test_headers_that_drip_are_given_up_too():
+async def test_slowly_dripping_headers_are_given_up_at_the_deadline():
     assert "no whole page within" in await refusal(answering(b"x", first=HEAD + b"X-Drip: ", times=100, pause=0.5))
 
 
-async def test_a_page_without_an_end_is_given_up_at_the_limit():
+async def test_an_endless_page_is_given_up_at_the_size_limit():
     assert "bytes" in await refusal(answering(b"x" * 65536, first=HEAD + b"\r\n", times=10_000))
 
 
@@ -79,7 +79,7 @@ async def test_a_redirect_is_not_followed():
     [b"\x00\xff garbage \r\n\r\n", b"HTTP/1.1 banana\r\n\r\n", HEAD + b"x" * 500_000 + b"\r\n\r\n", b""],
     ids=["binary", "status", "header of half a megabyte", "nothing"],
 )
-async def test_what_is_no_http_is_an_error_of_few_words(start):
+async def test_an_answer_that_is_not_http_is_a_short_error(start):
     await refusal(answering(start))
 
 
@@ -101,7 +101,7 @@ def with_buckets(number: int) -> str:
     ],
     ids=["dtype", "capacity", "counter", "sum", "buckets", "bound", "number"],
 )
-def test_figures_that_no_machine_has_are_refused_in_few_words(text, named):
+def test_impossible_figures_are_refused_with_a_short_error(text, named):
     with pytest.raises(ScrapeError, match=named) as caught:
         parse_page(text)
     assert len(str(caught.value)) < 500
@@ -124,7 +124,7 @@ def test_a_page_beyond_its_budget_is_refused(text, named):
 
 
 @pytest.mark.parametrize("long", [f"# HELP {'x' * 3 * METRICS_LINE_BYTES}"])
-def test_a_long_line_is_refused_wherever_it_stands(long):
+def test_a_long_line_is_refused_at_any_place_in_the_page(long):
     for text in (f"{long}\n{FINE}", f"{FINE}{long}"):
         with pytest.raises(ScrapeError, match=f"a line of more than {METRICS_LINE_BYTES} bytes"):
             parse_page(text)
@@ -136,7 +136,7 @@ _LABELS = st.sampled_from(["", '{le="+Inf"}', '{le="1"}', '{le="NaN"}', '{engine
 
 
 @given(st.lists(st.tuples(_NAMES, _LABELS, _VALUES), max_size=8))
-def test_any_page_is_read_or_refused_and_nothing_else_happens(lines):
+def test_any_page_is_either_read_or_refused(lines):
     text = FINE + "\n".join(f"{name}{labels} {value}" for name, labels, value in lines)
     try:
         found = parse_page(text)
@@ -181,11 +181,11 @@ async def test_a_probe_of_an_engine_that_hangs_ends_at_its_deadline(handler):
             await probed(handler, 1.0)
 
 
-async def test_an_engine_that_talks_without_an_end_is_cut_off_by_size_long_before_the_deadline():
+async def test_an_endless_answer_to_a_probe_is_cut_off_by_its_size_long_before_the_deadline():
     with pytest.raises(MalformedAnswer, match="more bytes than"):
         await probed(after_tokenize(b": noise\n" * 8192, times=100_000), 60.0)
 
 
-def test_the_cheap_engine_is_honest_enough_to_be_plausible():
+def test_the_simple_test_engine_has_plausible_metrics():
     found = parse_page(Engine("k4v4", "m").page().decode())
     assert (found.dtype, found.capacity_tokens, found.usage, found.running) == ("k4v4", 16_000, 0.0, 0)

@@ -184,7 +184,7 @@ async def test_a_pod_that_a_kubelet_evicted_is_replaced_and_no_longer_counted(wo
     second.resume()
 
 
-async def test_when_a_node_is_gone_its_engine_is_started_on_another(world, second):
+async def test_the_engine_of_a_lost_node_is_started_on_another_node(world, second):
     # The first node runs the evicted engine's successor, so a new engine goes to the second node.
     await cordon(world, "local", True)
     await cordon(world, second.name, False)

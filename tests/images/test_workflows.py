@@ -36,7 +36,7 @@ def steps(workflow: Path) -> list[dict[str, Any]]:
     return [step for job in yaml.safe_load(workflow.read_text())["jobs"].values() for step in job.get("steps", ())]
 
 
-def test_there_are_three() -> None:
+def test_there_are_three_workflows() -> None:
     assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "release"]
 
 
@@ -46,7 +46,7 @@ def test_actionlint_finds_nothing(workflow: Path, lint: str) -> None:
     assert [line for line in done.stdout.splitlines() if not NEWER.search(line)] == []
 
 
-def test_actionlint_finds_what_is_wrong(tmp_path: Path, lint: str) -> None:
+def test_actionlint_finds_mistakes(tmp_path: Path, lint: str) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(
         "on: push\njobs:\n  a:\n    runs-on: ubuntu-latest\n    steps: [{run: 'echo ${{ nobody.knows }}'}]\n"
@@ -65,12 +65,12 @@ def test_every_action_is_pinned_by_its_commit_with_its_version_beside_it(workflo
             assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment)
 
 
-def test_no_script_is_put_together_from_what_others_write(workflow: Path) -> None:
+def test_no_script_contains_text_that_others_write(workflow: Path) -> None:
     """GitHub pastes an expression into a script as code, but passes an expression in `env` as a value."""
     assert [step["run"] for step in steps(workflow) if "${{" in step.get("run", "")] == []
 
 
-def test_a_job_may_read_unless_it_says_more(workflow: Path) -> None:
+def test_a_job_has_only_read_rights_unless_it_requests_more(workflow: Path) -> None:
     assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
 
 

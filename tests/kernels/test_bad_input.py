@@ -149,7 +149,7 @@ def test_a_bad_read_names_the_field(what: str) -> None:
     assert caught.value.field == field
 
 
-def test_what_stands_behind_a_sequence_in_its_table_may_be_anything() -> None:
+def test_table_entries_past_a_sequences_end_may_have_any_value() -> None:
     pages, _, _ = filled()
     wild = TABLE.clone()
     wild[1, 2] = 2**40
@@ -170,7 +170,7 @@ def test_zeros_come_back_as_zeros(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-7, 1e30])
-def test_tiny_and_huge_tokens_stay_finite_and_keep_to_themselves(size: float) -> None:
+def test_tiny_and_huge_tokens_stay_finite_and_change_no_other_token(size: float) -> None:
     pages, key, value = filled()
     before = pages.read(TABLE[0], 40)
     pages.store(key[5:6] * size, value[5:6] * size, SLOTS[5:6])
@@ -186,7 +186,7 @@ def test_tiny_and_huge_tokens_stay_finite_and_keep_to_themselves(size: float) ->
     st.sampled_from([float("nan"), float("inf"), float("-inf")]), st.sampled_from(["key", "value"]),
     st.integers(0, 2**31),
 )  # fmt: skip
-def test_a_broken_token_is_stored_beside_others_that_are_byte_for_byte_what_they_were(
+def test_a_nan_token_changes_no_byte_of_other_tokens(
     name: str, dim: int, at: int, broken: float, side: str, seed: int
 ) -> None:
     fmt = formats.parse(name)
@@ -216,7 +216,7 @@ def test_a_nan_token_reaches_no_other_sequence_of_the_batch(name: str, at: int, 
     assert pages.prefill(*args).isfinite().all()
 
 
-def test_a_slot_that_held_a_nan_is_as_good_as_new() -> None:
+def test_a_slot_that_held_a_nan_can_be_reused() -> None:
     pages, key, value = filled()
     clean = pages.decode(QUERY, TABLE, LENGTHS, 0.125)
     pages.store(torch.full_like(key, float("nan")), torch.full_like(value, float("nan")), SLOTS)
@@ -224,7 +224,7 @@ def test_a_slot_that_held_a_nan_is_as_good_as_new() -> None:
     assert torch.equal(pages.decode(QUERY, TABLE, LENGTHS, 0.125), clean)
 
 
-def test_a_nan_query_spoils_its_own_row_only() -> None:
+def test_a_nan_query_makes_only_its_own_row_nan() -> None:
     pages, key, value = filled()
     query = QUERY.clone()
     query[0, 1] = float("nan")
@@ -237,7 +237,7 @@ def test_a_nan_query_spoils_its_own_row_only() -> None:
     assert torch.allclose(out[1].double(), wanted, atol=2e-4, rtol=2e-4)
 
 
-def test_checks_that_look_at_shapes_only_take_what_is_right() -> None:
+def test_checks_of_shapes_accept_valid_arguments() -> None:
     check.page_cache(cache(), K4V4, DIM)
     check.tokens(K, K, torch.arange(4), HEADS, DIM)
     check.tokens(K.bfloat16(), K.half(), torch.arange(3), HEADS, DIM)

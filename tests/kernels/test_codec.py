@@ -38,7 +38,7 @@ def test_a_dimension_without_a_hadamard_matrix_is_refused(dim: int) -> None:
 
 
 @given(seeds, dims, widths)
-def test_packing_loses_nothing(seed: int, dim: int, bits: int) -> None:
+def test_unpacking_restores_the_packed_codes(seed: int, dim: int, bits: int) -> None:
     codes = torch.randint(0, 1 << bits, (3, dim), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     packed = pack(codes, bits)
     assert packed.shape == (3, dim * bits // 8)
@@ -52,7 +52,7 @@ def test_a_byte_holds_elements_a_half_or_a_quarter_row_apart() -> None:
 
 
 @given(seeds, dims, widths, st.floats(1e-3, 1e4))
-def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
+def test_the_error_of_an_unclipped_element_is_at_most_one_code_step(
     seed: int, dim: int, bits: int, size: float
 ) -> None:
     x = normal(seed, 4, dim) * size
@@ -66,7 +66,7 @@ def test_an_unclipped_element_is_off_by_at_most_a_code_of_its_group(
 
 
 @given(seeds, dims, st.floats(1e-3, 1e4), st.floats(-2, 2))
-def test_two_bits_are_as_long_along_a_row_as_the_row(seed: int, dim: int, size: float, shift: float) -> None:
+def test_a_decoded_2_bit_row_has_the_rows_length_along_it(seed: int, dim: int, size: float, shift: float) -> None:
     x = ((normal(seed, 64, dim) + shift) * size).double()
     back = decode(*encode(x.float(), 2, group(dim)), 2).double()
     shortness = (back * x).sum(-1) / x.square().sum(-1) - 1
@@ -74,7 +74,7 @@ def test_two_bits_are_as_long_along_a_row_as_the_row(seed: int, dim: int, size: 
 
 
 @given(seeds, dims)
-def test_a_mean_of_tokens_alike_keeps_its_length(seed: int, dim: int) -> None:
+def test_the_mean_of_similar_tokens_keeps_its_length(seed: int, dim: int) -> None:
     common = normal(seed, dim)
     x = common + normal(seed + 1, 512, dim)
     back = decode(*encode(x, 2, group(dim)), 2).mean(0)
@@ -82,7 +82,7 @@ def test_a_mean_of_tokens_alike_keeps_its_length(seed: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize("x", [1e-7, 1e-30, 1e10, 3e38])
-def test_rows_beyond_what_a_scale_can_say_are_not_blown_up(x: float) -> None:
+def test_rows_beyond_the_largest_scale_saturate(x: float) -> None:
     row = normal(5, 8, 64) * x
     row = torch.where(row.isfinite(), row, x)
     back = decode(*encode(row, 2, 64), 2)
@@ -137,7 +137,7 @@ def test_a_nan_comes_back_as_nan_and_only_in_its_own_group(dim: int, bits: int) 
 
 
 @given(seeds, st.integers(1, 64).map(lambda n: 8 * n).filter(formats.stored_dim), st.sampled_from(formats.own_names()))
-def test_a_head_with_zeros_behind_is_read_back_as_if_they_had_been_stored_and_cut_off(
+def test_a_padded_head_reads_back_like_a_head_that_was_padded_and_cut_explicitly(
     seed: int, dim: int, name: str
 ) -> None:
     fmt, wide, x = formats.parse(name), formats.stored_dim(dim), normal(seed, 4, dim)
@@ -150,7 +150,7 @@ def test_a_head_with_zeros_behind_is_read_back_as_if_they_had_been_stored_and_cu
 
 @pytest.mark.parametrize("dim", PADDED)
 @pytest.mark.parametrize("name", formats.own_names())
-def test_zeros_behind_a_head_take_as_much_of_the_error_as_of_the_row(name: str, dim: int) -> None:
+def test_padding_takes_its_share_of_the_error(name: str, dim: int) -> None:
     fmt, wide = formats.parse(name), formats.stored_dim(dim)
     errors = []
     for size in (dim, wide):
@@ -160,7 +160,7 @@ def test_zeros_behind_a_head_take_as_much_of_the_error_as_of_the_row(name: str, 
 
 
 @pytest.mark.parametrize("dim", formats.HEAD_DIMS)
-def test_the_rotation_spreads_an_outlier_so_that_it_costs_the_others_less(dim: int) -> None:
+def test_the_rotation_spreads_an_outlier_and_reduces_the_error_of_other_elements(dim: int) -> None:
     x = normal(3, 256, dim)
     x[:, 7] *= 40
     plain = decode(*encode(x, 4, group(dim)), 4)

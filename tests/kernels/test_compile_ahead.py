@@ -145,7 +145,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_nothing_is_launched_before_all_is_compiled_and_then_all_is(told: dict[str, Any]) -> None:
+def test_all_kernels_are_compiled_before_the_first_launch(told: dict[str, Any]) -> None:
     first = told["first"]
     assert first["compiled"] == ["ring_slots_kernel"] * VARIANTS
     assert first["launched_before_all_were_compiled"] == [0]
@@ -154,7 +154,7 @@ def test_nothing_is_launched_before_all_is_compiled_and_then_all_is(told: dict[s
     assert said.startswith(f"INFO {VARIANTS} variants of kernels were compiled")
 
 
-def test_a_launch_after_it_compiles_nothing(told: dict[str, Any]) -> None:
+def test_a_launch_after_compiling_ahead_compiles_nothing(told: dict[str, Any]) -> None:
     assert told["launched_again"]["compiled"] == []
     assert told["launched_again"]["said"] == []
 
@@ -164,7 +164,7 @@ def test_another_process_finds_in_the_cache_what_the_first_compiled(told: dict[s
     assert told["another_process"]["launched"] == ["ring_slots_kernel"] * LAUNCHES
 
 
-def test_a_kernel_that_does_not_compile_is_named_in_a_warning_and_fails_where_it_is_launched(
+def test_a_kernel_that_does_not_compile_is_logged_and_fails_at_its_launch(
     told: dict[str, Any],
 ) -> None:
     found = told["impossible"]

@@ -20,7 +20,7 @@ from cuda_engine import BLOCK, DIM, HEADS, KV_HEADS, Engine
 
 
 @pytest.mark.parametrize(("name", "recent"), [("k4v4", 128), ("k2v2", 64)])
-def test_a_step_of_one_token_reads_the_window_whatever_came_before_it(cuda: Any, name: str, recent: int) -> None:
+def test_a_step_of_one_token_reads_the_window_after_any_earlier_steps(cuda: Any, name: str, recent: int) -> None:
     engine = Engine(cuda, name, blocks=24, recent=recent)
     engine.step({"a": 40}, padding=0)
     engine.step({"a": 1, "b": 70}, padding=9)
@@ -31,7 +31,7 @@ def test_a_step_of_one_token_reads_the_window_whatever_came_before_it(cuda: Any,
 
 
 @pytest.mark.parametrize(("name", "drafts"), [("int8", 0), ("k4v4", 3)])
-def test_a_layer_that_attends_within_chunks_sees_none_before_its_own(cuda: Any, name: str, drafts: int) -> None:
+def test_a_layer_with_chunked_attention_sees_no_earlier_chunk(cuda: Any, name: str, drafts: int) -> None:
     engine = Engine(cuda, name, blocks=24, width=7, drafts=drafts, chunk=2 * BLOCK)
     engine.step({"a": BLOCK}, padding=3)
     engine.step({"a": 2 * BLOCK - 1, "b": 4 * BLOCK + 7}, padding=0)  # This step has three chunks of b.
@@ -40,7 +40,7 @@ def test_a_layer_that_attends_within_chunks_sees_none_before_its_own(cuda: Any, 
     engine.step({"b": 2, "a": 1, "c": 1}, padding=2)  # The next token of b is in its next chunk.
 
 
-def test_more_pieces_of_chunks_than_sequences_may_decode_are_served_as_prompts_are(cuda: Any) -> None:
+def test_pieces_of_chunks_beyond_the_decode_limit_are_prefilled(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4", blocks=24, chunk=BLOCK)
     most, names = engine.builder.plan.sequences, "abcdefgh"
     for name in names:
@@ -50,7 +50,7 @@ def test_more_pieces_of_chunks_than_sequences_may_decode_are_served_as_prompts_a
 
 
 @pytest.mark.parametrize(("name", "recent"), [("k4v4", 0), ("k2v2", 64)])
-def test_a_step_with_drafts_is_one_of_single_tokens_whatever_was_taken_back_before(
+def test_a_step_with_drafts_equals_steps_of_single_tokens_after_rejected_drafts(
     cuda: Any, name: str, recent: int
 ) -> None:
     engine = Engine(cuda, name, blocks=24, recent=recent, drafts=3)
@@ -66,9 +66,7 @@ def test_a_step_with_drafts_is_one_of_single_tokens_whatever_was_taken_back_befo
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_what_a_captured_graph_reads_lies_in_vllms_own_buffers_or_always_at_the_same_place(
-    cuda: Any, drafts: int
-) -> None:
+def test_buffers_that_a_captured_graph_reads_keep_their_address(cuda: Any, drafts: int) -> None:
     engine = Engine(cuda, "k4v4", blocks=24, recent=64, drafts=drafts)
     describe, decoded, places = engine.builder.describe, [], []
 
@@ -111,7 +109,7 @@ def test_prompts_in_chunks_decodes_and_mixed_steps_equal_the_reference(cuda: Any
     [(True, None), (False, torch.tensor([1.0, -1.0, 3.0, 0.5])), (True, torch.tensor([1.0, -1.0, 3.0, 0.5]))],
     ids=["pages", "sinks", "both"],
 )
-def test_tokens_of_an_image_see_each_other_both_ways_beside_whatever_else_a_step_has(
+def test_tokens_of_an_image_attend_to_each_other_in_any_mixed_step(
     cuda: Any, read_back: bool, sinks: torch.Tensor | None
 ) -> None:
     engine = Engine(cuda, "k4v4", sinks=sinks)
@@ -124,19 +122,19 @@ def test_tokens_of_an_image_see_each_other_both_ways_beside_whatever_else_a_step
     engine.step({"b": 1, "a": 1, "c": 1}, padding=0, images={"b": [(90, 99)]})
 
 
-def test_a_layer_that_uses_anothers_cache_sees_images_both_ways(cuda: Any) -> None:
+def test_a_layer_that_reads_another_layers_cache_attends_in_images_both_ways(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4", shared=True)
     engine.step({"a": 50}, padding=0, images={"a": [(3, 20), (30, 45)]})
     engine.step({"a": 1, "b": 40}, padding=5, images={"b": [(10, 39)]})
 
 
-def test_the_last_tokens_of_an_image_are_no_drafts_however_few_they_are(cuda: Any) -> None:
+def test_the_last_tokens_of_an_image_are_not_treated_as_drafts(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4", drafts=3)
     engine.step({"a": 40, "b": 30}, padding=0)
     engine.step({"a": 4, "b": 3, "c": 20}, padding=2, wrong={"a": 2}, images={"b": [(20, 32)]})
 
 
-def test_a_model_may_say_that_a_group_of_layers_sees_no_image_both_ways(cuda: Any) -> None:
+def test_a_model_may_turn_off_image_attention_for_a_group_of_layers(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4")
     build = engine.builder.build
 
@@ -166,9 +164,7 @@ def test_heads_of_512_elements_need_no_flash_attention(
     engine.step({"a": 1, "b": 1}, padding=2)
 
 
-def test_contexts_longer_than_the_workspace_come_in_full_chunks_however_unlike_they_are(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contexts_longer_than_the_workspace_are_read_in_full_chunks(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(cuda, "k4v4")
     engine.step({"a": 3, "b": 150}, padding=0)
     seen: list[list[int]] = []
@@ -184,7 +180,9 @@ def test_contexts_longer_than_the_workspace_come_in_full_chunks_however_unlike_t
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(1, 100))
-def test_every_token_of_every_context_is_in_one_chunk_and_only_the_last_has_room(lengths: list[int], room: int) -> None:
+def test_every_context_token_is_in_one_chunk_and_all_chunks_but_the_last_are_full(
+    lengths: list[int], room: int
+) -> None:
     from kvpilot_runtime.backends.cuda_steps import packed
 
     chunks = [(begins.tolist(), counts.tolist()) for begins, counts in packed(torch.tensor(lengths), room)]
@@ -195,7 +193,7 @@ def test_every_token_of_every_context_is_in_one_chunk_and_only_the_last_has_room
         assert [token for part in read for token in part] == list(range(length))
 
 
-def test_a_step_of_decodes_alone_may_overlap_with_its_store(cuda: Any) -> None:
+def test_decode_overlaps_with_store_in_a_step_without_prefills(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4")
     asked: list[bool] = []
     update = engine.builder.plan.update
@@ -206,7 +204,7 @@ def test_a_step_of_decodes_alone_may_overlap_with_its_store(cuda: Any) -> None:
     assert asked == [False, False, True]
 
 
-def test_a_step_with_drafts_does_not_overlap_with_its_store(cuda: Any) -> None:
+def test_decode_does_not_overlap_with_store_in_a_step_with_drafts(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4", drafts=2)
     asked: list[bool] = []
     update = engine.builder.plan.update
@@ -250,7 +248,7 @@ class Launches:
 
 
 @pytest.mark.parametrize(("drafts", "recent"), [(0, 0), (3, 64)])
-def test_the_cut_of_every_kind_of_step_is_settled_at_start_by_what_was_compiled(
+def test_launch_parameters_are_settled_at_start_for_every_kind_of_step(
     cuda: Any, drafts: int, recent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled: dict[int, Taken] = {}
@@ -294,9 +292,7 @@ def test_no_step_launches_a_variant_that_was_not_compiled_at_start(
 
 
 @pytest.mark.parametrize(("name", "recent"), [("k8v4", 0), ("k4v4", 64)])
-def test_a_layer_that_uses_anothers_cache_stores_nothing_and_reads_what_that_one_stored(
-    cuda: Any, name: str, recent: int
-) -> None:
+def test_a_layer_that_reads_another_layers_cache_stores_nothing(cuda: Any, name: str, recent: int) -> None:
     engine = Engine(cuda, name, blocks=24, recent=recent, shared=True)
     engine.step({"a": 20}, padding=0)
     engine.step({"a": 20}, padding=0)
@@ -308,7 +304,7 @@ def test_a_layer_that_uses_anothers_cache_stores_nothing_and_reads_what_that_one
     engine.step({"c": 1, "a": 1, "b": 1}, padding=0)
 
 
-def test_a_sink_takes_its_weight_in_prompts_with_and_without_a_context_and_in_decode(cuda: Any) -> None:
+def test_sinks_take_their_weight_in_prefill_and_decode(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4", blocks=24, sinks=torch.tensor([3.0, -2.0, 0.5, 6.0], dtype=torch.bfloat16))
     engine.step({"a": 40}, padding=0)
     engine.step({"a": 1, "b": 70}, padding=9)
@@ -341,7 +337,7 @@ def test_the_first_layer_holds_a_steps_buffers_until_the_builder_makes_its_own(c
     assert first.reserved is None
 
 
-def test_layers_of_an_engine_share_a_workspace_that_goes_with_them(cuda: Any) -> None:
+def test_layers_share_a_workspace_that_is_freed_with_them(cuda: Any) -> None:
     cpu, kept = torch.device("cpu"), []
     for _ in range(2):
         layers = [cuda.CudaImpl(HEADS, dim, 0.125, KV_HEADS, None, None, "k4v4") for dim in (DIM, 128)]
@@ -358,7 +354,7 @@ def test_layers_of_an_engine_share_a_workspace_that_goes_with_them(cuda: Any) ->
     assert [one() for one in kept] == [None, None]
 
 
-def test_a_workspace_grows_with_what_its_engine_may_use_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workspace_grows_with_the_engines_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpilot_runtime.backends.cuda import workspace_bytes
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 2**30))

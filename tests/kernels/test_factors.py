@@ -84,7 +84,7 @@ def test_prefill_with_factors_equals_the_reference(name: str) -> None:
     assert torch.allclose(out.double(), prefill_reference(query, key, value, 30, fmt, 0.125, factors), atol=1e-3)
 
 
-def test_a_mean_that_all_tokens_share_costs_nothing_once_it_is_known() -> None:
+def test_a_shared_mean_adds_no_error_once_factors_have_it() -> None:
     fmt, rng = formats.parse("k4v4"), draw(5)
     offset = 10 * torch.randn(2, 64, generator=rng)
     x = torch.randn(200, 2, 64, generator=rng)
@@ -116,7 +116,7 @@ def fitted(x: torch.Tensor, gradient: torch.Tensor) -> Factors:
     return Factors(*fit(moments), *fit(moments))
 
 
-def test_a_fit_spares_the_channels_that_matter() -> None:
+def test_a_fit_reduces_the_error_of_costly_channels() -> None:
     rng = draw(7)
     x = torch.randn(600, 2, 64, generator=rng) * torch.logspace(-0.5, 0.5, 64)
     gradient = torch.randn(600, 2, 64, generator=rng) * torch.logspace(0.5, -0.5, 64)
@@ -127,7 +127,7 @@ def test_a_fit_spares_the_channels_that_matter() -> None:
     assert factors.key_scale[0, 0] / factors.key_scale[0, -1] == pytest.approx(10, rel=0.3)
 
 
-def test_a_fitted_mean_heeds_the_tokens_that_matter() -> None:
+def test_a_fitted_mean_weights_tokens_by_their_cost() -> None:
     x, gradient = torch.zeros(100, 1, 64), torch.ones(100, 1, 64)
     x[0], x[1:] = 5.0, -1.0
     gradient[0] = 30.0  # This is an attention sink: one token has most of the gradient.
@@ -136,7 +136,7 @@ def test_a_fitted_mean_heeds_the_tokens_that_matter() -> None:
     assert torch.allclose(factors.key_mean, torch.full((1, 64), 5 * share - (1 - share)), atol=1e-3)
 
 
-def test_dead_channels_and_heads_without_gradient_give_finite_positive_factors() -> None:
+def test_channels_without_variance_or_cost_get_finite_positive_factors() -> None:
     x, gradient = torch.randn(50, 2, 64, generator=draw(9)), torch.randn(50, 2, 64, generator=draw(10))
     x[..., 5], gradient[..., 6] = 0, 0
     gradient[:, 1] = 0
@@ -147,7 +147,7 @@ def test_dead_channels_and_heads_without_gradient_give_finite_positive_factors()
 
 
 @pytest.mark.parametrize("bad", ["shape", "nan"])
-def test_moments_refuse_what_does_not_fit(bad: str) -> None:
+def test_moments_refuse_tensors_of_the_wrong_shape(bad: str) -> None:
     x, gradient = torch.ones(4, 2, 64), torch.ones(4, 2, 64)
     if bad == "shape":
         gradient = torch.ones(4, 3, 64)
@@ -187,7 +187,7 @@ def told_by_attention(
     st.integers(0, 2**31),
 )  # fmt: skip
 @settings(max_examples=30, deadline=None)
-def test_what_attention_tells_is_as_the_formula_says(
+def test_observed_costs_equal_the_formula(
     tokens: int, kv_heads: int, ratio: int, softcap: float, window: int, seed: int
 ) -> None:
     rng, dim = draw(seed), 8
@@ -215,7 +215,7 @@ def test_what_attention_tells_is_as_the_formula_says(
         torch.testing.assert_close(got, wanted, atol=2e-3, rtol=2e-3)
 
 
-def test_the_first_token_of_a_sequence_is_kept_by_a_mean_of_its_own_and_moves_no_other() -> None:
+def test_the_first_token_has_its_own_mean_and_does_not_change_the_other_factors() -> None:
     rng, fmt = draw(11), formats.parse("k4v4")
     key, value = torch.randn(400, 1, 64, generator=rng), torch.randn(400, 1, 64, generator=rng)
     sink = 20 * torch.randn(1, 64, generator=rng)
@@ -235,7 +235,7 @@ def test_the_first_token_of_a_sequence_is_kept_by_a_mean_of_its_own_and_moves_no
     assert torch.equal(second, round_trip(key[:1], fmt, "key", common))
 
 
-def test_a_channel_that_never_moves_gets_a_finite_scale() -> None:
+def test_a_constant_channel_gets_a_finite_scale() -> None:
     rng = draw(3)
     q, k, v = (torch.randn(50, heads, 8, generator=rng) for heads in (4, 2, 2))
     k[:, 1, 5] = 3.0
@@ -251,7 +251,7 @@ def test_a_channel_that_never_moves_gets_a_finite_scale() -> None:
 
 @pytest.mark.parametrize(("which", "said"), [(0, "queries"), (1, "keys"), (2, "values")])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_gives_no_factors(which: int, said: str, bad: float) -> None:
+def test_values_that_are_not_finite_are_an_error(which: int, said: str, bad: float) -> None:
     given_ = [torch.ones(9, heads, 8) for heads in (4, 2, 2)]
     given_[which][7, 1, 3] = bad
     seen = observed(*given_)
@@ -259,7 +259,7 @@ def test_what_is_not_finite_gives_no_factors(which: int, said: str, bad: float) 
         seen.factors()
 
 
-def test_another_layer_and_nothing_at_all_are_refused() -> None:
+def test_tensors_of_another_layer_and_an_empty_fit_are_refused() -> None:
     seen = Observed(2, 8)
     with pytest.raises(ValueError, match="no token was counted"):
         seen.factors()

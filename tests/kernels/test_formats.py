@@ -87,7 +87,7 @@ def served(head_dim: int) -> bool:
 
 
 @given(st.integers(-8, 600))
-def test_a_head_is_stored_as_the_next_dimension_with_a_layout_if_less_than_a_third_is_zeros(head_dim: int) -> None:
+def test_a_head_is_padded_to_the_next_stored_size_if_less_than_a_third_is_padding(head_dim: int) -> None:
     wide = formats.stored_dim(head_dim)
     assert (wide is not None) == served(head_dim)
     if wide is not None:
@@ -101,9 +101,7 @@ def test_messages_name_the_head_dims_that_are_stored() -> None:
 
 
 @given(own, st.integers(1, 64).map(lambda n: 8 * n).filter(served), block_sizes)
-def test_a_head_with_zeros_behind_takes_the_bytes_of_the_row_that_it_is_stored_as(
-    name: str, head_dim: int, block_size: int
-) -> None:
+def test_a_padded_head_takes_the_bytes_of_its_stored_row(name: str, head_dim: int, block_size: int) -> None:
     fmt, wide = formats.parse(name), formats.stored_dim(head_dim)
     assert fmt.row_bytes(head_dim) == fmt.row_bytes(wide)
     assert fmt.page_layout(head_dim, block_size) == fmt.page_layout(wide, block_size)
@@ -122,22 +120,22 @@ def test_a_head_dim_that_is_not_stored_is_refused(name: str, head_dim: int) -> N
         formats.parse(name).row_bytes(head_dim)
 
 
-def test_vllms_formats_have_no_page_layout_of_ours() -> None:
+def test_vllms_own_formats_have_no_page_layout() -> None:
     with pytest.raises(UnsupportedHeadDimError):
         formats.parse("fp8").page_layout(128, 16)
 
 
 @pytest.mark.parametrize("block_size", [0, -16, 1, 24])
-def test_a_page_that_is_no_multiple_of_16_tokens_is_refused(block_size: int) -> None:
+def test_a_page_size_that_is_not_a_multiple_of_16_tokens_is_refused(block_size: int) -> None:
     with pytest.raises(FormatError, match=f"block_size {block_size} is not"):
         formats.parse("k4v4").page_layout(128, block_size)
 
 
-def test_only_k2v2_waits_for_calibration() -> None:
+def test_only_k2v2_requires_calibration() -> None:
     assert [n for n in tuple(formats.FORMATS) if formats.parse(n).calibrated_only] == ["k2v2"]
 
 
-def test_importing_formats_brings_neither_torch_nor_numpy() -> None:
+def test_importing_formats_imports_neither_torch_nor_numpy() -> None:
     code = "import kvpilot_formats.formats, sys; print({'torch', 'numpy', 'vllm'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900)
     assert out.stdout.strip() == "set()"

@@ -18,7 +18,7 @@ OWN_IMPORT = re.compile(r"^from kvpilot_kernels\.gpu\.(?!layout\.page )[\w.]+ im
 WORDS = torch.arange(32, dtype=torch.int32).view(4, 8)
 
 
-def test_a_copy_lands_at_the_wait_for_its_group_and_not_before() -> None:
+def test_a_copy_takes_effect_at_the_wait_for_its_group() -> None:
     copies, source = Copies(), Pointer.of(WORDS)
     target = Shared.allocate(np.int32, [2, 8], None)
     for i in range(2):
@@ -31,20 +31,20 @@ def test_a_copy_lands_at_the_wait_for_its_group_and_not_before() -> None:
     assert target.load(None).tolist() == [list(range(8)), list(range(8, 16))]
 
 
-def test_a_copy_that_was_never_committed_does_not_land() -> None:
+def test_an_uncommitted_copy_takes_no_effect() -> None:
     copies, target = Copies(), Shared.allocate(np.int32, [8], None)
     copies.async_copy_global_to_shared(target, Pointer.of(WORDS) + np.arange(8))
     copies.wait_group(0)
     assert (target.load(None) == -1).all()
 
 
-def test_starting_a_copy_spoils_what_was_there() -> None:
+def test_starting_a_copy_invalidates_the_target() -> None:
     copies, target = Copies(), Shared(np.arange(8, dtype=np.int32))
     copies.async_copy_global_to_shared(target, Pointer.of(WORDS) + np.arange(8))
     assert (target.load(None) == -1).all()
 
 
-def test_two_copies_to_one_place_raise_until_the_first_has_landed() -> None:
+def test_a_second_copy_to_one_place_raises_before_the_first_has_ended() -> None:
     copies, target, source = Copies(), Shared.allocate(np.int32, [8], None), Pointer.of(WORDS) + np.arange(8)
     copies.async_copy_global_to_shared(target, source)
     copies.commit_group()
@@ -88,7 +88,7 @@ def test_a_product_takes_subnormals_exactly() -> None:
     assert (mma_v2(a, b, block(np.zeros((16, 8), np.float32))) == 16 * 6 * 2.0**-24).all()
 
 
-def test_a_product_of_integers_is_exact_and_takes_whole_depths() -> None:
+def test_a_product_of_integers_is_exact_and_needs_full_depths() -> None:
     a, b = block(np.full((16, 32), -128, np.int8)), block(np.full((32, 8), 127, np.int8))
     assert (mma_v2(a, b, block(np.full((16, 8), 5, np.int32))) == 5 - 32 * 128 * 127).all()
     with pytest.raises(ValueError, match="mma of int8"):
@@ -138,7 +138,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_in_decode_shows(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_decode_is_detected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = MISTAKES[what]
     batch = Batch("k4v4", 64, [70, 33, 10], seed=9, ratio=2)
     query = batch.queries()

@@ -76,7 +76,7 @@ def served(compiled: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_compile_fit_and_spill_no_more_than_is_known_on_a_gpu_that_is_not_here(
+def test_kernels_compile_for_absent_gpus_and_spill_no_more_than_recorded(
     capability: int, served: subprocess.CompletedProcess[str]
 ) -> None:
     lines = [line.split() for line in served.stdout.splitlines() if line.startswith(f"{capability} ")]
@@ -94,15 +94,13 @@ def test_kernels_compile_fit_and_spill_no_more_than_is_known_on_a_gpu_that_is_no
 @pytest.mark.long
 @pytest.mark.timeout(5000)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_every_head_dim_window_and_group_of_queries_fits_and_spills_no_more_than_is_known(
-    capability: int, tmp_path: Path
-) -> None:
+def test_every_variant_of_decode_fits_and_spills_no_more_than_recorded(capability: int, tmp_path: Path) -> None:
     done = python(*RESOURCES, "--capabilities", str(capability), cache=tmp_path, timeout=4500)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert f"head_dim {max(formats.HEAD_DIMS)}" in done.stdout
 
 
-def test_a_program_that_would_spill_is_told_and_not_chosen(compiled: Path) -> None:
+def test_a_program_that_would_spill_is_reported_and_not_chosen(compiled: Path) -> None:
     code = """
 from benchmarks.kernels.kernel_resources import compile_for
 from dataclasses import replace
@@ -118,7 +116,7 @@ for variant in (replace(own, registers=32), own):
     assert enough == ""
 
 
-def test_what_a_gpu_has_no_shared_memory_for_is_told(tmp_path: Path) -> None:
+def test_variants_that_need_too_much_shared_memory_are_reported(tmp_path: Path) -> None:
     code = """
 from benchmarks.kernels.kernel_resources import SHARED_KIB, Resources
 for capability in SHARED_KIB:
@@ -130,7 +128,7 @@ for capability in SHARED_KIB:
     assert not any(told[capability] for capability in (80, 90, 100))
 
 
-def test_a_kernel_is_compiled_again_where_a_constant_of_another_module_has_changed(tmp_path: Path) -> None:
+def test_a_changed_constant_of_another_module_recompiles_the_kernel(tmp_path: Path) -> None:
     formats_package = Path(kvpilot_formats.__file__).parent
     changed = tmp_path / formats_package.name
     shutil.copytree(formats_package, changed)
@@ -163,7 +161,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def test_no_kernel_reads_a_value_that_its_key_does_not_hold(told: dict[str, Any]) -> None:
+def test_the_cache_key_of_a_kernel_includes_every_value_that_it_reads(told: dict[str, Any]) -> None:
     assert told["functions"] > 90
     assert told["unseen"] == {}
 
@@ -178,7 +176,7 @@ def test_no_kernel_reads_a_value_that_its_key_does_not_hold(told: dict[str, Any]
         ("RANK", {"mla.operands.planes", "mla.decode.latent_decode_kernel"}),
     ],
 )  # fmt: skip
-def test_another_value_of_a_constant_is_another_key_of_every_kernel_that_reads_it(
+def test_a_changed_constant_changes_the_key_of_every_kernel_that_reads_it(
     constant: str, readers: set[str], told: dict[str, Any]
 ) -> None:
     assert told["same"]
@@ -186,7 +184,7 @@ def test_another_value_of_a_constant_is_another_key_of_every_kernel_that_reads_i
     assert "decode.schedule.plan_kernel" not in told["changed"][constant]
 
 
-def test_a_program_that_was_compiled_long_ago_is_removed(tmp_path: Path) -> None:
+def test_programs_compiled_long_ago_are_removed_from_the_cache(tmp_path: Path) -> None:
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "program").write_text("compiled")

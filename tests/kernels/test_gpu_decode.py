@@ -52,7 +52,7 @@ def test_decode_equals_the_reference_in_every_format_at_every_head_dim(name: str
     st.lists(st.integers(0, 150), min_size=1, max_size=3), seeds, st.integers(1, 2), ratios, cuts, st.integers(2, 4),
     st.integers(1, 3), st.booleans(),
 )  # fmt: skip
-def test_decode_equals_the_reference_however_the_work_is_cut(
+def test_decode_equals_the_reference_for_every_division_into_splits(
     name: str, dim: int, lengths: list[int], seed: int, kv_heads: int, ratio: int, cut: tuple[int, int], stages: int,
     wave: int, calibrated: bool,
 ) -> None:  # fmt: skip
@@ -64,7 +64,7 @@ def test_decode_equals_the_reference_however_the_work_is_cut(
 
 @settings(max_examples=8)
 @given(st.sampled_from(formats.own_names()), st.integers(2, 70), st.sampled_from([0.5, 5.0, 30.0]), seeds)
-def test_softcap_bends_scores_as_on_cpu(name: str, length: int, softcap: float, seed: int) -> None:
+def test_soft_caps_equal_those_of_the_cpu(name: str, length: int, softcap: float, seed: int) -> None:
     batch = Batch(name, 64, [length], seed, ratio=2, softcap=softcap)
     query = batch.queries() * 3
     out, wanted = batch.decode(query), batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)
@@ -77,9 +77,7 @@ def test_softcap_bends_scores_as_on_cpu(name: str, length: int, softcap: float, 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0, 30.0])
 @pytest.mark.parametrize("sinking", [False, True])
-def test_caps_and_sinks_see_scores_whole_with_what_the_keys_mean_adds_to_all_of_them(
-    softcap: float, sinking: bool
-) -> None:
+def test_caps_and_sinks_see_scores_that_include_the_keys_mean(softcap: float, sinking: bool) -> None:
     batch = Batch("k4v4", 64, [40, 0, 130], seed=3, ratio=3, softcap=softcap, calibrated=True)
     query, sinks = batch.queries(), torch.tensor([3.0, -2.0, 0.5, 6.0, 0.0, 1.0]) if sinking else None
     batch.pages = pages.GpuPages(batch.cache, batch.shape, batch.factors, sinks=sinks)
@@ -98,7 +96,7 @@ def test_caps_and_sinks_see_scores_whole_with_what_the_keys_mean_adds_to_all_of_
 
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
-def test_the_first_key_has_its_mean_before_softcap_bends_its_score(softcap: float) -> None:
+def test_the_first_keys_mean_is_added_before_the_soft_cap(softcap: float) -> None:
     batch = Batch("k4v4", 64, [40], seed=3, ratio=2, softcap=softcap, calibrated=True)
     query = batch.queries()
     out, wanted = batch.decode(query), batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)
@@ -115,7 +113,7 @@ def test_one_token_out_of_many_can_take_all_the_weight() -> None:
 
 
 @pytest.mark.parametrize("name", formats.own_names())
-def test_a_query_with_one_element_far_above_the_others_is_as_exact_as_float16(name: str) -> None:
+def test_a_query_with_an_outlier_is_as_exact_as_float16(name: str) -> None:
     batch = Batch(name, 128, [300], seed=6, ratio=5, tile=16, stages=3)
     query = batch.queries()
     query[..., 7] *= 30
@@ -128,14 +126,14 @@ def test_every_number_of_query_heads_has_its_own_output(ratio: int) -> None:
     assert_equals_reference(Batch("k2v2", 64, [37], seed=ratio, ratio=ratio))
 
 
-def test_a_query_of_zeros_is_the_mean_of_the_values() -> None:
+def test_a_query_of_zeros_gives_the_mean_of_the_values() -> None:
     batch = Batch("k2v2", 128, [40], seed=8, ratio=3)
     out = batch.decode(torch.zeros(1, 6, 128))
     wanted = decode_reference(torch.zeros(6, 128), batch.keys[0], batch.values[0], batch.fmt, batch.scale)
     assert off(out[0].double(), wanted) < CLOSE
 
 
-def test_a_query_that_is_not_a_number_gives_none_and_spoils_no_other() -> None:
+def test_a_nan_query_gives_nan_and_changes_no_other_output() -> None:
     batch = Batch("k4v2", 128, [40], seed=8, ratio=3)
     query = batch.queries()
     whole = batch.decode(query)
@@ -170,7 +168,7 @@ def test_a_step_may_have_fewer_sequences_than_the_plan_holds() -> None:
     assert out[2].isnan().all()
 
 
-def test_no_sequence_is_no_work() -> None:
+def test_a_step_without_sequences_launches_nothing() -> None:
     batch = Batch("k4v4", 64, [5], seed=0)
     out = torch.full((0, 2, 64), torch.nan)
     batch.pages.decode(batch.table[:0], batch.lens[:0], batch.plan(), out)
@@ -223,9 +221,7 @@ def test_a_kernel_that_starts_early_reads_queries_and_the_last_two_tokens_only_a
 
 
 @pytest.mark.parametrize(("name", "layout"), zip(("int8", "k4v2"), BLOCK_OUTERMOST, strict=True))
-def test_pages_among_other_layers_are_stored_and_read_as_alone_and_those_stay_as_they_are(
-    name: str, layout: str
-) -> None:
+def test_pages_interleaved_with_other_layers_work_and_change_no_byte_of_them(name: str, layout: str) -> None:
     batch = Batch(name, 64, [70, 33], seed=5, ratio=3, calibrated=True)
     query, empty = batch.queries(), torch.full_like(batch.cache, 255)
 

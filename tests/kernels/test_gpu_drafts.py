@@ -42,7 +42,7 @@ def assert_equals_reference(batch: Batch, counts: list[int], padding: int = 0, f
 
 # test_gpu_decode.py has all pairs of a format and a head_dim. Here, the tokens of a sequence are what is new.
 @pytest.mark.parametrize(("name", "dim"), zip(itertools.cycle(formats.own_names()), formats.HEAD_DIMS, strict=False))
-def test_every_format_and_every_head_dim(name: str, dim: int) -> None:
+def test_decode_with_drafts_equals_the_reference_in_every_format_at_every_head_dim(name: str, dim: int) -> None:
     assert_equals_reference(Batch(name, dim, [35, 0, 2], seed=3, ratio=4), [4, 0, 2], padding=2)
 
 
@@ -52,7 +52,7 @@ def test_every_format_and_every_head_dim(name: str, dim: int) -> None:
     st.sampled_from([(16, 16), (32, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4),
     st.booleans(), st.integers(0, 3),
 )  # fmt: skip
-def test_each_token_sees_its_sequence_up_to_itself_however_the_work_is_cut(
+def test_each_token_attends_up_to_itself_for_every_division_into_splits(
     name: str, dim: int, step: list[tuple[int, int]], seed: int, kv_heads: int, ratio: int, cut: tuple[int, int],
     stages: int, wave: int, calibrated: bool, padding: int,
 ) -> None:  # fmt: skip
@@ -62,12 +62,12 @@ def test_each_token_sees_its_sequence_up_to_itself_however_the_work_is_cut(
 
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
-def test_a_soft_cap_bends_the_scores_of_each_token(softcap: float) -> None:
+def test_soft_caps_apply_to_each_token(softcap: float) -> None:
     assert_equals_reference(Batch("k4v4", 64, [50, 17], seed=5, ratio=2, softcap=softcap), [5, 3], factor=3.0)
 
 
 @pytest.mark.parametrize("zero", [0.0, 1e-20])
-def test_a_token_that_sees_nothing_of_a_split_adds_nothing_to_it(zero: float) -> None:
+def test_a_token_that_attends_to_nothing_in_a_split_adds_nothing(zero: float) -> None:
     """Let only the last token see the second tile. NaN scales and the largest codes follow the last token."""
     batch = Batch("k2v2", 64, [17], seed=8, ratio=3, wave=8)
     query = torch.randn(4, 6, 64, generator=batch.rng) * zero
@@ -77,7 +77,7 @@ def test_a_token_that_sees_nothing_of_a_split_adds_nothing_to_it(zero: float) ->
         assert ((out[i] - wanted).norm(dim=-1) < 1e-3 * wanted.norm(dim=-1)).all()
 
 
-def test_a_query_that_is_not_a_number_spoils_no_other() -> None:
+def test_a_nan_query_changes_no_other_output() -> None:
     batch = Batch("k4v4", 128, [70], seed=8, ratio=4, tile=32, block_size=32, wave=3)
     query = torch.randn(4, 8, 128, generator=batch.rng)
     whole = decode_rows(batch.pages, batch.table, [70], [4], query, batch.scale)
@@ -88,7 +88,7 @@ def test_a_query_that_is_not_a_number_spoils_no_other() -> None:
     assert torch.equal(out, whole)
 
 
-def test_more_rows_than_a_thousand_are_cut_and_merged() -> None:
+def test_more_than_a_thousand_rows_are_split_and_merged() -> None:
     """Use as many sequences as a large engine has, with three tokens each. Most rows are padding."""
     lengths, counts = [20, *[0] * 350, 33], [3, *[0] * 350, 3]
     batch = Batch("k4v4", 64, [20, 33], seed=2, kv_heads=1, ratio=1, wave=4)
@@ -110,7 +110,7 @@ def test_more_rows_than_a_thousand_are_cut_and_merged() -> None:
     st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4), st.booleans(),
     seeds,
 )  # fmt: skip
-def test_each_token_has_the_recent_window_before_itself_whatever_the_ring_had(
+def test_each_token_has_its_own_recent_window_whatever_the_ring_held(
     name: str, dim: int, step: list[tuple[int, int]], recent: int, hit: int, ratio: int, cut: tuple[int, int],
     stages: int, wave: int, calibrated: bool, seed: int,
 ) -> None:  # fmt: skip

@@ -43,7 +43,7 @@ def test_a_chunk_of_every_context_equals_what_the_cpu_reads(
     st.sampled_from(formats.own_names()), st.sampled_from([64, 96]), st.sampled_from([16, 64]),
     st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=3), st.integers(0, 2**31),
 )  # fmt: skip
-def test_fresh_tokens_follow_the_context_of_their_sequence_as_they_are(
+def test_new_tokens_follow_their_context_unquantized(
     name: str, dim: int, block_size: int, sequences: list[tuple[int, int]], seed: int
 ) -> None:
     lengths, new = [sum(one) for one in sequences], [fresh for _, fresh in sequences]
@@ -66,7 +66,7 @@ def test_fresh_tokens_follow_the_context_of_their_sequence_as_they_are(
         (torch.ones(3), 3, r"ordinals are torch.float32 \(3,\); give one int32 for each of the 3 slots"),
     ],
 )
-def test_tokens_without_a_place_or_room_are_refused(ordinals: torch.Tensor, rows: int, message: str) -> None:
+def test_tokens_without_an_ordinal_or_output_row_are_refused(ordinals: torch.Tensor, rows: int, message: str) -> None:
     batch = Batch("k4v4", 64, [20], 1)
     read = torch.full((rows, 2, 64), 7.0)
     with pytest.raises(BadInputError, match=message):
@@ -74,7 +74,7 @@ def test_tokens_without_a_place_or_room_are_refused(ordinals: torch.Tensor, rows
     assert (read == 7).all()
 
 
-def test_sequences_that_have_no_tokens_there_take_no_slots() -> None:
+def test_sequences_without_tokens_in_a_chunk_take_no_slots() -> None:
     table = torch.tensor([[5, 6], [7, 8], [9, 10], [11, 12]], dtype=torch.int32)
     rows, begins = torch.tensor([0, 0, 2, 2, 5], dtype=torch.int32), torch.tensor([3, 15, 0, 0], dtype=torch.int32)
     slots, ordinals = stored_slots(table, rows, begins, 5, 16)

@@ -33,7 +33,7 @@ def store(cache: torch.Tensor, name: str, entries: torch.Tensor, slots: torch.Te
 @settings(max_examples=12)
 @given(every, st.sampled_from([16, 48, 64]), st.integers(1, 40), st.booleans(),
        st.sampled_from([torch.float16, torch.float32]), seeds)  # fmt: skip
-def test_store_writes_the_bytes_of_the_cpus_code_and_no_other(
+def test_store_writes_the_same_bytes_as_the_cpu(
     name: str, block_size: int, tokens: int, calibrated: bool, dtype: torch.dtype, seed: int
 ) -> None:
     rng, fmt = generator(seed), parse(name)
@@ -58,7 +58,7 @@ def test_store_writes_the_bytes_of_the_cpus_code_and_no_other(
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # Triton's interpreter uses numpy, which warns.
 @pytest.mark.parametrize("name", names())
-def test_a_nan_spoils_its_own_part_of_its_own_token_alone(name: str) -> None:
+def test_a_nan_changes_only_its_own_part_of_its_own_token(name: str) -> None:
     rng, fmt = generator(3), parse(name)
     entries, slots = some_entries(20, rng), torch.randperm(BLOCKS * 16, generator=rng)[:20]
     whole, hit = poisoned(BLOCKS, 16, fmt), poisoned(BLOCKS, 16, fmt)
@@ -76,7 +76,7 @@ def test_a_nan_spoils_its_own_part_of_its_own_token_alone(name: str) -> None:
 @given(
     st.sampled_from([1, 3, 16, 20]), st.integers(1, 20), st.integers(0, 20), st.sampled_from([1e-4, 1.0, 1e4]), seeds
 )
-def test_queries_that_decode_are_prepared_whatever_their_size(
+def test_queries_of_any_size_are_prepared_for_decode(
     heads: int, tokens: int, decodes: int, size: float, seed: int
 ) -> None:
     rng, decodes = generator(seed), min(decodes, tokens)
@@ -124,7 +124,7 @@ def test_decode_equals_the_reference_for_every_models_heads(name: str, heads: in
 @settings(max_examples=12)
 @given(every, st.lists(st.integers(0, 150), min_size=1, max_size=3), seeds, st.sampled_from([1, 3, 7, 12, 33]), cuts,
        st.integers(2, 4), st.sampled_from([4, 8]), st.integers(1, 3), st.booleans())  # fmt: skip
-def test_decode_equals_the_reference_however_the_work_is_cut(
+def test_decode_equals_the_reference_for_every_division_into_splits(
     name: str, lengths: list[int], seed: int, heads: int, cut: tuple[int, int], stages: int, warps: int, wave: int,
     calibrated: bool,
 ) -> None:  # fmt: skip
@@ -132,13 +132,13 @@ def test_decode_equals_the_reference_however_the_work_is_cut(
 
 
 @pytest.mark.parametrize("splits", [8, 33, 70])
-def test_a_long_sequence_equals_the_reference_however_its_splits_are_merged(splits: int) -> None:
+def test_a_long_sequence_equals_the_reference_for_every_kind_of_merge(splits: int) -> None:
     assert len({latent_tuning.merging(n) for n in (8, 33, 70)}) == 3
     assert_equals_reference(LatentBatch("mla8", [1130], 7, heads=2, wave=splits))
 
 
 @pytest.mark.parametrize("wave", [1, 132, 264, 528])
-def test_warming_powers_of_two_meets_every_way_to_merge(wave: int) -> None:
+def test_a_warm_up_with_powers_of_two_runs_every_kind_of_merge(wave: int) -> None:
     for most in (1, 7, 64, 300):
         warmed = {*(2**i for i in range(most.bit_length())), most}
         ways = [{latent_tuning.merging(wave // n) for n in counts} for counts in (warmed, range(1, most + 1))]
@@ -181,7 +181,7 @@ def test_a_decode_that_starts_while_queries_are_prepared_reads_them_afterwards(
 
 @pytest.mark.parametrize("size", [1e-3, 1e-2, 30.0, 500.0])
 @pytest.mark.parametrize("name", names())
-def test_latents_may_be_as_small_or_large_as_a_model_likes(name: str, size: float) -> None:
+def test_latents_may_be_arbitrarily_small_or_large(name: str, size: float) -> None:
     assert_equals_reference(LatentBatch(name, [100], 5, size=size))
 
 
@@ -202,7 +202,7 @@ def test_a_token_of_zeros_among_others_counts_with_its_weight() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-def test_a_query_that_is_not_a_number_gives_none_and_spoils_no_other() -> None:
+def test_a_nan_query_gives_nan_and_changes_no_other_output() -> None:
     batch = LatentBatch("mla8", [40], 8)
     query = batch.queries()
     whole = batch.decode(query)
@@ -212,7 +212,7 @@ def test_a_query_that_is_not_a_number_gives_none_and_spoils_no_other() -> None:
     assert torch.equal(out[0, [0, 2]], whole[0, [0, 2]])
 
 
-def test_a_stored_nan_is_seen_by_its_own_sequence_alone() -> None:
+def test_a_stored_nan_affects_only_its_own_sequence() -> None:
     batch = LatentBatch("mla4", [40, 30], 8)
     query = batch.queries()
     whole, broken = batch.decode(query), batch.entries[0][:1].clone()

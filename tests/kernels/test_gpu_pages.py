@@ -29,7 +29,7 @@ BAD_CACHES = {
 
 
 @pytest.mark.parametrize("what", BAD_CACHES)
-def test_a_cache_that_does_not_fit_is_refused_with_what_would(what: str) -> None:
+def test_a_cache_of_the_wrong_shape_is_refused_with_the_right_shape(what: str) -> None:
     with pytest.raises(BadInputError, match=r"^cache .*(takes uint8|this layer has 2 KV heads and blocks of 16)"):
         GpuPages(BAD_CACHES[what], Shape(K4V4, 64, 2, 1, 16, CPU), Factors.identity(2, 64))
 
@@ -68,7 +68,7 @@ def test_vllms_own_formats_are_refused() -> None:
 @pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128])
 @pytest.mark.parametrize("queries", range(1, 9))
 @pytest.mark.parametrize("dim", formats.HEAD_DIMS)
-def test_every_shape_has_a_choice_whose_tile_lies_in_one_block(dim: int, queries: int, block_size: int) -> None:
+def test_every_shape_gets_a_tile_that_lies_in_one_block(dim: int, queries: int, block_size: int) -> None:
     fmt = formats.parse(formats.own_names()[queries % len(formats.own_names())])
     choice = tuning.choose(dim, queries, fmt.key.bits + fmt.value.bits, block_size, 0, (9, 0))
     assert block_size % choice.tile == 0 == choice.tile % 16
@@ -129,7 +129,7 @@ def test_a_step_that_does_not_fit_is_refused_before_anything_is_written(what: st
     ("name", "dim", "ratio"),
     [("k4v4", 64, 3), ("k8v4", 96, 1), ("int8", 128, 5), ("k4v2", 128, 9), ("k2v2", 256, 2)],
 )
-def test_sequences_grow_token_by_token_as_the_reference_says(name: str, dim: int, ratio: int) -> None:
+def test_growing_sequences_equal_the_reference_at_every_token(name: str, dim: int, ratio: int) -> None:
     """Store prompts at once. Then run steps that store and decode one token per sequence, all with one plan."""
     rng, fmt, heads, prompts, steps = generator(7), formats.parse(name), 2, [30, 1, 47], 3
     factors, shape = some_factors(heads, dim, rng), Shape(fmt, dim, heads, ratio, 16, CPU)
@@ -172,7 +172,7 @@ def test_sequences_grow_token_by_token_as_the_reference_says(name: str, dim: int
 
 @pytest.mark.parametrize("recent", [0, 64])
 @pytest.mark.parametrize("sequences", [1, 64])
-def test_decode_overlaps_with_store_where_the_step_and_the_gpu_allow_it(sequences: int, recent: int) -> None:
+def test_decode_overlaps_with_store_if_step_and_gpu_allow_it(sequences: int, recent: int) -> None:
     shape = Shape(formats.parse("k4v4"), 128, 1, 1, 64, torch.device("cpu"), recent=recent)
     plan, lens = Plan(shape, 64), torch.ones(sequences, dtype=torch.int32)
     for gpu, step in ((False, True), (True, False), (True, True)):
@@ -182,7 +182,7 @@ def test_decode_overlaps_with_store_where_the_step_and_the_gpu_allow_it(sequence
 
 
 @pytest.mark.parametrize("ratio", range(1, 17))
-def test_warming_powers_of_two_meets_every_way_to_merge(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_with_powers_of_two_runs_every_kind_of_merge(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: 132)
     for kv_heads, most in itertools.product((1, 2, 3, 8), (1, 7, 64, 300)):
         warmed = {*(2**i for i in range(most.bit_length())), most}
@@ -199,16 +199,18 @@ HOPPER = 228 * 1024
     (32, 1024, 64), (128, 13312, 16), (168, 17664, 12), (169, 17664, 11), (214, 17664, 9), (255, 8704, 8),
     (137, 33792, 6), (171, 25600, 8), (88, 12800, 16), (129, 16896, 13),
 ])  # fmt: skip
-def test_registers_and_shared_memory_of_a_program_say_how_many_fit(registers: int, shared: int, programs: int) -> None:
+def test_the_number_of_programs_follows_from_registers_and_shared_memory(
+    registers: int, shared: int, programs: int
+) -> None:
     assert tuning.fitting(Taken(registers, shared), HOPPER) == programs
 
 
-def test_fewer_programs_fit_where_a_multiprocessor_has_less_shared_memory() -> None:
+def test_fewer_programs_fit_on_a_multiprocessor_with_less_shared_memory() -> None:
     assert tuning.fitting(Taken(168, 17664), 100 * 1024) == 5
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_work_is_cut_for_no_more_programs_than_the_compiled_kernel_lets_fit(
+def test_a_plan_has_no_more_programs_than_fit_with_the_compiled_kernel(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "multiprocessors", lambda device: 132)

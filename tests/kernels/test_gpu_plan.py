@@ -42,7 +42,7 @@ def cut(lengths: list[int], tile: int, wave: int) -> tuple[torch.Tensor, torch.T
     st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_size=1, max_size=20),
     st.sampled_from([16, 32, 64]), st.integers(1, 300),
 )  # fmt: skip
-def test_items_cover_every_tile_once_and_in_order(lengths: list[int], tile: int, wave: int) -> None:
+def test_splits_cover_every_tile_once_and_in_order(lengths: list[int], tile: int, wave: int) -> None:
     splits, spans = cut(lengths, tile, wave)
     used = 0
     for sequence, length in enumerate(lengths):
@@ -65,7 +65,7 @@ def test_items_cover_every_tile_once_and_in_order(lengths: list[int], tile: int,
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 200))
-def test_no_item_is_longer_than_its_share_allows(lengths: list[int], wave: int) -> None:
+def test_no_split_is_longer_than_its_share(lengths: list[int], wave: int) -> None:
     splits, _ = cut(lengths, 16, wave)
     share = max(1, -(-sum(-(-n // 16) for n in lengths) // wave))
     for _ in range(4):
@@ -95,7 +95,7 @@ def takes(splits: torch.Tensor, wave: int, tile: int) -> int:
     ([16384] * 32, 49), ([4096] * 256, 198), ([4096] * 128, 198), ([16384] * 64, 49), ([8000] * 140, 198),
     ([100000] * 3 + [500] * 250, 198), ([4096] * 1024, 198), ([16000 + 37 * i for i in range(27)], 45),
 ])  # fmt: skip
-def test_a_gpu_is_busy_nearly_all_of_the_time_whatever_the_number_of_sequences(lengths: list[int], wave: int) -> None:
+def test_a_gpu_is_nearly_always_busy_for_any_number_of_sequences(lengths: list[int], wave: int) -> None:
     """Keep near the shortest time. One split per sequence, or one wave, often takes 1.4 to 1.6 times as long."""
     splits, _ = cut(lengths, 64, wave)
     least = -(-sum(-(-n // 64) for n in lengths) // wave) + int(FIXED)
@@ -104,9 +104,7 @@ def test_a_gpu_is_busy_nearly_all_of_the_time_whatever_the_number_of_sequences(l
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 20000), min_size=1, max_size=60), st.integers(1, 60))
-def test_more_rounds_are_made_only_where_they_may_end_sooner_than_one_split_a_sequence(
-    lengths: list[int], wave: int
-) -> None:
+def test_more_rounds_are_planned_only_if_they_may_end_sooner(lengths: list[int], wave: int) -> None:
     splits, _ = cut(lengths, 64, wave)
     tiles = [-(-n // 64) for n in lengths]
     whole = torch.tensor([[i, 0, n, n] for i, n in enumerate(lengths)])
@@ -118,7 +116,7 @@ rows = st.integers(0, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 
 
 @settings(max_examples=40)
 @given(st.lists(rows, min_size=1, max_size=12), st.sampled_from([16, 32]), st.integers(1, 100))
-def test_each_split_has_a_result_of_its_own_for_each_row_and_reads_what_any_of_them_sees(
+def test_each_split_has_one_result_per_row_and_covers_the_tokens_of_all_rows(
     sequences: list[tuple[int, int]], tile: int, wave: int
 ) -> None:
     counts, lengths = [n for n, _ in sequences], torch.tensor([n for _, n in sequences], dtype=torch.int32)
@@ -148,7 +146,7 @@ idle = st.one_of(st.just((0, 0)), st.integers(1, 8).flatmap(lambda n: st.tuples(
 @example([(5, 2660), (8, 2885), (8, 475), (0, 0), (7, 777), (0, 0), (0, 0), (4, 2484), (1, 924)], 2, 0)
 @settings(max_examples=60)
 @given(st.lists(idle, min_size=1, max_size=14), st.integers(1, 40), st.integers(0, 4))
-def test_a_plan_writes_no_result_past_its_buffers_whatever_sequences_have_no_tokens(
+def test_a_plan_with_empty_sequences_writes_no_result_past_its_buffers(
     step: list[tuple[int, int]], wave: int, padding: int
 ) -> None:
     counts, lengths = [n for n, _ in step], torch.tensor([n for _, n in step], dtype=torch.int32)
@@ -173,7 +171,7 @@ def test_more_sequences_than_a_plan_has_are_refused_before_a_launch() -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_preflight_counts_what_a_plan_takes(drafts: int) -> None:
+def test_preflight_counts_the_memory_of_a_plan(drafts: int) -> None:
     group = Group(Kind.FULL, 32, 8, 128, 128)
     model = Architecture("llama", ("LlamaForCausalLM",), (group,), heads=32)
     asked = Request("model", others=("--max-num-seqs=1024", "--spec-method=ngram", f"--spec-tokens={drafts}"))
@@ -184,7 +182,7 @@ def test_preflight_counts_what_a_plan_takes(drafts: int) -> None:
     assert step_buffers(parse("fp8"), model, asked, 80 * 2**30) == 0
 
 
-def test_preflight_counts_what_a_plan_of_latents_takes() -> None:
+def test_preflight_counts_the_memory_of_a_plan_for_latents() -> None:
     model = Architecture("deepseek_v3", ("DeepseekV3ForCausalLM",), (), heads=128, latent=576)
     plan = LatentPlan(LatentShape(parse_latent("mla4"), 128, 64, CPU), 1024)
     taken = sum(x.nbytes for x in vars(plan).values() if isinstance(x, torch.Tensor))
@@ -192,7 +190,7 @@ def test_preflight_counts_what_a_plan_of_latents_takes() -> None:
     assert 0.8 * taken <= step_buffers(parse_latent("mla4"), model, asked, 80 * 2**30) <= 1.05 * taken
 
 
-def test_thousands_of_sequences_are_cut_like_a_few() -> None:
+def test_thousands_of_sequences_are_split_by_the_same_rules_as_a_few() -> None:
     """A program counts only some of the sequences, so sums take several rounds and many programs."""
     lengths = [(i * 37) % 400 for i in range(2500)]
     splits, spans = cut(lengths, 16, 700)
@@ -207,7 +205,7 @@ def test_thousands_of_sequences_are_cut_like_a_few() -> None:
     assert (splits[used:, 0] == -1).all()
 
 
-def test_a_plan_that_is_held_while_weights_load_is_as_large_as_the_one_that_serves() -> None:
+def test_the_reserved_plan_is_as_large_as_the_final_one() -> None:
     """vLLM sets torch's default dtype to that of the model while it loads weights."""
     shapes = Shape(parse("k4v4"), 128, 2, 4, 64, CPU), LatentShape(parse_latent("mla4"), 16, 64, CPU)
 

@@ -57,7 +57,7 @@ def assert_right(s: Sequences, at: GpuPages) -> None:
 
 @settings(max_examples=12)
 @given(names, st.sampled_from([64, 256]), st.sampled_from([16, 48, 64]), st.integers(1, 60), st.integers(1, 40), seeds)
-def test_ring_rows_are_the_cpus_and_no_other_byte_changes(
+def test_ring_rows_equal_the_cpus_and_no_other_byte_changes(
     name: str, dim: int, block_size: int, recent: int, tokens: int, seed: int
 ) -> None:
     s = Sequences(name, dim, [tokens], recent, seed, block_size=block_size)
@@ -76,7 +76,7 @@ def test_ring_rows_are_the_cpus_and_no_other_byte_changes(
 
 @pytest.mark.parametrize("dim", formats.HEAD_DIMS)
 @pytest.mark.parametrize("name", WITH_RING)
-def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
+def test_decode_with_a_window_equals_the_reference_in_every_format_at_every_head_dim(name: str, dim: int) -> None:
     s = Sequences(name, dim, [41, 7], 20, seed=1, ratio=3)
     for i, n in enumerate(s.lengths):
         s.store(i, 0, n)
@@ -84,9 +84,7 @@ def test_every_format_at_every_head_dim(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "layout"), zip(("k8v4", "k2v2"), BLOCK_OUTERMOST, strict=True))
-def test_rings_among_other_layers_are_stored_and_read_as_alone_and_those_stay_as_they_are(
-    name: str, layout: str
-) -> None:
+def test_rings_interleaved_with_other_layers_work_and_change_no_byte_of_them(name: str, layout: str) -> None:
     s = Sequences(name, 64, [70, 33], 20, seed=5)
     query, empty = s.queries(), s.cache
 
@@ -117,7 +115,7 @@ def test_rings_among_other_layers_are_stored_and_read_as_alone_and_those_stay_as
     st.integers(0, 60), st.sampled_from([1, 4, 9]), st.sampled_from([(16, 16), (48, 16), (64, 32), (64, 64)]),
     st.integers(2, 4), st.integers(1, 4), st.booleans(), seeds,
 )  # fmt: skip
-def test_stale_rings_and_prefix_hits_are_read_as_the_reference_says_however_the_work_is_cut(
+def test_stale_rings_and_prefix_hits_equal_the_reference_for_every_division_into_splits(
     name: str, dim: int, lengths: list[int], recent: int, hit: int, ratio: int, cut: tuple[int, int], stages: int,
     wave: int, calibrated: bool, seed: int,
 ) -> None:  # fmt: skip
@@ -140,7 +138,7 @@ def test_the_default_window_of_each_format_is_read_in_all_its_pages(name: str) -
     assert_right(s, gpu(s, (64, 2, 3)))
 
 
-def test_soft_caps_go_with_it() -> None:
+def test_soft_caps_work_with_a_recent_window() -> None:
     s = Sequences("k4v4", 64, [90, 33], 40, seed=6)
     for i, n in enumerate(s.lengths):
         s.store(i, 0, n)
@@ -171,7 +169,7 @@ def test_no_byte_of_a_ring_is_read_before_the_step_is_stored(monkeypatch: pytest
     assert torch.equal(attend(s, at, query), wanted)
 
 
-def test_what_does_not_fit_is_refused_before_a_launch() -> None:
+def test_wrong_arguments_are_refused_before_a_launch() -> None:
     s = Sequences("k4v4", 64, [20], 16, seed=8)
     at, before = gpu(s), s.cache.clone()
     x, slots, plan = torch.zeros(2, 2, 64), torch.arange(2), Plan(gpu(s).shape, 1)

@@ -70,7 +70,7 @@ def ends(draw: st.DrawFn, length: int) -> list[int]:
 @given(st.data(), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.sampled_from(DIMS),
        st.sampled_from([1, 2, 5, 7, 16]), st.sampled_from([1.0, 30.0, 1000.0]), st.booleans(),
        st.integers(0, 2**31))  # fmt: skip
-def test_how_the_tokens_were_cut_does_not_matter(
+def test_the_division_into_splits_does_not_change_the_result(
     data: st.DataObject, lengths: list[int], dim: int, ratio: int, spread: float, big_gpu: bool, seed: int
 ) -> None:
     merge = Merge(lengths, dim, 2 if ratio < 8 else 1, ratio, spread, seed)
@@ -83,12 +83,12 @@ def test_how_the_tokens_were_cut_does_not_matter(
 
 
 @pytest.mark.parametrize("splits", [7, 8, 9, 128, 129, 300])
-def test_many_items_of_one_sequence(splits: int) -> None:
+def test_many_splits_of_one_sequence_are_merged(splits: int) -> None:
     merge = Merge([splits], 64, 1, 2, 30.0, seed=splits)
     assert torch.allclose(merge.merged([list(range(1, splits + 1))]).double(), merge.wanted(), rtol=1e-4, atol=1e-5)
 
 
-def test_without_calibration_the_rotation_alone_is_undone() -> None:
+def test_without_calibration_only_the_rotation_is_undone() -> None:
     merge = Merge([9], 128, 2, 3, 1.0, seed=0)
     merge.factors = Factors.identity(2, 128)
     merge.pages = GpuPages(merge.pages.cache, merge.shape, merge.factors)

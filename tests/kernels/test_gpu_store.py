@@ -70,7 +70,7 @@ def store_rounded_once(cache: torch.Tensor, fmt: formats.Format, key: torch.Tens
 
 @settings(max_examples=12)
 @given(names, dims, block_sizes, st.integers(1, 40), seeds)
-def test_bytes_are_the_references_and_no_other_byte_changes(
+def test_store_writes_the_references_bytes_and_changes_no_other(
     name: str, dim: int, block_size: int, tokens: int, seed: int
 ) -> None:
     rng, fmt = generator(seed), formats.parse(name)
@@ -85,7 +85,7 @@ def test_bytes_are_the_references_and_no_other_byte_changes(
 @settings(max_examples=8)
 @given(names, dims, block_sizes, st.integers(1, 40), st.booleans(), st.sampled_from([torch.float16, torch.float32]),
        seeds)  # fmt: skip
-def test_what_is_read_back_is_as_close_as_the_cpus(
+def test_read_back_values_are_as_exact_as_the_cpus(
     name: str, dim: int, block_size: int, tokens: int, calibrated: bool, dtype: torch.dtype, seed: int
 ) -> None:
     rng, fmt = generator(seed), formats.parse(name)
@@ -109,7 +109,7 @@ def test_what_is_read_back_is_as_close_as_the_cpus(
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minimum under Triton's interpreter
 @settings(max_examples=8)
 @given(names, dims, seeds)
-def test_a_nan_spoils_its_own_token_and_head_alone(name: str, dim: int, seed: int) -> None:
+def test_a_nan_changes_only_its_own_token_and_head(name: str, dim: int, seed: int) -> None:
     rng, fmt, tokens = generator(seed), formats.parse(name), 20
     ours, theirs = (poisoned(BLOCKS, KV_HEADS, 16, fmt, dim) for _ in range(2))
     key, value = (decided_rows(whole(tokens, dim, rng), fmt, side.bits) for side in (fmt.key, fmt.value))
@@ -125,7 +125,7 @@ def test_a_nan_spoils_its_own_token_and_head_alone(name: str, dim: int, seed: in
 
 
 @pytest.mark.parametrize("name", formats.own_names())
-def test_projections_may_be_parts_of_one_buffer(name: str) -> None:
+def test_query_key_and_value_may_be_views_of_one_buffer(name: str) -> None:
     rng, fmt, dim, tokens = generator(1), formats.parse(name), 64, 20
     fused = torch.randn(tokens, KV_HEADS * (RATIO + 2) * dim + 8, generator=rng)
     parts = fused[:, 8:].split([KV_HEADS * RATIO * dim, KV_HEADS * dim, KV_HEADS * dim], dim=1)
@@ -140,7 +140,7 @@ def test_projections_may_be_parts_of_one_buffer(name: str) -> None:
     assert torch.equal(plans[0].rotated, plans[1].rotated)
 
 
-def test_pages_may_lie_apart_and_heads_before_blocks() -> None:
+def test_pages_may_have_gaps_and_heads_may_come_before_blocks() -> None:
     rng, fmt, dim = generator(2), formats.parse("k4v2"), 96
     row = fmt.row_bytes(dim)
     buffer = torch.full((KV_HEADS, BLOCKS, 16 * row + 64), 255, dtype=torch.uint8)
@@ -155,7 +155,7 @@ def test_pages_may_lie_apart_and_heads_before_blocks() -> None:
 
 @settings(max_examples=16)
 @given(names, dims, st.sampled_from([1, 3, 7, 16]), st.integers(1, 36), st.integers(0, 36), seeds)
-def test_queries_that_decode_are_divided_rotated_and_scaled_and_are_integers_of_two_bytes_with_their_sums(
+def test_decoding_queries_are_scaled_rotated_and_converted_to_16_bit_integers_with_sums(
     name: str, dim: int, ratio: int, tokens: int, decodes: int, seed: int
 ) -> None:
     rng, fmt, decodes = generator(seed), formats.parse(name), min(decodes, tokens)
@@ -194,7 +194,7 @@ def test_queries_that_decode_are_divided_rotated_and_scaled_and_are_integers_of_
     assert (pages.cache == 255).all()
 
 
-def test_no_token_is_no_launch() -> None:
+def test_a_step_without_tokens_launches_nothing() -> None:
     fmt = formats.parse("int8")
     cache = poisoned(1, KV_HEADS, 16, fmt, 64)
     nothing = torch.zeros(0, KV_HEADS, 64)

@@ -22,7 +22,7 @@ def share_lost(x: torch.Tensor, back: torch.Tensor) -> float:
 
 @settings(max_examples=20)
 @given(seeds, every, st.integers(0, 40), st.sampled_from([1e-2, 1.0, 100.0]))
-def test_error_stays_under_its_bound_whatever_channels_stand_out(
+def test_the_error_stays_below_its_bound_with_outlier_channels(
     seed: int, name: str, outliers: int, size: float
 ) -> None:
     fmt, x = parse(name), some_entries(64, generator(seed), outliers, size)
@@ -32,7 +32,7 @@ def test_error_stays_under_its_bound_whatever_channels_stand_out(
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_mean_that_tokens_share_costs_nothing_once_factors_have_it(name: str) -> None:
+def test_a_shared_mean_adds_no_error_once_factors_have_it(name: str) -> None:
     rng, fmt = generator(4), parse(name)
     mean = 3 * torch.randn(ENTRY, generator=rng)
     x = torch.randn(128, ENTRY, generator=rng) + mean
@@ -54,7 +54,7 @@ def test_factors_are_undone_when_entries_are_read_back(seed: int, name: str) -> 
 
 @settings(max_examples=10)
 @given(seeds, every)
-def test_a_token_changes_no_other_and_a_nan_spoils_its_own_part_alone(seed: int, name: str) -> None:
+def test_a_token_changes_no_other_and_a_nan_only_its_own_part(seed: int, name: str) -> None:
     fmt, x = parse(name), some_entries(4, generator(seed))
     hit = x.clone()
     hit[1, 7] = torch.nan
@@ -68,7 +68,7 @@ def test_a_token_changes_no_other_and_a_nan_spoils_its_own_part_alone(seed: int,
 
 
 @pytest.mark.parametrize("name", names())
-def test_zeros_come_back_as_zeros_and_a_constant_within_a_few_percent(name: str) -> None:
+def test_zeros_read_back_as_zeros_and_constants_within_a_few_percent(name: str) -> None:
     fmt = parse(name)
     assert torch.equal(round_trip(torch.zeros(1, ENTRY), fmt), torch.zeros(1, ENTRY, dtype=torch.float64))
     constant = torch.full((1, ENTRY), 0.37)
@@ -100,7 +100,7 @@ def unabsorbed(
 
 
 @given(seeds, st.integers(1, 4), st.integers(0, 30), st.integers(1, 5), st.sampled_from([8, 24]))
-def test_the_absorbed_form_is_the_models_own_attention(
+def test_the_absorbed_form_equals_the_models_own_attention(
     seed: int, heads: int, context: int, tokens: int, nope: int
 ) -> None:
     rng = generator(seed)

@@ -31,13 +31,13 @@ def test_a_block_size_without_a_layout_is_refused(block_size: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "bytes_a_token", "least"), [("mla8", 580, 1.85), ("mla4", 324, 3.2)])
-def test_a_format_keeps_as_many_tokens_as_is_asked_of_it(name: str, bytes_a_token: int, least: float) -> None:
+def test_each_format_reaches_its_target_capacity(name: str, bytes_a_token: int, least: float) -> None:
     fmt = latent.parse(name)
     assert fmt.row_bytes == bytes_a_token
     assert 16 / fmt.bits_per_element() == pytest.approx(2 * 576 / bytes_a_token)
     assert 16 / fmt.bits_per_element() > least
 
 
-def test_an_unknown_format_is_told_with_those_that_exist() -> None:
+def test_the_error_about_an_unknown_format_lists_the_known_ones() -> None:
     with pytest.raises(formats.UnknownFormatError, match="'k4v4' is not known; use one of: mla8, mla4"):
         latent.parse("k4v4")

@@ -37,20 +37,20 @@ def of_triton(x: Any) -> Any:
 
 
 @given(NUMBERS, NUMBERS)
-def test_numbers_of_one_kind_are_served_by_one_program(a: float, b: float) -> None:
+def test_numbers_of_one_kind_use_the_same_compiled_program(a: float, b: float) -> None:
     if kinds((), (a,)) == kinds((), (b,)):
         assert of_triton(a) == of_triton(b)
 
 
 @given(TENSORS, TENSORS)
-def test_aligned_tensors_of_one_kind_are_served_by_one_program(a: torch.Tensor, b: torch.Tensor) -> None:
+def test_aligned_tensors_of_one_kind_use_the_same_compiled_program(a: torch.Tensor, b: torch.Tensor) -> None:
     one, other = kinds((a, None), ()), kinds((b, None), ())
     assert (one[0] == 0) == (a.data_ptr() % 16 == 0)
     if one == other and one[0] == 0:
         assert of_triton(a) == of_triton(b)
 
 
-def test_triton_hands_a_compiled_kernel_what_we_hand_it() -> None:
+def test_triton_passes_the_same_arguments_to_a_compiled_kernel_as_we_do() -> None:
     source = ast.parse(textwrap.dedent(inspect.getsource(JITFunction.run)))
     calls = [node for node in ast.walk(source) if isinstance(node, ast.Call) and ast.unparse(node.func) == "kernel.run"]
     assert [[ast.unparse(arg) for arg in call.args] for call in calls] == [

@@ -61,7 +61,7 @@ def test_decode_equals_the_reference_over_ragged_poisoned_pages(
     st.sampled_from(SERVED), st.sampled_from(DIMS), st.integers(0, 60), st.integers(2, 40),
     st.sampled_from([1, 3]), st.integers(0, 2**31),
 )  # fmt: skip
-def test_prefill_reads_the_context_from_pages_and_the_chunk_as_it_is(
+def test_prefill_reads_the_context_from_pages_and_the_chunk_unquantized(
     name: str, dim: int, context: int, tokens: int, ratio: int, seed: int
 ) -> None:
     batch = Batch(name, dim, [context + tokens], 2, 16, seed)
@@ -77,7 +77,7 @@ def test_prefill_reads_the_context_from_pages_and_the_chunk_as_it_is(
     st.sampled_from(SERVED), st.integers(0, 40), st.integers(2, 20), st.sampled_from([1, 4]), st.booleans(),
     st.sampled_from([0.0, 3.0]), st.integers(0, 2**31),
 )  # fmt: skip
-def test_caps_and_sinks_are_the_references(
+def test_caps_and_sinks_equal_the_reference(
     name: str, context: int, tokens: int, ratio: int, sinking: bool, softcap: float, seed: int
 ) -> None:
     batch = Batch(name, 64, [context + tokens], 2, 16, seed)
@@ -98,7 +98,7 @@ def test_caps_and_sinks_are_the_references(
     st.sampled_from(SERVED), st.integers(0, 40), st.integers(4, 20), st.booleans(), st.sampled_from([0.0, 3.0]),
     st.lists(st.integers(0, 20), min_size=2, max_size=4, unique=True), st.integers(0, 2**31),
 )  # fmt: skip
-def test_tokens_of_a_span_see_each_other_both_ways(
+def test_tokens_of_a_span_attend_to_each_other_both_ways(
     name: str, context: int, tokens: int, sinking: bool, softcap: float, cuts: list[int], seed: int
 ) -> None:
     batch = Batch(name, 64, [context + tokens], 2, 16, seed)
@@ -117,7 +117,7 @@ def test_tokens_of_a_span_see_each_other_both_ways(
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("sinking", [False, True])
-def test_with_factors_caps_and_sinks_see_what_the_means_of_keys_and_values_add(softcap: float, sinking: bool) -> None:
+def test_caps_and_sinks_see_scores_that_include_the_means(softcap: float, sinking: bool) -> None:
     batch = WithFactors("k4v4", 64, [200, 3], seed=3, ratio=2, calibrated=True)
     query, how = (
         batch.queries(),
@@ -129,7 +129,7 @@ def test_with_factors_caps_and_sinks_see_what_the_means_of_keys_and_values_add(s
         assert torch.allclose(found[i].double(), decode_reference(query[i], *parts, **how), atol=2e-4, rtol=2e-4)
 
 
-def test_a_sink_takes_its_share_and_gives_no_value() -> None:
+def test_a_sink_takes_softmax_weight_but_adds_no_value() -> None:
     batch = Batch("int8", 64, [3], 1, 16, 1)
     args = (torch.zeros(1, 2, 64), batch.table, torch.tensor([3]), 0.125)  # All scores are 0 here.
     without = batch.pages.decode(*args)
@@ -140,7 +140,7 @@ def test_a_sink_takes_its_share_and_gives_no_value() -> None:
 
 
 @pytest.mark.parametrize("context", [0, 20])
-def test_soft_capped_scores_are_capped_in_decode_and_prefill_alike(context: int) -> None:
+def test_soft_caps_are_the_same_in_decode_and_prefill(context: int) -> None:
     batch = Batch("int8", 64, [context + 8], 2, 16, 5)
     query = torch.randn(8, 4, 64, generator=batch.rng) * 20
     args = (batch.keys[0][context:], batch.values[0][context:], batch.table[0], context, 0.125)

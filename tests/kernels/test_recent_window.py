@@ -31,7 +31,7 @@ block_sizes = st.sampled_from([16, 32, 48, 64, 128])
 
 
 @given(names, dims, block_sizes)
-def test_a_rings_page_has_the_bytes_of_a_page_and_no_room_for_one_token_more(name: str, dim: int, size: int) -> None:
+def test_a_ring_page_has_the_size_of_a_page_and_is_full(name: str, dim: int, size: int) -> None:
     fmt = formats.parse(name)
     ring, page = fmt.ring_layout(dim, size), fmt.page_layout(dim, size)
     end = 0
@@ -43,16 +43,14 @@ def test_a_rings_page_has_the_bytes_of_a_page_and_no_room_for_one_token_more(nam
 
 
 @given(names, dims, block_sizes, st.integers(0, 600))
-def test_a_window_takes_the_fewest_pages_that_hold_it(name: str, dim: int, size: int, recent: int) -> None:
+def test_a_window_takes_the_smallest_sufficient_number_of_pages(name: str, dim: int, size: int, recent: int) -> None:
     fmt = formats.parse(name)
     blocks, tokens = fmt.ring_blocks(recent, dim, size), fmt.ring_layout(dim, size).tokens
     assert (blocks - 1) * tokens < recent <= blocks * tokens or recent == blocks == 0
 
 
 @given(names, st.integers(0, 1024))
-def test_a_default_window_is_cut_to_the_largest_choice_within_the_context_and_an_explicit_one_never(
-    name: str, context: int
-) -> None:
+def test_only_a_default_window_is_cut_to_fit_the_context(name: str, context: int) -> None:
     fmt = formats.parse(name)
     cut = fmt.recent_tokens(context=context)
     assert cut in formats.RECENT_CHOICES and cut <= min(context, fmt.window)
@@ -70,7 +68,7 @@ def test_a_format_of_8_bits_has_no_ring_and_a_negative_window_is_refused() -> No
 
 
 @given(st.sampled_from([2, 4]), rows, seeds, st.floats(1e-3, 1e3))
-def test_with_its_residual_a_code_is_about_as_good_as_8_bits(bits: int, dim: int, seed: int, size: float) -> None:
+def test_a_code_with_its_residual_is_about_as_exact_as_8_bits(bits: int, dim: int, seed: int, size: float) -> None:
     x = torch.randn(200, dim, generator=generator(seed)) * size
     group = formats.parse("k4v4").group_size(dim)
     codes, meta = encode(x, bits, group)
@@ -80,14 +78,14 @@ def test_with_its_residual_a_code_is_about_as_good_as_8_bits(bits: int, dim: int
 
 
 @given(st.sampled_from([2, 4]), rows, seeds)
-def test_digits_lose_nothing(bits: int, dim: int, seed: int) -> None:
+def test_unpacking_restores_the_packed_digits(bits: int, dim: int, seed: int) -> None:
     r = torch.randint(0, 1 << 8 - bits, (3, dim), dtype=torch.uint8, generator=generator(seed))
     digits = pack_digits(r, bits)
     assert digits.shape == (3, 8 // bits - 1, dim * bits // 8)
     assert torch.equal(unpack_digits(digits, bits), r)
 
 
-def test_the_bytes_of_a_row_are_as_the_layout_says() -> None:
+def test_the_bytes_of_a_ring_row_match_the_layout() -> None:
     """Compute the bytes by hand, from the formulas in `layouts`."""
     packed = torch.tensor([[1, 2, 9, 9, 255, 3, 9, 9]], dtype=torch.uint8)
     meta = torch.tensor([[-2, 7]], dtype=torch.int16)
@@ -115,7 +113,7 @@ def test_rows_of_another_token_have_other_tags(bits: int, dim: int, seed: int) -
     assert split_ring_meta(ours, same_codes)[1].float().mean() < 0.02
 
 
-def test_rows_of_other_tokens_pass_no_more_often_than_their_bits_say() -> None:
+def test_stale_rows_pass_the_tag_check_no_more_often_than_its_bits_allow() -> None:
     """Compare 4 million pairs of rows. By tags of 14 bits, about 240 match in keys, 240 in values, and none in both."""
     rng = generator(11)
     sides = []
@@ -131,7 +129,7 @@ def test_rows_of_other_tokens_pass_no_more_often_than_their_bits_say() -> None:
 @settings(max_examples=40)
 @given(names, dims, st.lists(st.integers(1, 90), min_size=1, max_size=3), st.integers(1, 80), block_sizes,
        st.booleans(), seeds)  # fmt: skip
-def test_decode_reads_the_last_tokens_with_the_ring_and_the_others_without(
+def test_decode_refines_only_the_last_tokens_by_the_ring(
     name: str, dim: int, lengths: list[int], recent: int, block_size: int, calibrated: bool, seed: int
 ) -> None:
     s = Sequences(name, dim, lengths, recent, seed, block_size=block_size, calibrated=calibrated)
@@ -142,7 +140,7 @@ def test_decode_reads_the_last_tokens_with_the_ring_and_the_others_without(
 
 @settings(max_examples=20)
 @given(names, st.lists(st.integers(2, 90), min_size=2, max_size=3), st.integers(1, 70), st.integers(0, 60), seeds)
-def test_tokens_that_came_by_a_prefix_hit_are_read_from_their_pages_whatever_the_ring_held(
+def test_tokens_of_a_prefix_hit_are_read_from_pages_whatever_the_ring_held(
     name: str, lengths: list[int], recent: int, hit: int, seed: int
 ) -> None:
     """Ring blocks first hold another sequence's rows at the same positions, and then the correct ones."""
@@ -167,7 +165,7 @@ def test_a_sequence_that_grows_overwrites_its_oldest_rows(name: str) -> None:
             s.assert_decode_equals_the_reference(lengths=[n])
 
 
-def test_without_a_block_a_sequence_is_read_in_the_pages_bits() -> None:
+def test_a_sequence_without_a_ring_block_is_read_from_pages_alone() -> None:
     s = Sequences("k4v4", 64, [50, 50], 64, seed=3)
     s.ring_table[1] = -1
     s.store(0, 0, 50)
@@ -176,7 +174,7 @@ def test_without_a_block_a_sequence_is_read_in_the_pages_bits() -> None:
     s.assert_decode_equals_the_reference()
 
 
-def test_a_nan_in_a_ring_or_in_an_old_row_reaches_nobody() -> None:
+def test_a_nan_in_an_unused_ring_row_changes_no_output() -> None:
     s = Sequences("k4v2", 96, [40, 20], 32, seed=4)
     s.keys[0][39] = torch.nan
     for i, n in enumerate(s.lengths):
@@ -200,7 +198,7 @@ def test_the_window_is_what_makes_four_bits_accurate() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(1, 300), st.integers(1, 100), st.integers(1, 120), st.integers(1, 70), st.integers(0, 5))
-def test_slots_are_the_windows_alone_and_no_two_alike(
+def test_ring_slots_are_unique_and_only_for_tokens_of_the_window(
     length: int, new: int, recent: int, ring_tokens: int, padding: int
 ) -> None:
     new, blocks = min(new, length), -(-recent // ring_tokens)
@@ -249,7 +247,7 @@ def test_a_ring_that_does_not_fit_is_refused_and_nothing_is_written(what: str) -
     assert (cache == 255).all()
 
 
-def test_steps_of_residuals_are_fractions_of_the_step_alone() -> None:
+def test_the_steps_of_residuals_depend_only_on_the_scale() -> None:
     codes, meta = encode(torch.zeros(2, 64), 4, 64)
     assert not scale_and_zero(meta, 4)[0].any()
     assert not decode_residual(*encode_residual(torch.zeros(2, 64), codes, meta, 4), meta, 4).any()

@@ -185,7 +185,7 @@ def test_a_layer_of_the_same_kind_repeats_all_launches_with_its_own_addresses(
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("other", OTHER)
-def test_a_layer_beside_one_that_differs_launches_what_it_would_as_the_first_of_a_step(
+def test_a_layer_that_differs_launches_like_the_first_of_a_step(
     other: str, which: int, seen: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SHAPE, "_cuts", {})

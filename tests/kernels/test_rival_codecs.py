@@ -77,7 +77,7 @@ def test_ours_is_closer_than_min_max_rivals_on_gaussian_rows_at_no_more_bits(cod
         assert error(ours, x, side) < error(codec, x, side)
 
 
-def test_two_bits_of_ours_are_half_as_far_off_as_two_bits_of_min_max() -> None:
+def test_our_2_bit_codec_has_half_the_error_of_min_max() -> None:
     x = normal(512, 2, 128)
     assert error(own(formats.parse("k4v2")), x, "value") < 0.55 * error(kvarn(4, 2), x, "value")
 
@@ -102,13 +102,13 @@ def test_kvarn_balances_columns_that_differ_tenfold_and_rows_that_differ_less() 
         assert deviation.max() / deviation.min() < 1.2
 
 
-def test_kivi_keeps_a_channel_offset_that_a_codec_per_token_spoils() -> None:
+def test_kivi_keeps_a_channel_offset_that_a_per_token_codec_loses() -> None:
     x = normal(64, 1, 64)
     x[..., 3] += 100
     assert error(kivi(4), x, "key") < 0.1 * error(plain.int4_raw(), x, "key")
 
 
-def test_a_rotation_saves_keys_with_an_outlier_channel() -> None:
+def test_a_rotation_reduces_the_error_of_keys_with_an_outlier_channel() -> None:
     x = normal(64, 1, 64)
     x[..., 3] *= 30
     others = [i for i in range(64) if i != 3]

@@ -52,7 +52,7 @@ def rows_of(step: list[int] | None) -> tuple[list[int], int]:
 @settings(max_examples=12)
 @given(st.sampled_from(formats.own_names()), st.sampled_from(DIMS), st.integers(0, 49), broken, counts, cuts,
        st.sampled_from([0.0, 30.0]), seeds)  # fmt: skip
-def test_one_spoilt_value_makes_every_answer_nan_that_attends_to_it(
+def test_one_nan_value_makes_every_output_that_attends_to_it_nan(
     name: str, dim: int, at: int, element: float, step: list[int] | None, cut: tuple[tuple[int, int], int, int],
     softcap: float, seed: int,
 ) -> None:  # fmt: skip
@@ -72,7 +72,7 @@ def test_one_spoilt_value_makes_every_answer_nan_that_attends_to_it(
 @settings(max_examples=8)
 @given(st.sampled_from(WITH_RING), st.sampled_from([64, 96, 128, 512]), st.integers(0, 49), broken, counts, cuts,
        st.sampled_from([1, 20, 45]), st.booleans(), seeds)  # fmt: skip
-def test_one_spoilt_value_is_seen_through_the_recent_window_too(
+def test_one_nan_value_shows_through_the_recent_window_too(
     name: str, dim: int, at: int, element: float, step: list[int] | None, cut: tuple[tuple[int, int], int, int],
     recent: int, in_ring: bool, seed: int,
 ) -> None:  # fmt: skip
@@ -97,7 +97,7 @@ def test_one_spoilt_value_is_seen_through_the_recent_window_too(
 
 @settings(max_examples=10)
 @given(st.sampled_from(["mla8", "mla4"]), st.integers(0, 39), st.integers(0, 575), broken, st.integers(1, 4), seeds)
-def test_one_spoilt_element_of_a_latent_makes_all_its_sequences_answers_nan(
+def test_one_nan_element_of_a_latent_makes_all_outputs_of_its_sequence_nan(
     name: str, at: int, channel: int, element: float, wave: int, seed: int
 ) -> None:
     batch = LatentBatch(name, [40, 30], seed, wave=wave)

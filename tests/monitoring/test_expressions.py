@@ -95,7 +95,7 @@ def words(label: str) -> set[str]:
     }
 
 
-def test_every_condition_that_is_asked_for_is_one_that_a_pass_sets(telemetry):
+def test_every_condition_in_a_query_is_one_that_the_operator_sets(telemetry):
     text = generate_latest(telemetry.registry).decode()
     real = set(re.findall(r'kvpilot_condition\{[^}]*type="(\w+)"', text))
     asked = words("type")
@@ -103,7 +103,7 @@ def test_every_condition_that_is_asked_for_is_one_that_a_pass_sets(telemetry):
     assert asked <= real
 
 
-def test_every_reason_that_is_asked_for_is_one_that_a_condition_may_have():
+def test_every_reason_in_a_query_is_one_that_a_condition_may_have():
     asked = words("reason")
     assert "RolloutPaused" in asked
     assert [word for word in asked if not any(re.fullmatch(word, reason) for reason in {*KNOWN, OTHER})] == []
@@ -152,7 +152,7 @@ def test_each_dashboard_marks_changes_of_the_dtype_and_filters_by_cluster():
             assert all('cluster=~".*"' in one for one in selectors), where
 
 
-def test_what_is_no_promql_is_found_out(tmp_path):
+def test_the_check_finds_invalid_promql(tmp_path):
     made = tmp_path / "broken.yaml"
     made.write_text(yaml.safe_dump({"groups": [{"name": "x", "rules": [{"record": "a:b", "expr": "sum(by x)"}]}]}))
     assert subprocess.run([promtool(), "check", "rules", made], capture_output=True, check=False).returncode != 0
@@ -160,7 +160,7 @@ def test_what_is_no_promql_is_found_out(tmp_path):
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_a_dashboard_is_whole(path):
+def test_each_dashboard_is_complete(path):
     dashboard = load(path)
     assert dashboard["uid"] == f"kvpilot-{path.stem}"
     assert dashboard["schemaVersion"] >= 39
@@ -195,7 +195,7 @@ def own(name: str, existing: dict[str, set[str]]) -> bool:
 
 
 @pytest.mark.parametrize(("where", "expression"), EXPRESSIONS, ids=[where for where, _ in EXPRESSIONS])
-def test_every_series_of_the_operator_is_asked_for_by_its_job_and_namespace(where, expression, existing):
+def test_every_query_selects_the_operators_series_by_job_and_namespace(where, expression, existing):
     for name, inside in re.findall(r"\b((?:kvpilot|process)_\w+)\b(?:\{([^}]*)\})?", expression):
         if not name.startswith("kvpilot_io_"):
             assert 'job="kvpilot-operator"' in inside, f"{where}: {name} of any job"
@@ -224,7 +224,7 @@ def hostile(existing: dict[str, set[str]]) -> list[dict[str, str]]:
     return [{"series": series, "values": values} for series, values in made.items()]
 
 
-def test_a_tenants_series_neither_raise_nor_silence_any_alert(tmp_path, existing):
+def test_a_tenants_series_neither_fire_nor_silence_an_alert(tmp_path, existing):
     cases = yaml.safe_load((HERE / "rules_test.yaml").read_text())
     cases["rule_files"] = [str(RULES)]
     for case in cases["tests"]:
@@ -248,7 +248,7 @@ def moved(case: dict[str, Any], cluster: str) -> dict[str, Any]:
     return {**case, "input_series": series, "promql_expr_test": checks}
 
 
-def test_another_cluster_behind_the_same_ruler_neither_raises_nor_hides_an_alert(tmp_path):
+def test_another_cluster_in_the_same_ruler_neither_fires_nor_hides_an_alert(tmp_path):
     """Evaluate the series of two clusters together: one in which the alert fires, or none does, and a quiet one."""
     cases = yaml.safe_load((HERE / "rules_test.yaml").read_text())
     # Cases with words, with two clusters of their own, or without an operator at any time stay as they are.
@@ -306,7 +306,7 @@ def firing() -> dict[str, list[set[str]]]:
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
-def test_an_alert_is_tested_both_ways_has_a_runbook_and_names_only_labels_that_it_has(rule):
+def test_each_alert_has_tests_both_ways_a_runbook_and_only_existing_labels(rule):
     cases = firing()[rule["alert"]]
     assert any(cases), "no test in which it fires"
     assert not all(cases), "no test in which it stays silent"
@@ -328,7 +328,7 @@ def test_there_is_no_runbook_without_its_alert():
     assert pages == {rule["alert"] for rule in alerts()}
 
 
-def test_the_documented_scrape_configuration_is_one_that_prometheus_takes(tmp_path):
+def test_prometheus_accepts_the_documented_scrape_configuration(tmp_path):
     made = tmp_path / "prometheus.yml"
     config = without_discovery(documented(), tmp_path / "targets.json")
     (tmp_path / "targets.json").write_text("[]")

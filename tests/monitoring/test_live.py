@@ -63,7 +63,7 @@ async def test_the_engines_series_carry_the_labels_that_panels_group_by(monitore
     assert labels["pod"].startswith(f"{NAME}-{labels['kvpilot_io_revision']}-")
 
 
-async def test_the_operator_agrees_with_its_engine(monitored):
+async def test_the_operators_metrics_agree_with_the_engines(monitored):
     capacity = float((await monitored.query(f'kvpilot_kv_capacity_tokens{{name="{NAME}"}}'))[0]["value"][1])
     blocks = (await monitored.query("vllm:cache_config_info"))[0]["metric"]
     assert capacity == int(blocks["num_gpu_blocks"]) * int(blocks["block_size"])
@@ -93,7 +93,7 @@ def run(monitored, command):
     )
 
 
-async def test_kubectl_get_tells_the_story_in_one_line(monitored):
+async def test_kubectl_get_shows_the_service_in_one_line(monitored):
     ended = await asyncio.to_thread(run, monitored, "kubectl -n $NAMESPACE get qllm")
     heads, line = (row.split() for row in ended.stdout.splitlines())
     assert heads == [
@@ -106,7 +106,7 @@ async def test_kubectl_get_tells_the_story_in_one_line(monitored):
     assert "auto serves" in wide.stdout
 
 
-async def test_events_say_what_happened_to_the_service_in_words(monitored):
+async def test_events_describe_what_happened_to_the_service(monitored):
     ended = await asyncio.to_thread(run, monitored, "kubectl -n $NAMESPACE describe qllm $NAME")
     assert re.search(r"Normal\s+EngineReady\s+\S+(?: \(x\d+ over \S+\))?\s+kvpilot-operator", ended.stdout), (
         ended.stdout
@@ -114,7 +114,7 @@ async def test_events_say_what_happened_to_the_service_in_words(monitored):
 
 
 @pytest.mark.parametrize("path", RUNBOOKS, ids=lambda path: path.stem)
-async def test_the_commands_of_a_runbook_run_as_they_stand(monitored, path):
+async def test_the_commands_of_a_runbook_run_unchanged(monitored, path):
     before, mitigation = path.read_text().split("\n## Mitigation\n")
     blocks = re.findall(r"```sh\n(.*?)```", before, re.DOTALL)
     blocks += [

@@ -174,7 +174,7 @@ def _scraped_thrice(found: list[dict]) -> bool:
 
 
 @pytest.mark.parametrize("dashboard", ["fleet", "service"])
-async def test_every_panel_has_data_of_a_service_with_a_past(ask, dashboard):
+async def test_every_panel_has_data_of_a_service_with_a_history(ask, dashboard):
     empty = []
     for panel in panels():
         if panel.dashboard == dashboard:
@@ -190,7 +190,7 @@ async def test_panels_of_another_service_are_empty(ask):
     assert full == []
 
 
-async def test_an_engines_page_gives_no_series_of_the_operator(ask):
+async def test_an_engines_metrics_page_adds_no_series_of_the_operator(ask):
     found = (await ask("query", query='{__name__=~"kvpilot_.*", job!="kvpilot-operator"}'))["result"]
     assert {one["metric"]["__name__"] for one in found} == {"kvpilot_model_info"}
     assert not any(label.startswith("__tmp") for one in found for label in one["metric"])
