@@ -73,7 +73,7 @@ def ours(found: Arguments) -> list[tuple[str, tuple[str, ...], bool]]:
     return [(NAMES[one.name], one.values, one.off) for one in found.given]
 
 
-def test_the_committed_table_is_that_of_the_installed_vllm() -> None:
+def test_the_committed_table_of_options_matches_the_installed_vllm() -> None:
     committed = json.loads((resources.files("kvpilot_formats.arguments") / "vllm.json").read_text())
     assert committed == {"vllm": version("vllm").partition("+")[0], "options": TABLE}, f"run {_SCRIPT.name}"
 
@@ -89,7 +89,7 @@ def beginnings() -> Iterator[str]:
                 break
 
 
-def test_every_beginning_of_every_name_is_read_as_vllm_reads_it() -> None:
+def test_every_abbreviation_of_every_option_is_parsed_as_by_vllm() -> None:
     tried = sorted(set(beginnings()) - {"--config"})  # vLLM would read the named file, but kvpilot rejects this option
     assert len(tried) > 1000
     for beginning in tried:
@@ -126,7 +126,7 @@ items = st.one_of(
 @example(["--enable-lora", "--no-enable-lora"])
 @example(["--kv-cache-dtype-skip-layers", "0", "1", "--max-num-seqs", "8"])
 @example(["--kv-transfer-config.a+", "x,y", "--kv-transfer-config.a+=z"])
-def test_any_arguments_are_read_as_vllm_reads_them(arguments: list[str]) -> None:
+def test_any_arguments_are_parsed_as_by_vllm(arguments: list[str]) -> None:
     found = read(arguments)
     expected = theirs(arguments)
     if expected is not None:
@@ -137,7 +137,7 @@ def test_any_arguments_are_read_as_vllm_reads_them(arguments: list[str]) -> None
 
 @given(st.lists(items, max_size=6))
 @settings(max_examples=200, deadline=None)
-def test_vllm_refuses_whatever_we_call_a_fault(arguments: list[str]) -> None:
+def test_vllm_refuses_all_arguments_that_we_call_faulty(arguments: list[str]) -> None:
     if read(arguments).faults:
         assert theirs(arguments) is None
 
@@ -150,7 +150,7 @@ def test_arguments_without_an_option_do_not_set_it(arguments: list[str], name: s
 
 
 @given(st.one_of(st.from_regex(r"\s?[0-9]{1,6}([.][0-9]{1,3})?[kKmMgGtT]?\s?", fullmatch=True), st.text(max_size=6)))
-def test_a_number_is_read_as_vllm_reads_it(text: str) -> None:
+def test_a_number_is_parsed_as_by_vllm(text: str) -> None:
     try:
         expected: int | None = human_readable_int(text)
     except (ValueError, ArgumentTypeError):

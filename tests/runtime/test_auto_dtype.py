@@ -69,7 +69,7 @@ def written() -> list[dict[str, Any]]:
     return found
 
 
-def test_auto_is_what_vllm_resolves_it_to() -> None:
+def test_auto_is_resolved_as_by_vllm() -> None:
     published = [entry["config"].get("quantization_config") for entry in CORPUS]
     schemes = [scheme for scheme in (*published, *written()) if scheme is None or isinstance(scheme, dict)]
     theirs = ask("test_auto_dtype", schemes)
@@ -98,7 +98,7 @@ def test_a_scheme_of_compressed_tensors_makes_auto_fp8_in_vllms_layers() -> None
     assert read(asked["quantized"]).token_bytes("auto") * 2 == read(asked["kept"]).token_bytes("auto")
 
 
-def test_preflight_counts_auto_as_the_checkpoint_has_it_and_says_so(
+def test_preflight_counts_auto_as_the_checkpoints_dtype_and_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
@@ -127,7 +127,7 @@ def test_preflight_counts_auto_as_the_checkpoint_has_it_and_says_so(
         (None, "auto", "auto"),
     ],
 )
-def test_an_engine_is_asked_by_name_for_the_dtype_that_its_checkpoint_makes_of_auto(
+def test_vllm_gets_the_name_of_the_dtype_that_the_checkpoint_chooses_for_auto(
     scheme: Any, asked: str, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")

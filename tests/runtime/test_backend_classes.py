@@ -52,13 +52,13 @@ def test_each_dtype_has_a_class_that_is_found_by_path_and_survives_pickling(dtyp
         assert cls.supports_head_size(dim)
 
 
-def test_a_class_pickled_here_is_made_anew_in_another_process() -> None:
+def test_a_pickled_class_is_recreated_in_another_process() -> None:
     cls = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend")
     assert ask("test_backend_classes", {"pickled": pickle.dumps(cls).hex()}) == "k4v4"
 
 
 @pytest.mark.parametrize("name", ["K9V9Backend", "k4v4Backend", "AUTOBackend", "Backend"])
-def test_a_name_that_is_no_dtype_of_ours_is_no_attribute(name: str) -> None:
+def test_a_name_of_another_dtype_is_an_attribute_error(name: str) -> None:
     with pytest.raises(AttributeError, match=name):
         resolve_obj_by_qualname(f"kvpilot_runtime.backends.cpu.{name}")
 
@@ -98,7 +98,9 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_factors_can_be_replaced_however_they_were_made(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factors_can_be_replaced_even_if_made_in_inference_mode(
+    inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
     cls: Any = resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend")
@@ -126,7 +128,7 @@ def test_a_layer_that_uses_another_layers_cache_has_the_factors_that_its_tokens_
     assert torch.equal(shared.factors(layer).key_scale, layers[0].key_scale)
 
 
-def test_where_vllm_has_a_registry_each_dtype_is_given_to_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_vllms_registry_each_dtype_gets_its_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Follow the contract of vLLM 0.33: `register_kv_cache_dtype(name)` returns a decorator, which creates an instance.
 
     The test follows the source of 0.33's config/cache.py, because two versions of vLLM cannot be installed together.

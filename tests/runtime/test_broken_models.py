@@ -58,7 +58,7 @@ def broken(draw: st.DrawFn) -> str:
 
 @settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
 @given(broken(), st.sampled_from(DTYPES), st.sampled_from([1, 8]))
-def test_a_broken_model_is_started_or_refused_in_one_line(
+def test_a_broken_model_is_either_served_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], text: str, dtype: str, ranks: int
 ) -> None:
     folder = tmp_path_factory.mktemp("model")

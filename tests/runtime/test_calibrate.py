@@ -46,21 +46,21 @@ def changed(file: Path, metadata: dict[str, str] | None = None, **tensors: torch
     )  # fmt: skip
 
 
-def test_what_is_saved_is_loaded(file: Path) -> None:
+def test_a_saved_calibration_file_can_be_loaded(file: Path) -> None:
     loaded = factors_file.load(file, FACTS)
     for wanted, got in zip(some_layers(FACTS), loaded.layers, strict=True):
         assert all(torch.equal(getattr(wanted, f.name), getattr(got, f.name)) for f in dataclasses.fields(Factors))
     assert loaded.for_layer("model.layers.2.self_attn.attn") is loaded.layers[2]
 
 
-def test_the_hash_is_over_the_first_keys_too() -> None:
+def test_the_hash_includes_the_means_of_first_keys() -> None:
     layers = some_layers(FACTS)
     other = [*layers[:2], dataclasses.replace(layers[2], key_first=layers[2].key_first + 1)]
     assert factors_file.digest(layers) == factors_file.digest(some_layers(FACTS))
     assert factors_file.digest(layers) != factors_file.digest(other)
 
 
-def test_sizes_that_a_config_leaves_out_are_its_classs_own() -> None:
+def test_sizes_missing_from_a_config_are_the_defaults_of_its_class() -> None:
     corpus = json.loads((Path(__file__).parents[2] / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
     published = {entry["model"]: entry["config"] for entry in corpus}
     facts = factors_file.ModelFacts.of(published["google/gemma-3-4b-it"])
@@ -77,7 +77,7 @@ def test_a_layer_that_was_not_calibrated_is_named(file: Path, name: str) -> None
         factors_file.load(file, FACTS).for_layer(name)
 
 
-def test_shards_hold_every_head_once_and_copies_when_ranks_outnumber_heads(file: Path) -> None:
+def test_shards_have_every_head_once_or_copies_if_ranks_outnumber_heads(file: Path) -> None:
     whole = factors_file.load(file, FACTS)
     halves = [whole.shard(rank, 2) for rank in (0, 1)]
     assert torch.equal(torch.cat([h.layers[1].key_mean for h in halves]), whole.layers[1].key_mean)
@@ -118,7 +118,7 @@ def test_a_missing_or_damaged_file_is_refused(tmp_path: Path) -> None:
         factors_file.load(tmp_path / "half", FACTS)
 
 
-def test_copies_of_a_model_have_one_identity_and_another_rope_another() -> None:
+def test_copies_of_a_model_have_one_identity_and_a_changed_rope_changes_it() -> None:
     config = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 3,
               "rope_theta": 1e4, "dtype": "bfloat16"}  # fmt: skip
     facts = factors_file.ModelFacts.of(config)
@@ -133,7 +133,7 @@ def test_copies_of_a_model_have_one_identity_and_another_rope_another() -> None:
     [("p.jsonl", '{"text": "a"}\n{"prompt": "b"}', "line 2 is not"), ("p.jsonl", "{", "line 1 is not JSON"),
      ("p.txt", "  \n", "holds no text"), (None, "", "cannot be read")],
 )  # fmt: skip
-def test_prompts_that_are_none_are_refused_by_line(
+def test_an_invalid_line_of_prompts_is_refused_by_its_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str | None, body: str, message: str
 ) -> None:
     prompts = tmp_path / (name or "absent")
@@ -144,7 +144,7 @@ def test_prompts_that_are_none_are_refused_by_line(
     assert not (tmp_path / "o").exists()
 
 
-def test_long_texts_are_cut_and_every_piece_begins_as_a_prompt_does() -> None:
+def test_long_texts_are_cut_and_every_piece_begins_with_the_bos_token() -> None:
     class Tokenizer:
         bos_token_id = 7
 
@@ -209,7 +209,7 @@ HYBRID = Lfm2Config(
 @pytest.mark.parametrize(
     ("config", "attending"), [(SOFT_CAP, 1), (SINKS, 1), (HYBRID, 1)], ids=["soft cap", "sinks", "convolutions"]
 )
-def test_layers_that_keep_nothing_in_our_pages_get_factors_that_change_nothing(
+def test_layers_without_our_pages_get_identity_factors(
     config: PreTrainedConfig, attending: int, tmp_path: Path
 ) -> None:
     folder, prompts, output = tiny(config, tmp_path), tmp_path / "prompts.txt", tmp_path / "factors"

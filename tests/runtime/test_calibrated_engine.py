@@ -53,7 +53,7 @@ def test_answers_are_those_of_the_calibrated_codec(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss"], ids=["soft cap", "attention sinks"])
-def test_what_sees_scores_whole_sees_what_the_means_of_keys_add(family: str, tmp_path: Path) -> None:
+def test_sinks_and_caps_see_scores_that_include_the_keys_mean(family: str, tmp_path: Path) -> None:
     model, file = make(family, tmp_path / "model"), tmp_path / "factors.safetensors"
     layers = write_factors(model, file)
     rng = random.Random(6)
@@ -69,7 +69,7 @@ def test_what_sees_scores_whole_sees_what_the_means_of_keys_add(family: str, tmp
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 5
 
 
-def test_the_file_of_another_model_ends_the_start_with_what_differs(tmp_path: Path) -> None:
+def test_a_calibration_file_of_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
     file = tmp_path / "factors.safetensors"
     write_factors(tiny_qwen3(), file)
     log = refused(tiny_llama(), {factors_file.VARIABLE: str(file)})

@@ -43,7 +43,7 @@ def new_pod(tmp_path: Path) -> Callable[[], Path]:
     return made
 
 
-def test_an_engine_compiles_into_its_pod_and_not_onto_the_claim(tmp_path: Path, new_pod: Callable[[], Path]) -> None:
+def test_an_engine_compiles_into_its_pods_own_folder(tmp_path: Path, new_pod: Callable[[], Path]) -> None:
     home = new_pod()
     variables, command, said = prepared(home, tmp_path / "claim")
     assert compat.kept_graphs("cpu").items() <= variables.items()
@@ -55,7 +55,7 @@ def test_an_engine_compiles_into_its_pod_and_not_onto_the_claim(tmp_path: Path, 
     assert not (tmp_path / "claim").exists()
 
 
-def test_where_the_user_has_said_where_code_is_kept_it_is_kept_there(tmp_path: Path) -> None:
+def test_a_users_own_cache_folder_is_respected(tmp_path: Path) -> None:
     assert prepared(tmp_path, tmp_path, VLLM_CACHE_ROOT="/mine") == ({}, None, [])
     assert prepared(tmp_path, "") == ({}, None, [])
     variables, _, _ = prepared(tmp_path, tmp_path / "claim", TRITON_CACHE_DIR="/mine", VLLM_USE_AOT_COMPILE="1")
@@ -81,9 +81,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_what_is_compiled_is_on_the_claim_soon_and_again_when_more_is(
-    tmp_path: Path, new_pod: Callable[[], Path]
-) -> None:
+def test_compiled_code_is_archived_soon_and_again_after_changes(tmp_path: Path, new_pod: Callable[[], Path]) -> None:
     claim, home = tmp_path / "claim", new_pod()
     variables, command, _ = prepared(home, claim)
     assert command is not None
@@ -112,7 +110,7 @@ def test_what_is_compiled_is_on_the_claim_soon_and_again_when_more_is(
     assert command[-1] == compiled.state(Path(variables["VLLM_CACHE_ROOT"]).parent) != ""
 
 
-def test_an_archive_that_has_everything_is_not_written_again(tmp_path: Path) -> None:
+def test_an_unchanged_archive_is_not_written_again(tmp_path: Path) -> None:
     folder, archive = tmp_path / "folder", tmp_path / "compiled-1.tar"
     write(folder, {"model": b"first"})
     looks = iter([True] * 4 + [False])
@@ -123,7 +121,7 @@ def test_an_archive_that_has_everything_is_not_written_again(tmp_path: Path) -> 
     assert archive.exists()
 
 
-def test_it_ends_with_its_engine_however_early_that_ends(tmp_path: Path) -> None:
+def test_the_archiving_process_ends_with_its_engine(tmp_path: Path) -> None:
     code = f"""
 import os, subprocess, sys
 arguments = [str(os.getpid()), {str(tmp_path)!r}, {str(tmp_path / "compiled-1.tar")!r}, "", "60"]
@@ -138,7 +136,7 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize(
     "damage", ["cut in a file", "cut between files", "a wrong byte", "nothing in it", "endless", "another's"]
 )
-def test_an_archive_that_is_damaged_or_anothers_is_told_once_and_replaced(
+def test_a_damaged_or_foreign_archive_causes_one_warning_and_is_replaced(
     damage: str, tmp_path: Path, new_pod: Callable[[], Path]
 ) -> None:
     claim, compiles = tmp_path / "claim", {"model": b"x" * 100_000, "other": b"y" * 100_000}
@@ -179,7 +177,7 @@ def identity(arguments: list[str] | None = None, folder: str = "/home") -> str:
     return compiled.identity(arguments or ARGUMENTS, Path(folder))
 
 
-def test_engines_of_another_kind_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_different_kinds_use_different_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [identity(), identity([*ARGUMENTS, "--node-rank=1"]), identity(["/models/m", "--kv-cache-dtype=fp8"]),
              identity(folder="/other")]  # fmt: skip
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
@@ -197,7 +195,7 @@ def test_engines_of_another_kind_share_nothing(tmp_path: Path, monkeypatch: pyte
     assert len(set(found)) == len(found)
 
 
-def test_pods_of_a_service_share_what_they_compiled_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_of_a_service_share_an_archive_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 10, 0, (9, 0))])
     here = identity()
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA H200", 10, 7, (9, 0))])
@@ -205,7 +203,9 @@ def test_pods_of_a_service_share_what_they_compiled_wherever_they_are(monkeypatc
     assert identity(away) == here == identity()
 
 
-def test_a_file_in_its_place_is_told_once_and_the_engine_compiles(tmp_path: Path, new_pod: Callable[[], Path]) -> None:
+def test_a_file_in_place_of_the_folder_causes_one_warning_and_the_engine_compiles(
+    tmp_path: Path, new_pod: Callable[[], Path]
+) -> None:
     (tmp_path / "claim").write_text("mine")
     variables, command, said = prepared(new_pod(), tmp_path / "claim")
     assert command is not None
@@ -217,7 +217,7 @@ def test_a_file_in_its_place_is_told_once_and_the_engine_compiles(tmp_path: Path
     assert (tmp_path / "claim").read_text() == "mine"
 
 
-def test_a_home_that_cannot_be_written_to_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written_turns_archives_off(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("")
     variables, command, said = prepared(tmp_path / "home", tmp_path / "claim")
     assert (variables, command) == ({}, None)
@@ -246,7 +246,7 @@ print(json.dumps({"said": said, "found": [path.name for path in Path(variables["
 """
 
 
-def test_a_claim_that_is_mounted_read_only_is_read(
+def test_an_archive_on_a_read_only_claim_is_used(
     tmp_path: Path, new_pod: Callable[[], Path], mounts: list[str]
 ) -> None:
     home, claim = new_pod(), tmp_path / "claim"
@@ -264,7 +264,7 @@ def test_a_claim_that_is_mounted_read_only_is_read(
     assert told == {"said": [], "found": ["model"]}
 
 
-def test_a_claim_that_is_full_is_told_once_and_nothing_half_is_left_on_it(tmp_path: Path, mounts: list[str]) -> None:
+def test_a_full_claim_causes_one_warning_and_keeps_no_partial_archive(tmp_path: Path, mounts: list[str]) -> None:
     folder, claim = tmp_path / "folder", tmp_path / "claim"
     claim.mkdir()
     write(folder, {"model": b"x" * 1_000_000})

@@ -21,7 +21,7 @@ TREES = st.dictionaries(st.tuples(NAMES, NAMES), st.binary(max_size=2000), max_s
 
 @settings(max_examples=25)
 @given(tree=TREES)
-def test_what_one_pod_compiled_is_what_the_next_one_finds(tree: dict[tuple[str, str], bytes]) -> None:
+def test_the_next_pod_finds_the_files_that_one_pod_compiled(tree: dict[tuple[str, str], bytes]) -> None:
     with tempfile.TemporaryDirectory() as name:
         one, other, archive = Path(name, "one"), Path(name, "other"), Path(name, "claim", "compiled-1.tar")
         for folder in (one, other, archive.parent):
@@ -36,7 +36,7 @@ def test_what_one_pod_compiled_is_what_the_next_one_finds(tree: dict[tuple[str, 
         assert [path.name for path in archive.parent.iterdir()] == [archive.name]
 
 
-def test_programs_stay_executable_and_times_stay(tmp_path: Path) -> None:
+def test_an_archive_keeps_file_modes_and_times(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     write(one, {"launcher.so": b"x"})
     other.mkdir()
@@ -48,7 +48,7 @@ def test_programs_stay_executable_and_times_stay(tmp_path: Path) -> None:
     assert (other / "launcher.so").stat().st_mtime == 1000
 
 
-def test_a_folder_that_goes_while_it_is_looked_at_is_kept_under_its_next_name(
+def test_a_folder_renamed_while_it_is_archived_is_archived_under_its_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, archive, scandir = tmp_path / "triton", tmp_path / "compiled-1.tar", os.scandir
@@ -73,7 +73,7 @@ def contend(folder: Path, archive: Path, content: bytes, rounds: int) -> None:
         assert compiled.pack(folder, archive)
 
 
-def test_beside_several_writers_a_reader_finds_what_one_of_them_wrote(tmp_path: Path) -> None:
+def test_with_several_writers_a_reader_finds_one_complete_archive(tmp_path: Path) -> None:
     claim, seen = tmp_path / "claim", set()
     claim.mkdir()
     archive, context = claim / "compiled-1.tar", get_context("fork")
@@ -123,7 +123,7 @@ def test_an_archive_writes_nothing_outside_its_folder(kind: str, tmp_path: Path)
     assert files(tmp_path / "a") == files(outside) == {}
 
 
-def test_archives_that_nobody_starts_with_any_more_go_and_nothing_else_does(tmp_path: Path) -> None:
+def test_only_archives_that_no_engine_used_for_long_are_deleted(tmp_path: Path) -> None:
     now, day = time.time(), 24 * 3600
     ages = {"compiled-old.tar": 31, "compiled-used.tar": 29, ".compiled-1.tar.left": 2, ".compiled-1.tar.begun": 0.5,
             "hub": 400, "mine.tar": 400}  # fmt: skip
@@ -134,7 +134,7 @@ def test_archives_that_nobody_starts_with_any_more_go_and_nothing_else_does(tmp_
     assert {path.name for path in tmp_path.iterdir()} == set(ages) - {"compiled-old.tar", ".compiled-1.tar.left"}
 
 
-def test_an_archive_that_is_started_with_is_in_use(tmp_path: Path) -> None:
+def test_using_an_archive_at_start_marks_it_as_used(tmp_path: Path) -> None:
     write(tmp_path / "whole", {"model": b"x"})
     archive = tmp_path / "compiled-1.tar"
     compiled.pack(tmp_path / "whole", archive)

@@ -68,7 +68,7 @@ def kept(claim: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", ["k4v4", "auto"])
-def test_a_second_pod_runs_what_the_first_compiled_and_adds_nothing(tmp_path: Path, dtype: str) -> None:
+def test_a_second_pod_uses_the_firsts_compiled_code_and_compiles_nothing(tmp_path: Path, dtype: str) -> None:
     claim = tmp_path / "claim"
     first = pod(tmp_path, claim, dtype)
     second = pod(tmp_path, claim, dtype)

@@ -102,7 +102,7 @@ def test_a_layer_is_refused_by_the_name_of_a_module_that_vllm_lacks(monkeypatch:
         CpuPlatform.get_attn_backend_cls(None, LAYER, 4)
 
 
-def test_an_engines_end_that_vllm_lacks_is_logged_and_costs_auto_nothing(
+def test_a_missing_shutdown_function_is_logged_and_engines_with_auto_still_serve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(options.SERVE, "1")
@@ -159,13 +159,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[in
         return dict(zip(asked, pool.map(lambda name: run(name, *asked[name]), asked), strict=True))
 
 
-def test_an_engine_of_a_version_to_come_serves_and_warns_once(engines: dict[str, tuple[list[int], str]]) -> None:
+def test_an_engine_of_a_newer_version_serves_and_warns_once(engines: dict[str, tuple[list[int], str]]) -> None:
     answer, log = engines["served"]
     assert len(answer) == 4, log[-3000:]
     assert log.count(f"vllm {AHEAD} is not supported on a CPU") == 1
 
 
-def test_an_engine_whose_pages_come_back_wrong_is_refused_by_name(engines: dict[str, tuple[list[int], str]]) -> None:
+def test_an_engine_that_misreads_its_pages_is_refused_by_name(engines: dict[str, tuple[list[int], str]]) -> None:
     answer, log = engines["swapped"]
     assert not answer
     raised = [line for line in log.splitlines() if "UnsupportedEngineError: " in line]

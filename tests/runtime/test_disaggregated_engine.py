@@ -176,7 +176,9 @@ def assert_pages_and_answers(both: Pair, rounds: int, ranks: int = 1, regions: i
     return seen
 
 
-def test_pages_come_as_they_left_and_answers_are_those_of_an_unbroken_window(both: Pair, record_property: Any) -> None:
+def test_transferred_pages_are_unchanged_and_answers_equal_those_of_one_engine(
+    both: Pair, record_property: Any
+) -> None:
     seen = assert_pages_and_answers(both, 6) | {"poisoned": both.poisoned}
     for name, value in seen.items():
         record_property(name, value)
@@ -191,7 +193,7 @@ def assert_computed_anew(both: Pair, prompts: list[list[int]], left: list[dict[s
     both.assert_answers()
 
 
-def test_what_is_told_of_other_blocks_than_a_prompts_is_computed_anew(both: Pair) -> None:
+def test_a_prompt_is_computed_anew_if_the_announced_blocks_do_not_match_it(both: Pair) -> None:
     left = both.leave(prompts := both.prompts(TOGETHER))
     told = [one["params"] for one in left]
     told[0]["remote_num_tokens"] -= 1
@@ -206,7 +208,7 @@ def test_what_is_told_of_other_blocks_than_a_prompts_is_computed_anew(both: Pair
     assert both.prefill.ask("step", seconds=1)["free"] == both.free
 
 
-def test_blocks_that_were_given_away_are_not_taken_for_the_prompts(both: Pair) -> None:
+def test_blocks_that_the_sender_has_reused_are_not_accepted(both: Pair) -> None:
     assert_blocks_given_away_are_not_taken(both)
 
 
@@ -223,21 +225,21 @@ def assert_blocks_given_away_are_not_taken(both: Pair) -> None:
     assert "may have reused its blocks" in both.decode.log
 
 
-def test_a_read_that_ends_after_its_blocks_may_have_been_given_away_counts_for_nothing(both: Pair) -> None:
+def test_blocks_that_arrive_after_the_senders_lease_are_not_used(both: Pair) -> None:
     both.prefill.ask("lease", seconds=10)
     left = both.leave(prompts := both.prompts(3))
     both.decode.ask("look_away", seconds=12)
     assert_computed_anew(both, prompts, left)
 
 
-def test_factors_of_another_text_are_refused_by_name_and_cost_a_prefill(both: Pair) -> None:
+def test_an_engine_with_other_factors_is_refused_by_name_and_the_prompt_is_prefilled(both: Pair) -> None:
     with engines(tiny_llama(), engine("kv_consumer", max_num_batched_tokens=96)) as (other,):
         said = refused(both, other)
         assert [f"factors {hash_of(one)})" in said for one in (both.prefill, other)] == [True, True]
         assert hash_of(both.prefill) == hash_of(both.decode) != hash_of(other)
 
 
-def test_a_layout_that_is_asked_for_by_name_is_served_and_one_that_the_other_has_not_costs_a_prefill(
+def test_a_requested_layout_is_used_and_a_different_one_of_the_sender_causes_a_prefill(
     both: Pair,
 ) -> None:
     options, variables = engine("kv_consumer")
@@ -263,7 +265,7 @@ def refused(both: Pair, other: Apart) -> str:
     return next(line for line in other.log.splitlines() if "compatibility hash mismatch" in line)
 
 
-def test_an_engine_that_dies_costs_a_prefill(both: Pair) -> None:
+def test_if_the_sender_dies_the_prompt_is_prefilled(both: Pair) -> None:
     both.prefill.ask("lease", seconds=3600)
     left = both.leave(prompts := both.prompts(TOGETHER))
     for one in left[3:]:
@@ -277,7 +279,7 @@ def test_an_engine_that_dies_costs_a_prefill(both: Pair) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("recent", ["0", ""], ids=["no window", "its window"])
 @pytest.mark.parametrize("dtype", formats.own_names())
-def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str) -> None:
+def test_pages_of_every_format_are_transferred_unchanged(dtype: str, recent: str) -> None:
     roles = ("kv_both", "kv_both") if recent else ("kv_producer", "kv_consumer")
     with pair(dtype, recent, roles) as (prefill, decode):
         found = Pair(prefill, decode, dtype, 0 if recent else window_of(dtype))
@@ -287,7 +289,7 @@ def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str) -> Non
 
 
 @pytest.mark.long
-def test_ranks_of_tensor_parallelism_read_from_their_like() -> None:
+def test_each_tensor_parallel_rank_reads_from_the_same_rank() -> None:
     with pair("k4v4", tensor_parallel_size=2) as (prefill, decode):
         both = Pair(prefill, decode, "k4v4", window_of("k4v4"))
         assert [one.started["layout"] for one in (prefill, decode)] == ["LBHNC", "LBHNC"]  # Each rank has one KV head.

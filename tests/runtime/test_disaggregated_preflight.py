@@ -52,13 +52,13 @@ def transferring(transfer: dict[str, Any], *more: str, dtype: str = "k4v4", mode
 @pytest.mark.parametrize("transfer", [DECODE, PREFILL, {**DECODE, "kv_role": "kv_both"},
                                       {**DECODE, "kv_connector_extra_config": {"kv_lease_duration": 60}}, SHARE,
                                       {**SHARE, "kv_role": "kv_consumer"}])  # fmt: skip
-def test_what_was_seen_right_is_served(transfer: dict[str, Any]) -> None:
+def test_tested_configurations_are_accepted(transfer: dict[str, Any]) -> None:
     check(transferring(transfer))
     packed.refuse_unsupported_options(engine(transfer))
 
 
 @pytest.mark.parametrize("transfer", [DECODE, PREFILL])
-def test_what_is_asked_for_with_dots_is_the_same(transfer: dict[str, Any]) -> None:
+def test_options_with_dots_mean_the_same(transfer: dict[str, Any]) -> None:
     dotted = [f"--kv-transfer-config.{key}={value}" for key, value in transfer.items() if isinstance(value, str)]
     check(serve.parse([f"--model={tiny_llama()}", "--kv-cache-dtype=k4v4", *dotted])[0])
 
@@ -76,9 +76,7 @@ def test_what_is_asked_for_with_dots_is_the_same(transfer: dict[str, Any]) -> No
         ({"kv_buffer_device": "cuda"}, "kv_buffer_device 'cuda'"),
     ],
 )  # fmt: skip
-def test_a_form_that_nobody_has_seen_right_is_refused_by_name_here_and_in_the_backend(
-    more: dict[str, Any], what: str
-) -> None:
+def test_untested_configurations_are_refused_by_preflight_and_backend(more: dict[str, Any], what: str) -> None:
     assert_refused({**DECODE, **more}, what)
 
 
@@ -94,7 +92,7 @@ def test_a_form_that_nobody_has_seen_right_is_refused_by_name_here_and_in_the_ba
         ({"kv_connector_module_path": "elsewhere"}, "kv_connector_module_path 'elsewhere'"),
     ],
 )  # fmt: skip
-def test_so_is_a_form_of_lmcaches(more: dict[str, Any], what: str) -> None:
+def test_untested_configurations_of_lmcache_are_refused(more: dict[str, Any], what: str) -> None:
     assert_refused({**SHARE, **more}, what)
 
 
@@ -122,7 +120,7 @@ def engine(transfer: dict[str, Any], **more: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("transfer", [DECODE, SHARE], ids=["NIXL", "LMCache"])
 @pytest.mark.parametrize("what", BESIDE)
-def test_what_nobody_has_seen_right_beside_it_is_refused_by_name(what: str, transfer: dict[str, Any]) -> None:
+def test_options_untested_with_a_connector_are_refused_by_name(what: str, transfer: dict[str, Any]) -> None:
     message = refusal(transferring(transfer, *BESIDE[what])).message
     assert f"beside {what}" in message
     assert "'k4v4'" in message
@@ -140,13 +138,13 @@ def test_what_nobody_has_seen_right_beside_it_is_refused_by_name(what: str, tran
         {"compilation_config": SimpleNamespace(static_forward_context={"a": SimpleNamespace(sliding_window=64)})},
     ],
 )  # fmt: skip
-def test_an_engine_that_was_started_without_preflight_refuses_it_too(more: dict[str, Any]) -> None:
+def test_an_engine_started_without_preflight_refuses_them_too(more: dict[str, Any]) -> None:
     packed.refuse_unsupported_options(engine(DECODE))
     with pytest.raises(UnsupportedModelError, match=r"--kv-transfer-config.*'k4v4'"):
         packed.refuse_unsupported_options(engine(DECODE, **more))
 
 
-def test_pages_of_all_layers_in_a_row_are_for_nixl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_nixl_may_use_the_layout_with_all_layers_of_a_block_together(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = {"cache_dtype": "k4v4", "kv_cache_dtype_skip_layers": [], "kv_cache_layout": "BHLNC"}
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BHLNC")
     check(transferring(DECODE))
@@ -159,14 +157,14 @@ def test_pages_of_all_layers_in_a_row_are_for_nixl_alone(monkeypatch: pytest.Mon
     check(transferring(SHARE, dtype="auto"))
 
 
-def test_layers_with_a_window_are_refused_beside_it() -> None:
+def test_models_with_sliding_window_layers_are_refused_with_a_connector() -> None:
     assert (
         "--kv-transfer-config for a model with sliding-window layers"
         in refusal(transferring(DECODE, model=str(tiny_gemma3()))).message
     )
 
 
-def test_a_host_buffer_is_refused_where_pages_lie_on_a_gpu() -> None:
+def test_a_host_buffer_is_refused_on_a_gpu() -> None:
     assert options.refused(["--kv-transfer-config", json.dumps({**DECODE, "kv_buffer_device": "cpu"})], {}, "cuda")
     assert not options.refused(["--kv-transfer-config", json.dumps({**DECODE, "kv_buffer_device": "cuda"})], {}, "cuda")
 
@@ -202,7 +200,7 @@ def test_another_release_of_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) 
         (DECODE, "auto", 8, "LBHNC"), (None, "k4v4", 8, None),
     ],
 )  # fmt: skip
-def test_vllm_is_asked_for_the_layout_of_fewest_copies_by_dtypes_of_ours_alone(
+def test_only_our_dtypes_request_the_layout_with_the_fewest_copies(
     transfer: dict[str, Any] | None, dtype: str, heads: int, wanted: str | None
 ) -> None:
     plugin.serve_dtype("k4v4")
@@ -231,14 +229,12 @@ def told(tokens: int = 40, **changes: Any) -> dict[str, Any]:
         (told(remote_blocks_expiry_time=None), "remote_blocks_expiry_time"),
     ],
 )  # fmt: skip
-def test_a_prompt_is_read_only_where_all_of_it_is_there_and_nothing_else(
-    params: dict[str, Any], what: str | None
-) -> None:
+def test_a_prompt_is_pulled_only_if_the_sender_has_exactly_its_blocks(params: dict[str, Any], what: str | None) -> None:
     found = short(params, 40, [3, 2])
     assert found is None if what is None else what in (found or "")
 
 
-def test_terms_are_told_in_words_and_differ_in_each_of_their_parts() -> None:
+def test_terms_as_text_differ_if_any_of_their_parts_differs() -> None:
     terms = {"dtype": "k4v4", "page": 4352, "block": 16, "window": 64, "ring": 4, "ranks": 2, "layout": "BHLNC",
              "factors": "abc"}  # fmt: skip
     own = str(Terms(**terms))

@@ -177,7 +177,7 @@ def test_greedy_answers_are_those_without_speculation(
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["draft model", "EAGLE", "EAGLE-3", "MTP"])
-def test_where_nothing_is_preempted_or_found_answers_with_a_window_are_those_without_drafts(
+def test_without_preemption_and_prefix_hits_answers_with_a_window_equal_those_without_drafts(
     name: str, dtype: str, models: Models, record_property: Callable[[str, object], None]
 ) -> None:
     case, (model, drafter) = CASES[name], models.pair(name)
@@ -198,7 +198,7 @@ def test_where_nothing_is_preempted_or_found_answers_with_a_window_are_those_wit
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in CASES if "page" in name])
-def test_a_draft_with_other_pages_is_refused_beside_a_window(name: str, models: Models) -> None:
+def test_a_draft_with_another_page_size_is_refused_with_a_window(name: str, models: Models) -> None:
     model, drafter = models.pair(name)
     asked = requests(model, "k4v4", WINDOW, calibrated=False)
     with pytest.raises(RuntimeError, match=r"a draft with other heads or head_dim .* set KVPILOT_RECENT_TOKENS to 0"):

@@ -83,7 +83,7 @@ BESIDE_NODES = {
 }
 
 
-def test_every_spelling_of_what_does_not_go_with_several_nodes_is_refused_beside_them_and_no_other_option_is(
+def test_every_spelling_of_options_unsupported_over_several_nodes_is_refused_there(
     parser: FlexibleArgumentParser,
 ) -> None:
     actions = {action.dest: action for action in options(parser).values()}
@@ -95,13 +95,13 @@ def test_every_spelling_of_what_does_not_go_with_several_nodes_is_refused_beside
     assert not refused("-dp=2")
 
 
-def test_a_beginning_of_a_name_really_sets_the_option(parser: FlexibleArgumentParser) -> None:
+def test_an_abbreviated_name_sets_the_option_in_vllm(parser: FlexibleArgumentParser) -> None:
     assert parser.parse_args(["--api_k=secret"]).api_key == ["secret"]
     assert parser.parse_args(["--api-key.a=b"]).api_key == ['{"a": "b"}']
 
 
 @pytest.mark.parametrize("item", ["$(OPTION)", "--$(NAME)=1", "--chat-template$(REST)"])
-def test_an_option_that_a_variable_would_name_is_refused(item: str) -> None:
+def test_an_option_named_by_a_variable_is_refused(item: str) -> None:
     assert refused(item)
 
 
@@ -113,7 +113,7 @@ CHECKED = {
 """Options that kvpilot-serve checks before the start, by vLLM's destination, with a value that is not the default."""
 
 
-def test_every_spelling_of_what_is_checked_is_checked(parser: FlexibleArgumentParser) -> None:
+def test_every_spelling_of_a_checked_option_is_checked(parser: FlexibleArgumentParser) -> None:
     tried = 0
     for beginning, dest in beginnings(parser):
         if dest not in CHECKED:
@@ -126,7 +126,7 @@ def test_every_spelling_of_what_is_checked_is_checked(parser: FlexibleArgumentPa
     assert tried > 100
 
 
-def test_every_other_option_of_vllm_goes_to_it_as_it_is(parser: FlexibleArgumentParser) -> None:
+def test_every_other_option_is_passed_to_vllm_unchanged(parser: FlexibleArgumentParser) -> None:
     for name, action in options(parser).items():
         if action.dest not in {*CHECKED, "config", "help"}:
             assert set_to(name, action) in serve.parse(["--model=m", set_to(name, action)])[1]

@@ -69,7 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Turn, An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_familys_answers_are_those_of_its_codec(
+def test_each_familys_answers_equal_those_of_the_codec(
     name: str, served: dict[str, tuple[Turn, Answered]], record_property: Callable[[str, object], None]
 ) -> None:
     asked, told = served[name]

@@ -97,7 +97,7 @@ def apart(found: list[float], wanted: list[float]) -> float:
     return median(abs(a - b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_prompt_logprobs_are_those_of_the_codec(served: httpx.Client, oracle: Oracle, plain: Oracle) -> None:
+def test_prompt_logprobs_equal_those_of_the_codec(served: httpx.Client, oracle: Oracle, plain: Oracle) -> None:
     choice = completed(served, max_tokens=1, prompt_logprobs=0)["choices"][0]
     first, *others = choice["prompt_logprobs"]
     assert first is None
@@ -115,7 +115,7 @@ def test_parallel_samples_have_the_codecs_probabilities(served: httpx.Client, or
         assert apart(found, plain.logprobs(PROMPT, tokens)) > 10 * SLACK
 
 
-def test_beams_are_the_best_of_their_steps(served: httpx.Client, oracle: Oracle) -> None:
+def test_beam_search_keeps_the_best_beams_of_each_step(served: httpx.Client, oracle: Oracle) -> None:
     answer = completed(served, use_beam_search=True, n=2, max_tokens=4, return_token_ids=None)
     texts = [choice["text"] for choice in answer["choices"]]
     beams: list[tuple[list[int], float]] = [([], 0.0)]
@@ -129,7 +129,7 @@ def test_beams_are_the_best_of_their_steps(served: httpx.Client, oracle: Oracle)
     assert texts == wanted
 
 
-def test_structured_output_holds_to_its_schema(served: httpx.Client) -> None:
+def test_structured_output_follows_its_schema(served: httpx.Client) -> None:
     asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     for _ in range(4):
         found = json.loads(chatted(served, response_format=asked)["content"])

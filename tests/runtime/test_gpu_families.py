@@ -25,7 +25,7 @@ def rows(script: str, out: Path, *arguments: str):
     return found["rows"]
 
 
-def test_a_family_is_found_right_with_preemption_and_prefix_hits(tmp_path):
+def test_the_program_for_families_finds_right_answers_with_preemption_and_prefix_hits(tmp_path):
     row = rows("gpu_families", tmp_path, "--families=qwen3", "--prompts=8", "--tokens=8")["qwen3"]
     assert row["verdict"] == "served and right"
     counters = row["engines"]["k4v4/codec"]["counters"]
@@ -33,7 +33,7 @@ def test_a_family_is_found_right_with_preemption_and_prefix_hits(tmp_path):
     assert counters["vllm:prefix_cache_hits"]
 
 
-def test_what_a_request_may_ask_for_is_found_right(tmp_path):
+def test_the_program_for_families_checks_the_features_of_requests(tmp_path):
     found = rows("gpu_options", tmp_path, "--what=details", "--prompts=4", "--tokens=6")
     wanted = ("prompt logprobs", "parallel samples", "structured output")
     assert {name: row["verdict"] for name, row in found.items()} == dict.fromkeys(wanted, "served and right")

@@ -38,7 +38,7 @@ def chosen(**asked: Any) -> Any:
     return resolve_obj_by_qualname(CpuPlatform.get_attn_backend_cls(None, RIGHT._replace(**asked), 4))
 
 
-def test_a_layer_that_is_served_gets_our_backend_and_other_dtypes_vllms_own() -> None:
+def test_layers_with_our_dtypes_get_our_backend_and_others_keep_vllms() -> None:
     assert chosen() is resolve_obj_by_qualname("kvpilot_runtime.backends.cpu.K4V4Backend")
     assert chosen(block_size=16).fmt.name == "k4v4"
     assert chosen(has_sink=True).fmt.name == chosen(use_mm_prefix=True).fmt.name == "k4v4"
@@ -47,7 +47,7 @@ def test_a_layer_that_is_served_gets_our_backend_and_other_dtypes_vllms_own() ->
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_the_cpu_platform_asks_our_backend_what_it_cannot_serve(what: str) -> None:
+def test_the_cpu_platform_reports_our_backends_reasons(what: str) -> None:
     asked, word = WRONG[what]
     with pytest.raises(UnsupportedModelError, match=r"kv-cache dtype 'k4v4' cannot serve this model: .*auto") as caught:
         chosen(**asked)
@@ -55,7 +55,7 @@ def test_the_cpu_platform_asks_our_backend_what_it_cannot_serve(what: str) -> No
 
 
 @pytest.mark.parametrize("kind", [AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
-def test_a_layer_of_another_kind_is_refused_by_our_class_itself(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_backend_refuses_an_unsupported_kind_of_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)
     monkeypatch.setattr(packed, "calibration_of", lambda _config: None)
     with pytest.raises(UnsupportedModelError, match=r"k4v4.*--kv-cache-dtype auto"):
@@ -71,7 +71,7 @@ def batch(causal: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("causal", [False, torch.tensor([False]), torch.tensor([True])], ids=["no", "none", "each"])
-def test_a_step_that_is_not_causal_is_not_served_as_if_it_were(causal: Any) -> None:
+def test_a_step_that_is_not_causal_is_refused(causal: Any) -> None:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.uint8)
     about = SimpleNamespace(cache_dtype="k4v4")
     config = SimpleNamespace(
@@ -83,7 +83,7 @@ def test_a_step_that_is_not_causal_is_not_served_as_if_it_were(causal: Any) -> N
         builder.build(0, batch(causal))
 
 
-def test_layers_that_attend_within_chunks_have_the_pages_of_those_that_attend_to_everything() -> None:
+def test_layers_with_chunked_attention_have_the_same_pages_as_full_attention() -> None:
     same = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.uint8}
     chunked, full = (
         chosen().customize_spec(spec)
@@ -118,14 +118,12 @@ def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNames
          "canonical_layout"),
     ],
 )  # fmt: skip
-def test_pages_of_other_engines_are_refused_by_the_name_of_what_brings_them(
-    transfer: dict[str, Any], what: str
-) -> None:
+def test_a_connector_that_brings_pages_of_other_engines_is_refused_by_name(transfer: dict[str, Any], what: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{what} is not supported with kv-cache dtype 'k4v4'"):
         packed.refuse_unsupported_options(engine(**transfer))
 
 
-def test_vllms_tier_in_host_memory_is_served_but_beside_layers_with_a_window_or_chunks() -> None:
+def test_offloading_is_accepted_except_with_window_or_chunked_layers() -> None:
     tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**30}}
     packed.refuse_unsupported_options(engine({"full": SimpleNamespace(sliding_window=None)}, **tier))
     with pytest.raises(UnsupportedModelError, match="sliding-window layers and kv-cache dtype 'k4v4'"):

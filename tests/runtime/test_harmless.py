@@ -41,14 +41,14 @@ def wrapped(found: list[str]) -> set[str]:
     return {name for name in found if not is_name(name)}
 
 
-def test_an_engine_of_vllms_own_dtypes_runs_without_one_replaced_attribute() -> None:
+def test_an_engine_with_vllms_own_dtypes_has_no_replaced_attribute() -> None:
     told = vllm_attributes.replaced(("auto", "fp8", "bfloat16"))
     assert wrapped(told.registered) == set()
     assert wrapped(told.configured) == set()
     assert wrapped(vllm_attributes.replaced(**told.environment).registered) == set()
 
 
-def test_the_first_configuration_of_our_dtype_wraps_vllm_here_and_in_processes_that_start_later() -> None:
+def test_the_first_use_of_our_dtype_wraps_vllm_in_this_and_later_processes() -> None:
     told = vllm_attributes.replaced(("auto", "k4v4"))
     assert wrapped(told.registered) == set()
     assert "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls" in told.configured
@@ -64,13 +64,13 @@ def test_the_first_configuration_of_our_dtype_wraps_vllm_here_and_in_processes_t
         (plugin.DTYPE, "k4v4", "CpuPlatform.get_attn_backend_cls", "EngineCoreProc._handle_shutdown"),
     ],
 )
-def test_an_option_of_ours_wraps_what_it_needs_alone(variable: str, value: str, wraps: str, leaves: str) -> None:
+def test_our_options_wrap_only_the_functions_that_they_need(variable: str, value: str, wraps: str, leaves: str) -> None:
     found = wrapped(vllm_attributes.replaced(**{variable: value}).registered)
     assert any(name.endswith(wraps) for name in found)
     assert not any(name.endswith(leaves) for name in found)
 
 
-def test_a_dtype_that_cannot_be_made_known_leaves_vllms_own_dtypes_alone(
+def test_if_our_dtypes_cannot_be_registered_vllms_own_still_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plugin.log, "propagate", True)
@@ -128,7 +128,7 @@ def test_two_wrappers_of_one_function_are_both_called_once(stock: type[Stock]) -
 
 
 @pytest.mark.parametrize("from_host", [False, True])
-def test_a_lookup_of_cached_blocks_is_given_the_arguments_of_a_later_vllm(
+def test_our_lookup_of_cached_blocks_passes_on_additional_arguments(
     from_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM 0.33 passes a second argument that limits the hit. Without it every engine crashed at its first request."""
@@ -160,7 +160,7 @@ def wrappers() -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("name", wrappers())
-def test_every_wrapper_takes_and_passes_on_whatever_it_is_given(name: str) -> None:
+def test_every_wrapper_passes_on_all_arguments(name: str) -> None:
     function = wrappers()[name]
     assert function.args.args[0].arg == "stock"
     assert (function.args.vararg and function.args.vararg.arg) == "args"
@@ -192,7 +192,7 @@ def put_on_objects() -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("name", put_on_objects())
-def test_every_function_that_we_put_on_an_object_of_vllms_takes_whatever_it_is_given(name: str) -> None:
+def test_every_function_that_we_attach_to_vllms_objects_accepts_all_arguments(name: str) -> None:
     function = put_on_objects()[name]
     assert function.args.vararg, name
     assert function.args.kwarg, name
@@ -226,13 +226,13 @@ OVERRIDING = ("backends.cpu", "backends.latent_cpu", "backends.packed", "recent.
 
 
 @pytest.mark.parametrize("module", OVERRIDING)
-def test_an_override_can_be_given_all_that_vllm_gives_its_own_method(module: str) -> None:
+def test_an_override_accepts_all_arguments_of_vllms_own_method(module: str) -> None:
     found = list(overrides(importlib.import_module(f"kvpilot_runtime.{module}")))
     lacking = {name: missing for name, ours, theirs in found if (missing := not_taken(ours, theirs))}
     assert not lacking
 
 
-def test_nothing_of_vllms_is_replaced_but_by_wrap() -> None:
+def test_functions_of_vllm_are_replaced_only_by_wrap() -> None:
     """Check that our code assigns no attribute of a name imported from vLLM."""
     for file in FILES:
         tree = ast.parse(file.read_text())
@@ -251,7 +251,7 @@ def test_nothing_of_vllms_is_replaced_but_by_wrap() -> None:
                     assert owner not in theirs, f"{file.name}:{node.lineno}: {ast.unparse(node)}"
 
 
-def test_a_wrapped_function_is_known_by_its_mark() -> None:
+def test_a_wrapped_function_has_a_mark() -> None:
     plugin.serve_dtype("k4v4")
     module = importlib.import_module("vllm.platforms.cpu")
     assert getattr(module.CpuPlatform.get_attn_backend_cls.__func__, MARK)

@@ -58,7 +58,7 @@ def specs(groups: list[tuple[list[int], int, list[int]]], moved_to: list[int] | 
 
 @settings(max_examples=200, deadline=None)
 @given(transfers(), st.lists(st.sampled_from(NAMES), min_size=1, max_size=3), st.data())
-def test_what_is_stored_and_loaded_into_other_blocks_is_what_was_there_and_nothing_else_changes(
+def test_stored_blocks_can_be_loaded_into_other_blocks_and_no_other_byte_changes(
     asked: tuple[int, list[tuple[list[int], int, list[int]]]], names: list[str], data: st.DataObject
 ) -> None:
     per_chunk, groups = asked
@@ -89,7 +89,7 @@ def test_what_is_stored_and_loaded_into_other_blocks_is_what_was_there_and_nothi
     assert worker.get_finished() == []
 
 
-def test_a_group_that_begins_within_a_chunk_takes_its_later_blocks() -> None:
+def test_a_group_may_begin_in_the_middle_of_a_chunk() -> None:
     device, host = specs([([5, 6, 7], 4, [2, 0])])
     ((at_cache, at_host),) = rows(device, host, 3)
     assert at_cache.tolist() == [5, 6, 7]

@@ -160,7 +160,7 @@ def answered(request: pytest.FixtureRequest, model: Path) -> tuple[str, list[int
     return request.param, images, serve(Question(str(model), request.param, prompts, images, 12, options))
 
 
-def test_every_answer_is_that_of_the_codec_and_of_images_seen_both_ways(
+def test_answers_equal_the_codecs_with_images_that_attend_both_ways(
     answered: tuple[str, list[int], Answered], model: Path, pixels: list[torch.Tensor]
 ) -> None:
     dtype, images, found = answered

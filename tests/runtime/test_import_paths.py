@@ -28,7 +28,7 @@ def names_in(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
-def test_every_backend_that_the_plugin_names_leads_somewhere(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_import_path_of_a_backend_exists(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, str] = {}
     monkeypatch.setattr(hooks, "route_backends", lambda _platform, paths: told.update(paths))
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _self: on_cuda)
@@ -44,6 +44,6 @@ def test_every_backend_that_the_plugin_names_leads_somewhere(on_cuda: bool, monk
 
 
 @pytest.mark.parametrize("path", [one.ours for one in connectors.SERVED.values()])
-def test_a_connector_of_ours_is_where_its_carrier_says(path: str) -> None:
+def test_every_import_path_of_a_connector_exists(path: str) -> None:
     module, _, name = path.rpartition(".")
     assert name in names_in(module)

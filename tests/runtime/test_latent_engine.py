@@ -64,7 +64,7 @@ def test_paging_changes_no_token_of_latent_attention(name: str, model: Path) -> 
     assert sum(oracle.sound(p, a, misread=len(p) // 2, rounds=10) for p, a in long) <= 1
 
 
-def test_a_prompt_in_one_chunk_is_answered_as_by_a_cache_in_full_and_one_in_several_reads_its_context_from_pages(
+def test_a_prompt_in_one_chunk_equals_16_bits_and_later_chunks_read_their_context_from_pages(
     model: Path,
 ) -> None:
     prompts = [prompt for prompt, _ in some_requests(60) if len(prompt) > CHUNK][:12]

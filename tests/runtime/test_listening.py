@@ -19,7 +19,7 @@ def engines_host(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_vllms_socket_is_reached_by_either_family(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_vllms_socket_accepts_ipv4_and_ipv6(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     with create_server_socket((engines_host(monkeypatch), 0), reuse_port=False) as server:
         server.listen()
         with socket.create_connection((address, server.getsockname()[1]), timeout=60):
@@ -28,7 +28,7 @@ def test_vllms_socket_is_reached_by_either_family(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("which", ["no IPv6", "an IPv6 of its own"])
-def test_a_node_whose_sockets_do_not_take_both_serves_ipv4(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+def test_without_dual_stack_sockets_the_engine_listens_on_ipv4(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     """Simulate a kernel without IPv6 or with net.ipv6.bindv6only, because a test cannot set these."""
     made = socket.socket
 
@@ -44,6 +44,6 @@ def test_a_node_whose_sockets_do_not_take_both_serves_ipv4(monkeypatch: pytest.M
     assert engines_host(monkeypatch) == "0.0.0.0"  # noqa: S104 - what a pod listens at
 
 
-def test_the_variable_names_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_sets_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(listening.HOST, "127.0.1.2")
     assert listening.host() == "127.0.1.2"

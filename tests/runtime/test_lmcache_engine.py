@@ -151,7 +151,9 @@ def both(cache: Server) -> Iterator[Shared]:
         yield Shared(each, "k4v4", window_of("k4v4"))
 
 
-def test_pages_come_as_they_left_and_answers_are_those_after_a_prefix_hit(both: Shared, record_property: Any) -> None:
+def test_pages_from_lmcache_are_unchanged_and_answers_equal_those_after_a_prefix_hit(
+    both: Shared, record_property: Any
+) -> None:
     assert_shared(both, 2)
     for name, value in both.seen.items():
         record_property(name, value)
@@ -174,7 +176,7 @@ def filed_under(one: Apart) -> str:
     return one.log.split("LMCache stores pages under ")[1].split()[0]
 
 
-def test_a_server_that_dies_costs_prefills(both: Shared, cache: Server) -> None:
+def test_if_the_server_dies_prompts_are_prefilled(both: Shared, cache: Server) -> None:
     cache.end()
     for one in both.each:
         assert both.serve(one, both.prompts(3)) == 0
@@ -210,7 +212,7 @@ def test_pages_on_a_disk_outlive_the_server_and_the_engine(tmp_path: Path) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("recent", ["0", ""], ids=["no window", "its window"])
 @pytest.mark.parametrize("dtype", formats.own_names())
-def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str, tmp_path: Path) -> None:
+def test_pages_of_every_format_are_stored_and_loaded_unchanged(dtype: str, recent: str, tmp_path: Path) -> None:
     with (
         server(tmp_path) as cache,
         engines(tiny_llama(), *[engine(cache.port, dtype, recent)] * 2, module="shared_engine") as each,
@@ -219,7 +221,7 @@ def test_pages_of_every_format_come_as_they_left(dtype: str, recent: str, tmp_pa
 
 
 @pytest.mark.long
-def test_ranks_of_tensor_parallelism_share_with_their_like(tmp_path: Path) -> None:
+def test_each_tensor_parallel_rank_shares_with_the_same_rank(tmp_path: Path) -> None:
     with (
         server(tmp_path) as cache,
         engines(tiny_llama(), *[engine(cache.port, tensor_parallel_size=2)] * 2, module="shared_engine") as each,

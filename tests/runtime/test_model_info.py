@@ -31,14 +31,14 @@ def lines() -> list[str]:
     return [line for line in generate_latest(REGISTRY).decode().splitlines() if line.startswith(model_info.NAME)]
 
 
-def test_a_config_becomes_one_series_however_often_the_plugin_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_becomes_one_series_even_if_the_plugin_is_loaded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(model_info.VARIABLE, model_info.encode(read_config(tiny_llama())))
     assert model_info.publish()
     assert not model_info.publish()
     assert lines() == [LLAMA]
 
 
-def test_window_layers_and_latent_attention_are_told(tmp_path: Path) -> None:
+def test_the_gauge_reports_window_layers_and_latent_attention(tmp_path: Path) -> None:
     gemma = json.loads(model_info.encode(read_config(tiny_gemma3())))
     assert 0 < gemma["window_layers"] < gemma["layers"]
     raw = json.loads((tiny_llama() / "config.json").read_text())
@@ -46,7 +46,7 @@ def test_window_layers_and_latent_attention_are_told(tmp_path: Path) -> None:
     assert json.loads(model_info.encode(read_config(tmp_path)))["mla"] is True
 
 
-def test_layers_that_attend_within_chunks_are_none_that_stay_in_16_bits() -> None:
+def test_layers_with_chunked_attention_do_not_count_as_window_layers() -> None:
     corpus = json.loads((Path(__file__).parents[2] / "cli/kvpilot_cli/plan/published.json").read_text())["models"]
     facts = [read(entry["config"]) for entry in corpus if "Llama-4" in entry["model"]]
     assert all(found.chunked_layers for found in facts)
@@ -58,7 +58,7 @@ def test_without_the_variable_nothing_is_published() -> None:
     assert lines() == []
 
 
-def test_kvpilot_serve_tells_the_process_it_becomes_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_process_that_becomes_vllm_gets_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda _, __, environment: started.append(environment))
     serve.main([f"--model={tiny_llama()}"])
@@ -67,7 +67,7 @@ def test_kvpilot_serve_tells_the_process_it_becomes_and_nobody_else(monkeypatch:
     assert model_info.VARIABLE not in os.environ
 
 
-def test_of_a_model_that_only_the_hub_knows_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_readable_config_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda _, __, environment: started.append(environment))
     serve.main(["--model=some-team/some-model"])

@@ -64,26 +64,26 @@ def differences(entries: list[dict[str, Any]], found: dict[str, Any]) -> dict[st
     }
 
 
-def test_a_model_of_each_family_has_the_layers_that_vllm_gives_it() -> None:
+def test_our_reading_of_each_familys_layers_equals_vllms() -> None:
     assert len(ONE_OF_EACH) >= 20
     assert any(read(entry["config"]).idle_window for entry in ONE_OF_EACH)
     assert differences(ONE_OF_EACH, built(ONE_OF_EACH)) == {}
 
 
 @pytest.mark.long
-def test_every_model_of_the_corpus_has_the_layers_that_vllm_gives_it() -> None:
+def test_our_reading_of_every_published_models_layers_equals_vllms() -> None:
     found = built(BUILT)
     assert sum(bool(answer.get("groups")) for answer in found.values()) >= 160
     assert differences(BUILT, found) == {}
 
 
-def test_a_model_that_vllm_does_not_build_here_has_its_reason_beside_it() -> None:
+def test_each_model_that_vllm_cannot_build_here_has_a_recorded_reason() -> None:
     assert len(BUILT) >= 160
     assert all(entry["vllm"].strip() for entry in CORPUS if "vllm" in entry)
 
 
 @pytest.mark.long
-def test_every_class_of_transformers_that_vllm_builds_here_has_its_layers_by_default() -> None:
+def test_our_default_layers_of_every_class_equal_vllms() -> None:
     script = ROOT / "tests" / "support" / "config_classes.py"
     done = subprocess.run(
         [sys.executable, str(script), "defaults"], capture_output=True, text=True, check=True, timeout=900

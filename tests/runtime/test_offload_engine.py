@@ -39,7 +39,7 @@ def conversations(dtype: str, count: int, longest: int, blocks: int, **more: Any
     return Asked(str(tiny_llama()), dtype, rounds, tokens, options, **more)
 
 
-def test_answers_are_those_of_attention_with_a_window_wherever_pages_have_been(
+def test_answers_do_not_depend_on_where_pages_were_stored(
     record_property: Callable[[str, object], None],
 ) -> None:
     question = conversations("k4v4", 14, 192, 44)
@@ -56,7 +56,7 @@ def test_answers_are_those_of_attention_with_a_window_wherever_pages_have_been(
     assert found.judged == sum(map(sum, question.tokens))
 
 
-def test_clients_that_leave_and_copies_that_end_late_change_no_answer() -> None:
+def test_aborted_requests_and_late_copies_change_no_answer() -> None:
     rng = random.Random(7)
     question = conversations("k4v4", 14, 192, 44, late=3)
     requests = sum(map(len, question.rounds))
@@ -75,11 +75,11 @@ def test_clients_that_leave_and_copies_that_end_late_change_no_answer() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "k2v2"])  # without a window, and with the longest one
-def test_bytes_that_come_back_are_those_that_left(dtype: str) -> None:
+def test_offloaded_pages_return_unchanged(dtype: str) -> None:
     assert_bytes_return(conversations(dtype, 10, 192, 90, recent=None))
 
 
-def test_so_are_those_of_blocks_that_have_the_pages_of_all_layers_in_a_row() -> None:
+def test_offloaded_pages_return_unchanged_in_the_layout_with_all_layers_of_a_block_together() -> None:
     assert_bytes_return(conversations("k4v4", 10, 192, 90, recent=None, layout="BHLNC"))
 
 
@@ -89,7 +89,7 @@ def assert_bytes_return(question: Asked) -> None:
     assert told.changed == 0
 
 
-def test_an_engine_of_two_processes_loads_from_host_memory_what_a_probe_asks_it_to(tmp_path: Path) -> None:
+def test_a_probe_can_make_a_separate_engine_process_load_from_host_memory(tmp_path: Path) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 49152) for _ in range(160)] for _ in range(2)]
     with engine(

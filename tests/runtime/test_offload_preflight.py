@@ -10,7 +10,7 @@ from support.preflights import asked, refusal
 H200 = machine.Gpu("NVIDIA H200", 141 * 2**30, 0, (9, 0))
 
 
-def test_vllms_simple_offloading_is_refused_beside_our_dtypes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_simple_offloading_is_refused_only_with_our_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
     error = refusal(asked("--kv-offloading-size=1"))
     assert error.reason == "BadArguments"
@@ -41,7 +41,7 @@ def test_offloading_more_than_this_machine_has_is_refused_with_the_numbers(
     assert all(word in several.message for word in ("14.0 GiB", "12.0 GiB", "offload less"))
 
 
-def test_swap_is_no_memory_for_offloaded_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_does_not_count_as_memory_for_offloaded_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"/proc/meminfo": ["MemTotal: 33554432 kB", "MemAvailable: 8388608 kB", "SwapFree: 67108864 kB"],
              "/sys/fs/cgroup/memory.max": ["max"], "/sys/fs/cgroup/memory.current": ["0"]}  # fmt: skip
     monkeypatch.setattr(machine, "lines", lambda path: files.get(path, []))
@@ -51,7 +51,7 @@ def test_swap_is_no_memory_for_offloaded_pages(monkeypatch: pytest.MonkeyPatch) 
     check(asked("--kv-offloading-size=1", "--kv-cache-memory-bytes=64M"))
 
 
-def test_on_a_gpu_offloaded_pages_have_to_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_offloaded_pages_must_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda: [H200])
     monkeypatch.setattr(machine, "available_memory", lambda: 64 * 2**30)
@@ -63,7 +63,7 @@ def test_on_a_gpu_offloaded_pages_have_to_fit_into_shared_memory(monkeypatch: py
     check(asked("--kv-offloading-size=4"))
 
 
-def test_offloading_of_a_model_with_window_layers_is_refused_beside_our_dtypes_alone() -> None:
+def test_offloading_a_model_with_window_layers_is_refused_only_with_our_dtypes() -> None:
     model = str(tiny_gemma3())
     error = refusal(asked("--kv-offloading-size=1", model=model))
     assert error.reason == "DtypeUnsupported"

@@ -42,7 +42,7 @@ def gone(*processes: int) -> None:
         time.sleep(0.1)
 
 
-def test_each_process_is_as_if_it_were_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_processes_do_not_affect_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = serve(KVPILOT_RECENT_TOKENS="64")
     monkeypatch.chdir(tmp_path)
     second = serve(KVPILOT_CALIBRATION="off")
@@ -60,7 +60,7 @@ def test_each_process_is_as_if_it_were_the_only_one(tmp_path: Path, monkeypatch:
     assert "KVPILOT_CALIBRATION" not in first.environment
 
 
-def test_an_error_ends_with_its_own_status_and_words() -> None:
+def test_an_error_in_the_process_reaches_its_parent() -> None:
     code, _, err = run("support.no_such_module", Asked())
     assert code == 1
     assert "No module named 'support.no_such_module'" in err
@@ -68,7 +68,7 @@ def test_an_error_ends_with_its_own_status_and_words() -> None:
         ask("support.no_such_module", Asked())
 
 
-def test_a_signal_ends_a_process_with_all_that_it_started_and_so_does_an_asker_that_goes(tmp_path: Path) -> None:
+def test_a_process_and_its_children_end_after_a_signal_or_if_the_parent_ends(tmp_path: Path) -> None:
     for i, sent in enumerate((True, False)):
         file, question = tmp_path / f"numbers-{i}", tmp_path / f"question-{i}"
         question.write_text(json.dumps(asdict(Asked(str(file)))))
@@ -84,7 +84,7 @@ def test_a_signal_ends_a_process_with_all_that_it_started_and_so_does_an_asker_t
         gone(*waiting)
 
 
-def test_who_answers_does_not_outlive_an_asker_that_is_killed(tmp_path: Path) -> None:
+def test_a_process_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     file = tmp_path / "numbers"
     words = "import sys; from own_environment import serve; serve(sys.argv[1])"
     command = [sys.executable, "-P", "-c", words, str(file)]

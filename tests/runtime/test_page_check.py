@@ -61,7 +61,7 @@ pytestmark = pytest.mark.timeout(1800)
         (100, 3000, 65536, [3003, 5]),
     ],
 )
-def test_as_many_requests_are_tried_as_the_cache_has_room_for(
+def test_the_check_uses_as_many_requests_as_the_cache_can_hold(
     blocks: int, size: int, longest: int, tokens: list[int]
 ) -> None:
     assert page_check.lengths(blocks, size, longest) == tokens
@@ -83,7 +83,7 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.usefixtures("layer")
-def test_pages_that_come_back_wrong_end_the_start_on_every_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_pages_prevent_the_start_on_every_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "version_text", lambda: "0.32.0")
     monkeypatch.setattr(page_check, "_off", lambda *_: 0.7)
     with pytest.raises(UnsupportedEngineError, match="off by 70%"):
@@ -94,7 +94,7 @@ def test_pages_that_come_back_wrong_end_the_start_on_every_device(device: str, m
     ("version", "refused"), [("0.32.0", False), ("0.31.0", True), ("0.33.0", False), ("0.34.0", True)]
 )
 @pytest.mark.usefixtures("layer")
-def test_where_no_step_can_be_made_a_version_that_ran_on_a_gpu_is_served(
+def test_if_the_check_cannot_run_a_tested_version_still_serves(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> float:
@@ -113,5 +113,5 @@ def test_a_real_engine_reads_back_what_it_stored() -> None:
     assert measured() < page_check.WORST
 
 
-def test_a_real_engine_whose_table_lost_its_first_page_is_found_out() -> None:
+def test_the_check_finds_a_block_table_without_its_first_page() -> None:
     assert measured(loses=True) > page_check.WORST

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(3600), pytest.mark.long]
 STAGES, CHUNK, CONTEXT = 2, 128, 224
 
 
-def test_each_stage_has_the_factors_that_its_layers_have_in_the_whole_model_under_one_hash() -> None:
+def test_pipeline_stages_have_the_same_factors_and_hash_as_one_process() -> None:
     options = {
         "block_size": 16, "num_gpu_blocks_override": 44, "kv_cache_memory_bytes": 64 << 20, "max_model_len": CONTEXT,
         "max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "pipeline_parallel_size": STAGES,

@@ -23,7 +23,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, int]:
 
 
 @given(st.lists(prompts(), min_size=1, max_size=4))
-def test_a_pair_of_new_tokens_is_of_one_span_exactly_where_it_is_of_one_image(
+def test_two_new_tokens_are_in_one_span_exactly_if_they_are_in_one_image(
     batch: list[tuple[list[tuple[int, int]], int, int]],
 ) -> None:
     common = SimpleNamespace(mm_req_doc_ranges={i: images for i, (images, _, _) in enumerate(batch)})
@@ -40,7 +40,9 @@ def test_a_batch_without_images_has_no_spans() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(2, 9)), min_size=1, max_size=4))
-def test_causal_attention_of_later_tokens_is_of_each_token_to_all_after_it(rows: list[tuple[int, int, int]]) -> None:
+def test_reversed_causal_attention_reaches_exactly_the_later_tokens_of_the_image(
+    rows: list[tuple[int, int, int]],
+) -> None:
     found = later_tokens(rows)
     assert found.longest == max(tokens for _, _, tokens in rows) - 1
     for i, (query, key, tokens) in enumerate(rows):

@@ -57,7 +57,7 @@ def test_an_architecture_may_come_from_hf_overrides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spelled", [('--hf-overrides={"head_dim": 40}',), ("--hf-overrides.head_dim", "40"),
                                      ("--hf_over.head_dim=40",)])  # fmt: skip
-def test_a_field_that_is_overridden_is_what_is_judged(spelled: tuple[str, ...]) -> None:
+def test_preflight_judges_overridden_fields(spelled: tuple[str, ...]) -> None:
     check(asked())
     assert "head_dim 40" in refusal(asked(*spelled)).message
 
@@ -76,7 +76,7 @@ objects = st.dictionaries(st.sampled_from("abc"), values)
 
 
 @given(objects, objects)
-def test_overrides_change_the_named_fields_alone(raw: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_overrides_change_only_the_named_fields(raw: dict[str, Any], changes: dict[str, Any]) -> None:
     merged = overridden(raw, changes)
     assert merged.keys() == raw.keys() | changes.keys()
     assert overridden(merged, changes) == merged
@@ -95,11 +95,11 @@ def test_a_folder_without_any_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--config-format=mistral",), ("--model-class-overrides", '{"A": "b:C"}')])
-def test_a_config_that_vllm_reads_in_another_way_is_left_to_it(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_a_config_in_another_format_is_left_to_vllm(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     check(asked(*arguments, dtype="auto", model=folder(tmp_path, {"architectures": ["NobodyKnowsIt"]})))
 
 
-def test_a_config_elsewhere_is_the_one_that_is_judged(tmp_path: Path) -> None:
+def test_preflight_judges_the_config_at_another_path(tmp_path: Path) -> None:
     model = folder(tmp_path, None)
     assert check(asked(f"--hf-config-path={tiny_llama()}", model=model)).config is not None
     assert refusal(asked("--hf-config-path=/models/nowhere", model=model)).reason == "ModelNotFound"
@@ -116,7 +116,7 @@ def test_the_hub_is_not_asked_for_a_model_of_modelscope(monkeypatch: pytest.Monk
         check(asked(dtype=dtype, model="Qwen/Qwen3-8B"))
 
 
-def test_a_token_that_is_given_as_an_argument_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_in_the_arguments_is_sent_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
     monkeypatch.setattr(hub, "config_file", lambda *given: told.extend(given))
     check(asked("--hf-token=hf_x", "--revision=v2", dtype="auto", model="a/b"))
@@ -130,7 +130,7 @@ def test_a_token_that_is_given_as_an_argument_goes_to_the_hub(monkeypatch: pytes
         ("--language-model-only",),
     ],
 )  # fmt: skip
-def test_weights_that_vllm_holds_in_another_form_are_not_counted(
+def test_weights_that_vllm_converts_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     model = folder(tmp_path, config_of(tiny_llama()), weights=False)
@@ -141,7 +141,7 @@ def test_weights_that_vllm_holds_in_another_form_are_not_counted(
 
 
 @pytest.mark.parametrize("arguments", [("--load-format=safetensors",), ("--cpu-offload-gb=0",), ()])
-def test_weights_that_vllm_loads_as_they_are_are_counted(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_weights_that_vllm_loads_unchanged_are_counted(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     assert (
         refusal(asked(*arguments, dtype="auto", model=folder(tmp_path, config_of(tiny_llama()), weights=False))).reason
         == "ModelNotFound"
@@ -149,7 +149,7 @@ def test_weights_that_vllm_loads_as_they_are_are_counted(tmp_path: Path, argumen
 
 
 @pytest.mark.parametrize("by", ["CUDA_VISIBLE_DEVICES", "--device-ids=1", "--distributed-executor-backend=ray"])
-def test_gpus_that_are_chosen_otherwise_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_gpus_chosen_by_other_options_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda: [OLD])
     two = "--tensor-parallel-size=2"
@@ -170,7 +170,7 @@ def test_an_architecture_of_another_library_is_left_to_vllm(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", ["auto", "-1"])
-def test_the_longest_context_that_fits_is_for_vllm_to_settle(value: str) -> None:
+def test_vllm_chooses_the_longest_context_that_fits(value: str) -> None:
     small = "--kv-cache-memory-bytes=128K"
     assert refusal(asked(small, dtype="auto")).reason == "DoesNotFit"
     request, arguments = serve.parse([f"--model={tiny_llama()}", small, "--max-model-len", value])
@@ -192,7 +192,7 @@ def test_the_longest_context_that_fits_is_for_vllm_to_settle(value: str) -> None
         (("--lora-modules", "sql=/adapters/sql"), False),
     ],
 )
-def test_a_model_in_a_folder_keeps_the_hub_away_unless_an_option_names_something_of_it(
+def test_a_model_in_a_folder_runs_without_the_hub_unless_an_option_needs_it(
     arguments: tuple[str, ...], asks: bool
 ) -> None:
     assert asks_a_hub(asked(*arguments)) == asks

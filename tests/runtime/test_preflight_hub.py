@@ -53,7 +53,7 @@ def serve(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
-def test_its_architecture_is_told_to_the_engine(cache: Path) -> None:
+def test_the_architecture_of_a_hub_model_is_passed_to_the_engine(cache: Path) -> None:
     done = serve(cache, "--kv-cache-dtype=auto")
     command, environment = json.loads(done.stdout)
     assert environment[model_info.VARIABLE] == model_info.encode(read_config(tiny_llama()))
@@ -61,7 +61,7 @@ def test_its_architecture_is_told_to_the_engine(cache: Path) -> None:
     assert MODEL in command
 
 
-def test_the_revision_that_was_asked_for_is_judged_and_served(cache: Path) -> None:
+def test_the_requested_revision_is_judged_and_served(cache: Path) -> None:
     refused = serve(cache, "--kv-cache-dtype=k4v4", "--revision=v2")
     assert refused.returncode == 78
     assert "head_dim 40" in json.loads(refused.stderr.strip().splitlines()[-1])["message"]
@@ -69,7 +69,7 @@ def test_the_revision_that_was_asked_for_is_judged_and_served(cache: Path) -> No
     assert serve(cache, "--kv-cache-dtype=k4v4").returncode == 0
 
 
-def test_without_its_config_vllm_is_left_to_judge(cache: Path) -> None:
+def test_a_hub_model_without_a_readable_config_is_left_to_vllm(cache: Path) -> None:
     done = serve(cache, "--revision=v3", "--kv-cache-dtype=k4v4")
     _, environment = json.loads(done.stdout)
     assert model_info.VARIABLE not in environment
@@ -99,7 +99,7 @@ class Hub(BaseHTTPRequestHandler):
         ("RevisionNotFound", "has no revision 'v9' on the hub"),
     ],
 )
-def test_what_the_hub_refuses_is_refused_at_once_with_what_to_do(tmp_path: Path, code: str, said: str) -> None:
+def test_permanent_errors_of_the_hub_are_refused_at_once_with_the_remedy(tmp_path: Path, code: str, said: str) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answer", (Hub,), {"code": code}))
     Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -41,7 +41,7 @@ def test_a_model_with_latents_is_served_on_a_cpu_and_its_cache_is_counted(deepse
     check(Request(str(deepseek), name, kv_bytes=512 * row))
 
 
-def test_a_latent_cache_that_vllm_unfolds_is_judged_as_keys_and_values(
+def test_a_model_with_mla_disabled_is_judged_by_keys_and_values(
     deepseek: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
@@ -53,9 +53,7 @@ def test_a_latent_cache_that_vllm_unfolds_is_judged_as_keys_and_values(
     check(Request(str(deepseek), "mla4"))
 
 
-def test_a_gpu_from_ampere_on_serves_latents_of_a_model_in_16_bits(
-    deepseek: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_from_ampere_on_serve_latents_of_16_bit_models(deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
     gpu = partial(machine.Gpu, "GPU", 141 * 2**30, 0)
     monkeypatch.setattr(machine, "gpus", lambda: [gpu((9, 0))])
@@ -65,7 +63,7 @@ def test_a_gpu_from_ampere_on_serves_latents_of_a_model_in_16_bits(
     assert "needs compute capability 8.0" in refusal(Request(str(deepseek), "mla4", model_dtype="bfloat16")).message
 
 
-def test_a_model_without_latents_or_with_other_ones_is_refused_by_name(deepseek: Path, tmp_path: Path) -> None:
+def test_a_model_without_latents_or_with_other_sizes_is_refused_by_name(deepseek: Path, tmp_path: Path) -> None:
     assert "a model without multi-head latent attention" in refusal(Request(str(tiny_llama()), "mla4")).message
     others = {
         "entries of 320 elements": {"kv_lora_rank": 256},
@@ -81,7 +79,7 @@ def test_a_model_without_latents_or_with_other_ones_is_refused_by_name(deepseek:
         assert "use --kv-cache-dtype=auto" in message
 
 
-def test_a_dtype_of_keys_and_values_names_those_of_latents(deepseek: Path) -> None:
+def test_the_error_of_a_key_value_dtype_names_the_latent_dtypes(deepseek: Path) -> None:
     message = refusal(Request(str(deepseek), "k4v4")).message
     assert "use --kv-cache-dtype=auto or --kv-cache-dtype=mla8 or --kv-cache-dtype=mla4" in message
 
@@ -96,7 +94,7 @@ def test_a_dtype_of_keys_and_values_names_those_of_latents(deepseek: Path) -> No
         ({"calibration": __file__}, "no static factors of latents"),
     ],
 )
-def test_options_that_latents_do_not_go_with_are_refused_before_the_engine_starts(
+def test_options_that_latents_do_not_support_are_refused_before_the_start(
     deepseek: Path, request_of: dict[str, Any], told: str
 ) -> None:
     assert told in refusal(Request(str(deepseek), "mla4", **request_of)).message

@@ -38,12 +38,12 @@ def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "k4v4"])
 @pytest.mark.parametrize("word", UNKNOWN)
-def test_a_mig_slice_whose_figures_are_not_told_is_served(smi: Any, dtype: str, word: str) -> None:
+def test_a_mig_slice_with_unknown_figures_is_served(smi: Any, dtype: str, word: str) -> None:
     smi(f"NVIDIA A100-SXM4-40GB, {word}, {word}, 8.0")
     check(Request(str(tiny_llama()), dtype))
 
 
-def test_kvpilot_serve_becomes_vllm_on_a_mig_slice_that_may_not_be_asked(
+def test_kvpilot_serve_starts_vllm_on_a_mig_slice_that_nvidia_smi_may_not_read(
     smi: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi("NVIDIA H100 80GB HBM3, [Insufficient Permissions], [Insufficient Permissions], 9.0")
@@ -57,7 +57,7 @@ lines = st.fixed_dictionaries({name: st.sampled_from([value, *UNKNOWN]) for name
 
 
 @given(st.lists(lines, min_size=1, max_size=4), st.sampled_from(["NVIDIA H100, 80GB", "NVIDIA L4", *UNKNOWN]))
-def test_any_figure_of_any_gpu_may_be_unknown_and_no_gpu_is_lost_by_it(listed: list[dict[str, str]], name: str) -> None:
+def test_a_gpu_with_unknown_figures_still_counts(listed: list[dict[str, str]], name: str) -> None:
     found = machine.parse_gpus(
         "\n".join(", ".join([name, *(fields[figure] for figure in FIGURES)]) for fields in listed)
     )
@@ -79,7 +79,7 @@ def test_any_listing_is_read_without_an_error(text: str) -> None:
         assert gpu.used is None or gpu.used >= 0
 
 
-def test_what_is_known_of_one_gpu_still_refuses_beside_one_that_does_not_tell(smi: Any) -> None:
+def test_a_known_unfit_gpu_is_refused_beside_an_unknown_one(smi: Any) -> None:
     smi("NVIDIA H100, [N/A], [N/A], [N/A]", "NVIDIA H100, 1024, 0, 9.0")
     with pytest.raises(PreflightError) as caught:
         check(Request(str(tiny_llama()), "auto", tensor_parallel=2))
@@ -89,7 +89,7 @@ def test_what_is_known_of_one_gpu_still_refuses_beside_one_that_does_not_tell(sm
         check(Request(str(tiny_llama()), "k4v4", tensor_parallel=2))
 
 
-def test_memory_in_use_that_is_not_told_counts_as_none(smi: Any) -> None:
+def test_unknown_used_memory_counts_as_0(smi: Any) -> None:
     smi("NVIDIA L4, 1024, [N/A], 8.9")
     with pytest.raises(PreflightError, match="do not fit in"):
         check(Request(str(tiny_llama()), "auto"))
@@ -107,7 +107,7 @@ def test_a_driver_whose_gpus_cannot_be_listed_is_left_to_vllm(
         check(Request(str(tiny_llama()), "k4v4"))
 
 
-def test_memory_of_a_machine_that_does_not_tell_it_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_memory_of_a_machine_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "lines", lambda _: [])
     check(Request(str(tiny_llama()), "auto"))
     monkeypatch.setattr(machine, "lines", lambda path: ["2048"] if path.endswith("memory.max") else [])

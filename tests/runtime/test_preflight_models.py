@@ -70,7 +70,7 @@ def test_our_dtypes_are_accepted_on_a_gpu_from_8_0_on(gpu: Any, card: machine.Gp
     assert silent(check(Request(str(tiny_llama()), dtype)))
 
 
-def test_an_older_gpu_is_named_with_what_it_has_and_what_is_needed(gpu: Any) -> None:
+def test_the_error_about_an_older_gpu_names_its_and_the_needed_capability(gpu: Any) -> None:
     gpu(T4)
     error = refusal(Request(str(tiny_llama()), "k4v4"))
     assert error.reason == "DtypeUnsupported"
@@ -78,7 +78,7 @@ def test_an_older_gpu_is_named_with_what_it_has_and_what_is_needed(gpu: Any) -> 
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
-def test_fp8_is_served_on_ampere_where_flashinfer_takes_the_heads(gpu: Any, tmp_path: Path, dtype: str) -> None:
+def test_fp8_is_served_on_ampere_if_flashinfer_supports_the_heads(gpu: Any, tmp_path: Path, dtype: str) -> None:
     gpu(A100)
     assert silent(check(Request(str(tiny_llama()), dtype)))
     error = refusal(Request(changed(tmp_path, tiny_llama(), head_dim=96), dtype))
@@ -86,7 +86,7 @@ def test_fp8_is_served_on_ampere_where_flashinfer_takes_the_heads(gpu: Any, tmp_
     assert all(word in error.message for word in ("8.9", "head_dim 96", "NVIDIA A100", "'int8'"))
 
 
-def test_fp8_that_no_backend_of_vllm_reads_is_refused_with_the_dtypes_that_the_gpu_can_do(gpu: Any) -> None:
+def test_fp8_without_a_backend_is_refused_with_the_dtypes_that_the_gpu_supports(gpu: Any) -> None:
     gpu(A100)
     assert "8.9" in refusal(Request(str(tiny_llama()), "fp8_per_token_head")).message
     gpu(T4)
@@ -94,7 +94,7 @@ def test_fp8_that_no_backend_of_vllm_reads_is_refused_with_the_dtypes_that_the_g
     assert "'int8'" not in refusal(Request(str(tiny_llama()), "fp8")).message
 
 
-def test_the_weakest_of_several_gpus_decides(gpu: Any) -> None:
+def test_the_oldest_of_several_gpus_decides(gpu: Any) -> None:
     gpu(H200, T4)
     assert "Tesla T4" in refusal(Request(str(tiny_llama()), "k4v4", tensor_parallel=2)).message
     assert silent(check(Request(str(tiny_llama()), "k4v4", tensor_parallel=1)))
@@ -108,7 +108,7 @@ def test_a_float32_model_is_refused_on_a_gpu_and_served_on_a_cpu(gpu: Any) -> No
 
 
 @pytest.mark.parametrize("head_dim", [80, 160, 192, 384])
-def test_heads_without_a_layout_of_their_own_are_served_on_a_gpu_too(gpu: Any, tmp_path: Path, head_dim: int) -> None:
+def test_heads_that_need_padding_are_served_on_a_gpu_too(gpu: Any, tmp_path: Path, head_dim: int) -> None:
     gpu(H200)
     assert silent(check(Request(changed(tmp_path, tiny_llama(), head_dim=head_dim), "k4v4")))
 
@@ -129,9 +129,7 @@ def test_a_head_dim_that_is_not_stored_is_refused_on_a_gpu_too(gpu: Any, tmp_pat
     ],
     ids=["71 query heads to a KV head", "attention sinks"],
 )
-def test_what_the_kernels_of_both_take_is_served_on_a_cpu_and_on_a_gpu(
-    gpu: Any, tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_supported_models_are_served_on_a_cpu_and_on_a_gpu(gpu: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
     model = changed(tmp_path, tiny_llama(), **fields)
     assert silent(check(Request(model, "k4v4")))
     gpu(H200)
@@ -153,7 +151,7 @@ def test_a_model_that_our_dtypes_do_not_serve_is_refused_by_name(tmp_path: Path,
      "--kv-offloading-backend=lmcache"],
 )  # fmt: skip
 @pytest.mark.parametrize("model", ["folder", "hub/id"])
-def test_unknown_drafts_and_kv_transfer_are_refused_beside_our_dtypes_only(option: str, model: str) -> None:
+def test_unknown_drafts_and_kv_transfer_are_refused_only_with_our_dtypes(option: str, model: str) -> None:
     name = str(tiny_llama()) if model == "folder" else model
     error = refusal(Request(name, "k4v4", others=(option, "x")))
     assert error.reason == "BadArguments"
@@ -173,7 +171,7 @@ def test_sliding_window_layers_stay_in_16_bits_unless_the_user_says_otherwise() 
     assert "--kv-cache-dtype-skip-layers=sliding_window" in error.message
 
 
-def test_a_calibration_is_a_file_that_exists_or_none_at_all_or_off_but_for_k2v2(tmp_path: Path) -> None:
+def test_calibration_is_an_existing_file_or_unset_or_off_except_for_k2v2(tmp_path: Path) -> None:
     model = str(tiny_llama())
     assert silent(check(Request(model, "k4v4")))
     assert silent(check(Request(model, "k4v4", calibration="off")))
@@ -187,7 +185,7 @@ def test_a_calibration_is_a_file_that_exists_or_none_at_all_or_off_but_for_k2v2(
     assert silent(check(Request(model, "k2v2", calibration=str(file))))
 
 
-def test_a_window_is_one_that_can_be_served_and_not_longer_than_the_context() -> None:
+def test_a_window_must_be_a_supported_size_and_not_longer_than_the_context() -> None:
     model = str(tiny_llama())
     for recent in formats.RECENT_CHOICES:
         assert silent(check(Request(model, "k4v4", recent=recent)))
@@ -199,7 +197,7 @@ def test_a_window_is_one_that_can_be_served_and_not_longer_than_the_context() ->
             serve.parse(["--model=m", f"--recent-tokens={wrong}"])
 
 
-def test_a_default_window_longer_than_the_context_is_cut_and_only_what_is_left_of_it_is_counted() -> None:
+def test_a_default_window_is_cut_to_the_context_and_counted_as_cut() -> None:
     # 256 tokens of 144 bytes. The ring adds pages of 128 tokens, as many as 256 tokens need at head_dim 64.
     pages = formats.parse("k2v2").ring_blocks(256, 64, 128)
     exact = Request(str(tiny_llama()), "k2v2", max_model_len=256, kv_bytes=(256 + 128 * pages) * 144)
@@ -219,7 +217,7 @@ def test_room_for_drafts_in_the_ring_is_counted() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "int8"])
-def test_a_window_for_a_dtype_of_8_bits_is_of_no_effect_and_said_to_be(dtype: str) -> None:
+def test_a_window_for_an_8_bit_dtype_causes_a_warning_and_has_no_effect(dtype: str) -> None:
     assert silent(check(Request(str(tiny_llama()), dtype, recent=0)))
     [(reason, message)] = check(Request(str(tiny_llama()), dtype, recent=64)).warnings
     assert reason == "WindowUnused"
@@ -264,7 +262,7 @@ def test_vllm_gets_the_layers_to_skip_as_separate_words_and_the_calibration_that
     assert serve.os.environ == before
 
 
-def test_a_gpu_listing_is_read_and_what_it_lacks_is_not_known() -> None:
+def test_a_gpu_listing_is_parsed_and_missing_figures_are_unknown() -> None:
     listing = "NVIDIA H200, 143771, 4, 9.0\nNVIDIA H200 MIG 1g.18gb, [N/A], [N/A], 9.0\n"
     assert machine.parse_gpus(listing) == [
         machine.Gpu("NVIDIA H200", 143771 * 2**20, 4 * 2**20, (9, 0)),
@@ -320,7 +318,7 @@ def served(tmp_path: Path, config: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "k4v4"])
-def test_a_model_whose_config_leaves_out_what_its_class_says_is_served(
+def test_a_config_without_the_defaults_of_its_class_is_accepted(
     gpu: Any, tmp_path: Path, name: str, dtype: str
 ) -> None:
     gpu(H200)
@@ -331,7 +329,7 @@ def test_a_model_whose_config_leaves_out_what_its_class_says_is_served(
     assert findings.skip_layers == (("sliding_window",) if dtype == "k4v4" and name != "phi-4-mini" else ())
 
 
-def test_a_window_that_no_context_can_leave_is_turned_off_for_our_dtypes_alone(
+def test_a_sliding_window_longer_than_the_context_is_turned_off_only_for_our_dtypes(
     gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(H200)
@@ -342,7 +340,7 @@ def test_a_window_that_no_context_can_leave_is_turned_off_for_our_dtypes_alone(
     assert ["--disable-sliding-window" in command for command in started] == [True, False]
 
 
-def test_a_hybrid_needs_the_cache_of_its_layers_that_attend_alone(gpu: Any, tmp_path: Path) -> None:
+def test_only_the_attention_layers_of_a_hybrid_model_need_a_cache(gpu: Any, tmp_path: Path) -> None:
     gpu(H200)
     model = served(tmp_path, QWEN3_NEXT)
     exact = 262144 * 12 * 2 * 2 * 256 * 2
@@ -350,14 +348,14 @@ def test_a_hybrid_needs_the_cache_of_its_layers_that_attend_alone(gpu: Any, tmp_
     assert "(24576 bytes a token)" in refusal(Request(model, "auto", kv_bytes=exact - 1)).message
 
 
-def test_dtypes_of_vllm_that_we_do_not_offer_are_for_vllm_to_judge(gpu: Any, tmp_path: Path) -> None:
+def test_vllm_judges_its_own_dtypes_that_we_do_not_offer(gpu: Any, tmp_path: Path) -> None:
     gpu(H200)
     config = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "torch_dtype": "bfloat16"}
     for dtype in formats.VLLM_DTYPES_LEFT_OUT:
         assert silent(check(Request(served(tmp_path, config), dtype, max_model_len=8192)))
 
 
-def test_a_latent_cache_is_kept_whole_by_every_rank(gpu: Any, tmp_path: Path) -> None:
+def test_every_rank_holds_the_whole_latent_cache(gpu: Any, tmp_path: Path) -> None:
     gpu(*[H200] * 8)
     config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16"}
     request = Request(served(tmp_path, config), "auto", max_model_len=1024, tensor_parallel=8, kv_bytes=1024 * 70_272)
@@ -365,7 +363,7 @@ def test_a_latent_cache_is_kept_whole_by_every_rank(gpu: Any, tmp_path: Path) ->
     assert "(70272 bytes a token)" in refusal(replace(request, kv_bytes=1024 * 70_272 - 1)).message
 
 
-def test_code_from_a_models_repository_is_run_by_nobody_who_has_not_said_so(tmp_path: Path) -> None:
+def test_a_model_with_code_in_its_repository_needs_trust_remote_code(tmp_path: Path) -> None:
     model = served(tmp_path, CUSTOM)
     error = refusal(Request(model, "auto"))
     assert error.reason == "ModelUnsupported"

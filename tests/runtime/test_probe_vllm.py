@@ -78,7 +78,9 @@ def measured(url: str, baseline: Baseline, *, from_host: bool = False) -> Measur
     return asyncio.run(measure(url, MODEL, baseline, settings=replace(SETTINGS, from_host=from_host)))
 
 
-def test_a_sixteen_bit_engine_is_quiet_against_itself_in_other_batches(reference: tuple[Baseline, Measurement]) -> None:
+def test_a_16_bit_engine_compared_with_itself_in_other_batches_has_little_noise(
+    reference: tuple[Baseline, Measurement],
+) -> None:
     kept, noise = reference
     assert len(kept.prompts) == 8
     assert noise.prompts == 8
@@ -132,7 +134,7 @@ def test_the_gate_lets_k4v4_pass_by_the_default_limits_on_the_default_packs(sixt
 
 
 @pytest.mark.long
-def test_the_packs_that_follow_the_engine_find_no_damage_in_the_engine_that_was_captured(sixteen: str) -> None:
+def test_generated_packs_find_no_damage_in_the_captured_engine(sixteen: str) -> None:
     settings = replace(SETTINGS, concurrency=4)
 
     async def story() -> tuple[Baseline, Measurement]:
@@ -156,9 +158,7 @@ def test_the_packs_that_follow_the_engine_find_no_damage_in_the_engine_that_was_
 
 @serves_quantized_by_vllm
 @pytest.mark.long
-def test_the_gate_says_that_fp8_misses_the_default_limits_with_this_model_yet_is_far_from_garbage(
-    sixteen: str, tmp_path: Path
-) -> None:
+def test_fp8_fails_the_default_limits_with_this_model_but_is_far_from_garbage(sixteen: str, tmp_path: Path) -> None:
     with engine(smollm2_135m(), "fp8", tmp_path, KV_MEMORY) as running:
         code, found = gated(sixteen, running.url)
     assert code == 1, found["message"]
@@ -176,7 +176,7 @@ def garbage(sixteen: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[int
 
 
 @serves_quantized_by_vllm
-def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_cost(
+def test_a_garbage_dtype_has_very_large_damage_at_a_bounded_cost(
     garbage: tuple[int, dict[str, Any]],
 ) -> None:
     _, found = garbage
@@ -190,15 +190,13 @@ def test_a_dtype_that_answers_garbage_is_overwhelming_damage_within_a_bounded_co
 
 
 @serves_quantized_by_vllm
-def test_the_gate_says_that_a_dtype_that_answers_garbage_has_regressed(garbage: tuple[int, dict[str, Any]]) -> None:
+def test_the_gate_fails_a_dtype_that_answers_garbage(garbage: tuple[int, dict[str, Any]]) -> None:
     code, found = garbage
     assert code == 1, found["message"]
     assert found["excess_kl_micronats"] > 500_000
 
 
-async def test_an_engine_behind_a_meshs_mutual_tls_is_read_and_probed_like_one_beside_it(
-    sixteen: str, tmp_path: Path
-) -> None:
+async def test_an_engine_behind_mutual_tls_is_scraped_and_probed_like_any_other(sixteen: str, tmp_path: Path) -> None:
     mesh, prompts = Mesh(tmp_path / "mesh"), packs.load(["builtin/structured"])[:3]
     identity = Identity(mesh.issue("kvpilot-system", "kvpilot-operator", tmp_path / "ours"))
     async with (
@@ -243,7 +241,7 @@ def test_a_canary_is_judged_while_prompts_fill_its_pool(tmp_path: Path, monkeypa
     assert decide(filled.seen, ["pressure"], Allowed(kl=0.5, disagreement=0.5)).answer != Answer.FAILED
 
 
-def test_a_probe_gives_way_to_queued_users_and_yet_gets_its_figures_while_they_wait(tmp_path: Path) -> None:
+def test_a_probe_yields_to_queued_users_and_still_finishes(tmp_path: Path) -> None:
     """Run one request at a time. With three busy users, two requests wait nearly all the time."""
     prompts = packs.load(["builtin/structured"])[:3]
     body = {"model": MODEL, "prompt": [7] * 16, "max_tokens": 200, "ignore_eos": True, "temperature": 0}

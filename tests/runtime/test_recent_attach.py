@@ -78,7 +78,7 @@ def rings(config: Any) -> list[RecentLayer]:
 @pytest.mark.parametrize(
     ("dtype", "tokens", "blocks"), [("k8v4", 64, 1), ("k4v4", 64, 1), ("k4v2", 128, 4), ("k2v2", 512, 23)]
 )
-def test_a_ring_has_the_pages_of_its_layer_and_as_many_as_its_dtypes_window_needs(
+def test_a_ring_has_pages_of_its_layers_size_and_as_many_as_the_window_needs(
     config: Any, dtype: str, tokens: int, blocks: int
 ) -> None:
     config.cache_config.cache_dtype = dtype
@@ -95,7 +95,9 @@ def test_a_ring_has_the_pages_of_its_layer_and_as_many_as_its_dtypes_window_need
 
 
 @pytest.mark.parametrize(("dtype", "blocks"), [("k4v4", 1), ("k4v2", 1), ("k2v2", 3)])
-def test_a_ring_follows_its_layers_block_size_where_vllm_makes_it_larger(config: Any, dtype: str, blocks: int) -> None:
+def test_a_ring_gets_the_larger_block_size_that_vllm_chooses_for_its_layer(
+    config: Any, dtype: str, blocks: int
+) -> None:
     config.cache_config.cache_dtype = dtype
     layers = attached(config)
     spec = rings(config)[0].get_kv_cache_spec(config)
@@ -115,9 +117,7 @@ def test_a_ring_follows_its_layers_block_size_where_vllm_makes_it_larger(config:
     ("dtype", "drafts", "blocks"),
     [("k8v4", 8, 1), ("k4v4", 1, 2), ("k4v4", 64, 2), ("k4v4", 65, 3), ("k4v2", 24, 4), ("k2v2", 18, 24)],
 )
-def test_a_ring_keeps_as_many_tokens_more_as_a_step_may_have_drafts(
-    config: Any, dtype: str, drafts: int, blocks: int
-) -> None:
+def test_a_ring_has_room_for_the_drafts_of_a_step(config: Any, dtype: str, drafts: int, blocks: int) -> None:
     config.cache_config.cache_dtype = dtype
     config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=drafts)
     attached(config)
@@ -191,7 +191,7 @@ def test_a_ring_grows_with_its_request_up_to_the_window() -> None:
     assert given == [1, 1, 2, 2, 3, 3, 3]
 
 
-def test_a_layer_that_uses_anothers_cache_uses_its_ring(config: Any) -> None:
+def test_a_layer_that_reads_another_layers_cache_uses_its_ring(config: Any) -> None:
     first, second = attached(config, shared=NAMES[0])
     assert len(rings(config)) == 1
     assert first.impl.ring is second.impl.ring
@@ -243,7 +243,7 @@ def test_a_default_window_longer_than_the_context_is_cut_and_log_and_metric_say_
 
 
 @pytest.mark.parametrize("reason", ["HybridManagerOff", "UnlikeLayers", "OtherLayers"])
-def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
+def test_without_rings_log_and_metric_name_the_reason(
     config: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Any] = []
@@ -263,7 +263,9 @@ def test_where_there_can_be_no_rings_log_and_metric_name_the_reason(
     assert told == [{"dtype": "k4v4", "tokens": "0", "reason": reason}]
 
 
-def test_a_loader_that_tells_layers_nothing_is_named(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_does_not_call_layers_after_loading_is_reported(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[Any] = []
     monkeypatch.setattr(ring_layers, "RECENT_WINDOW", SimpleNamespace(report=told.append))
     layer = SimpleNamespace(impl=SimpleNamespace(recent=None))

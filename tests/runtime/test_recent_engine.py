@@ -52,7 +52,7 @@ def asked(
         pytest.param(tiny_gemma3, "k4v4", 18, 448, 60, id="gemma3-k4v4"),
     ],
 )
-def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_it(
+def test_answers_equal_attention_with_a_window_after_preemption_and_prefix_hits(
     model: Callable[[], Path],
     dtype: str,
     count: int,
@@ -81,7 +81,7 @@ def test_answers_are_those_of_attention_with_a_window_however_requests_came_to_i
 
 
 @pytest.mark.parametrize(("layout", "recent"), [("BHLNC", 64), ("BHLNC", 0), ("BLHNC", 64)])
-def test_answers_are_the_same_where_a_block_has_the_pages_of_all_layers_in_a_row(layout: str, recent: int) -> None:
+def test_answers_are_the_same_in_the_layout_with_all_layers_of_a_block_together(layout: str, recent: int) -> None:
     question = asked(tiny_llama(), "k4v4", 18, 160, 44, seed=20261122, recent=recent, layout=layout)
     told = serve(question)
     assert told.layout == layout
@@ -92,7 +92,7 @@ def test_answers_are_the_same_where_a_block_has_the_pages_of_all_layers_in_a_row
     assert bool(told.poisoned) == bool(recent)  # Only the rings are poisoned.
 
 
-def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pages(tmp_path: Path) -> None:
+def test_rings_fit_the_block_size_that_vllm_raises_for_larger_pages(tmp_path: Path) -> None:
     model = make("gemma4-26b", tmp_path / "model")
     question = asked(model, "k4v4", 18, 160, 60, seed=20261122, vocabulary=VOCABULARY)
     question.options |= {"kv_cache_dtype_skip_layers": ["sliding_window"]}
@@ -105,7 +105,7 @@ def test_rings_are_those_of_the_blocks_that_vllm_makes_of_ours_beside_larger_pag
     assert len(Judge(question, told, Oracle(model, "k4v4"), rounds=0).wrong) > 3
 
 
-def test_a_default_window_is_cut_where_the_context_is_shorter_and_answers_are_those_of_what_is_left() -> None:
+def test_a_default_window_is_cut_to_a_shorter_context_and_answers_equal_the_cut_window() -> None:
     question = asked(tiny_llama(), "k2v2", 18, 160, 240, seed=20261122)
     assert question.options["max_model_len"] == 224
     question.recent = None
@@ -116,7 +116,7 @@ def test_a_default_window_is_cut_where_the_context_is_shorter_and_answers_are_th
         assert len(Judge(question, told, Oracle(tiny_llama(), "k2v2", recent=other), rounds=0).wrong) > 3
 
 
-def test_rows_of_other_tokens_would_be_seen_if_they_were_used() -> None:
+def test_the_test_would_detect_the_use_of_stale_ring_rows() -> None:
     question = asked(tiny_llama(), "k4v4", 18, 160, 44, seed=20261122)
     question.trusting = True
     told = serve(question)
@@ -124,7 +124,7 @@ def test_rows_of_other_tokens_would_be_seen_if_they_were_used() -> None:
     assert len(found.wrong) > 3
 
 
-def test_a_window_shortens_no_prefix_hit_and_without_one_answers_are_the_codecs() -> None:
+def test_a_window_does_not_shorten_prefix_hits_and_without_it_answers_equal_the_codecs() -> None:
     question = asked(tiny_llama(), "k4v4", 18, 160, 400, seed=3)
     with_window = serve(question)
     question.recent = 0

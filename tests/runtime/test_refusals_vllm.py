@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str | None, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_engine_ends_with_what_is_not_supported_and_what_to_do(case: str, tmp_path: Path) -> None:
+def test_an_unsupported_engine_ends_with_the_cause_and_the_remedy(case: str, tmp_path: Path) -> None:
     config, options, words = CASES[case]
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(MODELS[config]))

@@ -50,7 +50,7 @@ def asked(model: Path, dtype: str, prompts: list[list[int]], calibration: str = 
 
 
 @pytest.mark.parametrize("model", [tiny_llama, tiny_gemma3], ids=["llama", "gemma3"])
-def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[], Path]) -> None:
+def test_answers_equal_those_with_factors_from_the_built_in_text(model: Callable[[], Path]) -> None:
     rng = random.Random(7)
     prompts = [[rng.randrange(3, 49152) for _ in range(rng.randint(8, 120))] for _ in range(20)]
     question = asked(model(), "k4v4", prompts)
@@ -69,7 +69,7 @@ def test_answers_are_those_of_the_factors_of_the_built_in_text(model: Callable[[
     assert sum(max(plain.shortfalls(prompt, answer)) > SLACK for prompt, answer in both) > 5
 
 
-def test_two_starts_find_the_same_factors_in_whichever_dtype_and_a_start_without_says_so() -> None:
+def test_every_start_finds_the_same_factors_and_a_start_without_calibration_reports_it() -> None:
     starts = (("k4v4", ""), ("k2v2", ""), ("k4v4", "off"))
     first, second, without = (told(serve(asked(tiny_llama(), dtype, [], how)).metrics) for dtype, how in starts)
     assert first == second
@@ -77,7 +77,7 @@ def test_two_starts_find_the_same_factors_in_whichever_dtype_and_a_start_without
     assert without["hash"] != first["hash"]
 
 
-def test_keys_that_are_not_finite_end_the_start_with_the_layer_and_the_remedy(tmp_path: Path) -> None:
+def test_keys_that_are_not_finite_prevent_the_start_and_name_the_layer(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_llama(), model)
     weights = load_file(model / "model.safetensors")
@@ -88,7 +88,7 @@ def test_keys_that_are_not_finite_end_the_start_with_the_layer_and_the_remedy(tm
     assert "KVPILOT_CALIBRATION" in log
 
 
-def test_the_text_is_long_enough_repeats_and_begins_as_a_prompt_does() -> None:
+def test_the_text_repeats_to_the_requested_length_and_begins_like_a_prompt() -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_135m())
     ids = text_ids(tokenizer, 10_000)
     assert len(ids) == 10_000
@@ -107,13 +107,13 @@ def test_the_text_is_long_enough_repeats_and_begins_as_a_prompt_does() -> None:
     assert ids[-64:] == [1] * 64
 
 
-def test_a_tokenizer_that_gives_nothing_is_said() -> None:
+def test_a_tokenizer_that_returns_no_tokens_is_an_error() -> None:
     with pytest.raises(NoTokensError, match="no tokens for text"):
         text_ids(SimpleNamespace(encode=lambda text, add_special_tokens: []), 10)
 
 
 @given(st.integers(128, 20_000), st.integers(0, 2**21))
-def test_the_text_is_read_at_positions_all_over_the_context_and_never_beyond_it(tokens: int, more: int) -> None:
+def test_the_texts_sequences_are_spread_over_the_context(tokens: int, more: int) -> None:
     context = tokens + more
     found = passes(tokens, context)
     tokens -= lone(tokens)
@@ -126,7 +126,7 @@ def test_the_text_is_read_at_positions_all_over_the_context_and_never_beyond_it(
     assert last >= min(context, 1024 * ((context / 1024 + 1) ** 0.75 - 1))
 
 
-def test_without_a_tokenizer_the_same_random_tokens_are_drawn_each_time_and_it_is_said() -> None:
+def test_without_a_tokenizer_the_same_random_tokens_are_used_and_reported() -> None:
     model = SimpleNamespace(max_model_len=200, skip_tokenizer_init=True, get_vocab_size=lambda: 50)
     config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_batched_tokens=300))
     ids, reason = at_start.token_ids(config)
@@ -143,7 +143,7 @@ def test_without_a_tokenizer_the_same_random_tokens_are_drawn_each_time_and_it_i
     window=st.one_of(st.none(), st.integers(1, 50)), softcap=st.sampled_from([0.0, 2.0]), rows=st.integers(1, 50),
     sinking=st.booleans(),
 )  # fmt: skip
-def test_a_chunk_attends_to_itself_as_the_formula_says(
+def test_attention_within_a_chunk_equals_the_formula(
     tokens: int, heads: tuple[int, int], window: int | None, softcap: float, rows: int, sinking: bool
 ) -> None:
     rng = torch.Generator().manual_seed(tokens)
@@ -165,7 +165,7 @@ def test_a_chunk_attends_to_itself_as_the_formula_says(
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([1.0, -1.0, 3.0, 0.0])])
-def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone(sinks: torch.Tensor | None) -> None:
+def test_each_sequence_of_the_chunk_attends_only_to_itself(sinks: torch.Tensor | None) -> None:
     rng = torch.Generator().manual_seed(5)
     query, key, value = (torch.randn(65, n, 64, generator=rng) for n in (4, 2, 2))
     seen, apart, output = Observed(2, 64), Observed(2, 64), torch.empty(65, 4 * 64)
@@ -185,11 +185,11 @@ def test_each_sequence_of_the_chunk_attends_to_itself_and_is_counted_alone(sinks
         torch.testing.assert_close(getattr(seen.factors(), field.name), getattr(apart.factors(), field.name))
 
 
-def test_what_cannot_calibrate_itself_is_named() -> None:
+def test_engines_that_cannot_calibrate_themselves_report_the_reason() -> None:
     assert at_start.obstacle(SimpleNamespace(lora_config=SimpleNamespace()), {}) == "LoRA"
 
 
-def test_a_dtype_that_is_nothing_without_factors_is_not_served_where_the_engine_finds_none(
+def test_k2v2_is_refused_if_the_engine_cannot_calibrate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(at_start, "of_all_ranks", lambda mine: [mine])
@@ -202,9 +202,7 @@ def test_a_dtype_that_is_nothing_without_factors_is_not_served_where_the_engine_
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 @pytest.mark.parametrize("new", [False, True])
-def test_a_model_that_drafts_gets_the_text_with_the_states_that_it_reads_in_either_runner(
-    method: str, new: bool
-) -> None:
+def test_a_draft_model_gets_the_text_and_the_target_models_states_in_either_runner(method: str, new: bool) -> None:
     heads, several = method != "draft_model", method == "eagle3"
     got: dict[str, torch.Tensor] = {}
 
@@ -230,7 +228,7 @@ def test_a_model_that_drafts_gets_the_text_with_the_states_that_it_reads_in_eith
         assert torch.equal(got["hidden_states"], torch.ones(3, 4) if several else states)
 
 
-def test_a_drafting_layer_that_no_token_reaches_stays_as_it_is_and_a_served_one_ends_the_start() -> None:
+def test_a_draft_layer_without_tokens_keeps_its_factors_but_a_served_layer_is_an_error() -> None:
     told: list[object] = []
     impl = SimpleNamespace(drafting=True, set_factors=lambda layer, found: told.append(found))
     layers, seen = {"model.layers.3.attn": SimpleNamespace(impl=impl)}, {"model.layers.3.attn": Observed(2, 64)}
@@ -240,7 +238,7 @@ def test_a_drafting_layer_that_no_token_reaches_stays_as_it_is_and_a_served_one_
     assert "calibration of layer 'model.layers.3.attn': no token was counted" in at_start._fill(layers, seen)
 
 
-def test_the_metric_appears_once_a_worker_has_reported_and_never_from_half_a_file(tmp_path: Path) -> None:
+def test_the_metric_appears_after_a_workers_report_and_never_from_a_partial_file(tmp_path: Path) -> None:
     registry, file = CollectorRegistry(), tmp_path / "calibration.json"
     registry.register(Reported(calibration_info.INFO, file))  # type: ignore[arg-type]  # it has what a collector needs
     assert calibration_info.NAME not in generate_latest(registry).decode()

@@ -92,7 +92,7 @@ def test_the_operator_reads_the_engines_metrics_while_it_answers(life: Life) -> 
     assert life.page.totals.itl.bounds
 
 
-def test_its_page_says_that_it_has_calibrated_itself(life: Life) -> None:
+def test_the_metrics_page_reports_the_self_calibration(life: Life) -> None:
     [line] = [line for line in life.text.splitlines() if line.startswith(calibration_info.NAME + "{")]
     assert 'source="self"' in line
 
@@ -115,7 +115,7 @@ def test_the_same_memory_holds_at_least_3_5_times_the_tokens(life: Life, sixteen
     assert life.capacity >= 3.5 * sixteen_bits[tiny_llama()]
 
 
-def test_16_bit_windows_share_the_pool_and_leave_most_of_the_gain(
+def test_window_layers_in_16_bits_share_the_pool_and_leave_most_of_the_gain(
     sixteen_bits: dict[Path, int], tmp_path: Path
 ) -> None:
     ours = capacity(tiny_gemma3(), "k4v4", tmp_path, *LONG)

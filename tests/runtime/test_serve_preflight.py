@@ -31,26 +31,26 @@ def weird(tmp_path, **changes):
     return f"--model={tmp_path}"
 
 
-def test_a_path_that_does_not_exist():
+def test_a_path_that_does_not_exist_is_refused():
     reason, message = refused("--model=/models/nowhere")
     assert reason == "ModelNotFound"
     assert "/models/nowhere" in message
 
 
-def test_an_architecture_that_vllm_does_not_know(tmp_path):
+def test_an_architecture_unknown_to_vllm_is_refused(tmp_path):
     reason, message = refused(weird(tmp_path, architectures=["NobodyKnowsItForCausalLM"]))
     assert reason == "ModelUnsupported"
     assert "NobodyKnowsItForCausalLM" in message
 
 
-def test_a_config_that_is_no_json(tmp_path):
+def test_a_config_that_is_not_json_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{not json")
     reason, message = refused(f"--model={tmp_path}")
     assert reason in ("ModelUnsupported", "ModelNotFound")
     assert "config.json" in message
 
 
-def test_an_unknown_dtype_is_answered_with_the_known_ones():
+def test_the_error_about_an_unknown_dtype_lists_the_known_ones():
     reason, message = refused(f"--model={tiny_llama()}", "--kv-cache-dtype=int3")
     assert reason == "DtypeUnsupported"
     assert "int3" in message
@@ -58,19 +58,19 @@ def test_an_unknown_dtype_is_answered_with_the_known_ones():
 
 
 @pytest.mark.parametrize("head_dim", [40, 264])
-def test_a_head_dim_that_is_not_stored(tmp_path, head_dim):
+def test_an_unsupported_head_dim_is_refused(tmp_path, head_dim):
     reason, message = refused(weird(tmp_path, head_dim=head_dim), "--kv-cache-dtype=k4v4")
     assert reason in ("DtypeUnsupported", "ModelUnsupported")
     assert str(head_dim) in message
 
 
-def test_more_memory_than_there_is_comes_with_the_numbers():
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
     reason, message = refused(f"--model={tiny_llama()}", "--kv-cache-memory-bytes=4000G")
     assert reason == "DoesNotFit"
     assert any(character.isdigit() for character in message)
 
 
-def test_arguments_that_are_not_understood():
+def test_unknown_arguments_are_refused():
     reason, message = refused(f"--model={tiny_llama()}", "--max-model-len=minus")
     assert reason == "BadArguments"
     assert "max-model-len" in message

@@ -45,7 +45,7 @@ def _hooked() -> None:
     plugin.serve_requests()
 
 
-def test_what_came_before_the_engine_looked_up_is_taken_and_what_comes_after_is_handed_back() -> None:
+def test_a_draining_engine_accepts_requests_already_queued_and_rejects_later_ones() -> None:
     core = Core(timeout=60)
     core.send("waits")
     core.shutdown_state = EngineShutdownState.REQUESTED  # The signal handler does the same in the middle of a step.
@@ -59,7 +59,7 @@ def test_what_came_before_the_engine_looked_up_is_taken_and_what_comes_after_is_
     assert not core._handle_shutdown()
 
 
-def test_a_request_is_taken_between_the_signal_and_the_engines_look_at_it() -> None:
+def test_a_request_between_the_signal_and_the_engines_check_is_accepted() -> None:
     core = Core(timeout=60)
     assert core._handle_shutdown()
     core.shutdown_state = EngineShutdownState.REQUESTED
@@ -68,7 +68,7 @@ def test_a_request_is_taken_between_the_signal_and_the_engines_look_at_it() -> N
     assert (core.taken, core.handed_back) == (["between"], [])
 
 
-def test_an_engine_that_is_to_finish_nothing_takes_nothing() -> None:
+def test_an_engine_without_a_drain_time_accepts_no_queued_request() -> None:
     core = Core(timeout=0)
     core.send("waits")
     core.shutdown_state = EngineShutdownState.REQUESTED

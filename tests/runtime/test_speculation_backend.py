@@ -126,7 +126,7 @@ class Sequence:
     [("int8", 0, 4), ("k8v4", 64, 3), ("k4v4", 0, 7), ("k4v4", 64, 1), ("k4v4", 64, 7), ("k4v4", 64, 24),
      ("k4v2", 128, 5), ("k2v2", 64, 3)],
 )  # fmt: skip
-def test_tokens_with_drafts_among_them_get_the_answers_of_tokens_that_come_one_at_a_time(
+def test_steps_with_drafts_give_the_same_outputs_as_single_tokens(
     dtype: str, recent: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = 20261122 + drafts
@@ -181,7 +181,7 @@ def test_tokens_with_drafts_among_them_get_the_answers_of_tokens_that_come_one_a
     assert exact > 0.9 * judged
 
 
-def test_a_ring_without_room_for_drafts_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_would_detect_a_ring_without_room_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     enough = formats.Format.ring_blocks
     runner = Runner(monkeypatch, "k4v4", 64, 0, 1)
     wide = Runner(monkeypatch, "k4v4", 64, 7, 1)
@@ -201,7 +201,7 @@ def test_a_ring_without_room_for_drafts_would_be_seen(monkeypatch: pytest.Monkey
     assert worst > 2e-3
 
 
-def test_a_prompts_last_tokens_are_no_drafts_and_attend_to_themselves_as_they_are(
+def test_the_last_tokens_of_a_prompt_are_prefilled_and_not_treated_as_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = Runner(monkeypatch, "k2v2", 0, 3, 5)
@@ -218,7 +218,7 @@ def test_a_prompts_last_tokens_are_no_drafts_and_attend_to_themselves_as_they_ar
     assert (found - mean.repeat_interleave(2, 1)).abs().max() > 0.1
 
 
-def test_every_row_sees_its_own_sequence_up_to_itself_and_padding_sees_nothing() -> None:
+def test_every_row_attends_to_its_sequence_up_to_itself_and_padding_to_nothing() -> None:
     starts, lens = torch.tensor([0, 3, 4, 4, 6], dtype=torch.int32), torch.tensor([10, 5, 7, 2], dtype=torch.int32)
     owner, seen = owners(starts, lens, 8)
     assert owner[:6].tolist() == [0, 0, 0, 1, 3, 3]
@@ -227,7 +227,9 @@ def test_every_row_sees_its_own_sequence_up_to_itself_and_padding_sees_nothing()
 
 
 @pytest.mark.parametrize("method", ["medusa", "dflash", "ngram_gpu", "custom_class"])
-def test_drafts_by_other_methods_are_refused_when_a_layer_is_made(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_draft_methods_are_refused_when_a_layer_is_created(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, num_speculative_tokens=2))
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: config)
     with pytest.raises(UnsupportedModelError, match=rf"'{method}' \(ngram, .* and mtp are served\).*'k4v4'.*auto"):
@@ -241,7 +243,7 @@ def test_drafts_by_other_methods_are_refused_when_a_layer_is_made(method: str, m
      ("adapters", {"lora_config": SimpleNamespace()}), ("offloading", {"kv_transfer_config": SimpleNamespace()})],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp"])
-def test_a_model_that_drafts_is_refused_beside_what_it_was_not_run_with(
+def test_a_draft_model_is_refused_with_options_that_were_never_tested_with_it(
     method: str, beside: str, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = {

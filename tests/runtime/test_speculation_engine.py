@@ -120,7 +120,7 @@ def test_suffix_decoding_answers_as_without_it(record_property: Callable[[str, o
         pytest.param(tiny_gemma3, "k4v4", 4, 300, 16, 52, id="gemma3-k4v4"),
     ],
 )
-def test_drafts_that_were_taken_back_cost_the_window_no_token_and_are_never_read(
+def test_rejected_drafts_do_not_shorten_the_window_and_are_never_read(
     model: Callable[[], Path], dtype: str, drafts: int, longest: int, count: int, blocks: int,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip

@@ -40,7 +40,7 @@ def test_every_gpu_of_an_engine_counts_however_their_number_is_spelled(spelled):
 
 
 @pytest.mark.parametrize("given", [("--config", "vllm.yaml"), ("--config=vllm.yaml",)])
-def test_a_file_of_options_that_would_be_overruled_is_refused(given):
+def test_a_config_file_of_options_is_refused(given):
     with pytest.raises(PreflightError, match=r"^--config is not supported: .* write the file's options as arguments"):
         asked(*given)
 
@@ -96,9 +96,7 @@ OF_A_MODEL = [
     ("what", "arguments"),
     [(what, arguments) for what, each in {**REFUSED, **TRANSFER, **DRAFTS}.items() for arguments in each],
 )
-def test_an_option_that_does_not_go_with_our_dtypes_is_refused_beside_them_alone(
-    what: str, arguments: tuple[str, ...]
-) -> None:
+def test_an_unsupported_option_is_refused_only_with_our_dtypes(what: str, arguments: tuple[str, ...]) -> None:
     error = refusal(asked(*arguments))
     assert error.reason == "BadArguments"
     assert what in error.message
@@ -108,7 +106,7 @@ def test_an_option_that_does_not_go_with_our_dtypes_is_refused_beside_them_alone
 
 
 @pytest.mark.parametrize("arguments", OF_A_MODEL)
-def test_models_that_draft_are_served_on_a_cpu_and_on_a_gpu(
+def test_draft_models_are_served_on_a_cpu_and_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     check(asked(*arguments))
@@ -147,7 +145,7 @@ def test_a_draft_models_weights_are_counted(monkeypatch: pytest.MonkeyPatch, tmp
      ("-sc.method=ngram", "-sc.num-speculative-tokens=4"), ("--spec-method", "suffix"), ("--spec-model=[ngram]",),
      ("--kv-offloading-backend=native",)],
 )  # fmt: skip
-def test_an_option_that_leaves_such_a_thing_off_is_none_of_them(arguments: tuple[str, ...]) -> None:
+def test_an_option_that_turns_a_feature_off_is_accepted(arguments: tuple[str, ...]) -> None:
     check(asked(*arguments))
 
 
@@ -157,14 +155,14 @@ def test_an_option_that_leaves_such_a_thing_off_is_none_of_them(arguments: tuple
      ("--enable-auto-tool-choice", "--tool-call-parser=hermes"), ("--max-logprobs=-1",), ("--data-parallel-size=2",),
      ("--enable-expert-parallel",), ("--quantization=fp8",), ("--kv-events-config={}",)],
 )  # fmt: skip
-def test_what_asks_nothing_of_attention_goes_on_to_vllm_as_it_is(arguments: tuple[str, ...]) -> None:
+def test_options_that_do_not_concern_attention_are_passed_to_vllm(arguments: tuple[str, ...]) -> None:
     request = asked(*arguments)
     check(request)
     assert request.others == arguments
 
 
 @pytest.mark.parametrize("value", ["1", "2"])
-def test_batch_invariance_is_refused_beside_our_dtypes_alone(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_batch_invariance_is_refused_only_with_our_dtypes(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
     error = refusal(asked())
     assert error.reason == "BadArguments"
@@ -183,9 +181,7 @@ def test_batch_invariance_is_refused_beside_our_dtypes_alone(monkeypatch: pytest
                       "head_dim": 64}, id="classifies"),
     ],
 )  # fmt: skip
-def test_a_model_that_vllm_serves_for_pooling_is_refused_beside_our_dtypes_alone(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_a_pooling_model_is_refused_only_with_our_dtypes(tmp_path: Path, config: dict[str, Any]) -> None:
     model = folder(tmp_path, config)
     error = refusal(asked(model=model))
     assert error.reason == "DtypeUnsupported"
@@ -194,7 +190,7 @@ def test_a_model_that_vllm_serves_for_pooling_is_refused_beside_our_dtypes_alone
     check(asked(model=model, dtype="auto"))
 
 
-def test_a_sentence_transformer_pools_unless_it_is_asked_to_generate(tmp_path: Path) -> None:
+def test_a_sentence_transformer_counts_as_pooling_unless_the_runner_generates(tmp_path: Path) -> None:
     for file in tiny_llama().iterdir():
         (tmp_path / file.name).symlink_to(file)
     check(asked(model=str(tmp_path)))
@@ -227,7 +223,7 @@ def published(model: str) -> dict[str, Any]:
     return dict(config)
 
 
-def test_chunked_attention_goes_on_with_every_layer_in_the_dtype_and_without_offloading(tmp_path: Path) -> None:
+def test_chunked_attention_is_served_in_our_dtype_but_without_offloading(tmp_path: Path) -> None:
     model = folder(tmp_path, published("meta-llama/Llama-4-Scout-17B-16E-Instruct"))
     assert check(asked("--max-model-len=4096", model=model)).skip_layers == ()
     error = refusal(asked("--max-model-len=4096", "--kv-offloading-size=1", model=model))
@@ -235,7 +231,7 @@ def test_chunked_attention_goes_on_with_every_layer_in_the_dtype_and_without_off
     assert "chunked attention" in error.message
 
 
-def test_attention_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_kinds_of_attention_are_refused_by_name(tmp_path: Path) -> None:
     error = refusal(asked(model=folder(tmp_path, published("openai/whisper-tiny"))))
     assert error.reason == "DtypeUnsupported"
     assert "encoder-decoder" in error.message
@@ -243,7 +239,7 @@ def test_attention_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "fp8"])
-def test_weights_that_are_quantized_are_counted_as_the_files_have_them_and_go_on(tmp_path: Path, method: str) -> None:
+def test_quantized_weights_are_counted_by_their_file_size(tmp_path: Path, method: str) -> None:
     for file in tiny_llama().iterdir():
         (tmp_path / file.name).symlink_to(file)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -279,7 +275,7 @@ def test_stages_and_data_parallel_engines_share_weights_and_stages_share_the_cac
 
 
 @pytest.mark.parametrize("dtype", ["k4v4", "int8"])
-def test_every_switch_has_a_refusal_that_is_tried_here(dtype: str) -> None:
+def test_every_rule_about_a_switch_is_tested_here(dtype: str) -> None:
     tried = [arguments for each in (*REFUSED.values(), *DRAFTS.values()) for arguments in each]
     assert {switch.what for switch in rules.BESIDE_OURS} == set(REFUSED)
     assert all(refusal(asked(*arguments, dtype=dtype)).reason == "BadArguments" for arguments in tried)

@@ -133,7 +133,7 @@ def answers() -> dict[tuple[object, ...], bool]:
     return dict(zip(QUESTIONS, ask("test_vetoes", QUESTIONS), strict=True))
 
 
-def test_preflight_and_planner_veto_what_vllm_does_not_serve_and_nothing_else(
+def test_preflight_and_planner_refuse_exactly_the_dtypes_that_vllm_does_not_serve(
     answers: dict[tuple[object, ...], bool],
 ) -> None:
     wrong = []
@@ -148,7 +148,7 @@ def test_preflight_and_planner_veto_what_vllm_does_not_serve_and_nothing_else(
     assert sum(answers.values()) > len(answers) // 4
 
 
-def test_the_operator_vetoes_no_dtype_that_vllm_serves(answers: dict[tuple[object, ...], bool]) -> None:
+def test_the_operator_rules_out_no_dtype_that_vllm_serves(answers: dict[tuple[object, ...], bool]) -> None:
     for (capability, dtype, head_dim, is_latent), served in answers.items():
         model = ModelFacts(head_dim=head_dim, kv_heads=8, layers=32, window_layers=0, mla=is_latent)
         if served:
@@ -156,7 +156,7 @@ def test_the_operator_vetoes_no_dtype_that_vllm_serves(answers: dict[tuple[objec
             assert hardware_fault(dtype, NodeFacts("a GPU", capability)) is None
 
 
-def test_dtypes_that_are_called_wrong_on_a_cpu_are_those_that_its_backend_does_not_name() -> None:
+def test_dtypes_with_a_warning_on_a_cpu_are_those_that_its_backend_does_not_support() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     named = {str(dtype) for dtype in CPUAttentionBackend.supported_kv_cache_dtypes}
@@ -179,7 +179,7 @@ def takes(dtype: str, size: int) -> bool:
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", ["k4v4", "int8"])
-def test_blocks_are_refused_where_our_backends_refuse_them(
+def test_preflight_refuses_the_block_sizes_that_our_backends_refuse(
     monkeypatch: pytest.MonkeyPatch, platform: machine.Platform, dtype: str
 ) -> None:
     monkeypatch.setattr(machine, "platform", lambda: platform)
@@ -189,7 +189,7 @@ def test_blocks_are_refused_where_our_backends_refuse_them(
 
 
 @pytest.mark.parametrize(("platform", "size", "remedy"), [("cpu", 8, 16), ("cuda", 16, 64), ("cuda", 100, 128)])
-def test_a_block_size_is_refused_with_one_that_is_taken(
+def test_the_error_about_a_block_size_names_a_valid_one(
     monkeypatch: pytest.MonkeyPatch, platform: str, size: int, remedy: int
 ) -> None:
     monkeypatch.setattr(machine, "platform", lambda: platform)
@@ -201,7 +201,7 @@ def test_a_block_size_is_refused_with_one_that_is_taken(
 
 
 @pytest.mark.parametrize("name", ["cpu", "latent_cpu", "latent_cuda"])  # cuda.py needs vLLM's build for GPUs
-def test_our_backends_take_the_blocks_that_preflight_lets_through(name: str) -> None:
+def test_our_backends_accept_the_block_sizes_that_preflight_accepts(name: str) -> None:
     module = importlib.import_module(f"kvpilot_runtime.backends.{name}")
     backends = [
         value for value in vars(module).values()

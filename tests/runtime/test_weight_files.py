@@ -71,7 +71,7 @@ def ours(folder: Path) -> list[str] | None:
         return None
 
 
-def test_files_are_those_that_vllms_default_loader_reads(tmp_path: Path) -> None:
+def test_the_counted_files_are_those_that_vllms_default_loader_reads(tmp_path: Path) -> None:
     kinds = itertools.product((False, True), repeat=len(PARTS))
     folders = [
         made(
@@ -92,9 +92,7 @@ def test_files_are_those_that_vllms_default_loader_reads(tmp_path: Path) -> None
     assert differs == {}
 
 
-def test_a_model_whose_weights_lie_there_twice_fits_where_one_copy_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_present_in_two_formats_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "platform", lambda: "cuda")
     monkeypatch.setattr(machine, "gpus", lambda: [machine.Gpu("NVIDIA L4", 23_034 * 2**20, 0, (8, 9))])
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL_7B))
@@ -107,7 +105,7 @@ def test_a_model_whose_weights_lie_there_twice_fits_where_one_copy_does(
     assert facts_config.read_folder(tmp_path).weight_bytes == 14_496_000_000
 
 
-def test_a_shard_that_the_index_names_and_nobody_downloaded_is_refused(tmp_path: Path) -> None:
+def test_a_missing_shard_that_the_index_names_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL_7B))
     made(tmp_path, SHARDS[:1], SHARDS)
     with pytest.raises(PreflightError, match=rf"names '{SHARDS[1]}', which the folder does not hold") as caught:
@@ -116,7 +114,7 @@ def test_a_shard_that_the_index_names_and_nobody_downloaded_is_refused(tmp_path:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": 1}', "[" * 100_000])
-def test_an_index_that_is_no_index_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
+def test_an_invalid_index_file_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
     made(tmp_path, SHARDS, None)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(PreflightError, match=r"model\.safetensors\.index\.json cannot be read"):

@@ -33,12 +33,12 @@ def test_the_same_weights_have_one_digest() -> None:
         lambda m: m.rotations.mul_(2), lambda m: m.half(), lambda m: m.add_module("more", torch.nn.Linear(1, 1)),
     ],
 )  # fmt: skip
-def test_others_have_another(change: Callable[[torch.nn.Module], None]) -> None:
+def test_other_weights_have_another_digest(change: Callable[[torch.nn.Module], None]) -> None:
     assert changed(change) != digest(model())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_weights_of_any_kind_and_any_strides_are_told(dtype: torch.dtype) -> None:
+def test_the_digest_distinguishes_weights_of_any_dtype_and_strides(dtype: torch.dtype) -> None:
     ours, others = model(dtype=dtype), model(1, dtype=dtype)
     for one in (ours, others):
         one[0].weight = torch.nn.Parameter(one[0].weight.t(), requires_grad=False)

@@ -160,7 +160,7 @@ def found(served: dict[tuple[str, str], tuple[Path, Turn, Answered]]) -> dict[tu
 
 
 @pytest.mark.parametrize("case", ["none", *(pytest.param(x, marks=quantized_weights_by_vllm) for x in METHODS)])
-def test_answers_are_those_of_the_weights_and_of_the_cache_that_is_served(
+def test_answers_equal_those_of_the_served_weights_and_cache_dtype(
     case: str, found: dict[tuple[str, str, str], float], record_property: Callable[[str, object], None]
 ) -> None:
     for (_, dtype, codec), value in ((key, value) for key, value in found.items() if key[0] == case):

@@ -47,7 +47,7 @@ def test_every_edit_and_every_pod_that_changes_reaches_the_status(measured):
             assert one[what]["missed"] == 0
 
 
-def test_no_pass_and_no_scrape_fails(measured):
+def test_no_reconcile_and_no_scrape_fails(measured):
     for one in measured:
         assert (one["passes_failed"], one["scrapes_failed"]) == (0, 0)
         assert one["scrape_gap"]["count"] >= one["pods"]

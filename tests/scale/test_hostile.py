@@ -37,13 +37,13 @@ def measured(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def test_engines_of_every_hostile_kind_were_asked(measured):
+def test_engines_of_every_hostile_kind_were_scraped(measured):
     # The API server or the operator refuses the service whose route name leaves its path (`..`).
     kinds = {"label", "quoted", "large", "lines", "hang", "drip", "objects", "probe-hang", "maps", "yaml", "spec"}
     assert measured["engines"].keys() >= kinds
 
 
-def test_the_operator_stays_in_its_container(measured):
+def test_the_operator_stays_within_its_memory_limit(measured):
     assert measured["killed"] == 0
     for phase in ("quiet", "hostile"):
         assert max(measured[phase]["rss_mib"], measured[phase]["most_mib"] or 0) < measured["limit_mib"]
@@ -71,7 +71,7 @@ def test_the_operator_answers_the_kubelet_all_the_time(measured):
         assert measured[phase]["healthz"]["count"] > measured[phase]["cycles"]
 
 
-def test_the_use_of_the_machines_cores_is_reported(measured):
+def test_the_cpu_use_is_reported(measured):
     programs = {"kvpilot-operator", "kube-apiserver", "etcd", "hostile_engines good", "hostile_engines hostile"}
     for phase in ("quiet", "hostile"):
         cores = measured[phase]["cores"]

@@ -30,7 +30,7 @@ def blocks(order, share, floor, query, count=8):
     ("values", 0.75, 2, [0, 1, 2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7]),
     ("values", 1, 2, [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]),
 ])  # fmt: skip
-def test_an_order_frees_its_first_residuals_and_never_those_of_the_floor(order, share, floor, keys, values):
+def test_residuals_are_freed_in_order_but_never_those_of_the_floor(order, share, floor, keys, values):
     assert blocks(order, share, floor, query=7) == [keys, values]
 
 
@@ -43,7 +43,7 @@ def test_no_query_reads_a_later_block_and_both_orders_keep_the_same_share(order)
     assert keep(order, 0.5, 2, 1)[0].all()
 
 
-def test_attention_reads_each_side_of_a_block_as_it_was_kept():
+def test_attention_reads_keys_and_values_of_a_block_with_the_kept_bits():
     torch.manual_seed(0)
     count, heads = 10, 4
     query = torch.randn(2, heads, count * BLOCK - 7, 16, dtype=torch.float64)
@@ -75,7 +75,7 @@ def pool(idle):
     return engine, quarter
 
 
-def test_residuals_get_no_page_once_prefixes_fill_the_pool():
+def test_residuals_get_no_pages_once_prefixes_fill_the_pool():
     engine, quarter = pool(inf)
     assert engine.blocks.share < 0.01
     engine.blocks.take(quarter)
@@ -83,7 +83,7 @@ def test_residuals_get_no_page_once_prefixes_fill_the_pool():
     assert [engine.blocks.kept(session) >= quarter - 3 for session in range(4)] == [False, True, True, True]
 
 
-def test_idle_prefixes_give_way_to_residuals_the_oldest_first():
+def test_the_oldest_idle_prefixes_are_freed_first_for_residuals():
     engine, quarter = pool(150.0)
     engine.blocks.take(quarter)
     assert engine.blocks.share > 0.3

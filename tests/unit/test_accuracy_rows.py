@@ -38,7 +38,7 @@ def test_every_row_of_the_table_can_be_read():
 
 
 @pytest.mark.parametrize("name", ["k4v4+", "k4v4+w64+self", "k9v9", "k4v4+other"])
-def test_a_row_that_is_none_is_refused(name):
+def test_an_unknown_row_is_refused(name):
     with pytest.raises(ValueError, match=r"row 'k4v4|not known"):
         reading(name, {0: Factors.identity(2, 64)})
 
@@ -50,7 +50,7 @@ def test_a_row_that_is_none_is_refused(name):
     ("int8+self", "int8", {}),
     ("fp8_e4m3", "fp8_e4m3", {}),
 ])  # fmt: skip
-def test_an_engine_is_asked_for_what_a_row_says(name, dtype, variables):
+def test_a_row_becomes_the_arguments_of_an_engine(name, dtype, variables):
     assert engine(name) == (dtype, variables)
 
 

@@ -20,7 +20,7 @@ from benchmarks.accuracy.windowed import windowed
     sliding=st.one_of(st.none(), st.integers(1, 30)), piece=st.integers(1, 40),
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
-def test_a_query_reads_its_last_tokens_by_fine_and_all_others_by_pages(
+def test_a_query_reads_its_last_tokens_refined_and_all_others_from_pages(
     tokens: int, recent: int, since: int, heads: tuple[int, int], sliding: int | None, piece: int
 ) -> None:
     rng = torch.Generator().manual_seed(tokens)

@@ -62,7 +62,7 @@ async def keep(cluster: FakeCluster) -> None:
     await Actor(cluster).perform(s, Decision(s.status, baseline=BASELINE))  # type: ignore[arg-type]
 
 
-async def test_the_oldest_baselines_go_when_a_new_one_is_kept() -> None:
+async def test_the_oldest_baselines_are_deleted_when_a_new_one_is_stored() -> None:
     cluster = FakeCluster()
     await keep(cluster)
     left = {name for name in cluster.maps if name.startswith(baseline_name(KEY.name, ""))}
@@ -71,21 +71,21 @@ async def test_the_oldest_baselines_go_when_a_new_one_is_kept() -> None:
     assert "chat-settings" in cluster.maps
 
 
-async def test_a_baseline_that_is_written_again_costs_no_other_its_place() -> None:
+async def test_rewriting_a_baseline_deletes_no_other() -> None:
     cluster = FakeCluster()
     for _ in range(2):
         await keep(cluster)
     assert sum(name.startswith(baseline_name(KEY.name, "")) for name in cluster.maps) == MAX_KEPT
 
 
-async def test_a_baseline_is_kept_although_old_ones_cannot_be_deleted() -> None:
+async def test_a_baseline_is_stored_even_if_old_ones_cannot_be_deleted() -> None:
     cluster = FakeCluster()
     cluster.refuses = True
     await keep(cluster)
     assert cluster.maps[NAME]["binaryData"]["baseline"]
 
 
-async def test_what_is_named_like_a_baseline_and_is_somebody_elses_is_neither_deleted_nor_written() -> None:
+async def test_another_owners_object_with_a_baselines_name_is_not_changed() -> None:
     cluster = FakeCluster()
     others = dict.fromkeys((f"{baseline_name(KEY.name, '')}0", NAME), "2020-01-01T00:00:00Z")
     for name, created in others.items():
@@ -94,7 +94,7 @@ async def test_what_is_named_like_a_baseline_and_is_somebody_elses_is_neither_de
     assert all("binaryData" not in cluster.maps[name] for name in others)
 
 
-async def test_however_many_bear_our_label_a_baseline_is_kept_and_few_are_looked_at() -> None:
+async def test_a_baseline_is_stored_beside_any_number_of_objects_with_our_label() -> None:
     cluster = FakeCluster()
     for number in range(10 * MAX_SEEN):
         cluster.put(f"filler-{number}", "2020-01-01T00:00:00Z")

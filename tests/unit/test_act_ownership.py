@@ -44,7 +44,7 @@ def users(kind: str, name: str, **labels: str) -> dict[str, Any]:
     return {"kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
-async def test_everything_is_made_with_the_services_uid_as_its_owner_and_ready_follows(operator: Operator) -> None:
+async def test_every_object_has_the_services_uid_as_its_owner(operator: Operator) -> None:
     await served(operator)
     made = {what: obj for what, obj in operator.api.objects.items() if what[0] not in ("Pod", KIND)}
     budget = ("PodDisruptionBudget", "chat")
@@ -53,7 +53,7 @@ async def test_everything_is_made_with_the_services_uid_as_its_owner_and_ready_f
     assert made["Service", "chat"]["spec"]["selector"] == {SERVICE_LABEL: "chat", REVISION_LABEL: REVISION}
 
 
-async def test_a_pass_in_which_nothing_changes_asks_the_server_for_nothing(operator: Operator) -> None:
+async def test_a_reconcile_without_changes_sends_no_request(operator: Operator) -> None:
     await served(operator)
     await operator.reconcile()
     operator.api.asked.clear()
@@ -64,7 +64,7 @@ async def test_a_pass_in_which_nothing_changes_asks_the_server_for_nothing(opera
 
 @pytest.mark.parametrize("labels", [{}, {SERVICE_LABEL: "chat"}], ids=["seen by no watch", "with our label"])
 @pytest.mark.parametrize(("kind", "name"), [("Service", "chat"), ("Deployment", DEPLOYMENT)])
-async def test_an_object_that_was_there_first_is_not_changed_and_ready_gives_the_reason(
+async def test_an_older_object_with_our_name_is_not_changed_and_ready_gives_the_reason(
     operator: Operator, kind: str, name: str, labels: dict[str, str]
 ) -> None:
     before = operator.api.put(users(kind, name, **labels))
@@ -79,7 +79,7 @@ async def test_an_object_that_was_there_first_is_not_changed_and_ready_gives_the
         assert "rename the QuantizedLLMService" in condition.message
 
 
-async def test_a_service_that_is_deleted_and_made_again_by_somebody_else_keeps_its_own_selector(
+async def test_a_kubernetes_service_recreated_by_another_owner_keeps_its_selector(
     operator: Operator,
 ) -> None:
     await served(operator)
@@ -113,7 +113,9 @@ async def test_a_users_canary_service_is_neither_taken_over_nor_deleted(operator
 
 
 @pytest.mark.parametrize("kind", ["Service", "Deployment"])
-async def test_one_who_is_quicker_between_the_look_and_the_write_keeps_the_name(operator: Operator, kind: str) -> None:
+async def test_another_owner_who_creates_the_object_just_before_our_write_keeps_the_name(
+    operator: Operator, kind: str
+) -> None:
     """Check that the server itself refuses to merge into a Deployment whose immutable selector differs."""
     name = {"Service": "chat", "Deployment": DEPLOYMENT}[kind]
     theirs: list[Any] = []
@@ -143,7 +145,7 @@ APPLIED = Objects(
 
 
 @pytest.mark.parametrize("objects", [DELETED, SCALED, APPLIED], ids=["delete", "scale", "apply"])
-async def test_a_write_is_meant_for_the_object_that_was_seen_and_for_no_other(objects: Objects) -> None:
+async def test_a_write_changes_only_the_object_that_was_observed(objects: Objects) -> None:
     api = MemoryApi()
     theirs = api.put(users("Deployment", DEPLOYMENT))
     s = snapshot(
@@ -156,7 +158,7 @@ async def test_a_write_is_meant_for_the_object_that_was_seen_and_for_no_other(ob
     assert api.objects["Deployment", DEPLOYMENT] == theirs
 
 
-async def test_labels_that_somebody_adds_to_our_selector_are_taken_away(operator: Operator) -> None:
+async def test_labels_that_another_writer_adds_to_our_selector_are_removed(operator: Operator) -> None:
     await served(operator)
     mixed = operator.api.objects["Service", "chat"]
     operator.api.put({**mixed, "spec": {**mixed["spec"], "selector": {**mixed["spec"]["selector"], "app": "shop"}}})
@@ -172,7 +174,7 @@ async def test_labels_that_somebody_adds_to_our_selector_are_taken_away(operator
     assert operator.condition("Ready").status == "True"
 
 
-async def test_the_objects_of_an_earlier_service_of_this_name_are_waited_for(operator: Operator) -> None:
+async def test_a_service_waits_until_objects_of_its_predecessor_are_deleted(operator: Operator) -> None:
     earlier = users("Service", "chat", **{SERVICE_LABEL: "chat"})
     earlier["metadata"]["ownerReferences"] = [{"kind": KIND, "name": "chat", "uid": "u-0"}]
     operator.api.put(earlier)
@@ -198,7 +200,7 @@ def is_there(operator: Operator) -> set[tuple[str, str]]:
     return {what for what in operator.api.objects if what[0] in ("LeaderWorkerSet", "Service")}
 
 
-async def test_the_names_of_a_group_are_claimed_before_the_group_and_go_with_it(groups: Operator) -> None:
+async def test_the_headless_service_is_claimed_before_its_group_and_deleted_with_it(groups: Operator) -> None:
     await groups.reconcile()
     names = groups.api.objects["Service", SET]
     assert [owner["uid"] for owner in names["metadata"]["ownerReferences"]] == ["u-1"]
@@ -216,7 +218,7 @@ async def test_the_names_of_a_group_are_claimed_before_the_group_and_go_with_it(
     assert ("Service", SET) not in is_there(groups)
 
 
-async def test_no_group_starts_where_its_workers_would_find_another_owners_pods(groups: Operator) -> None:
+async def test_no_group_starts_if_another_owner_has_its_headless_service(groups: Operator) -> None:
     theirs = groups.api.put(users("Service", SET))
     for _ in range(3):
         await groups.reconcile()
@@ -230,7 +232,7 @@ async def test_no_group_starts_where_its_workers_would_find_another_owners_pods(
     assert ("LeaderWorkerSet", SET) in is_there(groups)
 
 
-async def test_a_group_whose_names_its_own_set_has_made_still_grows(groups: Operator) -> None:
+async def test_a_group_whose_headless_service_belongs_to_its_set_can_grow(groups: Operator) -> None:
     await groups.reconcile()
     groups.api.drop("Service", SET)
     made = groups.api.objects["LeaderWorkerSet", SET]["metadata"]["uid"]

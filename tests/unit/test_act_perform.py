@@ -74,7 +74,7 @@ async def performed(objects: Objects, s=None, recorder: Recorder | None = None, 
     return recorder
 
 
-async def test_more_engines_come_before_traffic_and_fewer_after_it():
+async def test_engines_are_added_before_traffic_moves_and_removed_after_it():
     shared = service(KEY, "u-1", "chat", "")
     objects = Objects((made(NEW, 1), shared, made(OLD, 1)), {"up": 3, "down": 1}, frozenset({"up", "down"}))
     recorder = await performed(objects, observed(up=2, down=2, gone=1))
@@ -82,7 +82,7 @@ async def test_more_engines_come_before_traffic_and_fewer_after_it():
     assert [write[2] for write in recorder.writes] == ["chat-up", new, "chat", old, "chat-down", "chat-gone"]
 
 
-async def test_only_the_rules_of_a_users_route_are_written_and_only_as_they_were_read():
+async def test_only_the_rules_of_a_users_route_are_written_and_only_if_it_is_unchanged():
     rules = ({"backendRefs": [{"name": "chat", "weight": 95}, {"name": "chat-canary", "weight": 5}]},)
     objects = Objects((route_rules(KEY, ROUTE, rules),), {}, frozenset())
     recorder = await performed(objects)
@@ -132,7 +132,7 @@ class Written:
         return [one for one in self.recorder.writes if one[1] == "Event"]
 
 
-async def test_figures_that_differ_at_every_scrape_are_written_twice_a_minute():
+async def test_changing_figures_are_written_at_most_twice_a_minute():
     one = Written()
     for second in range(60):
         one.now = float(second)
@@ -156,7 +156,7 @@ async def test_a_decision_is_written_at_once_with_the_figures_of_its_moment():
     assert one.s.status == unknown
 
 
-async def test_what_must_not_be_there_is_deleted_once():
+async def test_an_unwanted_object_is_deleted_once():
     recorder, budget = Recorder(), ("PodDisruptionBudget", "chat")
     recorder.there.add(budget)
     gone = Objects((), {}, frozenset(), (("policy/v1", *budget),))
@@ -170,7 +170,7 @@ async def test_what_must_not_be_there_is_deleted_once():
     assert recorder.writes[1:] == [("create", *budget), ("apply", *budget), ("delete", *budget)]
 
 
-async def test_an_object_that_is_as_it_should_be_is_applied_again_only_after_a_while():
+async def test_an_unchanged_object_is_applied_again_only_after_some_time():
     now = [0.0]
     recorder = Recorder()
     actor, s = Actor(recorder, lambda: now[0]), observed()
@@ -180,7 +180,7 @@ async def test_an_object_that_is_as_it_should_be_is_applied_again_only_after_a_w
     assert len(recorder.writes) == 2
 
 
-async def test_a_service_that_somebody_else_has_changed_is_repaired_at_once():
+async def test_a_kubernetes_service_changed_by_others_is_repaired_at_once():
     recorder = Recorder()
     actor, s = Actor(recorder, lambda: 0.0), observed()
     mine = Decision(s.status, Objects((service(KEY, "u-1", "chat", revision(OLD)),), {}, frozenset()))
@@ -191,7 +191,7 @@ async def test_a_service_that_somebody_else_has_changed_is_repaired_at_once():
 
 
 @pytest.mark.parametrize(("generation", "writes"), [(1, 1), (2, 2)])
-async def test_a_deployment_that_somebody_else_has_changed_is_repaired_at_once(generation, writes):
+async def test_a_deployment_changed_by_others_is_repaired_at_once(generation, writes):
     recorder = Recorder()
     actor, s = Actor(recorder, lambda: 0.0), observed(**{revision(OLD): 1})
     mine = Objects((made(OLD, 1),), {}, frozenset({revision(OLD)}))

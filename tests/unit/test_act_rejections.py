@@ -43,7 +43,7 @@ def nothing(_: Object) -> None:
     return None
 
 
-async def test_a_refusal_stands_in_the_conditions_with_its_field_after_the_next_pass(operator: Operator) -> None:
+async def test_after_the_next_reconcile_the_conditions_name_a_refusal_and_its_field(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment", f"{FIELD}: {WORDS}", causes=((FIELD, WORDS),))
     await operator.reconcile()
     await operator.reconcile(0)
@@ -52,13 +52,13 @@ async def test_a_refusal_stands_in_the_conditions_with_its_field_after_the_next_
         assert condition.message.startswith(f"{FIELD}: {WORDS} (Deployment chat-")
 
 
-async def test_other_objects_are_written_all_the_same(operator: Operator) -> None:
+async def test_a_refusal_does_not_stop_the_writes_of_other_objects(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment")
     await operator.reconcile()
     assert ("Service", "chat") in operator.api.objects
 
 
-async def test_what_is_refused_is_requested_again_ever_later_but_within_a_minute(operator: Operator) -> None:
+async def test_a_refused_write_is_retried_with_growing_pauses_up_to_a_minute(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment")
     times: list[float] = []
     for _ in range(200):
@@ -72,7 +72,7 @@ async def test_what_is_refused_is_requested_again_ever_later_but_within_a_minute
     assert waits[-1] == BACKOFF.last
 
 
-async def test_a_changed_spec_is_tried_at_once_and_an_accepted_write_clears_the_condition(operator: Operator) -> None:
+async def test_a_changed_spec_is_written_at_once_and_an_accepted_write_clears_the_condition(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment")
     for _ in range(60):
         await operator.reconcile()
@@ -87,7 +87,7 @@ async def test_a_changed_spec_is_tried_at_once_and_an_accepted_write_clears_the_
     assert operator.condition("Ready").status == "True"
 
 
-async def test_an_object_that_is_requested_otherwise_is_tried_at_once(operator: Operator) -> None:
+async def test_a_refused_object_with_new_content_is_written_at_once(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment")
     for _ in range(60):
         await operator.reconcile()
@@ -97,7 +97,7 @@ async def test_an_object_that_is_requested_otherwise_is_tried_at_once(operator: 
     assert "Deployment" in [kind for _, kind, _ in operator.api.asked[asked:]]
 
 
-async def test_a_restart_of_the_operator_takes_no_refusal_out_of_the_status(operator: Operator) -> None:
+async def test_a_restart_of_the_operator_keeps_refusals_in_the_status(operator: Operator) -> None:
     operator.api.refuses = refusing("Deployment")
     for _ in range(3):
         await operator.reconcile()
@@ -110,7 +110,7 @@ async def test_a_restart_of_the_operator_takes_no_refusal_out_of_the_status(oper
         assert operator.condition("Ready").reason == "Forbidden"
 
 
-async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Operator) -> None:
+async def test_a_refusal_of_an_object_that_is_no_longer_wanted_is_forgotten(operator: Operator) -> None:
     for _ in range(2):
         await operator.reconcile()
         operator.api.run_engines()
@@ -133,7 +133,7 @@ async def test_what_nobody_asks_for_any_more_is_not_told_any_more(operator: Oper
 @pytest.mark.parametrize(
     "error", [Rejected("PATCH", "/x", 422, QUOTA, "Invalid"), ClusterError("PATCH", "/x", 500, "")]
 )
-async def test_the_serving_revision_is_repaired_whatever_befalls_the_writes_of_a_trial(
+async def test_the_serving_revision_is_repaired_even_if_writes_of_a_trial_fail(
     operator: Operator, error: ClusterError
 ) -> None:
     for _ in range(2):
@@ -160,7 +160,7 @@ async def test_the_serving_revision_is_repaired_whatever_befalls_the_writes_of_a
     assert operator.api.objects["Deployment", serving]["spec"]["replicas"] == 1
 
 
-async def test_a_baseline_that_is_refused_writes_no_status_that_names_it() -> None:
+async def test_the_status_never_names_a_refused_baseline() -> None:
     api, s = MemoryApi(), snapshot(OBJ)
     api.refuses = refusing("ConfigMap")
     actor = Actor(api)  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ async def test_a_baseline_that_is_refused_writes_no_status_that_names_it() -> No
     assert [one[:2] for one in api.writes()] == [("create", "ConfigMap")]
 
 
-async def test_a_baseline_that_is_refused_is_tried_ever_later_and_what_else_is_decided_in_between() -> None:
+async def test_a_refused_baseline_is_retried_with_growing_pauses_and_blocks_no_other_decision() -> None:
     api, s, now = MemoryApi(), snapshot(OBJ), [0.0]
     api.refuses = refusing("ConfigMap")
     actor = Actor(api, lambda: now[0])  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def template(*adapters: dict[str, str], **engine: Any) -> dict[str, Any]:
     return pod_template(KEY.name, spec_of(obj), "k4v4")
 
 
-def test_an_engine_is_told_every_adapter_and_has_its_claim() -> None:
+def test_an_engine_has_every_adapter_as_argument_and_mounts_its_claim() -> None:
     pod = template(SQL, CHAT, BAKED, extraArgs=["--max-lora-rank=64"])["spec"]
     (engine,) = pod["containers"]
     begin = engine["args"].index("--lora-modules")
@@ -53,7 +53,7 @@ def test_an_adapter_of_the_hub_is_named_as_the_hub_does() -> None:
     assert "sql=org/sql" in arguments
 
 
-def test_a_change_of_adapters_is_a_new_revision_and_none_is_what_it_was() -> None:
+def test_a_change_of_adapters_makes_a_new_revision_and_their_removal_restores_the_old_one() -> None:
     none = manifest(model={"source": "pvc://weights/llama"})
     assert template() == pod_template(KEY.name, spec_of(none), "k4v4")
     assert len({revision(one) for one in (template(), template(SQL), template(SQL, CHAT))}) == 3

@@ -58,14 +58,14 @@ def test_a_canarys_pods_are_admitted_once_its_probes_have_passed(stage):
     assert gates(stage, opened(OLD), closed(NEW)) == {f"pod-{NEW}": True}
 
 
-def test_a_canary_that_is_rolled_back_is_sent_nothing_more_once_stable_pods_can_take_it():
+def test_a_rolled_back_canary_gets_no_requests_once_stable_pods_can_take_them():
     both = (opened(OLD, name="a"), opened(OLD, name="b"), opened(NEW))
     assert gates("RollingBack", *both, traffic="") == {f"pod-{NEW}": False}
     too_few = (replace(opened(OLD), ready=False, containers_ready=False), opened(NEW), closed(NEW, name="later"))
     assert gates("RollingBack", *too_few, traffic="") == {}
 
 
-def test_a_borrowed_pod_and_one_that_leaves_are_left_as_they_are():
+def test_gates_of_borrowed_and_terminating_pods_are_not_changed():
     assert gates("Probing", opened(OLD), closed(BAD), closed(NEW, terminating=True)) == {}
 
 
@@ -73,13 +73,13 @@ def test_a_pod_without_the_gate_is_never_written_to():
     assert gates("Shifting", pod(OLD), pod(NEW)) == {}
 
 
-def test_without_a_revision_that_serves_no_gate_is_moved():
+def test_without_a_serving_revision_no_gate_changes():
     paused = manifest(rollout={"paused": True})
     s = snapshot(paused, pods=(closed("strange"), opened("other")))
     assert dict(decide(s).gates) == {}
 
 
-def test_an_engine_that_answers_and_is_not_admitted_is_probed():
+def test_an_answering_engine_is_probed_before_it_is_admitted():
     cluster = on_trial()
     canary = cluster.until(stage("Probing")).canary
     assert cluster.engines.answering(canary.revision) == 1
@@ -103,7 +103,7 @@ def test_only_a_canarys_pods_have_the_gate_from_the_start():
     assert {name: view.has_gate for name, view in views.items()} == {cluster.traffic: False, canary.revision: True}
 
 
-def test_the_template_of_a_workload_that_exists_keeps_its_gate_or_stays_without_one():
+def test_an_existing_workloads_template_neither_gains_nor_loses_the_gate():
     def decided(**view):
         there = {OLD: DeploymentView(OLD, "auto", 1, **view)}
         decision = decide(running(manifest(), "auto", deployments=there))
@@ -161,7 +161,7 @@ def test_a_gate_is_removed_from_a_paused_deployment_and_its_replica_set_before_i
     assert order == ["Deployment", "ReplicaSet", "Deployment"]
 
 
-def test_pods_of_a_promoted_revision_need_no_operator_wherever_it_was_killed_after_the_promotion():
+def test_pods_of_a_promoted_revision_need_no_operator_even_if_it_was_killed_after_any_write():
     cluster = on_trial()
     before = cluster
     while not ended(cluster.parsed()):
@@ -180,7 +180,7 @@ def test_pods_of_a_promoted_revision_need_no_operator_wherever_it_was_killed_aft
         assert killed.engines.ready(serves) == view.replicas
 
 
-def test_a_revision_that_served_and_is_on_trial_again_starts_again_with_the_gate():
+def test_a_formerly_serving_revision_starts_its_new_trial_with_the_gate():
     cluster = on_trial(cluster={"bad": frozenset({ON_TRIAL})})
     canary = cluster.until(stage("Starting")).canary.revision
     found = cluster.api.objects["Deployment", f"{KEY.name}-{canary}"]
@@ -202,7 +202,7 @@ def test_an_operator_that_may_not_change_replica_sets_reports_it():
     assert "give the operator this right" in told.message
 
 
-def test_a_pods_view_tells_an_open_gate_from_a_closed_one_and_from_none():
+def test_a_pods_view_distinguishes_open_closed_and_missing_gates():
     def view(gate, *conditions):
         gate = {"readinessGates": [{"conditionType": ADMITTED}]} if gate else {}
         told = [{"type": kind, "status": status} for kind, status in conditions]
@@ -262,7 +262,7 @@ def test_gates_are_opened_after_the_status_and_closed_after_the_traffic_has_move
 
 
 @pytest.mark.parametrize("error", [NotFound("PATCH", "bad", 404, "gone"), Conflict("PATCH", "bad", 409, "another uid")])
-def test_a_pod_that_has_just_gone_keeps_no_other_from_being_admitted(error):
+def test_a_pod_that_was_just_deleted_does_not_block_the_admission_of_others(error):
     written, refused = performed({"bad": True, "good": True}, error)
     assert ("Pod", "good", "True") in written
     assert refused == ()
@@ -298,13 +298,13 @@ class Everybody:
 
 @pytest.mark.parametrize("bad", [frozenset(), frozenset({ON_TRIAL})])
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_nobody_finds_an_unprobed_pod_ready_wherever_the_operator_is_killed(bad, replicas):
+def test_an_unprobed_pod_is_never_ready_even_if_the_operator_is_killed_after_any_write(bad, replicas):
     end = "RolledBack" if bad else "Promoted"
     killed_before_each_write(lambda: on_trial(replicas, cluster={"bad": bad, "drain_ticks": 1}), Everybody, end)
 
 
 @pytest.mark.parametrize("where", ["Probing", "Promoting"])
-def test_pods_of_the_serving_revision_that_come_again_are_admitted_while_the_spec_is_refused(where: str) -> None:
+def test_replaced_pods_of_the_serving_revision_are_admitted_while_the_spec_is_refused(where: str) -> None:
     cluster = on_trial()
     cluster.until(stage(where))
     if where == "Promoting":

@@ -126,7 +126,7 @@ def test_every_dtype_is_a_baseline_or_may_be_in_a_ladder() -> None:
 
 
 @pytest.mark.slow
-def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:
+def test_the_crd_accepts_a_ladder_exactly_if_its_bits_per_element_decrease() -> None:
     smaller = [d for d in dtypes.names() if dtypes.parse(d).bits_per_element() < 16]
     plain = apply_defaults(GOOD)["spec"]["kvCache"]
     for above, below in permutations(smaller, 2):
@@ -136,7 +136,7 @@ def test_the_ladder_goes_down_exactly_when_bits_per_element_do() -> None:
 
 
 @pytest.mark.parametrize("bad", [one for one in BAD if one.judge in ("schema", "rule")], ids=lambda bad: bad.name)
-def test_the_definition_refuses_a_wrong_manifest_at_its_field(bad: Bad) -> None:
+def test_the_crd_refuses_a_wrong_manifest_at_its_field(bad: Bad) -> None:
     ((field, message),) = refused(bad.manifest)
     assert field == bad.field
     assert bad.judge == "schema" or bad.word in message
@@ -144,14 +144,14 @@ def test_the_definition_refuses_a_wrong_manifest_at_its_field(bad: Bad) -> None:
 
 
 @pytest.mark.parametrize(("size", "limit"), GOOD_GPU_LIMITS)
-def test_a_limit_of_gpus_that_is_enough_is_accepted_in_every_spelling(size: int, limit: int | str) -> None:
+def test_a_sufficient_gpu_limit_is_accepted_in_every_spelling(size: int, limit: int | str) -> None:
     assert refused(with_gpus(size, limit)) == []
 
 
 @given(
     st.integers(1, 64), st.from_regex(r"[0-9]{1,6}([.][0-9]{1,3})?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?", fullmatch=True)
 )
-def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, limit: str) -> None:
+def test_a_gpu_limit_is_judged_by_the_number_that_kubernetes_parses(size: int, limit: str) -> None:
     gpus = parse_quantity(limit)
     # If the limit is a plain number, the rule also refuses more GPUs than tensorParallelSize, which would stay unused.
     enough = gpus == int(gpus) and (gpus == size if re.fullmatch("[0-9]{1,5}", limit) else gpus >= size)
@@ -162,7 +162,7 @@ def test_a_limit_of_gpus_is_judged_by_what_kubernetes_reads_in_it(size: int, lim
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 @pytest.mark.parametrize("field", ["baseline", "dtype"])
-def test_a_16_bit_dtype_by_name_goes_with_the_same_dtype_of_the_model(name: str, field: str) -> None:
+def test_a_named_16_bit_dtype_needs_a_model_of_the_same_dtype(name: str, field: str) -> None:
     """If the cache's dtype differs from that of the model, the answers are fluent but wrong, and no error appears."""
     kv_cache = {"mode": "Fixed", "dtype": "k4v4", field: name}
     same, other = f"--dtype={name}", f"--dtype={({'bfloat16', 'float16'} - {name}).pop()}"
@@ -176,7 +176,7 @@ def test_a_16_bit_dtype_by_name_goes_with_the_same_dtype_of_the_model(name: str,
         assert accepted or found[0][0] == f"spec.kvCache.{field}"
 
 
-def test_the_definition_has_at_most_60_rules_and_90_fields_of_its_own() -> None:
+def test_the_crd_has_at_most_60_rules_and_90_own_fields() -> None:
     own = [path for path, node in ALL if path.startswith("spec") and not path.startswith("spec.engine.podTemplate.")]
     assert len(RULES) <= 60
     assert len(leaves(own) - {"spec.engine.podTemplate"}) <= 90

@@ -27,7 +27,7 @@ json_values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionar
 @pytest.mark.parametrize(
     "bad", [one for one in BAD if one.judge in ("operator", "administrator")], ids=lambda b: b.name
 )
-def test_the_operator_refuses_what_the_server_cannot_judge(bad: Bad) -> None:
+def test_the_operator_refuses_faults_that_the_server_cannot_find(bad: Bad) -> None:
     (found,) = faults(bad.manifest)
     assert found.field == bad.field
     assert bad.word in found.message
@@ -35,7 +35,7 @@ def test_the_operator_refuses_what_the_server_cannot_judge(bad: Bad) -> None:
 
 
 @pytest.mark.parametrize("bad", [one for one in BAD if one.judge in ("rule", "kubernetes")], ids=lambda b: b.name)
-def test_an_object_that_is_older_than_a_rule_is_refused_or_rendered(bad: Bad) -> None:
+def test_an_object_that_is_older_than_a_rule_is_either_refused_or_rendered(bad: Bad) -> None:
     judged = judge(bad.manifest)
     if isinstance(judged, Spec):
         assert pod_template("good", judged, judged.kv_cache.dtype or judged.kv_cache.baseline)
@@ -74,7 +74,7 @@ def test_every_example_has_no_fault_and_parses(path: Path) -> None:
 
 @pytest.mark.parametrize("between", ["=", " "])
 @pytest.mark.parametrize("option", ["--api-key", "--hf-token", "--model", "--nnodes", "--logprobs-mode"])
-def test_what_a_refused_argument_was_set_to_is_not_repeated(option: str, between: str) -> None:
+def test_messages_do_not_repeat_the_value_of_a_refused_argument(option: str, between: str) -> None:
     found = faults(of_engine(extraArgs=[f"{option}{between}s3cr=t"]))
     assert found
     for fault in found:
@@ -92,7 +92,7 @@ def test_what_a_refused_argument_was_set_to_is_not_repeated(option: str, between
         {"env": [{"name": "HF_TOKEN", "value": 53}]},
     ],
 )
-def test_a_value_that_may_be_a_secret_is_not_repeated(engine: dict[str, Any]) -> None:
+def test_messages_do_not_repeat_a_value_that_may_be_secret(engine: dict[str, Any]) -> None:
     (fault,) = faults(of_engine(**engine))
     assert not any(word in fault.message for word in ("s3cret", "53"))
 
@@ -103,7 +103,7 @@ def of_engine(**engine: Any) -> dict[str, Any]:
 
 @given(json_values)
 @settings(max_examples=150)
-def test_any_json_value_gets_an_answer(value: Any) -> None:
+def test_any_json_value_is_judged_without_an_error(value: Any) -> None:
     assert faults(value) != ()
 
 
@@ -113,11 +113,11 @@ def test_any_json_value_gets_an_answer(value: Any) -> None:
     )
 )
 @settings(max_examples=150)
-def test_any_json_in_a_spec_gets_an_answer(spec: Any) -> None:
+def test_any_json_in_a_spec_is_judged_without_an_error(spec: Any) -> None:
     faults({"metadata": {"name": "a"}, "spec": spec})
 
 
-def test_a_spec_is_refused_where_all_together_is_too_much() -> None:
+def test_a_spec_above_the_size_limit_is_refused() -> None:
     env = [{"name": f"A{i}", "value": "x" * 4096} for i in range(32)]
     assert faults(of_engine(env=env[:28])) == ()
     (fault,) = faults(of_engine(env=env))
@@ -173,7 +173,7 @@ def test_edits_of_a_large_spec_do_not_grow_the_process() -> None:
     assert int(ended.stdout) < 30  # in MiB; the specs together have 33 MB
 
 
-def test_a_status_that_the_server_would_refuse_is_faulted() -> None:
+def test_an_invalid_status_is_reported_as_a_fault() -> None:
     good = {
         "observedGeneration": 1,
         "kvCache": {"activeDtype": "auto", "usagePercent": 12},

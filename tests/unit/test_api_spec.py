@@ -46,7 +46,7 @@ def test_the_structs_have_the_defaults_of_the_schema() -> None:
     assert parse(service()) == parse(GOOD)
 
 
-def test_a_whole_number_that_is_written_as_a_fraction_is_read_as_the_number() -> None:
+def test_a_number_such_as_3_0_is_read_as_a_whole_number() -> None:
     obj = service(replicas=3.0, engine={"image": "i", "tensorParallelSize": 2.0})
     assert faults(obj) == ()
     found = parse(obj)

@@ -50,27 +50,27 @@ def test_every_field_of_the_status_that_is_promised_is_there() -> None:
     assert [path for path in paths if not leads_to(STATUS, path)] == []
 
 
-def test_no_field_is_promised_and_said_not_to_be() -> None:
+def test_no_field_is_both_promised_and_excluded() -> None:
     memory = {name for name in re.findall(r"`(\w+)`", FORGOTTEN) if name in STATUS["properties"]}
     assert memory == {"history", "accuracy", "scaling"}
     assert not {"history", "accuracy"} & {path.partition(".")[0] for path in promised()}
 
 
 @pytest.mark.parametrize("label", [names.SERVICE_LABEL, names.REVISION_LABEL, names.DTYPE_LABEL])
-def test_labels_and_names_are_those_of_today(label: str) -> None:
+def test_the_promised_labels_and_names_exist(label: str) -> None:
     assert f"`{label}`" in PROMISED
     assert f"`{names.API_VERSION}`" in PAGE
     assert f"`{names.canary_service('NAME')}`" in PROMISED
     assert f"`{load_crd()['spec']['names']['shortNames'][0]}`" in PROMISED
 
 
-def test_the_page_is_of_a_definition_with_one_version_and_no_webhook() -> None:
+def test_the_crd_has_one_version_and_no_webhook_as_the_page_says() -> None:
     spec = load_crd()["spec"]
     assert [one["name"] for one in spec["versions"]] == [names.VERSION]
     assert spec.get("conversion", {"strategy": "None"}) == {"strategy": "None"}
 
 
-def test_every_page_that_it_names_is_there() -> None:
+def test_every_page_that_the_page_links_to_exists() -> None:
     linked = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", PAGE)
     assert linked
     assert [one for one in linked if not (DOCS / one).is_file()] == []

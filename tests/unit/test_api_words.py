@@ -52,7 +52,7 @@ def words(text: str) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "enum"), [("stage", Stage), ("verdict", Verdict), ("trafficMode", TrafficMode), ("type", ConditionType)]
 )
-def test_the_schema_takes_every_value_and_no_other(name: str, enum: type[StrEnum]) -> None:
+def test_the_schema_accepts_exactly_the_values_of_each_enum(name: str, enum: type[StrEnum]) -> None:
     for field in fields(name):
         assert field["enum"] == list(enum)
 
@@ -70,7 +70,7 @@ def test_the_docs_explain_every_outcome_and_no_other() -> None:
     assert {word for row in rows for word in re.findall(r"`(\w+)`", row.split("|")[1])} == set(Outcome)
 
 
-def test_the_docs_explain_what_binds() -> None:
+def test_the_docs_explain_every_limiting_resource() -> None:
     text = (DOCS / "pilot.md").read_text()
     assert [kind for kind in WorkloadKind if f"`{kind}`" not in text] == []
 

@@ -74,7 +74,7 @@ def test_every_request_ends_once_and_blocks_are_never_overdrawn(
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), blocks=st.sampled_from([70, 200, 2000]), rate=st.sampled_from([0.5, 3.0, 20.0]))
-def test_steps_taken_at_once_end_where_single_steps_do(seed: int, blocks: int, rate: float) -> None:
+def test_steps_computed_together_equal_single_steps(seed: int, blocks: int, rate: float) -> None:
     class OneByOne(Engine):
         def alike(self, until: float) -> int:
             return 1
@@ -88,7 +88,7 @@ def test_steps_taken_at_once_end_where_single_steps_do(seed: int, blocks: int, r
     assert ends[0] == ends[1]
 
 
-def test_preemption_comes_in_the_step_that_finds_no_block() -> None:
+def test_a_request_is_preempted_in_the_step_that_finds_no_block() -> None:
     # Each prompt fills one of three blocks. The first request to grow takes the last one. When the other request grows
     # too, the engine preempts the request that it admitted last.
     engine = Engine(costs(3), Limits(prefix_caching=False, timeout=1e9))
@@ -134,7 +134,7 @@ def test_a_returning_session_computes_only_what_is_new() -> None:
     assert engine.scrape().flows.prefix_hits == 809 // BLOCK * BLOCK
 
 
-def test_a_chunked_prompt_takes_its_budget_each_step() -> None:
+def test_a_chunked_prompt_uses_the_token_budget_of_each_step() -> None:
     engine = Engine(costs(200), Limits(max_num_batched_tokens=256))
     drained(engine, [Request(0, 0.0, 1000, 1)])
     assert engine.steps == 4
@@ -172,7 +172,7 @@ def test_the_pool_counts_every_block_once(data: st.DataObject) -> None:
         assert pool.available == 50 - held
 
 
-def test_a_dtype_that_was_not_measured_takes_capacity_by_bits() -> None:
+def test_the_capacity_of_an_unmeasured_dtype_follows_from_its_bits() -> None:
     profile = load_profile()
     assert profile.of("int8").kv_tokens == pytest.approx(profile.of("auto").kv_tokens * 16 / 8.25, rel=0.02)
 

@@ -81,7 +81,7 @@ def test_a_scaled_load_has_each_request_as_often_as_asked_and_copies_within_a_mi
 
 
 @given(st.text() | st.text(alphabet='{}[]":,\n\r0123456789.eE-+ TIMESAPtokens_prom'))
-def test_any_text_is_a_load_or_refused_in_words(text: str) -> None:
+def test_any_text_is_either_a_load_or_refused_with_a_message(text: str) -> None:
     try:
         load = parse(io.StringIO(text, newline=""), "x")
     except BacktestError as error:
@@ -91,7 +91,7 @@ def test_any_text_is_a_load_or_refused_in_words(text: str) -> None:
 
 
 @given(some_rows, st.data())
-def test_a_value_that_is_broken_is_refused_by_its_line_and_column(rows: Rows, data: st.DataObject) -> None:
+def test_a_bad_value_is_refused_with_its_line_and_column(rows: Rows, data: st.DataObject) -> None:
     number = data.draw(st.integers(0, len(rows) - 1))
     column = data.draw(st.sampled_from(COLUMNS))
     bad = data.draw(st.sampled_from(["", "x", "nan", "inf", "1_0", "-", "1e400", "0x1", "\N{DEVANAGARI DIGIT ONE}"]))
@@ -124,7 +124,7 @@ def test_a_value_that_is_broken_is_refused_by_its_line_and_column(rows: Rows, da
         ("arrival_seconds,prompt_tokens,output_tokens\n0,1,1\n40000000,1,1\n", "arrival_seconds spans 463 days; give"),
     ],
 )
-def test_a_file_that_is_no_load_is_refused_with_the_remedy(text: str, words: str) -> None:
+def test_a_file_that_is_not_a_load_is_refused_with_the_remedy(text: str, words: str) -> None:
     with pytest.raises(BacktestError) as refused:
         parse(io.StringIO(text, newline=""), "load.csv")
     assert words in str(refused.value)
@@ -155,7 +155,7 @@ def test_the_benchmark_converts_published_traces(tmp_path: Path, name: str, text
     assert (load.prompt.tolist(), load.output.tolist()) == ([1, 3], [2, 4])
 
 
-def test_a_file_with_a_byte_order_mark_is_read_and_one_of_bytes_refused(tmp_path: Path) -> None:
+def test_a_file_with_a_byte_order_mark_is_read_and_a_binary_file_is_refused(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.csv", tmp_path / "bad.csv"
     good.write_bytes(b"\xef\xbb\xbfarrival_seconds,prompt_tokens,output_tokens\r\n5,10,20\r\n")
     bad.write_bytes(b"\xff\xfe\x00")
@@ -165,7 +165,7 @@ def test_a_file_with_a_byte_order_mark_is_read_and_one_of_bytes_refused(tmp_path
             read(file)
 
 
-def test_every_policy_is_asked_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_policy_gets_the_recorded_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chance, out = np.random.default_rng(0), tmp_path / "rows.json"
     rows = [(i * 900, int(p), int(o)) for i, (p, o) in enumerate(chance.integers(20, 300, (400, 2)))]
     file = tmp_path / "chat.csv"

@@ -38,7 +38,7 @@ def row(policy: str, gpu_hours: float, good: int, lost: int = 0, finished: int =
         ((10, 0), (20, 0), "equal"),
     ],
 )
-def test_the_verdict_is_service_first_and_then_price(
+def test_the_verdict_compares_good_requests_first_and_then_cost(
     pilot: tuple[float, int], other: tuple[float, int], word: str
 ) -> None:
     assert verdicts.judge(row("pilot", *pilot), row("max", *other)) == word
@@ -57,7 +57,7 @@ def test_no_request_of_the_load_is_lost_by_the_router() -> None:
     assert service.outcome.finished + service.outcome.lost == turns
 
 
-def test_a_replica_is_paid_for_from_its_order_until_it_is_empty() -> None:
+def test_a_replica_costs_from_its_request_until_its_last_answer() -> None:
     load = cut(synthetic("rag", 1, 1, 0.1), 0, 600)
     service = Service(load_profile(), load, "auto", 1, objective=Objective(), start_seconds=240, timeout=120)
     service.advance(100)
@@ -87,7 +87,7 @@ def test_every_policy_drives_a_load_within_the_bounds_of_the_spec(name: str) -> 
     assert 0.5 * spec.scaling.min_replicas <= row.gpu_hours <= 0.5 * (spec.scaling.max_replicas + 1)
 
 
-def test_runs_in_other_processes_give_the_rows_in_order_and_tell_each_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parallel_runs_return_rows_in_order_and_report_each_end(capsys: pytest.CaptureFixture[str]) -> None:
     spec, profile, load = load_spec(None), load_profile(), cut(synthetic("rag", 1, 1, 0.1), 0, 600)
     jobs = [(load, name, EVERY[name], spec, profile, Objective()) for name in ("max", "bf16-hpa")]
     assert [row.policy for row in run_all(jobs)] == ["max", "bf16-hpa"]
@@ -114,7 +114,7 @@ def test_the_benchmark_gives_a_verdict_for_each_load_and_over_all() -> None:
     assert verdicts.summary(rows[1:]) == ""
 
 
-def test_what_makes_a_request_good_becomes_the_pilots_objectives() -> None:
+def test_the_limits_of_a_good_request_become_the_pilots_objectives() -> None:
     asked = with_objectives(load_spec(None), Objective(ttft=2.5, itl=0.04)).scaling.objectives
     assert [(one.metric, one.percentile, one.milliseconds) for one in asked] == [("TTFT", 99, 2500), ("ITL", 95, 40)]
 

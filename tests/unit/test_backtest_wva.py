@@ -27,11 +27,11 @@ from benchmarks.backtest.wva import Wva, recommend
         ([(0.1, 0)], 1, 1),
     ],
 )
-def test_a_replica_comes_for_little_spare_room_and_goes_where_as_much_is_left(peaks, replicas, wanted) -> None:
+def test_a_replica_is_added_if_little_room_is_left_and_removed_if_enough_remains(peaks, replicas, wanted) -> None:
     assert recommend(peaks, replicas) == wanted
 
 
-def test_a_recommendation_is_taken_once_it_has_stood_for_four_minutes() -> None:
+def test_a_recommendation_takes_effect_after_four_minutes() -> None:
     wva = Wva(minimum=1, maximum=8, sync_seconds=15)
     full, told = [(0.9, 6.0), (0.9, 6.0)], []
     for _ in range(17):
@@ -47,7 +47,7 @@ def test_one_quiet_minute_keeps_a_replica_from_being_added() -> None:
 
 
 @given(st.lists(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 50)), max_size=5), min_size=1, max_size=60))
-def test_it_stays_within_its_bounds_one_replica_at_a_time(pages) -> None:
+def test_the_autoscaler_moves_one_replica_at_a_time_within_its_limits(pages) -> None:
     wva, replicas = Wva(minimum=1, maximum=4, sync_seconds=15), 2
     for page in pages:
         wanted = wva.judge(page[:replicas], replicas)

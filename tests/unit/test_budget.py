@@ -28,7 +28,7 @@ async def test_a_body_is_read_up_to_its_limit_and_refused_beyond() -> None:
         await read_body(_chunks(b"ab", b"cd"), 3, "here")
 
 
-async def test_lines_are_put_together_from_chunks_and_empty_ones_are_left_out() -> None:
+async def test_lines_are_joined_from_chunks_and_empty_lines_are_dropped() -> None:
     chunks = (b"a", b"b\n\n \nc", b"", b"d\ne\nunfinished")
     assert [line async for line in whole_lines(_chunks(*chunks))] == [b"ab", b"cd", b"e"]
 
@@ -85,7 +85,7 @@ async def test_a_tenant_holds_no_more_than_its_share() -> None:
 
 
 @pytest.mark.parametrize("tenant", [None, "greedy", "good"])
-async def test_however_many_hang_everybody_gets_a_permit(tenant: str | None) -> None:
+async def test_a_tenant_gets_a_permit_even_if_any_number_of_others_hang(tenant: str | None) -> None:
     held = Held()
     # A greedy tenant leaves permits to the others, so nobody must lose one, however long the work hangs.
     hanging = held.hanging(20, tenant, math.inf if tenant == "greedy" else PATIENCE)
@@ -120,7 +120,7 @@ async def test_work_that_continues_keeps_its_permit() -> None:
     await close(*hanging)
 
 
-async def test_an_error_of_the_work_stays_its_own() -> None:
+async def test_an_error_of_the_work_is_raised_unchanged() -> None:
     held = Held()
     with pytest.raises(TimeoutError, match="of the engine"):
         async with held.permits.of("a", PATIENCE):
@@ -131,7 +131,7 @@ async def test_an_error_of_the_work_stays_its_own() -> None:
     assert hanging[0].cancelled()
 
 
-async def test_nobody_loses_a_permit_that_nobody_waits_for() -> None:
+async def test_work_keeps_its_permit_if_no_one_waits() -> None:
     held = Held()
     tasks = held.hanging(LIMITS.permits, None, PATIENCE)
     await asyncio.sleep(5 * PATIENCE)
@@ -141,7 +141,7 @@ async def test_nobody_loses_a_permit_that_nobody_waits_for() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["work", "hang", "cancel", "fail"])), max_size=40))
-def test_whatever_holders_do_permits_are_never_exceeded_and_all_come_back(steps: list[tuple[int, str]]) -> None:
+def test_permits_are_never_exceeded_and_always_returned(steps: list[tuple[int, str]]) -> None:
     async def one(held: Held, tenant: int, does: str) -> None:
         if does == "hang":
             await held.hang(tenant, 0.001)

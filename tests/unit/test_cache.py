@@ -39,7 +39,7 @@ class Seen:
         return ServiceKey(obj["metadata"]["namespace"], obj["service"]) if obj["service"] else None
 
 
-def test_only_what_differs_is_reported() -> None:
+def test_only_changed_views_are_reported() -> None:
     seen = Seen()
     for version, value in ((1, 5), (2, 5), (3, 6)):
         seen.store.put(thing(version, value))
@@ -47,7 +47,7 @@ def test_only_what_differs_is_reported() -> None:
     assert seen.store.of(CHAT) == [6]
 
 
-def test_an_object_that_nobody_can_make_sense_of_is_left_as_it_was_and_the_others_are_seen(
+def test_a_malformed_object_keeps_its_last_view_and_others_are_processed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store: Store[ServiceKey, int] = Store(lambda obj: int(obj["value"]), lambda _: CHAT, lambda _: None)
@@ -63,7 +63,7 @@ def test_an_object_that_nobody_can_make_sense_of_is_left_as_it_was_and_the_other
     assert store.of(CHAT) == [6, 7]
 
 
-def test_an_object_that_changes_hands_is_told_to_both() -> None:
+def test_an_object_that_changes_its_service_is_reported_to_both_services() -> None:
     seen = Seen()
     seen.store.put(thing(1))
     seen.store.put(thing(2, service="other"))
@@ -73,7 +73,7 @@ def test_an_object_that_changes_hands_is_told_to_both() -> None:
 
 
 @given(st.permutations(range(1, 7)), st.integers(1, 6))
-def test_the_newest_wins_in_whatever_order_watch_and_answers_come(order: Sequence[int], deleted: int) -> None:
+def test_the_newest_version_wins_in_any_order_of_watch_events_and_answers(order: Sequence[int], deleted: int) -> None:
     seen = Seen()
     for version in order:
         if version == deleted:
@@ -85,7 +85,7 @@ def test_the_newest_wins_in_whatever_order_watch_and_answers_come(order: Sequenc
     assert seen.store.get("a", "x") == max(newest or late, default=None)
 
 
-def test_a_list_drops_what_it_does_not_hold_and_spares_what_is_newer_and_elsewhere() -> None:
+def test_a_list_drops_missing_objects_but_not_newer_ones_or_other_namespaces() -> None:
     seen = Seen()
     seen.store.put(thing(5, name="gone"))
     seen.store.put(thing(6, name="kept"))
@@ -97,7 +97,7 @@ def test_a_list_drops_what_it_does_not_hold_and_spares_what_is_newer_and_elsewhe
     assert seen.store.get("b", "gone") is not None
 
 
-def test_an_own_write_is_seen_at_once_and_an_older_event_does_not_take_it_back() -> None:
+def test_our_own_write_is_visible_at_once_and_an_older_event_does_not_undo_it() -> None:
     cache = InformerCache(None, ())  # type: ignore[arg-type]  # nothing is watched
     changed: list[ServiceKey] = []
     cache.on_change = changed.append
@@ -114,7 +114,7 @@ def test_an_own_write_is_seen_at_once_and_an_older_event_does_not_take_it_back()
     assert cache.services.get(*KEY) is None
 
 
-def test_a_service_that_is_being_deleted_is_gone() -> None:
+def test_a_service_that_is_being_deleted_is_not_in_the_cache() -> None:
     cache = InformerCache(None, ())  # type: ignore[arg-type]
     cache.services.put(manifest())
     going = manifest()
@@ -180,7 +180,7 @@ async def test_a_watch_resumes_where_it_ended() -> None:
     assert seen.store.of(CHAT) == [7]
 
 
-async def test_watches_that_end_at_once_are_opened_ever_more_seldom() -> None:
+async def test_watches_that_end_at_once_are_reopened_with_growing_pauses() -> None:
     server = Server([thing(3)], 10, *[[] for _ in range(1000)])
     task = asyncio.create_task(Reflector(server, "v1", "Thing", "", "", Seen().store).run())  # type: ignore[arg-type]
     began = time.monotonic()
@@ -191,7 +191,7 @@ async def test_watches_that_end_at_once_are_opened_ever_more_seldom() -> None:
     assert time.monotonic() - began >= 0.2 + 0.4 + 0.8
 
 
-async def test_an_object_that_nobody_expected_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_object_does_not_stop_the_watch(caplog: pytest.LogCaptureFixture) -> None:
     server = Server([thing(3)], 10, [("ADDED", {"metadata": {"resourceVersion": "11"}})], [("MODIFIED", thing(12, 7))])
     seen = Seen()
     await reflected(server, seen)
@@ -201,7 +201,7 @@ async def test_an_object_that_nobody_expected_stops_nothing(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("status", [410, 500])
-async def test_what_was_deleted_while_the_watch_was_lost_is_missing_after_the_next_list(status: int) -> None:
+async def test_an_object_deleted_while_the_watch_was_lost_is_dropped_by_the_next_list(status: int) -> None:
     server = Server([thing(3), thing(4, name="y")], 10, [ClusterError("WATCH", "/things", status, "too old")])
     server.after_a_watch = ([thing(4, name="y")], 20)
     seen = Seen()
@@ -216,7 +216,7 @@ async def test_what_was_deleted_while_the_watch_was_lost_is_missing_after_the_ne
 
 
 @pytest.mark.parametrize(("status", "remedy"), [(403, "let the operator's role"), (404, "kubectl apply -f crds/")])
-async def test_what_keeps_a_collection_from_being_read_is_reported_with_its_remedy(
+async def test_an_unreadable_collection_is_logged_with_the_remedy(
     status: int, remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server([], 10, [ClusterError("WATCH", "/things", status, "no")])

@@ -45,7 +45,7 @@ async def test_a_long_list_is_read_page_by_page(server: Server) -> None:
         (status(503, "Retry", **{"Retry-After": "3"}), Throttled, 503),
     ],
 )
-async def test_what_the_server_refuses_is_typed(
+async def test_each_refusal_of_the_server_has_its_error_type(
     server: Server, answer: Answer, error: type[ClusterError], code: int
 ) -> None:
     server.answer = answer
@@ -86,7 +86,7 @@ OTHER_UID = [{"field": "metadata.uid", "message": 'Invalid value: "u": field is 
         (refusal(500, reason="InternalError", message='failed calling webhook "w": refused'), "InternalError", ()),
     ],
 )
-async def test_a_write_that_is_refused_says_for_what(
+async def test_a_refused_write_names_the_faulty_fields(
     server: Server, answer: Answer, reason: str, causes: tuple[tuple[str, str], ...]
 ) -> None:
     server.answer = answer
@@ -96,13 +96,13 @@ async def test_a_write_that_is_refused_says_for_what(
     assert server.wrote == []
 
 
-async def test_a_write_that_is_meant_for_another_object_of_the_name_is_a_conflict(server: Server) -> None:
+async def test_a_write_with_another_objects_uid_is_a_conflict(server: Server) -> None:
     server.answer = refusal(422, reason="Invalid", message="m", details={"causes": OTHER_UID})
     with pytest.raises(Conflict):
         await server.cluster.merge(Ref("v1", "Service", "a", "s"), {"metadata": {"uid": "u"}})
 
 
-async def test_a_delete_carries_the_uid_that_it_is_meant_for(server: Server) -> None:
+async def test_a_delete_request_carries_the_objects_uid(server: Server) -> None:
     bodies: list[Any] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -133,7 +133,7 @@ async def _list(_: web.Request) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("answer", [_cut, _no_json, _list])
-async def test_an_answer_that_is_no_object_is_an_error(server: Server, answer: Answer) -> None:
+async def test_an_answer_that_is_not_an_object_is_an_error(server: Server, answer: Answer) -> None:
     server.answer = answer
     with pytest.raises(ClusterError):
         await server.cluster.get(Ref("v1", "Pod", "a", "p"))
@@ -143,7 +143,7 @@ async def test_an_answer_that_is_no_object_is_an_error(server: Server, answer: A
     "name",
     ["..", ".", "../../../../../../api/v1/configmaps", "a/b", "a?b=c", "a#b", "%2e%2e", "A", "a..b", "a\n", "ä", ""],
 )
-async def test_what_is_no_name_is_not_asked_for(server: Server, name: str) -> None:
+async def test_no_request_is_sent_for_an_invalid_name(server: Server, name: str) -> None:
     with pytest.raises(BadName, match="is not a name of a Pod"):
         await server.cluster.find(Ref("v1", "Pod", "a", name))
     with pytest.raises(BadName):
@@ -155,7 +155,7 @@ async def test_what_is_no_name_is_not_asked_for(server: Server, name: str) -> No
 
 
 @given(st.text(max_size=40) | st.text("a.-/%A", max_size=12))
-def test_a_path_leads_to_one_object_of_its_collection_whatever_its_name(name: str) -> None:
+def test_no_name_can_lead_to_a_path_outside_its_collection(name: str) -> None:
     collection = path_of("v1", "ConfigMap", "a")
     try:
         path = path_of("v1", "ConfigMap", "a", name)
@@ -167,7 +167,7 @@ def test_a_path_leads_to_one_object_of_its_collection_whatever_its_name(name: st
     assert URL(f"http://host{path}").path == path
 
 
-async def test_whoever_asks_for_it_is_told_of_every_write(server: Server) -> None:
+async def test_the_callback_is_called_after_every_write(server: Server) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         return web.json_response(pod("p", 5))
 

@@ -49,7 +49,7 @@ async def heard(server: Server) -> list[tuple[str, Any]]:
     return [event async for event in server.cluster.watch("v1", "Pod", "", "x=y", "10")]
 
 
-async def test_a_watch_yields_its_events_however_they_are_cut_and_however_large(server: Server) -> None:
+async def test_a_watch_yields_its_events_in_any_chunks_and_of_any_size(server: Server) -> None:
     large = {**pod("p", 11), "text": "x" * 3_000_000}
     mark = {"metadata": {"resourceVersion": "15"}}
     server.answer = lines(("ADDED", large), ("DELETED", pod("q", 12)), ("BOOKMARK", mark))
@@ -69,7 +69,7 @@ async def test_a_version_that_is_too_old_is_reported_as_410(server: Server, answ
 
 
 @pytest.mark.parametrize("line", ["{}", "[]", "no json", '{"type": "ERROR", "object": null}', '{"type": "ADDED"}'])
-async def test_a_line_that_is_no_event_is_an_error(server: Server, line: str) -> None:
+async def test_a_line_that_is_not_an_event_is_an_error(server: Server, line: str) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         return web.Response(text=line + "\n")
 
@@ -79,7 +79,7 @@ async def test_a_line_that_is_no_event_is_an_error(server: Server, line: str) ->
 
 
 @pytest.mark.parametrize("obj", [{}, {"metadata": None}, {"metadata": {"name": "p"}}])
-async def test_an_object_of_no_version_is_an_error(server: Server, obj: Any) -> None:
+async def test_an_object_without_a_version_is_an_error(server: Server, obj: Any) -> None:
     server.answer = lines(("ADDED", obj))
     with pytest.raises(ClusterError, match="lacks a resourceVersion"):
         await heard(server)
@@ -116,7 +116,7 @@ def served_or_not(server: Server, monkeypatch: pytest.MonkeyPatch) -> tuple[Refl
 
 
 @pytest.mark.parametrize("code", [403, 404])
-async def test_a_kind_that_may_be_missing_is_empty_comes_once_it_is_served_and_goes_with_its_definition(
+async def test_an_optional_kind_is_empty_until_its_crd_exists_and_after_it_is_deleted(
     server: Server, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     reflector, store = served_or_not(server, monkeypatch)
@@ -136,7 +136,7 @@ async def test_a_kind_that_may_be_missing_is_empty_comes_once_it_is_served_and_g
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_server_that_does_not_know_its_definitions_yet_takes_nothing_from_what_it_served(
+async def test_a_starting_server_that_lacks_its_crds_does_not_empty_the_cache(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reflector, store = served_or_not(server, monkeypatch)

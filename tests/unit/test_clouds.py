@@ -39,13 +39,13 @@ def commands(name: str, program: str) -> list[Command]:
     return [one for one in commands_of(page(name)) if one.words[0] == program]
 
 
-def test_there_is_a_page_for_each_place_and_the_index_names_them() -> None:
+def test_each_cloud_has_a_page_and_the_index_lists_it() -> None:
     assert PAGES == ["aks", "eks", "gke", "kind", "openshift"]
     assert re.findall(r"\((\w+)\.md\)", page("README").partition("##")[0]) == ["eks", "gke", "aks", "openshift", "kind"]
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_program_is_one_whose_options_are_checked(name: str) -> None:
+def test_the_options_of_every_program_are_checked(name: str) -> None:
     ours = {"kubectl", "helm", "kvpilot"}
     for one in commands_of(page(name)):
         assert one.words[0] in ours or known(one), one.words
@@ -58,7 +58,7 @@ def known(one: Command) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_program_of_a_vendor_gets_an_option_that_was_not_read_about(name: str) -> None:
+def test_vendors_programs_get_only_documented_options(name: str) -> None:
     for one in commands_of(page(name)):
         about = known(one)
         if about is not None:
@@ -66,7 +66,7 @@ def test_no_program_of_a_vendor_gets_an_option_that_was_not_read_about(name: str
             assert set(one.options) <= set(about["options"]), one.words
 
 
-def test_nothing_is_in_the_list_that_no_page_uses() -> None:
+def test_every_listed_option_is_used_by_a_page() -> None:
     used = [one for name in PAGES for one in commands_of(page(name))]
     for name, about in KNOWN.items():
         theirs = {option for one in used if known(one) is about for option in one.options}
@@ -75,7 +75,7 @@ def test_nothing_is_in_the_list_that_no_page_uses() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("program", ["kubectl", "helm"])
-def test_kubectl_and_helm_have_the_options_that_they_get(name: str, program: str) -> None:
+def test_kubectl_and_helm_have_the_options_of_the_page(name: str, program: str) -> None:
     at = {"kubectl": kubectl, "helm": helm}[program]()
     asked = commands(name, program)
     assert asked
@@ -90,7 +90,7 @@ def test_an_option_that_helm_or_kubectl_lacks_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_our_chart_takes_the_values_of_the_page(name: str) -> None:
+def test_our_chart_has_the_values_of_the_page(name: str) -> None:
     (install,) = (one for one in commands(name, "helm") if "charts/kvpilot" in one.words)
     pushed = {one.words[-1] for one in commands(name, "docker") if one.words[1] == "push"}
     loaded = {word for one in commands(name, "kind") if one.words[1] == "load" for word in one.words[5:]}
@@ -98,7 +98,7 @@ def test_our_chart_takes_the_values_of_the_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_service_of_the_page_is_accepted_and_its_image_is_there(name: str) -> None:
+def test_the_service_of_the_page_is_valid_and_its_image_was_built_on_the_page(name: str) -> None:
     (apply,) = (one for one in commands(name, "kubectl") if "apply" in one.words)
     service = yaml.safe_load(apply.given)
     assert faults(service) == ()
@@ -132,13 +132,13 @@ def test_the_operator_knows_the_gpu_that_the_page_rents(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*PAGES, "README"])
-def test_no_page_names_a_price_and_every_page_of_ours_that_it_names_is_there(name: str) -> None:
+def test_no_page_names_a_price_and_every_linked_page_exists(name: str) -> None:
     assert not re.search(r"(?<![\w$])[$€]\s?\d|\d\s?(USD|EUR|dollars?|cents?)\b", page(name))
     for link in re.findall(r"\]\((?!https:)([^)#]+)(?:#[^)]*)?\)", page(name)):
         assert (CLOUDS / link).resolve().is_file(), link
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_page_ends_what_it_began(name: str) -> None:
+def test_every_page_deletes_what_it_creates(name: str) -> None:
     end = page(name).partition("## The end")[2]
     assert [one for one in commands_of(page(name).partition("## 2.")[0] + end) if "delete" in one.words]

@@ -46,7 +46,7 @@ def test_every_command_has_an_extra_that_the_project_defines():
     assert set(command.EXTRAS.values()) <= set(extras)
 
 
-def test_a_command_that_does_not_exist_is_named_with_those_that_do(capsys):
+def test_the_error_about_an_unknown_command_lists_the_known_ones(capsys):
     assert command.main(["calibrat"]) == 2
     said = capsys.readouterr().err
     assert "'calibrat' is not a command" in said
@@ -63,7 +63,7 @@ def test_help_lists_the_commands(capsys):
     assert "calibrate" in capsys.readouterr().out
 
 
-def test_the_rest_of_the_line_goes_to_the_command(capsys):
+def test_further_arguments_are_passed_to_the_command(capsys):
     with pytest.raises(SystemExit) as ended:
         command.main(["calibrate", "--help"])
     assert ended.value.code == 0

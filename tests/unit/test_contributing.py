@@ -32,7 +32,7 @@ def defined(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe[0])
-def test_a_recipe_names_two_files_at_most_and_what_is_in_them(recipe: tuple[str, ...]) -> None:
+def test_a_recipe_names_at_most_two_files_and_names_in_them_that_exist(recipe: tuple[str, ...]) -> None:
     _, first, then = recipe
     named = re.findall(r"`([^`]+)`", first)
     assert 1 <= len(named) <= 2
@@ -60,11 +60,11 @@ def test_a_recipe_names_two_files_at_most_and_what_is_in_them(recipe: tuple[str,
         "version of vLLM",
     ],
 )
-def test_there_is_a_recipe_for(what: str) -> None:
+def test_each_listed_task_has_a_recipe(what: str) -> None:
     assert sum(what in recipe[0] for recipe in RECIPES) == 1
 
 
-def test_the_targets_and_files_that_it_names_exist() -> None:
+def test_the_named_targets_and_files_exist() -> None:
     targets = (ROOT / "Makefile").read_text().partition("\n")[0].removeprefix(".PHONY: ").split()
     assert set(re.findall(r"`make (\w+)`", PAGE)) <= set(targets)
     for path in re.findall(r"\]\(([^)#]+)", PAGE):

@@ -66,7 +66,7 @@ def clustered(rng: np.random.Generator, requests: int, kind: str) -> Flows:
 
 @pytest.mark.parametrize("kind", ["heavy tail", "two kinds", "log-normal"])
 @pytest.mark.parametrize(("few", "many"), [(SLICE, SLICE), (SLICE, 20 * SLICE), (20 * SLICE, SLICE)])
-def test_no_healthy_canary_fails_however_much_the_answers_of_a_slice_resemble_each_other(kind, few, many):
+def test_healthy_canaries_do_not_fail_even_if_answers_of_a_slice_resemble_each_other(kind, few, many):
     rng = np.random.default_rng(7)
     for _ in range(10):
         ours, theirs = ([clustered(rng, n, kind) for _ in range(100)] for n in (few, many))
@@ -78,7 +78,7 @@ def test_a_bet_wins_nothing_on_average_if_half_of_the_slices_are_far_off(wealth,
     assert (bet(wealth, n, True) + bet(wealth, n, False)) / 2 == pytest.approx(wealth + 1 / (n * (n + 1)))
 
 
-def test_all_parts_of_the_wealth_together_are_one():
+def test_the_parts_added_to_the_wealth_sum_to_one():
     assert sum(1 / (n * (n + 1)) for n in range(1, 10**5)) == pytest.approx(1, abs=1e-4)
 
 
@@ -86,7 +86,7 @@ GOOD, ODD = flows(12.0), flows(12.0, tokens=2000.0, stopped=0.0)
 
 
 @given(st.lists(st.sampled_from((GOOD, ODD)), max_size=24))
-def test_fewer_than_25_slices_prove_nothing(scrapes):
+def test_fewer_than_25_slices_never_fail_a_canary(scrapes):
     assert difference(side(*scrapes), side(*[GOOD] * len(scrapes))) is None
 
 
@@ -104,29 +104,29 @@ def test_equal_sides_never_differ(requests, tokens, stopped):
         ({"stopped": 0.4}, ("end by themselves far less often", "60% and 10% with finished_reason not stop")),
     ],
 )
-def test_answers_that_differ_beyond_chance_fail_with_the_figures_of_both_sides(ours, words):
+def test_answers_that_differ_beyond_chance_fail_the_canary_with_the_figures_of_both_sides(ours, words):
     found = difference(side(*[flows(12.0, **ours)] * 40), side(*[flows(40.0)] * 40))
     assert found is not None
     assert all(word in found for word in words), found
 
 
-def test_a_difference_of_half_is_not_a_difference():
+def test_a_difference_of_half_is_not_far_off():
     milder = {"tokens": 200.0, "stopped": 0.75}
     assert difference(side(*[flows(50.0, **milder)] * 200), side(*[flows(50.0)] * 200)) is None
 
 
 @pytest.mark.parametrize("asked", [{"prompt_tokens": 12_000.0}, {"asked_tokens": 12_000.0}])
-def test_users_who_ask_otherwise_may_get_other_answers(asked):
+def test_sides_with_different_requests_are_not_compared(asked):
     ours = [replace(ODD, **asked)] * 100
     assert difference(side(*ours), side(*[GOOD] * 100)) is None
 
 
-def test_long_answers_that_have_not_finished_yet_do_not_make_a_new_side_short():
+def test_unfinished_long_answers_do_not_make_a_new_side_look_short():
     unfinished = [replace(flows(12.0, tokens=20.0), generation_tokens=1200.0)]
     assert difference(side(*unfinished * 100), side(*[GOOD] * 100)) is None
 
 
-def test_damage_that_begins_late_is_found_as_well():
+def test_damage_that_begins_late_is_found_too():
     late = [GOOD] * 100 + [ODD] * 50
     assert difference(side(*late), side(*[GOOD] * 150)) is not None
 
@@ -146,7 +146,7 @@ def test_a_canary_that_answers_probes_well_and_users_badly_is_rolled_back(answer
     assert cluster.until(ended).kv_cache.active_dtype == OLD
 
 
-def test_another_image_may_answer_otherwise():
+def test_answers_of_another_image_are_not_compared():
     cluster = ModelCluster(service(OLD, steps=LONG_STEPS), start_ticks=2, requests=BUSY, answers={NEW: (600.0, 0.9)})
     cluster.settle()
     wanted = service(NEW, steps=LONG_STEPS)
@@ -204,7 +204,7 @@ class Paged(ModelCluster):
 
 
 @pytest.mark.parametrize(("answers", "verdict"), [((600.0, 0.1), "Failed"), ((120.0, 0.85), "Passed")])
-def test_the_pages_of_both_sides_decide(answers: Any, verdict: str):
+def test_the_verdict_follows_from_the_metrics_of_both_sides(answers: Any, verdict: str):
     cluster = Paged(service(OLD, steps=LONG_STEPS), start_ticks=2, requests=BUSY, answers={NEW: answers})
     cluster.settle()
     cluster.edit(service(NEW, steps=LONG_STEPS))

@@ -23,19 +23,19 @@ def covered(cluster: ModelCluster) -> int:
     ("most", "replicas", "away"),
     [(1, 1, 1), (1, 8, 1), (3, 2, 3), (0, 4, 0), ("25%", 8, 2), ("25%", 3, 1), ("0%", 3, 0), ("100%", 3, 3)],
 )
-def test_a_budget_lets_as_many_pods_go_as_the_spec_says_and_rounds_percent_up_as_kubernetes_does(most, replicas, away):
+def test_the_budget_follows_max_unavailable_and_rounds_percentages_up(most, replicas, away):
     cluster = ModelCluster(service("auto", replicas, max_unavailable=most))
     cluster.settle()
     assert cluster.budget["maxUnavailable"] == away
 
 
 @pytest.mark.parametrize(("most", "leave"), [(1, False), ("50%", False), ("100%", True)])
-def test_a_canary_takes_the_place_of_the_last_replica_only_if_all_may_be_away(most, leave):
+def test_a_canary_replaces_the_last_replica_only_if_all_may_be_unavailable(most, leave):
     assert one_can_leave(spec_of(service("auto", 1, max_unavailable=most)), 1) is leave
     assert one_can_leave(spec_of(service("auto", 2, max_unavailable=most)), 2)
 
 
-def test_the_budget_stands_while_a_canary_has_the_place_of_a_replica_for_that_has_an_end():
+def test_a_replica_replaced_by_a_canary_counts_as_unavailable_in_the_budget():
     cluster = on_trial(2, capacityPolicy="ReplaceOne", steps=[])
     cluster.watch = at_every_moment
     cluster.until(stage("Probing"))
@@ -46,7 +46,7 @@ def test_the_budget_stands_while_a_canary_has_the_place_of_a_replica_for_that_ha
     assert (covered(cluster), cluster.budget["maxUnavailable"]) == (2, 1)
 
 
-def test_a_paused_trial_whose_canary_has_the_place_of_a_replica_does_not_keep_the_other_forever():
+def test_during_a_pause_a_replica_replaced_by_a_canary_does_not_block_drains():
     cluster = on_trial(2, capacityPolicy="ReplaceOne", steps=[])
     cluster.until(stage("Probing"))
     cluster.edit(service(NEW, 2, capacityPolicy="ReplaceOne", steps=[], paused=True))
@@ -58,7 +58,7 @@ def test_a_paused_trial_whose_canary_has_the_place_of_a_replica_does_not_keep_th
     assert cluster.budget["maxUnavailable"] == 1
 
 
-def test_a_pod_that_is_not_ready_never_keeps_a_node():
+def test_a_pod_that_is_not_ready_never_blocks_a_drain():
     objects = decide(running(manifest(replicas=3), "auto")).objects
     (spec,) = (m["spec"] for m in objects.apply if m["kind"] == "PodDisruptionBudget")
     assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"

@@ -67,7 +67,7 @@ IMAGE = manifest(scaling=SCALING, engine={"image": "kvpilot/runtime:2"})
 SAYS_IMAGE = "the spec has changed: image kvpilot/runtime:1 -> kvpilot/runtime:2"
 
 
-def test_an_image_change_is_reported_as_one_where_its_canary_starts() -> None:
+def test_an_image_change_is_reported_when_its_canary_starts() -> None:
     first, _ = on_trial(IMAGE)
     (event,) = [one for one in first.events if one.reason == "CanaryStarted"]
     assert event.message == SAYS_IMAGE
@@ -105,7 +105,7 @@ def test_an_image_change_is_reported_with_its_cause_while_its_canary_hangs(
     assert "auto -> auto" not in text + lines
 
 
-def test_a_rollout_goes_on_saying_what_it_changes_while_it_is_probed() -> None:
+def test_a_rollout_still_reports_its_changes_while_it_is_probed() -> None:
     first, _ = on_trial(IMAGE)
     assert first.status.canary is not None
     name = revision_of(IMAGE, "auto")
@@ -132,13 +132,13 @@ def replace_message(status: Status, message: str) -> Status:
         ({"engine": {"image": "kvpilot/runtime:2"}, "model": {"maxModelLen": 4096}}, "; argument --max-model-len"),
     ],
 )
-def test_what_has_changed_is_named(spec: dict[str, Any], words: str) -> None:
+def test_each_change_of_the_spec_is_named(spec: dict[str, Any], words: str) -> None:
     first, _ = on_trial(manifest(scaling=SCALING, **spec))
     assert first.status.canary is not None
     assert words in first.status.canary.message
 
 
-def test_a_dtype_and_an_image_that_change_together_are_both_told() -> None:
+def test_simultaneous_changes_of_dtype_and_image_are_both_reported() -> None:
     obj = manifest(scaling=SCALING, engine={"image": "b:2"}, kvCache={"mode": "Fixed", "dtype": "k4v4"})
     first = decide(serving_old(obj))
     assert first.status.canary is not None
@@ -147,7 +147,7 @@ def test_a_dtype_and_an_image_that_change_together_are_both_told() -> None:
     assert move(first.status.canary) == "auto -> k4v4"
 
 
-def test_values_of_options_that_may_be_secrets_are_not_told() -> None:
+def test_values_of_options_that_may_be_secret_are_not_shown() -> None:
     there = replace(view(OLD), arguments=("--api-key=old-secret", "--seed=1"))
     s = serving_old(IMAGE, deployments={OLD_REVISION: there})
     assert s.spec is not None
@@ -157,7 +157,7 @@ def test_values_of_options_that_may_be_secrets_are_not_told() -> None:
     assert "old-secret" not in said
 
 
-def test_where_nothing_has_changed_nothing_is_reported() -> None:
+def test_without_changes_nothing_is_reported() -> None:
     s = serving_old(OLD)
     assert s.spec is not None
     assert s.status.stable is not None
@@ -165,7 +165,7 @@ def test_where_nothing_has_changed_nothing_is_reported() -> None:
 
 
 @given(st.lists(st.text(max_size=300), max_size=8).map(tuple))
-def test_whatever_the_old_engine_was_told_the_words_are_few(arguments: tuple[str, ...]) -> None:
+def test_the_description_of_changes_is_short_for_any_arguments(arguments: tuple[str, ...]) -> None:
     s = serving_old(IMAGE, deployments={OLD_REVISION: replace(view(OLD), arguments=arguments)})
     assert s.spec is not None
     assert s.status.stable is not None

@@ -25,7 +25,7 @@ def told(s: Snapshot, kind: str) -> Condition:
 
 
 @pytest.mark.parametrize("kind", ["Ready", "Serving"])
-def test_engines_that_no_service_of_ours_selects_are_not_ready(kind: str) -> None:
+def test_engines_that_our_service_does_not_select_are_not_ready(kind: str) -> None:
     found = told(running(OBJ, "auto", traffic=None, rejections=()), kind)
     assert (found.status, found.reason) == ("False", "TrafficMoving")
     found = told(running(OBJ, "auto", traffic=None, rejections=(TAKEN,)), kind)
@@ -43,7 +43,7 @@ def test_a_service_that_selects_a_revision_without_ready_pods_is_not_ready() -> 
     assert told(s, "Ready").status == "False"
 
 
-def test_pods_that_cannot_be_created_are_told_while_the_others_serve() -> None:
+def test_pods_that_cannot_be_created_are_reported_while_others_serve() -> None:
     two = {**OBJ, "spec": {**OBJ["spec"], "replicas": 2}}
     views = {NAME: DeploymentView(NAME, "auto", 2, QUOTA)}
     s = running(two, "auto", deployments=views, rejections=())
@@ -53,20 +53,20 @@ def test_pods_that_cannot_be_created_are_told_while_the_others_serve() -> None:
         assert told(s, kind).message.startswith(QUOTA)
 
 
-def test_an_engine_that_fails_is_told_before_pods_that_cannot_be_created() -> None:
+def test_a_failing_engine_is_reported_before_pods_that_cannot_be_created() -> None:
     broken = pod(NAME, ready=False, waiting_reason="ErrImagePull", exit_message="no such image")
     views = {NAME: DeploymentView(NAME, "auto", 2, QUOTA)}
     assert told(running(OBJ, "auto", deployments=views, pods=(broken,)), "Serving").reason == "ImageUnavailable"
 
 
-def test_what_keeps_no_engine_from_answering_is_not_a_reason_for_not_serving() -> None:
+def test_a_refusal_that_stops_no_engine_is_not_the_reason_of_serving() -> None:
     budget = Rejection("PodDisruptionBudget", "chat", "Forbidden", "exceeded quota: team")
     s = running(OBJ, "auto", pods=(pod(NAME, ready=False),), rejections=(budget,))
     assert told(s, "Serving").reason == "EnginesStarting"
     assert told(s, "Stalled").reason == "Forbidden"
 
 
-def test_before_anything_is_written_the_last_word_on_refusals_stands() -> None:
+def test_before_the_first_write_earlier_refusals_stay_in_the_status() -> None:
     before = Condition(
         type="Stalled", status="True", reason="Forbidden", message="m", last_transition_time=NOW,
         observed_generation=1,
@@ -77,7 +77,7 @@ def test_before_anything_is_written_the_last_word_on_refusals_stands() -> None:
     assert told(again, "Stalled").status == "False"
 
 
-def test_causes_that_hold_at_once_are_all_told_with_the_reason_of_the_first() -> None:
+def test_all_present_causes_are_listed_with_the_reason_of_the_first() -> None:
     probes = ProbePlan(fault="configmap/prompts does not exist")
     crashed = pod(NAME, name="b", ready=False, containers_ready=False, restarts=3, exit_message="CUDA error")
     s = running(OBJ, "auto", pods=(pod(NAME), crashed), rejections=(TAKEN,), probes=probes)
@@ -106,7 +106,7 @@ def test_a_refusal_is_one_event_and_not_one_each_reconcile() -> None:
     assert again.events == ()
 
 
-def test_why_an_engine_is_scraped_less_often_is_reported_and_nothing_of_the_others() -> None:
+def test_the_reason_for_fewer_scrapes_of_an_engine_is_reported() -> None:
     why = {"b": "http://10.0.0.2:8000/metrics: more than 16384 lines", "a": "http://10.0.0.1:8000/metrics: HTTP 500"}
     assert "less often" not in told(running(OBJ, "auto"), "MetricsAvailable").message
     message = told(running(OBJ, "auto", backed_off=why), "MetricsAvailable").message

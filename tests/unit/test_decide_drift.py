@@ -17,7 +17,7 @@ from support.services import measurement, revision_of
 FEW = measurement(1_000, 1000, prompts=3)
 
 
-def test_a_drift_is_said_once_denied_for_its_accuracy_and_written_to_the_journal():
+def test_a_drift_is_reported_once_denied_and_written_to_the_journal():
     cluster = serving()
     cluster.bad_pods = frozenset("0")
     decision = cluster.run_on(1)
@@ -53,7 +53,7 @@ def test_a_drift_counts_beside_an_older_denial_for_latency():
     assert [d.reason for d in decision.status.kv_cache.denied] == ["AccuracyDrifted"]
 
 
-def test_report_moves_nothing_and_warns_once():
+def test_with_on_failure_report_a_drift_only_causes_one_warning():
     cluster = serving(accuracy={"onFailure": "Report"})
     cluster.bad_pods = frozenset("0")
     warnings = []
@@ -68,7 +68,7 @@ def test_report_moves_nothing_and_warns_once():
     assert parse_status(cluster.status).kv_cache.active_dtype == "k8v4"
 
 
-def test_nothing_is_denied_where_denials_are_switched_off():
+def test_nothing_is_denied_if_denials_are_turned_off():
     cluster = serving(rollout={"denySeconds": 0})
     cluster.bad_pods = frozenset("0")
     decision = cluster.run_on(1)
@@ -95,7 +95,7 @@ def test_a_drift_counts_only_when_it_repeats_as_often_as_the_limit_says():
     ]
 
 
-def test_a_recovery_resets_the_count_and_is_said():
+def test_a_recovery_resets_the_count_and_is_reported():
     cluster = serving(accuracy={"onFailure": "Report"})
     cluster.outcomes = {0: GARBAGE}
     cluster.run_on(1)
@@ -108,7 +108,7 @@ def test_a_recovery_resets_the_count_and_is_said():
 
 
 @pytest.mark.parametrize("without", [ProbeFailed("EngineUnreachable", "no connection"), FEW])
-def test_runs_without_a_verdict_never_turn_against_the_dtype(without):
+def test_runs_without_a_verdict_never_deny_the_dtype(without):
     cluster = serving(accuracy={"consecutiveErrorLimit": 2})
     cluster.outcomes = dict.fromkeys(range(5), without)
     cluster.run_on(1)
@@ -128,7 +128,7 @@ def test_runs_without_a_verdict_never_turn_against_the_dtype(without):
     assert cluster.run_on(1).status.accuracy.errors == 0
 
 
-def test_a_failed_run_shows_both_answers_and_a_passed_one_none() -> None:
+def test_only_a_failed_run_shows_both_answers() -> None:
     pair = AnswerPair("x" * 2000 + "and the capital?", "Paris.\x1b", "y" * 2000)
     for outcome, shown in ((GARBAGE, True), (SOUND, False)):
         cluster = serving()
@@ -153,7 +153,7 @@ def test_a_new_dtype_starts_with_counts_of_its_own():
     assert verified.status == "True"
 
 
-def test_going_back_to_the_baseline_forgets_the_drift():
+def test_a_return_to_the_baseline_resets_the_drift():
     cluster = serving(accuracy={"onFailure": "Report"})
     cluster.bad_pods = frozenset("0")
     cluster.run_on(1)
@@ -165,7 +165,7 @@ def test_going_back_to_the_baseline_forgets_the_drift():
     assert verified.reason == "Reference"
 
 
-def test_a_baseline_that_was_deleted_is_not_a_failure_and_is_looked_for_again():
+def test_a_deleted_baseline_is_not_a_failure_and_is_searched_again():
     cluster = serving()
     cluster.outcomes = {0: ProbeFailed("BaselineLost", "ConfigMap chat-baseline-abcdef01 holds no baseline")}
     cluster.baseline = None
@@ -202,7 +202,7 @@ def test_restarts_neither_lose_a_count_nor_count_a_run_twice(cuts, bad):
     assert cluster.now - before.checked_time < timedelta(seconds=3 * PERIOD)
 
 
-def test_a_drift_leads_back_to_the_baseline_which_then_stays():
+def test_after_a_drift_the_service_returns_to_the_baseline_and_stays():
     cluster = serving()
     cluster.bad_pods = frozenset("0")
     decision = cluster.until(lambda d: d.status.kv_cache.active_dtype == "auto" and d.status.canary is None)

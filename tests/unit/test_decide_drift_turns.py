@@ -39,7 +39,7 @@ def test_the_baseline_dtype_itself_is_not_probed():
     assert cluster.status["conditions"]
 
 
-def test_passes_between_two_runs_write_nothing():
+def test_reconciles_between_two_probe_runs_write_nothing():
     cluster = serving(accuracy={"periodSeconds": 3600})
     cluster.run_on(1)
     for _ in range(20):
@@ -50,7 +50,7 @@ def test_passes_between_two_runs_write_nothing():
     assert cluster.status == before
 
 
-def test_every_replica_gets_its_turn_and_the_bad_one_is_named():
+def test_every_replica_is_probed_in_turn_and_the_bad_one_is_named():
     cluster = serving(replicas=3, accuracy={"onFailure": "Report", "failureLimit": 2})
     cluster.bad_pods = frozenset("1")
     decision = cluster.until(lambda d: any(e.reason == "AccuracyDrifted" for e in d.events))
@@ -78,7 +78,7 @@ def test_probes_continue_while_the_rollout_is_paused():
     cluster.run_on(2)
 
 
-def test_a_canary_has_the_prober_to_itself():
+def test_serving_replicas_are_not_probed_during_a_trial():
     cluster = serving()
     cluster.run_on(1)
     cluster.edit(fixed("k4v4"))
@@ -110,7 +110,7 @@ def test_a_run_is_due_exactly_once_in_each_period(uid, start, period):
     assert all(abs(gap - period) <= period / 8 for gap in gaps)
 
 
-def test_a_fleet_that_was_promoted_at_one_moment_does_not_probe_at_one_moment():
+def test_services_promoted_at_one_time_are_probed_at_different_times():
     obj = manifest(accuracy={"periodSeconds": 900})
     spec, accuracy, one = spec_of(obj), Accuracy(checked_time=NOW), snapshot(obj)
     first: Counter[int] = Counter()
@@ -125,7 +125,7 @@ def test_a_fleet_that_was_promoted_at_one_moment_does_not_probe_at_one_moment():
 
 
 @given(count=st.integers(1, 12), start=st.integers(0, 11), errors=st.integers(0, 30))
-def test_healthy_replicas_are_all_visited_before_any_comes_again(count, start, errors):
+def test_all_healthy_replicas_are_probed_before_any_is_probed_again(count, start, errors):
     pods = [pod("r", name=f"pod-{i:02d}") for i in range(count)]
     accuracy = Accuracy(last=_last(f"pod-{start:02d}"), errors=errors)
     visited = []
@@ -137,7 +137,7 @@ def test_healthy_replicas_are_all_visited_before_any_comes_again(count, start, e
 
 
 @given(count=st.integers(1, 12), failures=st.integers(0, 3))
-def test_replicas_whose_runs_bring_no_verdict_do_not_keep_the_others_from_their_turn(count, failures):
+def test_replicas_without_a_verdict_do_not_delay_the_others(count, failures):
     pods = [pod("r", name=f"pod-{i:02d}") for i in range(count)]
     visited = {
         next_pod(pods, Accuracy(last=_last("pod-00"), errors=errors, failures=failures), "r").name
@@ -158,7 +158,7 @@ def _last(name: str) -> Measured:
     )
 
 
-def test_the_replica_that_failed_is_asked_again_unless_it_is_gone():
+def test_a_replica_that_failed_is_probed_again_unless_it_is_gone():
     pods = [pod("r", name=name) for name in ("a", "b", "c")]
     failed = Accuracy(last=replace_verdict(_last("b")), failures=1)
     assert next_pod(pods, failed, "r").name == "b"

@@ -65,19 +65,19 @@ def test_an_event_is_posted_once_for_as_long_as_it_lasts():
     assert [event.reason for event in decide(replace(s, status=first.status)).events] == []
 
 
-def test_of_engines_with_the_same_factors_nothing_is_said():
+def test_engines_with_equal_factors_are_not_reported():
     decision = decide(serving(SAMPLE))
     assert told(decision, "AccuracyVerified").reason == "NotProbed"
     assert "calibration factors" not in told(decision, "Ready").message
 
 
-def test_a_pod_that_is_gone_or_on_its_way_out_is_no_longer_named():
+def test_a_deleted_or_terminating_pod_is_no_longer_named():
     for pods in ((pod(NAME),), (pod(NAME), pod(NAME, name="odd", terminating=True))):
         assert told(decide(replace(serving(MIXED), pods=pods)), "AccuracyVerified").reason != "MixedFactors"
 
 
 @pytest.mark.parametrize("stage", ["Probing", "Shifting", "Promoting"])
-def test_a_canary_of_engines_that_differ_is_rolled_back_without_a_verdict_on_its_answers(stage):
+def test_a_canary_with_differing_factors_is_rolled_back_without_a_verdict(stage):
     decision = decide(at_stage(stage, MIXED))
     canary = decision.status.canary
     assert canary is not None
@@ -87,7 +87,7 @@ def test_a_canary_of_engines_that_differ_is_rolled_back_without_a_verdict_on_its
 
 
 @pytest.mark.parametrize("stage", ["Probing", "Shifting", "Promoting"])
-def test_a_canary_of_engines_that_are_alike_continues(stage):
+def test_a_canary_with_equal_factors_continues(stage):
     canary = decide(at_stage(stage, SAMPLE)).status.canary
     assert canary is not None
     assert canary.stage != "RollingBack"
@@ -98,7 +98,7 @@ def test_metrics_have_the_recent_window_that_engines_report() -> None:
     assert decide(serving(replace(SAMPLE, recent_tokens=None))).figures.recent_tokens == 0
 
 
-def test_a_recent_window_that_the_engines_do_not_serve_is_reported_with_field_value_and_remedy():
+def test_a_requested_recent_window_that_engines_lack_is_reported_with_the_remedy():
     asks = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4", "recentTokens": 128})
     name = revision_of(asks, "k4v4")
 
@@ -112,14 +112,14 @@ def test_a_recent_window_that_the_engines_do_not_serve_is_reported_with_field_va
     assert ready(128).message == ready(None).message == "k4v4 serves"
 
 
-def test_a_recent_window_that_nobody_asked_for_is_not_missed():
+def test_a_missing_default_recent_window_is_not_reported():
     assert "recentTokens" not in told(decide(serving(replace(SAMPLE, recent_tokens=0))), "Ready").message
 
 
 @pytest.mark.slow
 @given(replicas=st.sampled_from([2, 3, 5]), cuts=st.dictionaries(st.integers(0, 120), st.integers(0, 4), max_size=10))
 @settings(max_examples=15, deadline=None)
-def test_a_canary_that_grows_by_engines_that_differ_gives_its_traffic_back_wherever_the_operator_is_killed(
+def test_a_growing_canary_with_differing_factors_loses_its_traffic_even_after_kills(
     replicas: int, cuts: dict[int, int]
 ) -> None:
     cluster = on_trial(replicas, cluster={"odd_factors": frozenset({NEW})})

@@ -24,7 +24,7 @@ def reason(dtype, spec=SPEC, hardware=HOPPER, model=LLAMA):
     return infeasible(dtype, spec, hardware, model)
 
 
-def test_fp8_is_ruled_out_where_no_backend_of_vllm_reads_it():
+def test_fp8_is_ruled_out_if_no_backend_of_vllm_reads_it():
     assert hardware_fault("fp8", HOPPER, LLAMA) is None
     assert hardware_fault("fp8", AMPERE, LLAMA) is None
     assert hardware_fault("fp8", AMPERE) is None
@@ -42,13 +42,13 @@ def test_a_dtype_that_no_latent_backend_of_vllm_takes_is_ruled_out_for_such_mode
 
 
 @pytest.mark.parametrize("dtype", ["int4_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_4bit_nc"])
-def test_what_vllms_cpu_backend_only_pretends_to_do_is_ruled_out_there(dtype):
+def test_dtypes_with_wrong_results_on_vllms_cpu_backend_are_ruled_out(dtype):
     assert "wrong answers" in (hardware_fault(dtype, NodeFacts()) or "")
     assert hardware_fault(dtype, HOPPER) is None
 
 
 @pytest.mark.parametrize("node", [NodeFacts(), HOPPER, AMPERE])
-def test_our_formats_are_for_cpus_and_for_gpus_from_ampere_on(node):
+def test_our_formats_need_a_cpu_or_a_gpu_from_ampere_on(node):
     assert hardware_fault("k4v4", node) is None
 
 
@@ -56,7 +56,7 @@ def test_our_formats_are_not_tried_on_a_gpu_without_their_instructions():
     assert "needs compute capability 8.0 or newer; Tesla-V100 has 7.0" in (hardware_fault("k4v4", VOLTA) or "")
 
 
-def test_facts_that_are_not_known_rule_nothing_out():
+def test_unknown_facts_rule_nothing_out():
     assert reason("fp8", hardware=NodeFacts("unlabelled-gpu"), model=None) is None
     assert reason("k4v4", hardware=NodeFacts("unlabelled-gpu"), model=None) is None
 
@@ -72,7 +72,7 @@ def test_latent_attention_has_dtypes_of_its_own():
     assert "needs compute capability" in reason("mla4", hardware=VOLTA, model=mla)
 
 
-def test_dtypes_of_latents_are_skipped_beside_offloading():
+def test_latent_dtypes_are_ruled_out_with_offloading():
     spec = spec_of(manifest(kvCache={"offload": {"cpuMemoryGiB": 8}}))
     against = infeasible("mla4", spec, HOPPER, replace(LLAMA, mla=True))
     assert against == "mla4 does not go together with kvCache.offload"
@@ -85,19 +85,19 @@ def test_a_ladder_with_dtypes_of_both_kinds_serves_models_with_latents_and_witho
         assert [rung.dtype for rung in found if rung.outcome is None] == left
 
 
-def test_a_head_dimension_that_our_formats_do_not_have_rules_them_out():
+def test_an_unsupported_head_dimension_rules_our_formats_out():
     assert reason("k4v4", model=replace(LLAMA, head_dim=32)).endswith("the model has 32")
     assert reason("fp8", model=replace(LLAMA, head_dim=32)) is None
 
 
-def test_a_head_dimension_with_zeros_behind_gains_what_its_rows_take():
+def test_the_gain_of_a_padded_head_dimension_counts_its_padding():
     for dim, bits in ((80, 5.2), (96, 13 / 3), (160, 5.2), (192, 13 / 3)):
         model = replace(LLAMA, head_dim=dim)
         assert reason("k4v4", model=model) is None
         assert gain("auto", "k4v4", model) == pytest.approx(16 / bits)
 
 
-def test_a_format_for_calibrated_models_is_ruled_out_where_calibration_is_off():
+def test_k2v2_is_ruled_out_if_calibration_is_off():
     assert reason("k2v2") is None
     by_file, off = (
         spec_of(manifest(engine={"image": "i", "env": [{"name": "KVPILOT_CALIBRATION", "value": value}]}))
@@ -108,7 +108,7 @@ def test_a_format_for_calibrated_models_is_ruled_out_where_calibration_is_off():
     assert reason("k4v4", off) is None
 
 
-def test_sliding_window_layers_that_stay_in_16_bits_can_leave_too_little_to_gain():
+def test_with_many_16_bit_window_layers_a_dtype_gains_too_little():
     mostly = replace(LLAMA, layers=60, window_layers=50)
     found = infeasible("fp8", SPEC, HOPPER, mostly)
     assert "1.09x" in (found or "")
@@ -117,7 +117,7 @@ def test_sliding_window_layers_that_stay_in_16_bits_can_leave_too_little_to_gain
     assert reason("fp8", all_layers, model=mostly) is None
 
 
-def test_the_pages_of_recent_windows_lessen_the_gain_of_short_sequences():
+def test_ring_pages_reduce_the_gain_of_short_sequences():
     # At head_dim 128 one page of k4v4 holds the window of 64 tokens. A page of k2v2 holds 23 tokens, so a window of 512
     # takes 23 pages.
     assert ring_share("k4v4", LLAMA, 64, 2048) == 64 / 2048
@@ -139,7 +139,7 @@ def test_the_pages_of_recent_windows_lessen_the_gain_of_short_sequences():
     st.integers(0, 2**17),
 )
 @example("k2v2", 64, 12, 35)
-def test_a_window_takes_no_more_than_the_longest_one_and_grows_no_faster_than_the_sequence(dtype, recent, held, longer):
+def test_a_rings_share_is_bounded_and_grows_no_faster_than_the_sequence(dtype, recent, held, longer):
     for dim in formats.HEAD_DIMS:
         model = replace(LLAMA, head_dim=dim)
         share = ring_share(dtype, model, recent, held)
@@ -149,7 +149,7 @@ def test_a_window_takes_no_more_than_the_longest_one_and_grows_no_faster_than_th
         assert later <= taken * (held + longer) / held + OWN_BLOCK
 
 
-def test_what_was_denied_with_another_recent_window_may_be_tried_again():
+def test_a_dtype_denied_with_another_recent_window_may_be_tried():
     def outcome(kv_cache, dtype, **changes):
         spec = spec_of(manifest(kvCache={"ladder": ["fp8", "k4v4"], **kv_cache}))
         found = rungs(spec, HOPPER, LLAMA, (denied(dtype, **changes),), NOW)
@@ -162,7 +162,7 @@ def test_what_was_denied_with_another_recent_window_may_be_tried_again():
     assert outcome({"recentTokens": 256}, "fp8") == "Denied"
 
 
-def test_the_gain_is_that_of_the_layers_that_shrink():
+def test_the_gain_counts_only_layers_that_shrink():
     half = replace(LLAMA, window_layers=16)
     assert gain("auto", "fp8") == 2.0
     assert gain("auto", "fp8", half, ("sliding_window",)) == pytest.approx(1 / (0.5 + 0.25))
@@ -188,7 +188,7 @@ def test_at_head_dim_256_fp8_comes_after_our_formats():
         ("mla4", {"extraArgs": ["--spec-method", "ngram"]}, "--spec-method (speculative decoding)"),
     ],
 )
-def test_a_dtype_of_ours_is_ruled_out_beside_an_option_that_it_does_not_go_with(dtype, engine, named):
+def test_an_unsupported_option_rules_our_dtypes_out(dtype, engine, named):
     spec = spec_of(manifest(engine={"image": "i", **engine}))
     found = infeasible(dtype, spec, HOPPER, None)
     assert named in (found or "")
@@ -196,7 +196,7 @@ def test_a_dtype_of_ours_is_ruled_out_beside_an_option_that_it_does_not_go_with(
     assert reason(dtype, spec_of(manifest(engine={"image": "i"})), model=None) is None
 
 
-def test_fields_count_beside_options_as_the_arguments_that_are_made_of_them():
+def test_fields_of_the_spec_count_like_the_arguments_that_they_render():
     drafts = {"image": "i", "extraArgs": ["--spec-model=org/draft"]}
     assert reason("k4v4", spec_of(manifest(engine=drafts)), model=None) is None
     offloading = spec_of(manifest(engine=drafts, kvCache={"offload": {"cpuMemoryGiB": 8}}))

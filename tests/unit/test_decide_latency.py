@@ -24,13 +24,13 @@ def expected(to="k4v4", workload=FULL, load=1.0, **changes):
 
 
 @pytest.mark.parametrize(("dtype", "step_ms"), [("fp8", 16.75), ("k4v4", 10.25), ("k4v2", 9.98)])
-def test_the_model_gives_the_measured_steps_of_an_h200(dtype, step_ms):
+def test_the_forecast_equals_measured_step_times_of_an_h200(dtype, step_ms):
     measured = 100 * (step_ms / 20.97 - 1)
     assert expected(dtype).percent == pytest.approx(measured, abs=3)
 
 
 @pytest.mark.parametrize("dtype", ["int8_per_token_head", "int4_per_token_head"])
-def test_vllms_own_integer_caches_are_expected_to_be_slower(dtype):
+def test_vllms_own_integer_caches_are_forecast_to_be_slower(dtype):
     assert (expected(dtype).percent or 0) > 100
 
 
@@ -42,7 +42,7 @@ def test_large_heads_are_forecast_by_what_was_measured_at_256_if_anything_was():
     assert (expected("int4_per_token_head", model=wide).percent or 0) > 100
 
 
-def test_a_canary_that_was_measured_counts_more_than_the_model():
+def test_a_canarys_measurement_replaces_the_forecast():
     seen = Experience(
         revision="r",
         dtype="k4v4", from_dtype="auto", model="hf://Qwen/Qwen3-8B", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
@@ -60,14 +60,14 @@ def replace_time(seen, days):
     )
 
 
-def test_a_canary_that_came_to_no_verdict_says_nothing_of_latency():
+def test_a_canary_without_a_verdict_does_not_count_for_the_forecast():
     """A canary without a verdict has crashed, or no latency difference was significant before its deadline."""
     for verdict in ("Error", "Inconclusive"):
         assert expected(history=(trial(verdict, 0, 300),)).percent == expected().percent, verdict
         assert expected(history=(trial(verdict, 0, 300), trial("Passed", -3, -12))).percent == -12
 
 
-def test_a_canary_that_failed_counts_for_as_long_as_its_dtype_is_denied():
+def test_a_failed_canary_counts_while_its_dtype_is_denied():
     assert SPEC.rollout.deny_seconds == 7 * 86_400
     assert expected(history=(trial("Failed", -6, 25),)).percent == 25
     assert expected(history=(trial("Failed", -7, 25),)).percent == expected().percent
@@ -83,7 +83,7 @@ def trial(verdict, days, percent):
     )  # fmt: skip
 
 
-def test_what_another_model_or_gpu_did_says_nothing():
+def test_canaries_with_another_model_or_gpu_do_not_count():
     seen = Experience(
         revision="r",
         dtype="k4v4", from_dtype="auto", model="hf://another/model", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
@@ -103,13 +103,13 @@ def test_what_another_model_or_gpu_did_says_nothing():
         ({"workload": replace(FULL, itl_seconds=None)}, "no token was generated"),
     ],
 )
-def test_where_nothing_is_known_it_says_what(changes, why):
+def test_without_a_fact_the_message_names_the_unknown_fact(changes, why):
     found = expected(**changes)
     assert found.percent is None
     assert why in found.message
 
 
-def test_half_the_tokens_in_each_cache_make_attention_half_as_long():
+def test_half_the_cached_tokens_halve_the_time_of_attention():
     half = expected("auto", load=0.5).percent
     assert half == pytest.approx(-37, abs=2)
 

@@ -48,7 +48,7 @@ def found(objective: Objective, seconds: float | None) -> ObjectiveResult:
     return ObjectiveResult(objective, ObjectiveState.HELD if held else ObjectiveState.MISSED, seconds)
 
 
-def test_a_percentile_is_what_histogram_quantile_gives() -> None:
+def test_a_percentile_equals_promqls_histogram_quantile() -> None:
     h = Histogram((0.1, 0.5, 1.0), (10, 30, 50, 10), 60.0)
     assert h.quantile(0.05) == pytest.approx(0.05)
     assert h.quantile(0.4) == pytest.approx(0.5)
@@ -63,7 +63,7 @@ def test_a_percentile_rises_with_its_share_and_stays_within_the_buckets(counts, 
     assert 0 <= h.quantile(q) <= h.quantile(q + (1 - q) * more) <= BOUNDS[-1]
 
 
-def test_an_objective_is_missed_where_both_halves_of_the_window_miss_it() -> None:
+def test_an_objective_is_missed_if_both_halves_of_the_window_miss_it() -> None:
     (late,) = judge_objectives([TTFT], window(*[at(2.0)] * 10), sustained=True)
     assert late.state == "Missed"
     assert late.seconds == pytest.approx(1.0 + 0.95 * 1.5)
@@ -85,12 +85,12 @@ def test_a_percentile_of_too_few_requests_is_not_judged(percentile, each, state)
     assert seen.state == state
 
 
-def test_nothing_is_judged_of_a_window_that_does_not_cover_its_time() -> None:
+def test_an_incompletely_observed_window_is_not_judged() -> None:
     (seen,) = judge_objectives([TTFT], window(*[at(2.0)] * 10), sustained=False)
     assert (seen.state, seen.seconds) == ("NoSamples", None)
 
 
-def test_buckets_without_a_bound_say_nothing() -> None:
+def test_a_histogram_without_finite_bounds_has_no_percentile() -> None:
     (seen,) = judge_objectives([TTFT], window(*[Histogram((), (50.0,), 1.0)] * 10), sustained=True)
     assert seen == ObjectiveResult(TTFT, ObjectiveState.NO_SAMPLES)
 
@@ -99,7 +99,7 @@ def asked(*objectives: ObjectiveResult, kind: str = "Relaxed", **changes):
     return policy_input(workload(kind, objectives=objectives, **({"waiting": 0.0} | changes)))
 
 
-def test_late_requests_beside_a_cache_with_room_call_for_a_replica_and_never_for_a_dtype() -> None:
+def test_late_requests_with_a_roomy_cache_need_a_replica_not_a_dtype() -> None:
     decision = choose_step(asked(found(TTFT, 0.8)))
     assert step(decision) == ("ScaleOut", "auto", 2)
     assert decision.reason == "ObjectiveMissed"
@@ -107,7 +107,7 @@ def test_late_requests_beside_a_cache_with_room_call_for_a_replica_and_never_for
     assert {o.outcome for o in decision.options if o.action == "DtypeDown"} == {"NotMemory"}
 
 
-def test_late_requests_that_wait_for_memory_call_for_a_smaller_dtype_which_costs_nothing() -> None:
+def test_late_requests_that_wait_for_memory_need_a_smaller_dtype() -> None:
     s = asked(found(TTFT, 0.8), kind="MemoryBound", waiting=4.0)
     decision = choose_step(s)
     assert step(decision) == ("DtypeDown", "fp8", 1)
@@ -126,7 +126,7 @@ def test_a_dtype_under_which_the_prompts_alone_would_be_late_is_not_enough() -> 
     assert "TTFT p95 would be 600 ms, objective 500 ms" in down.message
 
 
-def test_a_queue_calls_for_no_replica_while_every_objective_is_held() -> None:
+def test_a_queue_needs_no_replica_while_every_objective_is_met() -> None:
     for kind in ("PrefillBound", "ComputeBound"):
         decision = choose_step(asked(found(TTFT, 0.4), found(ITL, 0.01), kind=kind, waiting=40.0))
         assert (decision.chosen.action, decision.reason) == ("Stay", "ObjectivesHeld")
@@ -135,17 +135,17 @@ def test_a_queue_calls_for_no_replica_while_every_objective_is_held() -> None:
     assert choose_step(replace(full, dtype="k4v4")).reason == "ObjectivesHeld"
 
 
-def test_an_objective_of_the_time_between_tokens_says_nothing_about_a_queue() -> None:
+def test_an_itl_objective_that_is_met_does_not_excuse_a_queue() -> None:
     assert choose_step(asked(found(ITL, 0.01), kind="ComputeBound", waiting=40.0)).chosen.action == "ScaleOut"
 
 
-def test_no_replica_is_added_where_less_than_one_request_runs_on_each() -> None:
+def test_no_replica_is_added_if_less_than_one_request_runs_on_each() -> None:
     decision = choose_step(asked(found(ITL, 0.08), running=0.7))
     assert decision.chosen.action == "Stay"
     assert "less than one request runs" in (decision.hold or "")
 
 
-def test_a_replica_is_given_back_only_with_a_margin_to_every_objective() -> None:
+def test_a_replica_is_removed_only_with_a_margin_to_every_objective() -> None:
     def calm(ttft: float, busy: float = 0.1):
         return asked(found(TTFT, ttft), pods=2, demand=200, calm=True, peak_load=0.2, running=1.0, prompts_in_hand=busy)
 
@@ -155,7 +155,7 @@ def test_a_replica_is_given_back_only_with_a_margin_to_every_objective() -> None
     assert choose_step(calm(0.3, busy=0.3)).chosen.action == "Stay"
 
 
-def test_an_objective_that_replicas_of_another_cannot_help_is_held_back_with_the_reason() -> None:
+def test_a_missed_objective_of_an_external_autoscaler_is_reported_with_the_reason() -> None:
     external = replace(asked(found(TTFT, 0.8)), spec=spec(scaling={"mode": "External"}))
     decision = choose_step(external)
     assert decision.chosen.action == "Stay"
@@ -175,7 +175,7 @@ def late_service(**scaling):
     return replace(s, samples={s.traffic: seen})
 
 
-def test_what_was_observed_stands_in_the_metrics_the_condition_and_the_journal() -> None:
+def test_observed_latencies_are_in_metrics_condition_and_journal() -> None:
     decision = decide(late_service())
     assert decision.figures.latencies == (Latency("TTFT", 95, 0.5, 2.425),)
     condition = decision.status.condition("ObjectivesHeld")
@@ -189,7 +189,7 @@ def test_what_was_observed_stands_in_the_metrics_the_condition_and_the_journal()
     assert "ScaleOutObjectiveMissed" in [event.reason for event in decision.events]
 
 
-def test_whatever_engines_say_the_status_is_one_that_the_schema_takes() -> None:
+def test_the_status_is_valid_for_any_metrics_of_engines() -> None:
     s = late_service()
     huge = Histogram((1e-300, 1e300), (0, 5, 0), 1e300)
     seen = tuple(replace(one, flows=replace(one.flows, ttft=huge)) for one in s.samples[s.traffic])
@@ -204,7 +204,7 @@ def test_a_service_without_objectives_has_no_such_condition_and_keeps_no_latenci
     assert retention_of(late_service().spec, trial=False).latencies
 
 
-def test_the_window_of_the_objectives_is_the_workloads() -> None:
+def test_objectives_are_judged_over_the_workloads_window() -> None:
     s = late_service()
     seen = classify(s.samples[s.traffic], s.spec.kv_cache.pressure, NOW, objectives=s.spec.scaling.objectives)
     assert seen.missed == "TTFT p95 2425 ms (objective 500 ms)"

@@ -34,18 +34,18 @@ def shown(s: Snapshot) -> dict[str, float]:
     }
 
 
-def test_hits_by_tier_stand_in_the_metrics_of_a_service_with_two() -> None:
+def test_a_service_with_two_tiers_has_metrics_of_hits_by_tier() -> None:
     assert shown(service(0.3, 0.45, **OFFLOADED)) == pytest.approx({"gpu": 0.3, "host": 0.45})
 
 
-def test_a_service_with_one_tier_is_told_of_none() -> None:
+def test_a_service_with_one_tier_has_no_metrics_of_hits_by_tier() -> None:
     assert shown(service(0.3)) == {}
 
 
-def test_no_hits_are_told_while_nothing_is_looked_up() -> None:
+def test_hits_are_absent_while_no_prompt_is_looked_up() -> None:
     s = service(0.3, 0.45, **OFFLOADED)
     assert shown(replace(s, samples={s.traffic: samples(usage=0.1, waiting=0)})) == {}
 
 
-def test_whatever_engines_say_of_hits_it_is_a_share() -> None:
+def test_the_hit_ratio_is_between_0_and_1_for_any_metrics() -> None:
     assert shown(service(1e12, 1e300, **OFFLOADED)) == {"gpu": 1, "host": 1}

@@ -20,51 +20,51 @@ def calm(*, load=0.1, pods=2, kind="Relaxed", rate=None, **changes):
     return replace(base, **changes)
 
 
-def test_when_pressure_leaves_a_replica_goes_first():
+def test_after_pressure_a_replica_is_removed_first():
     s = policy_input(calm(load=0.2), dtype="k4v4", dtype_changed=NOW - timedelta(days=9))
     assert step(choose_step(s)) == ("ScaleIn", "k4v4", 1)
 
 
-def test_the_ladder_is_climbed_once_no_replica_can_go():
+def test_a_larger_dtype_is_chosen_once_no_replica_can_be_removed():
     s = policy_input(calm(load=0.1, pods=1), dtype="k4v4", dtype_changed=NOW - timedelta(days=9))
     decision = choose_step(s)
     assert step(decision) == ("DtypeUp", "auto", 1)
     assert "38% full" in decision.chosen.message
 
 
-def test_the_ladder_is_climbed_only_as_far_as_the_peak_fits_below_the_low_limit():
+def test_a_larger_dtype_is_chosen_only_if_the_peak_stays_below_low_percent():
     s = policy_input(calm(load=0.2, pods=1), dtype="k4v4", dtype_changed=NOW - timedelta(days=9))
     assert step(choose_step(s)) == ("DtypeUp", "fp8", 1)
 
 
-def test_the_ladder_is_not_climbed_before_four_dwells():
+def test_a_larger_dtype_waits_for_four_times_min_dwell_seconds():
     s = policy_input(calm(load=0.1, pods=1), dtype="k4v4", dtype_changed=NOW - timedelta(seconds=4 * DWELL - 1))
     assert step(choose_step(s))[0] == "Stay"
 
 
-def test_a_replica_stays_where_the_peak_would_be_too_much_for_the_others():
+def test_a_replica_stays_if_the_peak_would_overfill_the_others():
     assert step(choose_step(policy_input(calm(load=0.7))))[0] == "Stay"
 
 
-def test_a_replica_stays_where_the_others_would_get_the_requests_that_queued_before():
+def test_a_replica_stays_if_the_others_would_get_a_rate_at_which_requests_queued():
     learned = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_generation=100),)
     s = policy_input(calm(load=0.1, rate=0.45), saturations=learned)
     assert step(choose_step(s))[0] == "Stay"
     assert step(choose_step(replace(s, workload=calm(load=0.1, rate=0.3))))[0] == "ScaleIn"
 
 
-def test_a_replica_stays_where_the_others_would_have_too_many_prompts_in_hand():
+def test_a_replica_stays_if_the_others_would_compute_too_many_prompts():
     assert step(choose_step(policy_input(calm(load=0.1, prompts_in_hand=0.35))))[0] == "Stay"
     assert step(choose_step(policy_input(calm(load=0.1, prompts_in_hand=0.25))))[0] == "ScaleIn"
 
 
-def test_a_calm_replica_that_does_clearly_more_than_it_could_refutes_what_was_learned():
+def test_a_calm_replica_above_its_recorded_rate_corrects_the_record():
     learned = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_generation=100),)
     assert step(choose_step(policy_input(calm(load=0.1, rate=1.1), saturations=learned)))[0] == "Stay"
     assert step(choose_step(policy_input(calm(load=0.1, rate=1.5), saturations=learned)))[0] == "ScaleIn"
 
 
-def test_what_a_replica_could_do_counts_for_similar_requests_only():
+def test_a_recorded_rate_counts_only_for_similar_requests():
     learned = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=4000, mean_generation=100),)
     assert step(choose_step(policy_input(calm(load=0.1, rate=0.45), saturations=learned)))[0] == "ScaleIn"
 
@@ -74,7 +74,7 @@ def test_an_idle_service_keeps_its_last_replica():
     assert step(choose_step(s))[0] == "Stay"
 
 
-def test_a_climb_that_would_be_too_slow_is_left_out():
+def test_a_larger_dtype_that_would_be_too_slow_is_ruled_out():
     w = calm(load=0.1, pods=1, itl_seconds=0.01, usage_percent=10)
     w = replace(w, capacity_tokens=3_346_368)
     s = policy_input(w, dtype="k4v4", dtype_changed=NOW - timedelta(days=9), model=LLAMA)
@@ -87,7 +87,7 @@ KNOWN = Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_g
 EIGHT = spec(scaling={"maxReplicas": 8})
 
 
-def test_half_of_the_replicas_go_at_once_where_it_is_known_what_one_can_do():
+def test_half_of_the_replicas_are_removed_at_once_if_the_rate_of_one_is_known():
     known = replace_struct(KNOWN, computed_prompt=50)
     quiet = policy_input(calm(load=0.1, pods=8, rate=0.1, computed_prompt=50.0), spec=EIGHT)
     assert step(choose_step(quiet)) == ("ScaleIn", "auto", 7)
@@ -96,7 +96,7 @@ def test_half_of_the_replicas_go_at_once_where_it_is_known_what_one_can_do():
     assert step(choose_step(replace(quiet, workload=busier, saturations=(known,)))) == ("ScaleIn", "auto", 5)
 
 
-def test_a_status_of_an_older_operator_gives_one_replica_back_at_a_time_and_only_far_below_its_rate():
+def test_records_without_prompt_tokens_remove_one_replica_at_a_time():
     old = {"dtype": "auto", "requestsPerHour": 3600, "meanPrompt": 100, "meanGeneration": 100}
     saturations = parse_status({"scaling": {"saturations": [old]}}).scaling.saturations
     assert saturations == (KNOWN,)
@@ -107,7 +107,7 @@ def test_a_status_of_an_older_operator_gives_one_replica_back_at_a_time_and_only
     assert step(choose_step(busy))[0] == "Stay"
 
 
-def test_what_a_replica_did_with_heavier_prompts_counts_for_lighter_ones_and_holds_none_back():
+def test_a_rate_recorded_with_heavier_prompts_counts_for_lighter_ones():
     heavy = replace_struct(KNOWN, computed_prompt=90)
     light = calm(load=0.1, pods=8, rate=1.1, computed_prompt=10.0)
     s = policy_input(light, spec=EIGHT, saturations=(heavy,))
@@ -116,7 +116,7 @@ def test_what_a_replica_did_with_heavier_prompts_counts_for_lighter_ones_and_hol
     assert step(choose_step(alike))[0] == "Stay"
 
 
-def test_where_memory_is_what_keeps_a_replica_a_smaller_dtype_takes_its_place():
+def test_if_only_memory_requires_a_replica_a_smaller_dtype_replaces_it():
     memory = replace_struct(KNOWN, memory=True)
     kept = policy_input(calm(load=0.2, rate=0.5), saturations=(memory,))
     decision = choose_step(kept)
@@ -129,6 +129,6 @@ def test_where_memory_is_what_keeps_a_replica_a_smaller_dtype_takes_its_place():
     assert step(choose_step(dwelling))[0] == "Stay"
 
 
-def test_a_smaller_dtype_that_saves_no_replica_takes_no_ones_place():
+def test_a_smaller_dtype_that_saves_no_replica_is_not_chosen():
     memory = replace_struct(KNOWN, memory=True)
     assert step(choose_step(policy_input(calm(load=0.2, rate=1.2), saturations=(memory,))))[0] == "Stay"

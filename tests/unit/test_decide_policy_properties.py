@@ -100,7 +100,7 @@ def situations(draw, kinds=WORKLOADS):
 
 @given(situations())
 @settings(max_examples=200)
-def test_every_situation_has_a_ruling_with_its_reason(s):
+def test_every_input_gives_a_decision_with_a_reason(s):
     decision = choose_step(s)
     assert decision.reason
     assert decision.message
@@ -122,7 +122,7 @@ def test_a_denied_or_vetoed_dtype_is_never_chosen(s):
 
 @given(situations())
 @settings(max_examples=200)
-def test_no_dtype_changes_inside_the_dwell_while_paused_or_beside_another_step(s):
+def test_no_dtype_changes_during_a_dwell_a_pause_or_another_step(s):
     if choose_step(s).chosen.action.startswith("Dtype"):
         assert s.busy is None
         assert s.no_canary is None
@@ -133,7 +133,7 @@ def test_no_dtype_changes_inside_the_dwell_while_paused_or_beside_another_step(s
 
 @given(situations())
 @settings(max_examples=200)
-def test_beside_a_trial_replicas_alone_are_taken_and_only_in_a_surge_that_it_gives_way_to(s):
+def test_during_a_trial_only_a_surge_adds_replicas(s):
     s = replace(s, busy="busy")
     chosen = choose_step(s).chosen
     assert chosen.action == "Stay" or (chosen.action == "ScaleOut" and s.yields and s.workload.surge is not None)
@@ -141,7 +141,7 @@ def test_beside_a_trial_replicas_alone_are_taken_and_only_in_a_surge_that_it_giv
 
 @given(situations())
 @settings(max_examples=200)
-def test_replicas_are_only_ever_chosen_by_their_owner_and_within_the_limits(s):
+def test_only_their_owner_chooses_replicas_and_within_the_limits(s):
     chosen, scaling = choose_step(s).chosen, s.spec.scaling
     if chosen.action == "ScaleOut":
         assert scaling.mode == "Operator"
@@ -158,7 +158,7 @@ def test_replicas_are_only_ever_chosen_by_their_owner_and_within_the_limits(s):
 
 @given(situations())
 @settings(max_examples=200)
-def test_a_smaller_dtype_is_for_memory_alone_and_less_of_anything_for_calm_alone(s):
+def test_a_smaller_dtype_needs_memory_pressure_and_a_removal_needs_calm(s):
     chosen, w = choose_step(s).chosen, s.workload
     if chosen.action == "DtypeDown":
         known = next((k for k in s.saturations if k.dtype == s.dtype), None)

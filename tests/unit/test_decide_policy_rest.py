@@ -95,9 +95,7 @@ FLUIDS = st.builds(
     [{"metric": "ITL", "percentile": 50, "milliseconds": 2000}],
 )  # fmt: skip
 @settings(max_examples=60)
-def test_a_constant_load_comes_to_rest_but_for_a_replica_that_is_tried_without_once_a_day(
-    load, least, most, dtype, known, objectives
-):
+def test_under_a_constant_load_only_one_scale_in_a_day_is_tried(load, least, most, dtype, known, objectives):
     limits = spec(scaling={"minReplicas": least, "maxReplicas": most, "objectives": objectives})
     s = PolicyInput(NOW, limits, Workload("NoMetrics"), dtype, least, least, H200, LLAMA if known else None)
     taken, bound, seen, given_back = [], False, {}, None

@@ -22,7 +22,7 @@ def asked_by(cluster: ModelCluster, decision: Decision) -> set[str]:
 
 
 @pytest.mark.parametrize("drain_ticks", [0, 3])
-def test_a_canary_whose_pod_was_replaced_in_mid_probe_passes_only_for_a_pod_that_was_asked(drain_ticks):
+def test_a_canary_passes_only_by_a_pod_that_was_probed(drain_ticks):
     cluster = on_trial(2, cluster={"start_ticks": 0, "drain_ticks": drain_ticks}, steps=[])
     asked: set[str] = set()
     for _ in range(40):
@@ -41,7 +41,7 @@ def test_a_canary_whose_pod_was_replaced_in_mid_probe_passes_only_for_a_pod_that
     assert (last.revision, int(last.pod.rpartition("-")[2])) not in cluster.engines.evicted
 
 
-def test_a_capture_continues_at_its_pod_although_a_replica_comes_whose_name_is_first():
+def test_a_capture_continues_on_its_pod_if_replicas_are_added():
     s = running(manifest(), "auto", samples=reporting((revision_of(manifest(), "auto"), "auto")))
     (first,) = s.pods
     request = decide(s).probe
@@ -53,7 +53,7 @@ def test_a_capture_continues_at_its_pod_although_a_replica_comes_whose_name_is_f
     assert decide(replace(later, pods=(newer,))).probe.pod == newer.name
 
 
-def test_a_check_continues_at_its_replica_although_another_comes_whose_turn_would_be_first():
+def test_a_periodic_probe_continues_on_its_replica_if_replicas_are_added():
     obj = manifest(kvCache={"mode": "Fixed", "dtype": "k8v4"})
     accuracy = Accuracy(baseline=baseline(), checked_time=NOW - timedelta(days=1))
     told = reporting((revision_of(obj, "k8v4"), "k8v4"))
@@ -73,7 +73,7 @@ def test_a_check_continues_at_its_replica_although_another_comes_whose_turn_woul
     assert gone.probe.pod == newer.name
 
 
-def test_an_error_of_a_pod_that_was_evicted_in_mid_probe_is_not_an_error_of_its_successor():
+def test_a_probe_error_of_an_evicted_pod_does_not_count_for_its_successor():
     cluster = on_trial(2, cluster={"start_ticks": 0}, steps=[])
     for _ in range(40):
         decision = cluster.tick()

@@ -97,7 +97,7 @@ def test_a_lost_status_finds_the_kept_baseline_again_and_captures_nothing():
     assert "BaselineAdopted" in [entry.reason for entry in after.decisions]
 
 
-def test_a_lost_status_of_a_16_bit_service_adopts_as_well():
+def test_after_a_lost_status_a_16_bit_service_adopts_its_kept_baseline():
     cluster = Archive(manifest())
     before = served(cluster, "auto").accuracy.baseline
     cluster.status.pop("accuracy")
@@ -105,7 +105,7 @@ def test_a_lost_status_of_a_16_bit_service_adopts_as_well():
     assert len(cluster.captures) == 1
 
 
-def test_going_back_to_former_probe_sets_finds_their_baseline():
+def test_a_return_to_former_probe_sets_finds_their_baseline():
     sets = {"probeSets": ["builtin/general"]}
     cluster = Archive(manifest())
     first = served(cluster, "auto").accuracy.baseline
@@ -118,7 +118,7 @@ def test_going_back_to_former_probe_sets_finds_their_baseline():
     assert [identity for identity, _ in cluster.captures] == [first.identity, second.identity]
 
 
-def test_another_model_is_never_judged_by_the_old_models_answers():
+def test_a_new_model_is_never_judged_by_the_old_models_baseline():
     """Do not capture from the old replicas: they are ready and serve in 16 bits, but with another model."""
     cluster = Archive(fixed("auto"))
     served(cluster, "auto")
@@ -141,7 +141,7 @@ def test_another_model_is_never_judged_by_the_old_models_answers():
     assert cluster.traffic == revision_of(changed, "auto")
 
 
-def test_a_replica_of_the_new_model_is_borrowed_although_16_bits_serve_the_old_one():
+def test_a_16_bit_replica_of_the_new_model_is_borrowed_even_if_the_old_model_serves_in_16_bits():
     cluster = Archive(fixed("auto"))
     served(cluster, "auto")
     changed = fixed("k8v4", model={"source": "hf://Qwen/Qwen3-14B"})
@@ -153,7 +153,7 @@ def test_a_replica_of_the_new_model_is_borrowed_although_16_bits_serve_the_old_o
     assert status.accuracy.last.verdict == "Passed"
 
 
-def test_a_new_image_is_judged_by_what_the_model_answered_before_it():
+def test_a_new_image_is_judged_by_the_baseline_of_the_old_one():
     """The operator neither captures again nor starts another GPU for that."""
     cluster = Archive(fixed("auto"))
     served(cluster, "auto")
@@ -169,7 +169,7 @@ def test_a_new_image_is_judged_by_what_the_model_answered_before_it():
     assert revision_of(upgraded, "auto") not in cluster.borrowed
 
 
-def test_a_kept_baseline_saves_the_borrowed_replica():
+def test_with_a_kept_baseline_no_replica_is_borrowed():
     cluster = Archive(fixed("k8v4"))
     cluster.kept.add(cluster.identity)
     served(cluster, "k8v4")
@@ -179,7 +179,7 @@ def test_a_kept_baseline_saves_the_borrowed_replica():
     assert cluster.captures == []
 
 
-def test_auto_captures_beside_users_and_says_so_to_the_prober():
+def test_mode_auto_captures_on_a_serving_pod_and_marks_the_request_so():
     s = running(AUTO, "auto", samples=reporting((revision_of(AUTO, "auto"), "auto")))
     decision = decide(s)
     assert isinstance(decision.probe, Capture)
@@ -187,11 +187,11 @@ def test_auto_captures_beside_users_and_says_so_to_the_prober():
     assert decision.probe.config_map == "chat-baseline-abcdef01"
 
 
-def test_a_fixed_16_bit_service_is_asked_nothing_before_its_first_canary():
+def test_a_fixed_16_bit_service_is_not_probed_before_its_first_canary():
     assert decide(running(fixed("auto"), "auto")).probe is None
 
 
-def test_a_small_dtype_that_serves_without_a_baseline_looks_for_a_kept_one_only():
+def test_a_serving_small_dtype_without_a_baseline_only_searches_for_a_kept_one():
     s = running(fixed("k8v4"), "k8v4")
     first = decide(s)
     assert isinstance(first.probe, Find)
@@ -235,7 +235,7 @@ def test_a_replica_is_borrowed_only_after_the_search_has_found_nothing():
     )
 
 
-def test_a_borrowed_replica_stays_while_it_is_captured_and_goes_afterwards():
+def test_a_borrowed_replica_is_removed_after_its_capture():
     s = on_trial()
     name = revision_of(fixed("k4v4"), "auto")
     there = replace(s, deployments={**s.deployments, name: DeploymentView(name, "auto", 1)})
@@ -259,7 +259,7 @@ def test_the_canary_is_measured_on_its_own_address_once_the_baseline_is_known():
     assert (decision.probe.url, decision.probe.serving) == ("http://10.0.0.2:8000", False)
 
 
-def test_an_answer_to_another_question_is_not_taken():
+def test_the_result_of_another_request_is_ignored():
     s = on_trial(accuracy=Accuracy(baseline=baseline()))
     stray = Captured(Baseline("another", "m", "auto", (), control=CONTROL))
     for identity in ("capture/another/0", f"find/{PROBES}", "measure/x/y/0"):
@@ -273,7 +273,7 @@ def test_an_answer_to_another_question_is_not_taken():
 
 @given(cuts=st.dictionaries(st.integers(0, 50), st.integers(0, 5), max_size=12))
 @settings(max_examples=20)
-def test_wherever_a_pass_is_cut_off_the_baseline_in_the_status_is_kept(cuts):
+def test_a_baseline_named_in_the_status_is_stored_even_if_a_reconcile_is_interrupted(cuts):
     cluster = Archive(fixed("k8v4"))
     cluster.settle()
     cluster.edit(fixed("k4v4"))
@@ -285,7 +285,7 @@ def test_wherever_a_pass_is_cut_off_the_baseline_in_the_status_is_kept(cuts):
     assert list(cluster.deployments) == [revision_of(cluster.obj, "k4v4")]
 
 
-def test_a_canary_that_failed_during_a_pause_is_not_probed_over_and_over_and_fails_after_it():
+def test_a_canary_that_failed_during_a_pause_is_probed_once_and_rolled_back_afterwards():
     cluster = Archive(fixed("auto"), bad=frozenset({"k4v4"}))
     served(cluster, "auto")
     cluster.edit(fixed("k4v4"))

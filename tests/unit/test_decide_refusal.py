@@ -24,16 +24,16 @@ def refused(**said: object) -> str:
     return "loading\n" + json.dumps({"kvpilot": "refused", **said}) + "\n"
 
 
-def test_the_preflights_refusal_is_reported_in_its_own_words() -> None:
+def test_the_refusal_of_preflight_is_reported_unchanged() -> None:
     said = refused(reason="DoesNotFit", message="weights need 14,904 MiB")
     assert engine_failure([pod(said)]) == Cause("DoesNotFit", "weights need 14,904 MiB")
 
 
-def test_an_engine_that_answers_has_not_failed_whatever_it_once_said() -> None:
+def test_an_answering_engine_has_not_failed_whatever_its_last_message() -> None:
     assert engine_failure([pod(refused(reason="DoesNotFit"), ready=True)]) is None
 
 
-def test_an_engine_that_ends_again_and_again_without_a_word_has_crashed() -> None:
+def test_an_engine_that_keeps_ending_without_a_message_has_crashed() -> None:
     assert engine_failure([pod("Killed", restarts=MAX_RESTARTS - 1)]) is None
     failure = engine_failure([pod("Killed", restarts=MAX_RESTARTS)])
     assert failure is not None
@@ -41,18 +41,18 @@ def test_an_engine_that_ends_again_and_again_without_a_word_has_crashed() -> Non
 
 
 @pytest.mark.parametrize("reason", ["", "does not fit", "9Lives", "A" * 65, None, {"a": 1}, "Bad\nLine"])
-def test_a_reason_that_no_condition_may_have_becomes_one_that_it_may(reason: object) -> None:
+def test_an_invalid_reason_becomes_a_valid_one(reason: object) -> None:
     failure = engine_failure([pod(refused(reason=reason, message="why"))])
     assert failure == Cause("EngineCrashed", "why")
 
 
-def test_half_a_surrogate_pair_is_told_as_a_status_can_hold_it() -> None:
+def test_a_lone_surrogate_is_replaced_in_the_status() -> None:
     failure = engine_failure([pod('{"kvpilot": "refused", "reason": "DoesNotFit", "message": "a\\ud800b"}')])
     assert failure == Cause("DoesNotFit", "a?b")
 
 
 @given(st.text() | st.sampled_from(["[" * 3000, "{" * 3000, '"refused"', '"refused", "message": null}']))
-def test_any_last_words_get_an_answer(words: str) -> None:
+def test_any_exit_message_is_handled_without_an_error(words: str) -> None:
     failure = engine_failure([pod('{"kvpilot": ' + words, restarts=MAX_RESTARTS)])
     assert failure is not None
     failure.message.encode()
@@ -70,7 +70,7 @@ def waits(reason: str, message: str = "") -> dict[str, object]:
     return {"waiting": {"reason": reason, "message": message}}
 
 
-def test_a_container_that_holds_the_engine_up_is_named_with_its_own_reason() -> None:
+def test_a_container_that_delays_the_engine_is_named_with_its_reason() -> None:
     running: dict[str, object] = {"running": {}}
     held = observed(fetch=waits("ImagePullBackOff", "no such image"), engine=waits("PodInitializing"))
     assert pending_reason([held]) == Cause("ImageUnavailable", "ImagePullBackOff: container fetch: no such image")
@@ -96,21 +96,19 @@ def test_a_container_that_holds_the_engine_up_is_named_with_its_own_reason() -> 
         ("container has runAsNonRoot and image will run as root", "CreateContainerConfigError", "container has run"),
     ],
 )
-def test_an_object_that_a_container_is_made_from_and_that_is_missing_is_named(
-    said: str, reason: str, told: str
-) -> None:
+def test_a_missing_secret_or_config_map_of_a_container_is_named(said: str, reason: str, told: str) -> None:
     cause = pending_reason([observed(engine=waits("CreateContainerConfigError", said))])
     assert cause is not None
     assert (cause.reason, cause.message.startswith(told), said in cause.message) == (reason, True, True)
 
 
 @given(st.text())
-def test_whatever_a_kubelet_says_of_a_container_that_it_cannot_make_is_reported(said: str) -> None:
+def test_every_message_of_a_kubelet_about_a_container_is_reported(said: str) -> None:
     cause = pending_reason([observed(engine=waits("CreateContainerConfigError", said))])
     assert cause is not None
 
 
-def test_what_is_on_its_way_holds_nobody_up_and_the_engine_tells_for_itself() -> None:
+def test_a_normally_starting_container_is_not_reported_as_a_cause() -> None:
     on_its_way = observed(fetch={"running": {}}, engine=waits("PodInitializing"), proxy=waits("PodInitializing"))
     assert on_its_way.held_up is None
     assert pending_reason([on_its_way]) == Cause("PodInitializing", "")
@@ -137,7 +135,7 @@ VOLUMES: list[dict[str, Any]] = [
 ]
 
 
-def test_a_pod_of_which_nothing_has_started_is_reported_with_what_its_volumes_are_made_from() -> None:
+def test_a_pod_without_a_started_container_is_reported_with_the_objects_of_its_volumes() -> None:
     creating = {"waiting": {"reason": "ContainerCreating"}}
     cause = pending_reason([starting(VOLUMES, state=creating)])
     assert cause is not None
@@ -157,20 +155,20 @@ def test_a_pod_of_which_nothing_has_started_is_reported_with_what_its_volumes_ar
         ("binding rejected: the object has been modified", None),
     ],
 )
-def test_of_the_schedulers_own_errors_one_about_a_volume_is_reported(message: str, cause: str | None) -> None:
+def test_only_scheduler_errors_about_volumes_are_reported(message: str, cause: str | None) -> None:
     scheduled = {"type": "PodScheduled", "status": "False", "reason": "SchedulerError", "message": message}
     pod = pod_view({"metadata": {"name": "a"}, "status": {"conditions": [scheduled]}})
     assert pending_reason([pod]) == (Cause(cause, message) if cause else None)
 
 
 @pytest.mark.parametrize("reason", ["Unschedulable", "SchedulingGated"])
-def test_a_pod_without_a_node_is_reported_in_the_schedulers_words_whatever_holds_it_back(reason: str) -> None:
+def test_a_pod_without_a_node_is_reported_with_the_schedulers_message(reason: str) -> None:
     scheduled = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "no room"}
     pod = pod_view({"metadata": {"name": "a"}, "status": {"conditions": [scheduled]}})
     assert pending_reason([pod]) == Cause("Unschedulable", "no room")
 
 
-def test_a_sidecar_cannot_speak_for_the_engine() -> None:
+def test_a_sidecars_exit_message_is_not_taken_for_the_engines() -> None:
     said = '{"kvpilot": "refused", "reason": "DoesNotFit", "message": "no"}'
     pod = observed(engine={"running": {}}, proxy=waits("CrashLoopBackOff", said))
     assert engine_failure([pod]) is None

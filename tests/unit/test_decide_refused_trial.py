@@ -26,7 +26,7 @@ def refusing(cluster: ModelCluster, dtype: str = NEW) -> None:
 
 
 @pytest.mark.parametrize("policy", ["Surge", "ReplaceOne", "SurgeOrReplaceOne"])
-def test_no_replica_gives_way_to_a_canary_that_is_refused(policy: str) -> None:
+def test_no_replica_is_removed_for_a_refused_canary(policy: str) -> None:
     cluster = on_trial(3, capacityPolicy=policy)
     refusing(cluster)
     cluster.watch = at_every_moment
@@ -56,7 +56,7 @@ def test_a_service_is_scaled_while_its_trial_is_refused() -> None:
         assert [count for _, count in cluster.deployments.values()] == [replicas]
 
 
-def test_a_refused_trial_ends_at_its_deadline_and_says_for_what_it_waited() -> None:
+def test_a_refused_trial_ends_at_its_deadline_with_the_refusal() -> None:
     cluster = on_trial(3)
     refusing(cluster)
     last = cluster.until(ended).last_trial
@@ -66,7 +66,7 @@ def test_a_refused_trial_ends_at_its_deadline_and_says_for_what_it_waited() -> N
     assert list(cluster.deployments.values()) == [(OLD, 3)]
 
 
-def test_no_request_goes_to_a_canarys_service_that_is_not_ours() -> None:
+def test_a_canarys_service_of_another_owner_gets_no_requests() -> None:
     cluster = on_trial(3, cluster={"rules": ROUTE}, routeRef={"name": "web"})
     cluster.refuses = lambda manifest: TAKEN if manifest["metadata"]["name"] == f"{KEY.name}-canary" else None
     cluster.watch = at_every_moment
@@ -81,7 +81,7 @@ def test_no_request_goes_to_a_canarys_service_that_is_not_ours() -> None:
     assert cluster.until(ended).kv_cache.active_dtype == NEW
 
 
-def test_a_baseline_that_cannot_be_kept_ends_the_trial_and_keeps_nothing_else_waiting() -> None:
+def test_a_refused_baseline_ends_the_trial_and_delays_nothing_else() -> None:
     cluster = on_trial(3)
     cluster.refuses = lambda manifest: QUOTA if manifest["kind"] == "ConfigMap" else None
     cluster.until(lambda s: s.canary is not None and s.canary.errors > 0)
@@ -103,7 +103,7 @@ def test_a_baseline_that_cannot_be_kept_ends_the_trial_and_keeps_nothing_else_wa
     policy=st.sampled_from(["Surge", "ReplaceOne"]),
 )
 @settings(max_examples=10, deadline=None)
-def test_killed_and_refused_at_any_moment_a_trial_ends_as_ever(
+def test_kills_and_refusals_at_any_write_do_not_change_how_a_trial_ends(
     cuts: dict[int, int], refused: set[int], policy: str
 ) -> None:
     cluster = on_trial(3, capacityPolicy=policy)

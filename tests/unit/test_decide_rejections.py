@@ -18,7 +18,7 @@ def refused(kind: str, message: str, *causes: tuple[str, str], reason: str = "In
     return Rejection(kind, "chat-1", reason, message, causes)
 
 
-def test_field_and_words_are_the_servers() -> None:
+def test_the_message_has_the_servers_field_and_text() -> None:
     found = finding([refused("Deployment", "is invalid", MEMORY, CPU, MEMORY)])
     assert found.reason == "Invalid"
     told, _, remedy = found.message.partition(": set ")
@@ -34,11 +34,11 @@ def test_all_rejections_are_reported_with_the_reason_of_the_first() -> None:
 
 
 @pytest.mark.parametrize("rejection", [refused("Job", f"env[0]: {SECRET}"), refused("Job", "x", ("env[0]", SECRET))])
-def test_a_structure_in_the_words_is_not_shown_for_it_may_hold_a_secret(rejection: Rejection) -> None:
+def test_a_structure_in_the_servers_message_is_not_shown(rejection: Rejection) -> None:
     assert finding([rejection]).message == "env[0]: Invalid value: may not be set (Job chat-1)"
 
 
-def test_a_newer_server_that_stops_looking_is_not_quoted() -> None:
+def test_a_newer_servers_note_about_skipped_checks_is_left_out() -> None:
     more = ("<nil>", 'Invalid value: "null": some validation rules were not checked because the object was invalid')
     assert "not checked" not in finding([refused("Deployment", "is invalid", MEMORY, more)]).message
 
@@ -80,20 +80,18 @@ def test_a_newer_server_that_stops_looking_is_not_quoted() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_kvpilot_renders_has_a_remedy(rejection: Rejection, remedy: str) -> None:
+def test_refusals_of_fields_that_kvpilot_renders_have_a_remedy(rejection: Rejection, remedy: str) -> None:
     assert remedy in finding([rejection]).message
 
 
-def test_what_others_refuse_has_none() -> None:
+def test_refusals_by_quotas_have_no_remedy() -> None:
     words = "exceeded quota: team, requested: requests.storage=9, used: requests.storage=0"
     found = finding([refused("PersistentVolumeClaim", words, reason="Forbidden")])
     assert found.message == f"{words} (PersistentVolumeClaim chat-1)"
 
 
 @given(st.text(max_size=300), st.text(max_size=40), st.lists(st.tuples(st.text(max_size=40), st.text(max_size=80))))
-def test_any_words_have_a_reason_that_a_condition_can_hold(
-    message: str, reason: str, causes: list[tuple[str, str]]
-) -> None:
+def test_any_refusal_has_a_valid_condition_reason(message: str, reason: str, causes: list[tuple[str, str]]) -> None:
     found = finding([Rejection("Deployment", "chat-1", reason, message, tuple(causes))])
     assert found.reason.isascii()
     assert found.reason.isalnum()

@@ -61,7 +61,7 @@ def test_a_canary_that_reports_another_dtype_is_rolled_back_unprobed_and_undenie
     assert decision.status.decisions[0].reason == "DtypeMismatch"
 
 
-def test_a_canary_is_rolled_back_for_one_pod_that_reports_another_dtype():
+def test_one_pod_that_reports_another_dtype_rolls_a_canary_back():
     s = at_stage("Shifting", "k4v4")
     (sample,) = s.samples[OURS]
     odd = replace(sample, other_dtypes=(("odd", "auto"),))
@@ -75,7 +75,7 @@ def test_a_canary_is_rolled_back_for_one_pod_that_reports_another_dtype():
     assert gone.stage != "RollingBack"
 
 
-def test_a_canary_is_probed_once_its_page_has_told_the_dtype_and_not_before():
+def test_a_canary_is_probed_only_after_it_has_reported_its_dtype():
     for reported in (None, ""):
         decision = decide(at_stage("Probing", reported))
         assert decision.probe is None
@@ -85,7 +85,7 @@ def test_a_canary_is_probed_once_its_page_has_told_the_dtype_and_not_before():
     assert isinstance(decide(at_stage("Probing", "k4v4")).probe, Measure)
 
 
-def test_a_canary_that_never_tells_its_dtype_ends_at_its_deadline_with_what_is_missing():
+def test_a_canary_that_never_reports_its_dtype_ends_at_its_deadline():
     s = at_stage("Probing", None)
     waits = told(decide(replace(s, now=NOW + timedelta(seconds=90))), "CanaryHealthy")
     assert "has not reported its dtype (vllm:cache_config_info on /metrics)" in waits.message
@@ -95,7 +95,7 @@ def test_a_canary_that_never_tells_its_dtype_ends_at_its_deadline_with_what_is_m
     assert "has not reported its dtype" in canary.message
 
 
-def test_a_16_bit_engine_that_reports_8_bits_is_not_a_reference():
+def test_a_16_bit_engine_that_reports_8_bits_gives_no_baseline():
     decision = decide(at_stage("Probing", "k4v4", Accuracy(), stable="fp8_e4m3"))
     canary = decision.status.canary
     assert canary is not None
@@ -106,14 +106,14 @@ def test_a_16_bit_engine_that_reports_8_bits_is_not_a_reference():
     assert decision.probe is None
 
 
-def test_what_such_an_engine_answered_earlier_is_no_reference_either():
+def test_earlier_answers_of_such_an_engine_are_no_baseline_either():
     canary = decide(at_stage("Probing", "k4v4", KEPT, stable="fp8")).status.canary
     assert canary is not None
     assert canary.reason == "BaselineUnfit"
 
 
 @pytest.mark.parametrize("mode", [{"mode": "Auto"}, {"mode": "Fixed", "dtype": "k4v4"}])
-def test_no_canary_starts_beside_a_reference_that_reports_8_bits_and_none_is_captured(mode):
+def test_no_canary_starts_and_no_baseline_is_captured_if_the_16_bit_engine_reports_8_bits(mode):
     obj = manifest(kvCache=mode, replicas=2, scaling={"mode": "External"})
     name = revision_of(obj, "auto")
     decision = decide(running(obj, "auto", samples=reporting((name, "fp8")), rejections=()))
@@ -123,7 +123,7 @@ def test_no_canary_starts_beside_a_reference_that_reports_8_bits_and_none_is_cap
         assert told(decision, "Stalled").reason == "BaselineUnfit"
 
 
-def test_a_capture_waits_for_the_page_of_its_pod():
+def test_a_capture_waits_until_its_pod_has_reported_its_dtype():
     auto = manifest()
     assert decide(running(auto, "auto")).probe is None
     found = decide(running(auto, "auto", samples=reporting((revision_of(auto, "auto"), "auto")))).probe
@@ -131,7 +131,7 @@ def test_a_capture_waits_for_the_page_of_its_pod():
 
 
 @pytest.mark.parametrize(("dtype", "reported"), [("k4v4", "auto"), ("k4v4", "fp8"), ("auto", "fp8_e4m3")])
-def test_a_revision_that_serves_another_dtype_is_told_in_a_condition_and_one_event_and_is_not_probed(dtype, reported):
+def test_a_serving_revision_with_another_dtype_is_reported_once_and_not_probed(dtype, reported):
     obj = manifest(kvCache={"mode": "Fixed", "dtype": dtype})
     name = revision_of(obj, dtype)
     accuracy = Accuracy(baseline=baseline(), checked_time=NOW - timedelta(days=1))
@@ -146,7 +146,7 @@ def test_a_revision_that_serves_another_dtype_is_told_in_a_condition_and_one_eve
     assert decide(replace(s, status=decision.status)).events == ()
 
 
-def test_the_dtype_that_was_asked_for_under_its_other_name_is_no_mismatch():
+def test_another_name_of_the_requested_dtype_is_not_a_mismatch():
     for asked, reported in (("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8"), ("bfloat16", "auto"), ("auto", "float16")):
         assert same(asked, reported)
     for asked, reported in (("auto", "fp8"), ("bfloat16", "float16"), ("fp8", "fp8_e5m2"), ("k4v4", "turboquant_k8v4")):
@@ -154,7 +154,7 @@ def test_the_dtype_that_was_asked_for_under_its_other_name_is_no_mismatch():
 
 
 @given(st.sampled_from(NAMES), st.sampled_from(NAMES))
-def test_two_names_of_one_dtype_are_so_in_either_order_and_never_of_other_widths(one, other):
+def test_equality_of_dtype_names_is_symmetric_and_needs_equal_widths(one, other):
     assert same(one, other) == same(other, one)
     assert same(one, one)
     if same(one, other):
@@ -165,7 +165,7 @@ def _no_traffic(cluster: ModelCluster, revision: str) -> None:
     assert cluster.shares().get(revision, 0.0) == 0
 
 
-def test_a_canary_that_serves_16_bits_for_a_smaller_dtype_never_gets_a_request_and_is_not_begun_again_at_once():
+def test_a_canary_that_serves_16_bits_instead_gets_no_requests_and_is_not_retried_at_once():
     cluster = on_trial(cluster={"reports": {NEW: "auto"}})
     cluster.watch = lambda world: _no_traffic(world, revision_of(cluster.obj, NEW))
     last = cluster.until(ended).last_trial
@@ -175,7 +175,7 @@ def test_a_canary_that_serves_16_bits_for_a_smaller_dtype_never_gets_a_request_a
     assert (settled.kv_cache.active_dtype, settled.canary, settled.kv_cache.denied) == (OLD, None, ())
 
 
-def test_a_sample_of_a_page_that_is_not_plausible_tells_the_dtype_all_the_same():
+def test_an_implausible_page_still_reports_the_dtype():
     s = at_stage("Probing", None)
     empty = Sample(NOW, 0, 0.0, 0, 0, 0, "auto", implausible=("p: held",))
     canary = decide(replace(s, samples={**s.samples, OURS: (empty,)})).status.canary

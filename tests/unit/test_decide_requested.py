@@ -103,7 +103,7 @@ def test_promote_before_the_probes_waits_for_them_and_then_skips_the_steps() -> 
     assert "CanaryPassed" in reasons(cluster.parsed())
 
 
-def test_promote_does_not_help_a_canary_that_live_traffic_has_shown_to_be_worse() -> None:
+def test_promote_does_not_promote_a_canary_that_failed_a_traffic_step() -> None:
     cluster = on_trial(cluster={"slow": {NEW: 1.4}})
     asked = service(NEW)
     asked["spec"]["accuracy"]["failureLimit"] = 2
@@ -152,7 +152,7 @@ def test_retry_lifts_the_wait_and_the_denial_of_the_last_trial_once(make: Callab
     assert reasons(status).count("RetryAllowed") == 1
 
 
-def test_a_request_that_cannot_be_read_is_reported_once_with_the_remedy() -> None:
+def test_an_unreadable_request_is_reported_once_with_the_remedy() -> None:
     cluster = on_trial()
     cluster.request = "abort@3740aaaa"
     status = cluster.until(ended)
@@ -162,7 +162,7 @@ def test_a_request_that_cannot_be_read_is_reported_once_with_the_remedy() -> Non
     assert told
 
 
-def test_the_cache_reads_the_annotation_whatever_it_holds() -> None:
+def test_the_cache_accepts_any_value_of_the_annotation() -> None:
     told: list[ServiceKey] = []
     cache = InformerCache(None, ())  # type: ignore[arg-type]  # nothing is watched
     cache.on_change = told.append

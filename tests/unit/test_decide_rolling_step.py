@@ -30,7 +30,7 @@ def rolled(replicas: int, surge: int, floor: int, late: list[int]) -> tuple[list
 
 
 @given(SIZES, st.integers(0, 1), st.integers(0, 6), st.lists(st.integers(0, 2), max_size=5))
-def test_never_more_pods_than_allowed_and_never_fewer_that_answer_than_the_floor(replicas, surge, floor, late):
+def test_the_number_of_pods_stays_within_total_and_floor(replicas, surge, floor, late):
     floor = min(floor, replicas + surge - 1, replicas)
     states, _ = rolled(replicas, surge, floor, late)
     assert all(growing + shrinking <= replicas + surge for growing, shrinking, _ in states)
@@ -38,26 +38,26 @@ def test_never_more_pods_than_allowed_and_never_fewer_that_answer_than_the_floor
 
 
 @given(SIZES, st.integers(0, 1), st.integers(0, 6))
-def test_an_exchange_ends_with_every_replica_on_the_growing_side(replicas, surge, floor):
+def test_the_replacement_ends_with_all_replicas_on_the_growing_side(replicas, surge, floor):
     states, left = rolled(replicas, surge, min(floor, replicas + surge - 1), [])
     assert states[-1][0] == replicas
     assert left == surge
 
 
-def test_without_spare_room_the_shrinking_side_leaves_first():
+def test_without_spare_room_the_shrinking_side_loses_a_pod_first():
     assert rolling_step(Counts(0, 0), 1, Counts(3, 3), total=3, floor=2, both_serve=False) == (0, 2)
     assert rolling_step(Counts(0, 0), 1, Counts(2, 2), total=3, floor=2, both_serve=False) == (1, 2)
 
 
-def test_a_replica_that_does_not_answer_yet_holds_the_exchange():
+def test_a_replica_that_does_not_answer_yet_delays_the_replacement():
     assert rolling_step(Counts(2, 1), 4, Counts(3, 3), total=5, floor=1, both_serve=True) == (2, 3)
 
 
-def test_a_replica_that_stops_answering_is_not_taken_away():
+def test_a_replica_that_stops_answering_stays():
     assert rolling_step(Counts(3, 1), 4, Counts(2, 2), total=5, floor=1, both_serve=True) == (3, 2)
 
 
-def test_the_shrinking_side_loses_no_pod_that_answers_while_too_few_do():
+def test_the_shrinking_side_loses_no_ready_pod_below_the_floor():
     assert rolling_step(Counts(1, 0), 4, Counts(4, 4), total=4, floor=4, both_serve=True) == (1, 4)
 
 
@@ -65,5 +65,5 @@ def test_the_shrinking_side_loses_pods_that_do_not_answer():
     assert rolling_step(Counts(1, 0), 4, Counts(4, 2), total=4, floor=3, both_serve=True) == (1, 3)
 
 
-def test_fewer_replicas_asked_for_in_the_middle_come_off_the_shrinking_side():
+def test_a_lower_goal_during_the_replacement_removes_pods_of_the_shrinking_side():
     assert rolling_step(Counts(1, 1), 1, Counts(5, 5), total=3, floor=1, both_serve=True) == (1, 2)

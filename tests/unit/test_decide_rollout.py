@@ -39,7 +39,7 @@ def test_a_service_starts_with_its_baseline_dtype_and_gets_traffic():
     assert {c.type: c.status for c in status.conditions}["Ready"] == "True"
 
 
-def test_a_memory_bound_service_is_promoted_to_the_first_rung_that_holds_its_demand():
+def test_a_memory_bound_service_is_promoted_to_the_safest_sufficient_dtype():
     cluster = ModelCluster(manifest(**AUTO), demand=9000)
     status = cluster.settle()
     assert status.kv_cache.active_dtype == "k4v4"
@@ -48,7 +48,7 @@ def test_a_memory_bound_service_is_promoted_to_the_first_rung_that_holds_its_dem
     assert list(cluster.deployments) == [revision_of(cluster.obj, "k4v4")]
 
 
-def test_a_safer_rung_is_preferred_when_it_is_enough():
+def test_a_safer_dtype_is_preferred_if_it_is_enough():
     cluster = ModelCluster(manifest(**AUTO), demand=5000)
     assert cluster.settle().kv_cache.active_dtype == "k8v4"
 
@@ -65,7 +65,7 @@ def starting_with(dtype: str, mode: str = "Auto"):
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Recommend"])
-def test_a_service_takes_its_start_dtype_without_pressure_once_its_probes_have_passed(mode):
+def test_a_service_changes_to_its_start_dtype_without_pressure_after_probes(mode):
     cluster = ModelCluster(starting_with("k8v4", mode), demand=1500)
     served = []
     for _ in range(200):
@@ -79,7 +79,7 @@ def test_a_service_takes_its_start_dtype_without_pressure_once_its_probes_have_p
     assert [(one.dtype, one.verdict, one.reason) for one in status.history] == [("k8v4", "Passed", "WithinLimits")]
 
 
-def test_a_start_dtype_that_fails_its_probes_leaves_the_service_as_without_it():
+def test_a_start_dtype_that_fails_its_probes_changes_nothing():
     cluster = ModelCluster(starting_with("k4v4"), bad=frozenset({"k4v4"}), demand=1500)
     status = cluster.settle()
     assert status.kv_cache.active_dtype == "auto"
@@ -164,7 +164,7 @@ def test_a_canary_that_fails_at_a_full_context_is_rolled_back_at_once_and_gets_n
     assert denied.until <= cluster.now + timedelta(hours=1)
 
 
-def test_an_engine_that_dies_of_its_probe_has_failed_it_although_its_pod_answers_no_more():
+def test_an_engine_that_dies_during_a_probe_has_failed_it():
     cluster = on_trial(1)
     asked = None
     while not isinstance(asked, Measure):
@@ -188,7 +188,7 @@ def stable_alone(cluster: ModelCluster) -> None:
     assert set(cluster.shares()) <= ({stable.revision} if stable is not None else set())
 
 
-def test_a_denied_dtype_is_tried_again_once_denials_are_switched_off():
+def test_a_denied_dtype_is_tried_again_once_denials_are_turned_off():
     cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}))
     cluster.settle()
     cluster.edit(fixed(BAD))
@@ -198,7 +198,7 @@ def test_a_denied_dtype_is_tried_again_once_denials_are_switched_off():
     assert cluster.settle().kv_cache.active_dtype == BAD
 
 
-def test_a_denied_dtype_that_passes_when_tried_again_stays_when_denials_are_switched_on_again():
+def test_a_formerly_denied_dtype_that_passes_stays_when_denials_are_turned_on_again():
     cluster = ModelCluster(manifest(**AUTO), bad=frozenset({BAD}))
     cluster.settle()
     cluster.edit(fixed(BAD))
@@ -233,7 +233,7 @@ def test_recommend_mode_names_the_dtype_and_changes_nothing():
     assert status.last_trial is None
 
 
-def test_no_second_change_comes_inside_the_dwell():
+def test_no_second_change_comes_within_min_dwell_seconds():
     cluster = ModelCluster(manifest(**AUTO, scaling={"mode": "External"}), demand=5000)
     cluster.settle()
     cluster.demand = 10_000
@@ -250,7 +250,7 @@ def test_a_paused_rollout_starts_no_canary():
     assert cluster.settle().last_trial is None
 
 
-def test_a_paused_rollout_says_what_waits_for_it():
+def test_a_paused_rollout_reports_the_waiting_change():
     cluster = ModelCluster(fixed("auto"))
     cluster.settle()
     cluster.edit(manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, rollout={"paused": True}))
@@ -295,7 +295,7 @@ def test_a_first_revision_that_answers_while_it_is_being_replaced_stays_and_its_
     assert cluster.until(ended).last_trial.verdict == "Passed"
 
 
-def test_an_invalid_spec_changes_no_object_and_says_what_is_wrong():
+def test_an_invalid_spec_changes_no_object_and_is_reported():
     good = running(manifest(**AUTO), "auto")
     bad = manifest(**AUTO, engine={"extraArgs": ["--kv-cache-dtype=fp8"]})
     decision = decide(snapshot(bad, status=good.status, pods=good.pods, traffic=good.traffic))
@@ -350,7 +350,7 @@ def test_a_promotion_always_has_a_passed_verdict(kl, agreement, prompts):
     assert status.kv_cache.active_dtype == "auto" or (last is not None and last.verdict == "Passed")
 
 
-def test_what_answers_serves_on_with_its_replicas_where_the_status_is_lost():
+def test_after_a_lost_status_the_answering_revision_keeps_serving_with_its_replicas():
     cluster = ModelCluster(manifest(**AUTO, scaling={"maxReplicas": 4}), demand=9000, start_ticks=3)
     cluster.settle()
     cluster.status["scaling"]["desiredReplicas"] = 3
@@ -368,7 +368,7 @@ def test_what_answers_serves_on_with_its_replicas_where_the_status_is_lost():
     assert [(one.action, one.reason) for one in status.decisions][-1] == ("Serve", "TakenBack")
 
 
-def test_a_status_that_is_lost_while_two_revisions_share_the_traffic_ends_no_service():
+def test_a_status_lost_during_a_traffic_step_ends_no_service():
     cluster = on_trial(4)
     cluster.until(lambda s: stage("Shifting")(s) and cluster.traffic == "")
     cluster.status, seen = {}, set()
@@ -378,7 +378,7 @@ def test_a_status_that_is_lost_while_two_revisions_share_the_traffic_ends_no_ser
     assert cluster.settle().kv_cache.active_dtype == NEW
 
 
-def test_what_replicas_could_do_is_forgotten_with_another_engine_and_not_with_another_dtype():
+def test_recorded_rates_are_dropped_with_another_engine_but_not_with_another_dtype():
     learnt = {
         "saturations": [{"dtype": "auto", "requestsPerHour": 900, "meanPrompt": 100, "meanGeneration": 50}],
         "scaleInBackoff": {"dtype": "auto", "replicas": 1, "time": "2026-11-21T12:00:00Z"},

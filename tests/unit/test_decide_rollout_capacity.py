@@ -11,7 +11,7 @@ from support.services import KEY, revision_of
 from support.trials import BUSY, NEW, OLD, at_every_moment, end_of, ended, on_trial, service, stage
 
 
-def test_without_a_spare_gpu_the_canary_replaces_one_after_a_minute():
+def test_without_a_spare_gpu_the_canary_replaces_a_replica_after_a_minute():
     cluster = on_trial(cluster={"places": 3}, capacityPolicy="SurgeOrReplaceOne")
     cluster.watch = at_every_moment
     began = cluster.now
@@ -21,7 +21,7 @@ def test_without_a_spare_gpu_the_canary_replaces_one_after_a_minute():
     assert cluster.until(ended, 600).last_trial.verdict == "Passed"
 
 
-def test_where_none_can_leave_the_canary_waits_and_says_why_until_the_deadline():
+def test_if_no_replica_may_be_removed_the_canary_waits_until_the_deadline():
     cluster = on_trial(cluster={"places": 3}, capacityPolicy="SurgeOrReplaceOne", max_unavailable=0)
     status = cluster.until(lambda s: s.canary is not None and "maxUnavailable" in s.canary.message)
     assert not status.canary.replaces_one
@@ -37,7 +37,7 @@ class WithoutVolume(ModelCluster):
         return [replace(view, unschedulable=view.unschedulable and words) for view in super()._pods()]
 
 
-def test_no_replica_gives_way_to_a_canary_whose_claim_has_no_volume():
+def test_no_replica_is_removed_for_a_canary_whose_claim_has_no_volume():
     asked = {"capacityPolicy": "SurgeOrReplaceOne"}
     cluster = WithoutVolume(service(OLD, 3, **asked), start_ticks=2, requests=BUSY, places=3)
     cluster.settle()
@@ -62,7 +62,7 @@ def test_surge_waits_for_spare_capacity():
     assert cluster.until(ended).last_trial.verdict == "Passed"
 
 
-def test_why_a_canary_has_no_pod_is_told_while_it_waits_and_no_longer():
+def test_the_cause_of_a_missing_canary_pod_is_reported_while_it_waits():
     cluster = on_trial(cluster={"places": 3}, capacityPolicy="Surge")
     cluster.until(stage("Starting"))
     for _ in range(5):
@@ -74,7 +74,7 @@ def test_why_a_canary_has_no_pod_is_told_while_it_waits_and_no_longer():
     assert not any("it waits" in status.condition(kind).message for kind in ("Reconciling", "CanaryHealthy"))
 
 
-def test_replace_one_never_asks_for_a_pod_more():
+def test_with_replace_one_a_trial_never_requests_an_additional_pod():
     cluster = on_trial(cluster={"places": 3}, capacityPolicy="ReplaceOne")
     most = 0
     while not ended(parse_status(cluster.status)):
@@ -84,7 +84,7 @@ def test_replace_one_never_asks_for_a_pod_more():
     assert parse_status(cluster.status).last_trial.verdict == "Passed"
 
 
-def test_replace_one_that_would_take_the_last_replica_is_a_condition_and_starts_nothing():
+def test_replace_one_with_the_last_replica_is_reported_and_starts_nothing():
     cluster = on_trial(1, capacityPolicy="ReplaceOne")
     status = cluster.settle()
     assert status.last_trial is None
@@ -94,12 +94,12 @@ def test_replace_one_that_would_take_the_last_replica_is_a_condition_and_starts_
     assert "maxUnavailable 1 permits to replace none" in stalled.message
 
 
-def test_a_single_replica_may_be_replaced_where_all_may_be_away():
+def test_a_single_replica_may_be_replaced_if_all_may_be_unavailable():
     cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="ReplaceOne", max_unavailable="100%")
     assert cluster.until(ended).last_trial.verdict == "Passed"
 
 
-def test_when_idle_a_single_replica_is_replaced_only_after_the_service_had_no_request_for_a_while():
+def test_with_when_idle_a_single_replica_is_replaced_only_after_a_time_without_requests():
     cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="WhenIdle")
     for _ in range(100):
         cluster.tick()
@@ -116,7 +116,7 @@ def test_when_idle_a_single_replica_is_replaced_only_after_the_service_had_no_re
     assert list(cluster.deployments.values()) == [(NEW, 1)]
 
 
-def test_when_idle_a_service_that_is_never_idle_is_stalled_after_the_deadline_until_it_is_idle():
+def test_with_when_idle_a_busy_service_is_stalled_after_the_deadline():
     cluster = on_trial(1, cluster={"places": 1}, capacityPolicy="WhenIdle", progressDeadlineSeconds=600)
 
     def standing():
@@ -134,7 +134,7 @@ def test_when_idle_a_service_that_is_never_idle_is_stalled_after_the_deadline_un
     assert list(cluster.deployments.values()) == [(NEW, 1)]
 
 
-def test_when_idle_a_dtype_with_wrong_answers_gives_the_place_back():
+def test_with_when_idle_a_canary_with_wrong_answers_returns_the_place():
     cluster = on_trial(1, cluster={"places": 1, "bad": frozenset([NEW])}, capacityPolicy="WhenIdle")
     cluster.requests, cluster.watch = 0.0, in_place
     assert cluster.until(ended).last_trial.reason == "AccuracyRegressed"
@@ -151,7 +151,7 @@ def in_place(cluster):
         assert status.canary.revision not in cluster.shares()
 
 
-def test_one_place_is_used_in_turns_by_the_borrowed_baseline_and_the_canary():
+def test_the_borrowed_replica_and_the_canary_use_one_place_in_turn():
     cluster = ModelCluster(service("k4v4", 2), start_ticks=2, requests=BUSY, places=2)
     cluster.settle()
     cluster.edit(service("k8v4", 2, capacityPolicy="ReplaceOne"))
@@ -162,7 +162,7 @@ def test_one_place_is_used_in_turns_by_the_borrowed_baseline_and_the_canary():
 
 
 @pytest.mark.parametrize("where", ["Probing", "Promoting"])
-def test_a_trial_whose_replicas_may_no_longer_give_way_ends_by_one_pod_more(where):
+def test_a_trial_ends_with_an_additional_pod_if_no_replica_may_be_removed_any_more(where):
     cluster = on_trial(2, capacityPolicy="ReplaceOne", steps=[])
     cluster.until(stage(where))
     answered = cluster.answering()
@@ -205,7 +205,7 @@ def test_a_new_image_goes_through_the_same_steps_beside_a_revision_that_the_spec
     assert [count for _, count in cluster.deployments.values()] == [3]
 
 
-def test_a_step_that_fewer_replicas_cannot_show_any_more_is_no_way_into_a_promotion():
+def test_a_traffic_step_lost_by_a_scale_down_does_not_lead_to_a_promotion():
     cluster = on_trial(2, cluster={"requests": 1.0}, steps=[{"weightPercent": 33}])
     cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
     cluster.edit(service(NEW, 1, steps=[{"weightPercent": 33}]))
@@ -222,7 +222,7 @@ def test_the_disruption_budget_covers_what_the_service_selects():
         assert cluster.budget["maxUnavailable"] == 1
 
 
-def test_a_canary_whose_volume_is_of_a_missing_secret_says_what_it_needs_while_it_waits_and_at_its_end():
+def test_a_canary_with_a_missing_secret_reports_it_while_it_waits_and_at_its_end():
     cluster = on_trial(2)
     cluster.start_ticks = 1000
     pods, waits = cluster._pods, {"waiting_reason": "ContainerCreating", "needs": ("Secret certificates",)}

@@ -29,7 +29,7 @@ def test_a_paused_trial_is_neither_promoted_nor_rolled_back_and_continues_later(
     assert cluster.until(ended).last_trial.verdict == "Passed"
 
 
-def test_a_failed_probe_of_a_paused_trial_is_noted_once_and_acted_on_later():
+def test_a_failed_probe_during_a_pause_is_recorded_once_and_acted_on_later():
     cluster = on_trial(cluster={"bad": frozenset({NEW})})
     cluster.until(stage("Probing"))
     cluster.edit(service(NEW, paused=True))
@@ -45,7 +45,7 @@ def test_a_failed_probe_of_a_paused_trial_is_noted_once_and_acted_on_later():
     assert [d.dtype for d in status.kv_cache.denied] == [NEW]
 
 
-def test_a_change_of_the_spec_in_the_middle_of_a_promotion_goes_back_replica_by_replica():
+def test_a_change_of_the_spec_during_a_promotion_rolls_back_replica_by_replica():
     cluster = on_trial(3)
     cluster.watch = at_every_moment
     cluster.until(lambda s: stage("Promoting")(s) and (s.canary.weight_percent or 0) > 50)
@@ -86,7 +86,7 @@ class Promotion:
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_a_spec_that_is_reverted_while_promoting_goes_back_without_a_restart_of_what_still_serves(replicas):
+def test_a_spec_reverted_during_a_promotion_rolls_back_without_restarting_serving_pods(replicas):
     cluster = on_trial(replicas, steps=[])
     cluster.watch = at_every_moment
     cluster.until(lambda s: stage("Promoting")(s) and (replicas == 1 or (s.canary.weight_percent or 0) >= 33))
@@ -104,7 +104,7 @@ def test_a_spec_that_is_reverted_while_promoting_goes_back_without_a_restart_of_
 
 
 @pytest.mark.parametrize("why", [{"slow": {NEW: 1.6}}, {"failing": {NEW: 0.5}}])
-def test_from_the_write_that_ends_a_rollback_on_the_status_says_why_the_spec_is_not_reached(why):
+def test_after_a_rollback_the_status_says_why_the_spec_is_not_reached(why):
     cluster = on_trial(2, cluster=why)
     cluster.until(stage("RollingBack"))
     first = cluster.until(ended)
@@ -115,7 +115,7 @@ def test_from_the_write_that_ends_a_rollback_on_the_status_says_why_the_spec_is_
     assert told[0]["Ready"] == told[1]["Ready"]
 
 
-def test_looks_err_with_less_than_alpha_together():
+def test_all_judgements_of_a_step_together_err_with_less_than_alpha():
     spent = sum(shifting.ALPHA / 2 ** (n + 1) for n in range(20))
     assert spent < shifting.ALPHA
 
@@ -156,7 +156,7 @@ def undisturbed(name: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", STORIES)
 @given(cuts=st.dictionaries(st.integers(0, 59), st.integers(0, 6), max_size=15))
 @settings(max_examples=4, deadline=None)
-def test_a_kill_between_any_two_writes_keeps_every_limit_and_ends_the_same(name, cuts):
+def test_a_kill_between_any_two_writes_violates_no_limit_and_does_not_change_the_end(name, cuts):
     assert end_of(name, cuts) == undisturbed(name)
 
 

@@ -49,7 +49,7 @@ def test_each_template_is_rendered_once_a_reconcile_and_each_traffic_plan_comput
         assert set(planned.values()) <= {1}
 
 
-def test_a_rule_leaves_what_it_was_given_and_answers_the_same_again():
+def test_a_rule_does_not_change_its_input_and_is_deterministic():
     for s in trial():
         c = Context.of(s, s.spec)
         for rule in RULES:
@@ -68,7 +68,7 @@ def test_a_context_cannot_be_changed_in_place():
         c.status.replicas = 3
 
 
-def test_a_rule_that_raises_leaves_the_context_as_the_ones_before_it_made_it():
+def test_a_rule_that_raises_does_not_change_the_context():
     def breaks(c: Context) -> Context:
         c.set(replicas=99).event("Never", "posted")
         raise KeyError("x")

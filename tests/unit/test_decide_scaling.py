@@ -28,7 +28,7 @@ def test_the_operator_starts_from_the_users_number():
     assert (scaling.desired_replicas, scaling.spec_replicas, scaling.changed_time) == (3, 3, NOW)
 
 
-def test_the_operators_number_is_kept_until_the_user_changes_his():
+def test_the_operators_number_is_kept_until_the_user_changes_the_spec():
     chosen = after_decision(spec(3), kept(spec(3), Scaling(), NOW), decided("ScaleOut", 5), "auto", NOW)
     assert target_replicas(spec(3), kept(spec(3), chosen, LATER)) == 5
     anew = kept(spec(2), chosen, LATER)
@@ -40,19 +40,19 @@ def test_limits_hold_for_the_operators_number_too():
     assert target_replicas(spec(3), kept(spec(3, maxReplicas=4), chosen, LATER)) == 4
 
 
-def test_zero_stays_zero():
+def test_a_service_scaled_to_0_stays_at_0():
     stopped = spec(0, minReplicas=0)
     assert target_replicas(stopped, kept(stopped, Scaling(), NOW)) == 0
 
 
-def test_an_autoscalers_number_is_taken_as_it_is_within_the_limits():
+def test_an_autoscalers_number_is_used_within_the_limits():
     external = spec(20, mode="External")
     scaling = after_decision(external, kept(external, Scaling(), NOW), decided("ScaleOut", 5), "auto", NOW)
     assert scaling.desired_replicas is None
     assert target_replicas(external, scaling) == 8
 
 
-def test_what_would_be_chosen_is_always_recommended():
+def test_the_number_that_would_be_chosen_is_always_recommended():
     external = spec(3, mode="External")
     wanted = Option(action="ScaleOut", dtype="auto", replicas=5, outcome="NotOwner", message="m")
     held = PolicyDecision(decided("Stay", 3).options, "NotOwner", "m", hold="h", wanted=wanted)
@@ -80,7 +80,7 @@ def test_a_change_of_owner_starts_from_the_users_number():
     st.integers(0, 20), st.sampled_from(["Operator", "External"]), st.integers(0, 4), st.integers(4, 9),
     st.none() | st.integers(0, 20), st.none() | st.integers(0, 20),
 )  # fmt: skip
-def test_the_number_is_always_within_the_limits_and_a_second_look_changes_nothing(count, mode, least, most, had, of):
+def test_the_number_is_always_within_the_limits_and_stable(count, mode, least, most, had, of):
     s = spec(count, mode, minReplicas=least, maxReplicas=most)
     once = kept(s, Scaling(desired_replicas=had, spec_replicas=of), NOW)
     assert least <= target_replicas(s, once) <= most

@@ -43,7 +43,7 @@ def test_a_slow_canary_is_rolled_back_early_and_its_dtype_is_denied():
     assert status.kv_cache.active_dtype == OLD
 
 
-def test_traffic_is_back_in_the_pass_that_decides_it_and_before_any_pod_goes():
+def test_a_rollback_moves_traffic_in_the_same_reconcile_and_before_pods_are_deleted():
     for rules in (None, ROUTE):
         route_ref = {"routeRef": {"name": "web"}} if rules else {}
         cluster = on_trial(cluster={"slow": {NEW: 1.4}, "rules": rules}, **route_ref)
@@ -60,7 +60,7 @@ def test_failed_requests_fail_a_canary():
     assert (status.canary.verdict, status.canary.reason) == ("Failed", "ErrorsIncreased")
 
 
-def test_too_few_requests_pause_at_the_step_and_end_without_promotion():
+def test_a_step_with_too_few_requests_waits_and_ends_without_promotion():
     cluster = on_trial(cluster={"requests": 1.0})
     status = cluster.until(lambda s: stage("Shifting")(s) and s.canary.verdict == "Inconclusive")
     assert status.canary.reason == "TooFewSamples"
@@ -73,13 +73,13 @@ def test_too_few_requests_pause_at_the_step_and_end_without_promotion():
     assert until - cluster.now <= timedelta(hours=1)
 
 
-def test_the_hold_does_not_eat_the_progress_deadline():
+def test_hold_seconds_do_not_count_towards_the_progress_deadline():
     steps = [{"weightPercent": 50, "holdSeconds": 1000}]
     cluster = on_trial(steps=steps, progressDeadlineSeconds=60)
     assert cluster.until(ended, 600).last_trial.verdict == "Passed"
 
 
-def test_a_step_is_held_at_least_for_its_seconds():
+def test_a_step_lasts_at_least_its_hold_seconds():
     cluster = on_trial(steps=[{"weightPercent": 50, "holdSeconds": 300}])
     cluster.until(lambda s: stage("Shifting")(s) and s.canary.step_time is not None)
     began = cluster.now
@@ -87,7 +87,7 @@ def test_a_step_is_held_at_least_for_its_seconds():
     assert cluster.now - began >= timedelta(seconds=300)
 
 
-def test_several_failures_are_asked_for_before_a_rollback_where_the_limit_says_so():
+def test_a_failure_limit_above_1_repeats_a_step_before_a_rollback():
     cluster = ModelCluster(service(OLD), start_ticks=2, requests=BUSY, slow={NEW: 1.4})
     cluster.settle()
     wanted = service(NEW)
@@ -99,13 +99,13 @@ def test_several_failures_are_asked_for_before_a_rollback_where_the_limit_says_s
     assert cluster.parsed().canary.failures == 2
 
 
-def test_without_steps_that_pods_can_show_the_probes_alone_decide():
+def test_if_pods_cannot_give_any_share_the_probes_alone_decide():
     cluster = on_trial(1, steps=[{"weightPercent": 5}])
     status = cluster.until(ended)
     assert (status.last_trial.verdict, status.last_trial.traffic_mode) == ("Passed", "ProbeOnly")
 
 
-def test_a_canary_that_relieves_a_drifted_dtype_is_probed_and_goes_through_no_steps():
+def test_a_canary_that_replaces_a_drifted_dtype_is_probed_and_skips_the_steps():
     cluster = on_trial(cluster={"slow": {OLD: 1.4}})
     cluster.until(ended)
     spec = cluster.obj["spec"]
@@ -130,7 +130,7 @@ def test_a_canary_that_relieves_a_drifted_dtype_is_probed_and_goes_through_no_st
     assert (last.traffic_mode, last.verdict) == ("ProbeOnly", "Passed")
 
 
-def test_a_stable_side_that_is_down_is_nothing_to_compare_with():
+def test_a_canary_beside_a_stable_revision_that_is_down_is_not_compared():
     cluster = on_trial()
     cluster.until(lambda s: s.canary is not None and s.canary.verdict == "Passed")
     old = revision_of(cluster.obj, OLD)
@@ -142,7 +142,7 @@ def test_a_stable_side_that_is_down_is_nothing_to_compare_with():
     assert cluster.now - began >= timedelta(seconds=60)
 
 
-def test_a_stable_side_that_is_away_for_a_moment_is_waited_for():
+def test_a_canary_waits_for_a_stable_revision_that_is_down_for_a_moment():
     cluster = on_trial()
     cluster.until(lambda s: s.canary is not None and s.canary.verdict == "Passed")
     cluster.starts = False
@@ -155,7 +155,7 @@ def test_a_stable_side_that_is_away_for_a_moment_is_waited_for():
 # --- the route -----------------------------------------------------------------------------------------------------
 
 
-def test_a_route_carries_each_steps_weight_and_is_the_users_again_afterwards():
+def test_a_route_has_each_steps_weight_and_is_restored_afterwards():
     cluster = on_trial(1, cluster={"rules": ROUTE}, routeRef={"name": "web"})
     cluster.watch = at_every_moment
     cluster.until(lambda s: stage("Shifting", 0)(s) and s.canary.step_time is not None)
@@ -189,7 +189,7 @@ def test_a_canary_gets_copies_of_live_requests_before_any_user_depends_on_it():
     ("fault", "reason"),
     [({"slow": {NEW: 1.6}}, "PerformanceRegressed"), ({"failing": {NEW: 0.3}}, "ErrorsIncreased")],
 )
-def test_a_canary_that_is_bad_at_copies_never_gets_a_user(fault, reason):
+def test_a_canary_that_fails_with_copied_requests_gets_no_users(fault, reason):
     cluster = on_trial(2, cluster={"rules": ROUTE, **fault}, routeRef={"name": "web"}, steps=MIRRORED)
 
     def users_are_spared(one):
@@ -202,7 +202,7 @@ def test_a_canary_that_is_bad_at_copies_never_gets_a_user(fault, reason):
     assert cluster.rules == ROUTE
 
 
-def test_a_route_that_does_not_exist_holds_the_canary_before_anything_is_started():
+def test_no_canary_starts_while_its_route_does_not_exist():
     cluster = on_trial(routeRef={"name": "web"})
     status = cluster.settle()
     assert status.last_trial is None
@@ -215,7 +215,7 @@ def test_a_route_that_does_not_exist_holds_the_canary_before_anything_is_started
     assert cluster.settle().kv_cache.active_dtype == NEW
 
 
-def test_a_change_of_the_spec_that_cannot_start_is_reported_once_beside_memory_pressure():
+def test_a_change_of_the_spec_that_cannot_start_is_reported_once_during_memory_pressure():
     asked = {
         "kvCache": {"mode": "Auto", "ladder": ["k8v4", "k4v4"], "pressure": {"sustainedSeconds": 30}},
         "canary": {"steps": STEPS, "routeRef": {"name": "web"}},

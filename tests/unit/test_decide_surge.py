@@ -49,37 +49,37 @@ def scrapes(in_hand, finished=5.0, *, pods=1, every=15, ttft=None, itl=None):
 CALM, RISING = [10.0] * 20, [10.0] * 17 + [80.0, 200.0, 330.0]
 
 
-def test_requests_that_pile_up_are_a_surge_long_before_the_window_is_over():
+def test_a_growing_queue_is_a_surge_long_before_the_window_is_over():
     assert find(scrapes(CALM), PRESSURE, (TTFT,)) is None
     assert find(scrapes(RISING), PRESSURE, (TTFT,)) is not None
 
 
-def test_without_objectives_nothing_runs_away():
+def test_without_objectives_there_is_no_surge():
     assert find(scrapes(RISING), PRESSURE, ()) is None
 
 
-def test_a_few_requests_more_are_chance():
+def test_a_few_more_requests_are_not_a_surge():
     assert find(scrapes([1.0] * 17 + [1.0, 2.0, 4.0], finished=0.05), PRESSURE, (TTFT,)) is None
 
 
-def test_requests_that_stopped_piling_up_are_no_surge():
+def test_a_queue_that_stopped_growing_is_not_a_surge():
     assert find(scrapes([10.0] * 10 + [330.0] * 10), PRESSURE, (TTFT,)) is None
 
 
-def test_what_is_late_while_a_queue_drains_is_not_a_surge():
+def test_late_requests_of_a_draining_queue_are_not_a_surge():
     late, draining = took((0.4, 90), (8.0, 10)), [330.0] * 17 + [240.0, 120.0, 30.0]
     assert find(scrapes(CALM, ttft=late), PRESSURE, (TTFT,)) is not None
     assert find(scrapes(draining, ttft=late), PRESSURE, (TTFT,)) is None
 
 
-def test_what_comes_is_extrapolated_by_its_growth():
+def test_the_arrival_rate_is_extrapolated_by_its_growth():
     surge = find(scrapes(RISING), PRESSURE, (TTFT,))
     # In 45 s the requests in flight grow by 320, and 5 finish each second. So 12.1 arrive each second, 7.1 more than
     # before. The growth continues for 300 s.
     assert surge.arrivals == pytest.approx(12.1 + 7.1 * 300 / 180, rel=0.02)
 
 
-def test_an_objective_whose_budget_of_the_window_is_spent_in_a_minute_is_a_surge():
+def test_a_minute_with_all_late_requests_that_the_window_may_have_is_a_surge():
     late, well = took((0.03, 700), (0.4, 300)), took((0.03, 800), (0.4, 200))
     assert "ITL p95" in find(scrapes(CALM, itl=late), PRESSURE, (ITL,)).message
     assert find(scrapes(CALM, itl=well), PRESSURE, (ITL,)) is None
@@ -94,7 +94,7 @@ def test_one_late_half_minute_is_not_a_surge():
     assert find(window, PRESSURE, (ITL,)) is None
 
 
-def test_a_replica_that_has_just_come_up_or_is_not_seen_tells_no_surge():
+def test_a_new_or_unobserved_replica_shows_no_surge():
     window = scrapes(RISING)
     assert find(window[-2:], PRESSURE, (TTFT,)) is None
     assert find([*window[:-1], replace(window[-1], unanswered=1)], PRESSURE, (TTFT,)) is None
@@ -102,12 +102,12 @@ def test_a_replica_that_has_just_come_up_or_is_not_seen_tells_no_surge():
     assert find(scrapes(RISING, every=60), PRESSURE, (TTFT,)) is None
 
 
-def test_a_window_that_is_short_itself_has_no_shorter_one():
+def test_a_short_window_detects_no_surge():
     quick = spec(kvCache={"mode": "Auto", "pressure": {"sustainedSeconds": 120}}).kv_cache.pressure
     assert find(scrapes(RISING), quick, (TTFT,)) is None
 
 
-def test_the_workload_has_its_surge_and_what_a_replica_could_do():
+def test_the_workload_has_the_surge_and_the_best_rate_of_a_replica():
     w = classify(scrapes(RISING), PRESSURE, NOW, objectives=(TTFT,))
     assert w.surge is not None
     assert w.best_requests_per_second == pytest.approx(5.0)
@@ -118,7 +118,7 @@ def surging(replicas=1, **changes):
     return policy_input(w, spec=spec(scaling={"maxReplicas": 8}))
 
 
-def test_a_surge_is_answered_with_replicas_for_what_comes_at_most_four_more_or_twice_as_many_at_once():
+def test_a_surge_adds_replicas_for_the_forecast_up_to_four_or_double():
     assert step(choose_step(surging(1))) == ("ScaleOut", "auto", 4)
     assert step(choose_step(surging(3))) == ("ScaleOut", "auto", 4)
     assert choose_step(surging(3)).reason == "Surge"
@@ -129,17 +129,17 @@ def test_a_surge_is_answered_with_replicas_for_what_comes_at_most_four_more_or_t
         assert step(choose_step(s)) == ("ScaleOut", "auto", most)
 
 
-def test_memory_that_binds_in_a_surge_is_answered_with_replicas_too():
+def test_a_surge_with_memory_pressure_adds_replicas_too():
     s = surging(2)
     bound = replace(s, workload=replace(s.workload, kind="MemoryBound"))
     assert step(choose_step(bound)) == ("ScaleOut", "auto", 4)
 
 
-def test_where_prefixes_are_evicted_replicas_are_doubled():
+def test_in_a_surge_with_evicted_prefixes_replicas_are_doubled():
     assert step(choose_step(surging(4, memory=True))) == ("ScaleOut", "auto", 8)
 
 
-def test_more_replicas_are_requested_while_some_load_only_where_those_would_not_do():
+def test_more_replicas_are_requested_while_some_load_only_if_those_are_not_enough():
     s = replace(surging(1), replicas_changed=NOW - timedelta(seconds=15), ready=1)
     assert step(choose_step(replace(s, replicas=2))) == ("ScaleOut", "auto", 4)
     assert choose_step(replace(s, replicas=4)).reason == "Busy"
@@ -149,34 +149,34 @@ def test_a_surge_beside_a_canary_waits_for_it():
     assert choose_step(replace(surging(3), busy="k4v4 is on trial")).reason == "Busy"
 
 
-def test_a_trial_that_gives_way_holds_no_surge_back_and_anything_else_as_before():
+def test_a_trial_that_a_surge_may_abort_does_not_delay_new_replicas():
     busy = replace(surging(3), busy="k4v4 is on trial", yields=True)
     assert step(choose_step(busy)) == ("ScaleOut", "auto", 4)
     assert choose_step(replace(busy, replicas=4, ready=4)).reason == "Busy"
     assert choose_step(replace(busy, workload=replace(busy.workload, surge=None, kind="ComputeBound"))).reason == "Busy"
 
 
-def test_a_surge_at_max_replicas_says_so_and_holds_nothing():
+def test_a_surge_at_max_replicas_is_reported():
     decision = choose_step(replace(surging(8)))
     assert (decision.chosen.action, decision.hold) == ("Stay", None)
     assert "maxReplicas" in decision.message
 
 
-def test_a_surge_lowers_no_rate_that_is_known_of_requests_like_these():
+def test_a_surge_does_not_lower_a_recorded_rate_of_similar_requests():
     known = (Saturation(dtype="auto", requests_per_hour=36_000, mean_prompt=100, mean_generation=100),)
     w = workload("Relaxed", surge=SURGE, best_requests_per_second=1.0, mean_prompt=100.0, mean_generation=100.0)
     assert learned(known, w, "auto")[0].requests_per_hour == 36_000
     assert learned(known, replace(w, surge=None), "auto")[0].requests_per_hour == 3600
 
 
-def test_a_surge_does_not_forget_that_memory_ran_out():
+def test_a_surge_keeps_the_record_of_a_memory_shortage():
     known = (Saturation(dtype="auto", requests_per_hour=3600, mean_prompt=100, mean_generation=100, memory=True),)
     w = workload("Relaxed", surge=SURGE, best_requests_per_second=2.0, mean_prompt=100.0, mean_generation=100.0)
     (seen,) = learned(known, replace(w, objectives=(ObjectiveResult(TTFT, "Held", 1.0),)), "auto")
     assert (seen.requests_per_hour, seen.memory) == (7200, True)
 
 
-def test_what_gives_replicas_back_faster_is_learnt_only_beside_objectives():
+def test_records_for_faster_scale_ins_are_made_only_with_objectives():
     w = workload("MemoryBound", memory=True, best_requests_per_second=1.0, best_computed_prompt=50.0)
     (seen,) = learned((), w, "auto")
     assert (seen.requests_per_hour, seen.computed_prompt, seen.memory) == (3600, None, None)

@@ -66,7 +66,7 @@ def test_a_paused_trial_and_one_that_takes_traffic_are_not_changed():
     assert (promoting.canary.stage, promoting.scaling.desired_replicas) == ("Promoting", 2)
 
 
-def test_without_objectives_a_trial_continues_whatever_comes():
+def test_without_objectives_a_trial_continues_under_any_load():
     cluster = on_trial("Probing", objectives=[])
     status = decide(surging(cluster)).status
     assert (status.canary.stage, status.scaling.desired_replicas) == ("Probing", 2)

@@ -54,7 +54,7 @@ def again(s, decision, seconds=5):
     return replace(s, now=later, status=decision.status, samples=window)
 
 
-def test_a_dtype_step_starts_a_canary_with_what_was_weighed_in_the_journal():
+def test_a_dtype_step_starts_a_canary_and_journals_the_compared_options():
     decision = decide(serving(auto()))
     assert decision.status.canary is not None
     assert decision.status.canary.dtype == "fp8"
@@ -64,7 +64,7 @@ def test_a_dtype_step_starts_a_canary_with_what_was_weighed_in_the_journal():
     assert {o.action for o in entry.options} == {"DtypeDown", "ScaleOut", "Stay"}
 
 
-def test_what_was_weighed_stands_with_the_canary_also_where_a_baseline_is_captured_in_the_same_pass():
+def test_the_compared_options_stay_with_the_canary_if_a_baseline_is_captured_in_the_same_reconcile():
     s = serving(auto())
     idle = replace(s, samples={name: window[-1:] for name, window in s.samples.items()})
     asked = decide(idle).probe
@@ -86,7 +86,7 @@ def test_a_scale_out_changes_the_replicas_and_is_journalled_with_its_options():
     assert [m["spec"]["replicas"] for m in decision.objects.apply if m["kind"] == "Deployment"] == [2]
 
 
-def test_recommend_writes_what_it_would_do_once_and_does_nothing():
+def test_mode_recommend_writes_a_recommendation_once_and_changes_nothing():
     s = serving(auto(kvCache={"mode": "Recommend", "ladder": LADDER}))
     decision = decide(s)
     assert decision.status.canary is None
@@ -96,7 +96,7 @@ def test_recommend_writes_what_it_would_do_once_and_does_nothing():
     assert [e.action for e in decide(again(s, decision)).status.decisions] == ["Recommend"]
 
 
-def test_what_a_replica_could_do_is_kept_with_the_step_that_follows_from_it():
+def test_a_recorded_rate_is_written_with_the_step_that_follows_from_it():
     flows = Flows(seconds=5, prompt_tokens=500, generation_tokens=500, finished=5, decode_seconds=60)
     for mode, kept in (("Auto", 1), ("Recommend", 0)):
         s = serving(auto(kvCache={"mode": mode, "ladder": LADDER}))
@@ -104,7 +104,7 @@ def test_what_a_replica_could_do_is_kept_with_the_step_that_follows_from_it():
         assert len(decide(s).status.scaling.saturations) == kept
 
 
-def test_recommend_names_replicas_and_does_not_write_them():
+def test_mode_recommend_recommends_replicas_and_does_not_change_them():
     only = auto(kvCache={"mode": "Recommend", "ladder": ["fp8"]}, replicas=2)
     decision = decide(serving(only, "fp8", count=2))
     assert decision.status.scaling.recommended_replicas == 4
@@ -118,7 +118,7 @@ def test_an_autoscalers_replicas_are_recommended_and_not_written():
     assert [m["spec"]["replicas"] for m in decision.objects.apply if m["kind"] == "Deployment"] == [2]
 
 
-def test_a_hold_is_reported_once_with_what_was_weighed():
+def test_a_delayed_step_is_reported_once_with_the_compared_options():
     s = serving(auto(scaling={"maxReplicas": 1}), status=Status(kv_cache=KVCache(changed_time=NOW)))
     decision = decide(s)
     assert [(e.action, e.reason) for e in decision.status.decisions] == [("Hold", "CoolingDown")]
@@ -138,7 +138,7 @@ def test_a_hold_is_reported_once_with_what_was_weighed():
         (manifest(kvCache={"mode": "Fixed", "dtype": "fp8"}), "fp8", {"usage": 0.6, "waiting": 0.2}),
     ],
 )
-def test_a_constant_load_writes_nothing_after_the_first_pass(obj, dtype, load):
+def test_a_constant_load_writes_nothing_after_the_first_reconcile(obj, dtype, load):
     s = serving(obj, dtype, **load)
     first = decide(s)
     s = again(s, first)
@@ -158,19 +158,19 @@ def test_figures_that_hardly_move_write_nothing():
 
 
 @pytest.mark.parametrize("reason", ["AccuracyDrifted", "AccuracyRegressed"])
-def test_a_serving_dtype_that_is_denied_for_its_answers_is_left_inside_the_dwell(reason):
+def test_a_serving_dtype_denied_for_its_answers_is_replaced_even_within_min_dwell_seconds(reason):
     status = Status(kv_cache=KVCache(changed_time=NOW, denied=(denied("k4v4", reason),)))
     decision = decide(serving(auto(), "k4v4", usage=0.5, waiting=0, status=status))
     assert decision.status.canary is not None
     assert (decision.status.canary.dtype, decision.status.canary.reason) == ("k8v4", "AccuracyDrifted")
 
 
-def test_a_serving_dtype_that_is_denied_for_a_lack_of_capacity_stays():
+def test_a_serving_dtype_denied_for_a_lack_of_capacity_stays():
     status = Status(kv_cache=KVCache(denied=(denied("k4v4", "ProgressDeadlineExceeded"),)))
     assert decide(serving(auto(), "k4v4", usage=0.5, waiting=0, status=status)).status.canary is None
 
 
-def test_the_way_out_of_a_drift_passes_over_what_is_denied_too():
+def test_after_a_drift_other_denied_dtypes_are_skipped():
     gone = tuple(denied(d, "AccuracyDrifted") for d in ("k4v4", "k8v4", "fp8"))
     status = Status(kv_cache=KVCache(denied=gone))
     decision = decide(serving(auto(), "k4v4", usage=0.5, waiting=0, status=status))
@@ -186,7 +186,7 @@ def test_a_fixed_dtype_that_drifts_gives_way_to_the_baseline():
     assert decision.status.canary.dtype == "auto"
 
 
-def test_a_denied_dtype_is_not_tried_while_no_pod_has_a_node_that_would_tell_the_gpu():
+def test_a_denied_dtype_is_not_tried_while_the_gpu_is_unknown():
     """The only node is drained. The pod waits for another node, most likely with the same GPU."""
     on_h200 = msgspec.structs.replace(denied("k4v4", "AccuracyDrifted"), gpu="NVIDIA-H200")
     fixed = manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"})
@@ -200,7 +200,7 @@ def test_a_denied_dtype_is_not_tried_while_no_pod_has_a_node_that_would_tell_the
     assert another.status.canary is not None
 
 
-def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_another_image():
+def test_a_fixed_dtype_denied_only_with_another_image_keeps_serving():
     """The canary with the new image failed its probe; the serving revision still has the old image."""
     old, new = (
         manifest(kvCache={"mode": "Fixed", "dtype": "k4v4"}, engine={"image": f"kvpilot/runtime:{tag}"})
@@ -227,7 +227,7 @@ def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_
     assert left.dtype == "auto"
 
 
-def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_another_model():
+def test_a_fixed_dtype_denied_only_with_another_model_keeps_serving():
     fixed = {"mode": "Fixed", "dtype": "k4v4"}
     refused = msgspec.structs.replace(denied("k4v4", "AccuracyRegressed"), model="hf://Qwen/Qwen3-4B")
     s = serving(
@@ -247,7 +247,7 @@ def test_a_sound_revision_of_a_fixed_dtype_stays_where_the_dtype_is_denied_with_
     assert left.dtype == "auto"
 
 
-def test_a_canary_further_down_gives_way_when_the_serving_dtype_drifts():
+def test_a_canary_with_a_smaller_dtype_ends_when_the_serving_dtype_drifts():
     obj = auto()
     trial = Canary(
         revision=revision_of(obj, "k4v4"), dtype="k4v4", from_dtype="k8v4", stage="Probing", started_time=NOW,
@@ -274,7 +274,7 @@ def test_a_fixed_dtype_still_gets_the_replicas_that_it_needs():
     assert decision.status.scaling.desired_replicas == 2
 
 
-def test_no_dtype_steps_beside_another_change_of_the_spec():
+def test_no_dtype_changes_together_with_another_change_of_the_spec():
     obj = auto()
     edited = auto(engine={"image": "kvpilot/runtime:2"})
     s = serving(obj)
@@ -287,7 +287,7 @@ def test_no_dtype_steps_beside_another_change_of_the_spec():
     assert decision.status.canary.dtype == "auto"
 
 
-def test_pressure_inside_the_dwell_is_met_with_a_replica_and_given_back_when_it_leaves():
+def test_pressure_within_min_dwell_seconds_adds_a_replica_and_removes_it_afterwards():
     obj = manifest(
         kvCache={
             "mode": "Auto", "ladder": ["k8v4", "k4v4"], "pressure": {"sustainedSeconds": 30}, "minDwellSeconds": 21_600,

@@ -46,18 +46,18 @@ def test_without_steps_the_probes_alone_decide():
     assert planned([], 4).mode == "ProbeOnly"
 
 
-def test_a_ratio_gives_the_canary_no_more_than_a_step_asks_for():
+def test_without_a_route_the_canary_gets_no_more_than_the_steps_share():
     assert splits(planned([25, 50], 4)) == [(0, 20, 1), (1, 40, 2)]
     assert splits(planned([33], 2)) == [(0, 33, 1)]
 
 
-def test_steps_below_one_pods_share_and_the_last_hundred_are_left_out_and_named():
+def test_steps_below_one_pods_share_and_100_percent_are_skipped_and_named():
     plan = planned([1, 5, 50, 100], 3)
     assert splits(plan) == [(2, 50, 2)]
     assert "1%, 5%, 100%" in plan.message
 
 
-def test_where_no_step_can_be_shown_by_pods_the_probes_alone_decide():
+def test_if_pods_cannot_give_any_steps_share_the_probes_alone_decide():
     plan = planned([5], 1)
     assert (plan.mode, plan.steps) == ("ProbeOnly", ())
     assert "50%" in plan.message
@@ -69,11 +69,11 @@ def test_the_stable_side_keeps_one_pod():
     assert splits(planned([99], 4)) == [(0, 80, 4)]
 
 
-def test_a_canary_that_replaces_one_shares_the_replicas_there_are():
+def test_a_canary_that_replaces_a_replica_adds_no_pod():
     assert splits(planned([25, 50], 4, replaces_one=True)) == [(0, 25, 1), (1, 50, 2)]
 
 
-def test_a_route_takes_any_weight_and_the_canary_grows_with_it():
+def test_a_route_allows_any_weight_and_the_canary_grows_with_it():
     plan = planned([5, 50], 4, rules=[{"backendRefs": [OURS]}], route_ref="web")
     assert plan.mode == "HTTPRoute"
     assert splits(plan) == [(0, 5, 1), (1, 50, 2)]
@@ -88,26 +88,26 @@ def test_a_route_takes_any_weight_and_the_canary_grows_with_it():
         ([{"backendRefs": [{**OURS, "weight": 20_000}]}], "weight of 20000"),
     ],
 )
-def test_a_route_that_cannot_be_used_holds_and_gives_the_reason(rules, word):
+def test_an_unusable_route_delays_the_canary_with_the_reason(rules, word):
     plan = planned([5], 4, rules=rules, route_ref="web")
     assert plan.held is not None
     assert word in plan.held
     assert plan.steps == ()
 
 
-def test_a_server_without_the_gateway_api_holds_and_reports_it():
+def test_a_server_without_the_gateway_api_delays_the_canary_and_is_reported():
     plan = planned([5], 4, route_ref="web", served=False)
     assert plan.held is not None
     assert "gateway.networking.k8s.io/v1" in plan.held
 
 
-def test_a_route_that_is_no_longer_named_holds_the_trial_that_uses_it():
+def test_removing_route_ref_during_a_trial_delays_the_trial():
     plan = planned([5], 4, traffic_mode="HTTPRoute")
     assert plan.held is not None
     assert "routeRef was removed" in plan.held
 
 
-def test_a_route_that_is_named_during_a_trial_waits_for_the_next():
+def test_a_route_ref_added_during_a_trial_applies_to_the_next_trial():
     assert planned([50], 4, route_ref="web", traffic_mode="ReplicaRatio").mode == "ReplicaRatio"
 
 
@@ -141,11 +141,11 @@ def test_rules_of_other_services_and_filters_are_not_changed():
     assert other["backendRefs"] == [{"name": "other"}]
 
 
-def test_a_backend_that_the_user_switched_off_stays_off():
+def test_a_backend_with_weight_0_keeps_it():
     assert split([{"backendRefs": [{**OURS, "weight": 0}]}], 50)[0]["backendRefs"] == [{**OURS, "weight": 0}]
 
 
-def test_weights_that_somebody_edits_meanwhile_are_taken_as_they_stand():
+def test_weights_edited_during_a_trial_are_used_unchanged():
     (during,) = split([{"backendRefs": [OURS]}], 40)
     edited = {**during, "backendRefs": [{**during["backendRefs"][0], "weight": 7}, during["backendRefs"][1]]}
     assert split([edited], 0)[0]["backendRefs"] == [{**OURS, "weight": 7}]
@@ -154,7 +154,7 @@ def test_weights_that_somebody_edits_meanwhile_are_taken_as_they_stand():
 MIRROR = {"group": "", "kind": "Service", "name": "chat-canary", "port": 80}
 
 
-def test_copies_go_to_the_canary_beside_the_users_filters_and_go_away_again():
+def test_a_mirror_filter_is_added_beside_the_users_filters_and_removed_again():
     other = {"backendRefs": [{"name": "other", "port": 80}]}
     theirs = {"type": "RequestMirror", "requestMirror": {"backendRef": {"name": "audit", "port": 80}}}
     ours = {"backendRefs": [OURS], "filters": [theirs]}
@@ -167,13 +167,13 @@ def test_copies_go_to_the_canary_beside_the_users_filters_and_go_away_again():
     assert split(during, 0) == (other, ours, plain)
 
 
-def test_all_requests_are_copied_where_one_replica_serves():
+def test_all_requests_are_copied_if_one_replica_serves():
     (rule,) = weighted([{"backendRefs": [OURS]}], Backend("models", "chat"), 0, 100)
     # Releases before Gateway API 1.3 have no field `percent` in RequestMirror.
     assert rule["filters"] == [{"type": "RequestMirror", "requestMirror": {"backendRef": MIRROR}}]
 
 
-def test_a_step_without_a_share_copies_what_one_stable_replica_gets_by_route_and_is_left_out_by_ratio():
+def test_a_step_of_0_percent_mirrors_one_replicas_share_and_is_skipped_without_a_route():
     rules = [{"backendRefs": [OURS]}]
     by_route = planned([0, 25], 4, route_ref="web", rules=rules)
     assert [(one.weight_percent, one.mirrored_percent, one.replicas) for one in by_route.steps] == [
@@ -214,7 +214,7 @@ def test_after_any_steps_the_route_is_as_the_user_wrote_it(written, shares):
     assert split(now, 0) == tuple(written)
 
 
-def test_a_route_carries_the_canary_only_while_it_is_a_backend():
+def test_a_route_names_the_canary_only_while_it_is_a_backend():
     during = RouteView("web", "1", split([{"backendRefs": [OURS]}], 5))
     assert route.carries(during, Backend("models", "chat-canary"))
     assert not route.carries(replace(during, rules=split(during.rules, 0)), Backend("models", "chat-canary"))
@@ -242,13 +242,13 @@ def test_before_its_probes_have_passed_a_canary_is_never_selected():
         assert selected(stage, some("old", 2) + some("new", 1)) == "old"
 
 
-def test_a_ratio_selects_both_revisions_and_a_route_leaves_the_stable_one():
+def test_without_a_route_both_revisions_are_selected_and_with_one_only_the_stable():
     pods = some("old", 2) + some("new", 1)
     assert selected("Shifting", pods, traffic_mode="ReplicaRatio") == traffic.EVERY_REVISION
     assert selected("Shifting", pods, traffic_mode="HTTPRoute") == "old"
 
 
-def test_both_are_never_selected_beside_a_borrowed_replica():
+def test_two_revisions_are_never_selected_while_a_borrowed_replica_exists():
     pods = some("old", 2) + some("new", 1) + some("borrowed", 1)
     assert selected("Shifting", pods, traffic_mode="ReplicaRatio") == "old"
     assert selected("Promoting", pods) == "old"

@@ -60,7 +60,7 @@ def test_a_canary_beside_a_noisy_16_bit_engine_gets_no_traffic_and_no_denial():
     assert (told.action, RANDOM in told.message) == ("RollBack", True)
 
 
-def test_a_trial_that_a_noisy_reference_ended_is_not_begun_again_at_once():
+def test_a_trial_ended_by_a_noisy_16_bit_engine_is_not_retried_at_once():
     cluster = ill()
     cluster.until(ended)
     captures = cluster.captures
@@ -69,7 +69,7 @@ def test_a_trial_that_a_noisy_reference_ended_is_not_begun_again_at_once():
     assert cluster.captures == captures
 
 
-def test_the_condition_says_what_is_wrong_for_as_long_as_a_baseline_is_sought_and_once_in_an_event():
+def test_an_unfit_baseline_is_reported_by_the_condition_and_one_event():
     cluster = Ill(manifest(), start_ticks=1)
     warned = []
     for _ in range(30):
@@ -90,7 +90,7 @@ def test_the_condition_says_what_is_wrong_for_as_long_as_a_baseline_is_sought_an
     assert (told.status, told.reason) == ("True", "Reference")
 
 
-def test_a_noisy_baseline_that_an_older_operator_kept_is_captured_again():
+def test_a_noisy_kept_baseline_is_captured_again():
     loud = baseline(control_mean_kl_micronats=4_800_000, control_top1_agreement_permille=0)
     status = Status(accuracy=Accuracy(baseline=loud))
     decision = decide(running(manifest(), "auto", status=status, samples=TOLD))
@@ -100,14 +100,14 @@ def test_a_noisy_baseline_that_an_older_operator_kept_is_captured_again():
     assert (told.status, told.reason) == ("False", "BaselineUnfit")
 
 
-def test_a_dtype_that_serves_is_not_watched_by_a_noisy_baseline():
+def test_a_serving_dtype_is_not_judged_by_a_noisy_baseline():
     loud = baseline(control_mean_kl_micronats=4_800_000, control_top1_agreement_permille=0)
     decision = decide(running(manifest(), "k8v4", status=Status(accuracy=Accuracy(baseline=loud))))
     assert isinstance(decision.probe, Find)
     assert not isinstance(decision.probe, Measure)
 
 
-def test_other_limits_have_the_16_bit_engine_asked_again():
+def test_changed_limits_start_a_new_capture():
     asked = []
     for limit in (20, 6000):
         decision = decide(running(manifest(accuracy={"maxExcessKLMillinats": limit}), "auto", samples=TOLD))

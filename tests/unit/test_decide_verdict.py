@@ -30,7 +30,7 @@ def test_damage_beyond_the_kl_limit_fails_with_its_numbers() -> None:
     assert judged.message.startswith("general: excess KL 34.9 millinats (limit 20)")
 
 
-def test_damage_beyond_the_limit_that_too_few_prompts_show_is_inconclusive() -> None:
+def test_damage_beyond_the_limit_in_too_few_prompts_is_inconclusive() -> None:
     judged = judge(measurement(25_000, 990, prompts=8), baseline(), LIMITS)
     assert (judged.verdict, judged.reason) == ("Inconclusive", "TooFewSamples")
     assert judged.message.endswith("too few to decide about general: name more or longer probe sets")
@@ -43,7 +43,7 @@ def test_disagreement_beyond_the_limit_fails() -> None:
 
 
 @given(agreement=st.integers(970, 1000), prompts=st.integers(5, 64))
-def test_a_dtype_that_agrees_as_often_as_the_limit_asks_for_passes(agreement: int, prompts: int) -> None:
+def test_agreement_at_the_limit_passes(agreement: int, prompts: int) -> None:
     assert judge(measurement(1_000, agreement, prompts), baseline(), LIMITS).verdict == "Passed"
 
 
@@ -89,13 +89,13 @@ UNFIT = [
 
 @pytest.mark.parametrize("control", UNFIT, ids=["random answers", "KL", "agreement", "0 of 0 positions"])
 @given(kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), prompts=st.integers(0, 20))
-def test_nothing_passes_or_fails_against_a_control_that_is_beyond_the_limits(control, kl, agreement, prompts):
+def test_a_control_run_beyond_the_limits_gives_no_verdict(control, kl, agreement, prompts):
     judged = judge(measurement(kl, agreement, prompts), control, LIMITS)
     assert (judged.verdict, judged.reason) == ("Inconclusive", "BaselineUnfit")
 
 
 @given(control=controls, kl=st.integers(0, 30_000_000), agreement=st.integers(0, 1000), prompts=st.integers(0, 20))
-def test_what_passes_is_no_further_from_16_bits_than_twice_the_limit(control, kl, agreement, prompts):
+def test_a_passed_canary_has_at_most_twice_the_limits_damage(control, kl, agreement, prompts):
     """The limit covers both the engine's own noise and the allowed damage."""
     judged = judge(measurement(kl, agreement, prompts), control, LIMITS)
     assert judged.verdict != "Passed" or (kl <= 40_000 and prompts >= 5)
@@ -110,7 +110,7 @@ def test_the_message_about_an_unfit_control_has_its_figures_and_both_limits() ->
     ("mean", "agreement", "verdict"),
     [(2_000, 1000, "Passed"), (2_001, 1000, "Inconclusive"), (100, 975, "Passed"), (100, 960, "Inconclusive")],
 )
-def test_a_control_that_is_as_noisy_as_sound_engines_are_is_fit_however_strict_the_limits_are(mean, agreement, verdict):
+def test_a_control_as_noisy_as_sound_engines_is_fit_under_any_limits(mean, agreement, verdict):
     strict = spec_of(manifest(accuracy={"maxExcessKLMillinats": 0, "minTop1AgreementPercent": 100})).accuracy
     control = baseline(positions=1000, control_mean_kl_micronats=mean, control_top1_agreement_permille=agreement)
     assert judge(measurement(100, 1000), control, strict).verdict == verdict

@@ -31,17 +31,17 @@ def kind(window, **changes):
     return classify(window, PRESSURE, NOW, **changes).kind
 
 
-def test_a_full_cache_that_requests_wait_for_is_memory_bound():
+def test_a_full_cache_with_waiting_requests_is_memory_bound():
     verdict = classify(samples(usage=0.97, waiting=3), PRESSURE, NOW)
     assert verdict.kind == "MemoryBound"
     assert "97%" in verdict.message
 
 
-def test_a_full_cache_that_nobody_waits_for_is_not_memory_bound():
+def test_a_full_cache_without_waiting_requests_is_not_memory_bound():
     assert kind(series(usage=0.97, waiting=0)) == "Relaxed"
 
 
-def test_waiting_requests_beside_a_half_empty_cache_wait_for_the_batch():
+def test_waiting_requests_with_a_half_empty_cache_are_compute_bound():
     verdict = classify(series(usage=0.4, waiting=20, running=256), PRESSURE, NOW)
     assert verdict.kind == "ComputeBound"
     assert "256.0 requests run on a replica" in verdict.message
@@ -49,7 +49,7 @@ def test_waiting_requests_beside_a_half_empty_cache_wait_for_the_batch():
 
 @pytest.mark.parametrize("flows", [RAG, EMBED])
 @pytest.mark.parametrize("usage", [0.4, 0.97])
-def test_requests_that_wait_for_prompts_are_prefill_bound_however_full_the_cache(flows, usage):
+def test_requests_that_wait_for_prompts_are_prefill_bound_with_any_cache_use(flows, usage):
     assert kind(series(flows, usage=usage, waiting=20)) == "PrefillBound"
 
 
@@ -57,7 +57,7 @@ def reused(share, flows=RAG):
     return replace(flows, prefix_queries=flows.prompt_tokens, prefix_hits=share * flows.prompt_tokens)
 
 
-def test_prompts_that_a_full_cache_used_to_hold_and_has_evicted_are_a_lack_of_memory():
+def test_evicted_prefixes_of_a_full_cache_are_memory_bound():
     window = samples(usage=0.97, waiting=20, seconds=900)
     window = tuple(replace(s, flows=reused(0.9 if i < 90 else 0.1)) for i, s in enumerate(window))
     verdict = classify(window, PRESSURE, NOW)
@@ -67,7 +67,7 @@ def test_prompts_that_a_full_cache_used_to_hold_and_has_evicted_are_a_lack_of_me
 
 
 @pytest.mark.parametrize(("capacity", "memory"), [(1_000_000, True), (100_000_000, False)])
-def test_prefixes_are_evicted_only_of_a_cache_that_the_window_has_overwritten(capacity, memory):
+def test_prefixes_count_as_evicted_only_if_the_window_has_overwritten_the_cache(capacity, memory):
     window = samples(usage=0.5, waiting=0.2, seconds=900)
     window = tuple(
         replace(s, flows=reused(0.9 if i < 90 else 0.1), capacity_tokens=capacity) for i, s in enumerate(window)
@@ -86,7 +86,7 @@ def test_prefixes_that_went_to_host_memory_and_are_loaded_from_there_are_not_evi
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_prompts_that_were_never_reused_more_are_no_lack_of_memory(share):
+def test_prompts_that_were_never_reused_do_not_show_evictions(share):
     assert kind(series(reused(share), usage=0.97, waiting=20, seconds=900)) == "PrefillBound"
 
 
@@ -101,30 +101,30 @@ CROWDED = Flows(
 
 
 @pytest.mark.parametrize("flows", [AGENTS, CROWDED])
-def test_prompts_that_do_not_fill_the_steps_leave_a_full_cache_memory_bound(flows):
+def test_a_full_cache_is_memory_bound_if_prompts_do_not_fill_the_steps(flows):
     assert kind(series(flows, usage=0.97, waiting=20)) == "MemoryBound"
 
 
-def test_a_full_step_is_as_large_as_the_engine_was_told():
+def test_the_size_of_a_full_step_follows_from_the_engines_arguments():
     assert kind(series(AGENTS, usage=0.97, waiting=20), step_tokens=2048) == "PrefillBound"
 
 
-def test_pressure_that_has_not_lasted_is_not_acted_on():
+def test_pressure_shorter_than_sustained_seconds_is_not_acted_on():
     assert kind(samples(usage=0.97, waiting=3, seconds=100)) == "Warming"
     assert kind(series(usage=0.4, waiting=30, seconds=100)) == "Warming"
 
 
-def test_a_queue_that_comes_and_goes_beside_a_roomy_cache_binds_nothing():
+def test_an_intermittent_queue_with_a_roomy_cache_limits_nothing():
     window = [replace(s, waiting=40.0 if i % 10 == 0 else 0.0) for i, s in enumerate(series(usage=0.4, waiting=0))]
     assert kind(window) == "Relaxed"
 
 
-def test_a_queue_beside_a_cache_that_is_full_now_and_then_is_not_put_down_to_the_batch():
+def test_a_queue_with_a_sometimes_full_cache_is_not_compute_bound():
     window = [replace(s, usage=0.70 if i % 5 == 0 else 0.97) for i, s in enumerate(series(usage=0.97, waiting=9))]
     assert kind(window) == "Warming"
 
 
-def test_hardly_any_requests_is_idle():
+def test_a_service_with_hardly_any_requests_is_idle():
     assert kind(series(Flows(), usage=0.0, waiting=0, running=0.05)) == "Idle"
 
 
@@ -134,16 +134,16 @@ def test_one_low_scrape_in_a_long_window_does_not_hide_the_pressure():
     assert kind(window) == "MemoryBound"
 
 
-def test_old_metrics_move_nothing():
+def test_old_metrics_change_nothing():
     later = NOW + timedelta(seconds=STALE_SECONDS + 1)
     assert classify(samples(usage=0.99, waiting=9), PRESSURE, later).kind == "NoMetrics"
 
 
-def test_preemptions_alone_show_that_memory_binds():
+def test_preemptions_alone_are_memory_bound():
     assert kind(series(Flows(seconds=5.0, preemptions=1.0), usage=0.97, waiting=0)) == "MemoryBound"
 
 
-def test_preemptions_count_for_each_replica():
+def test_preemptions_are_counted_per_replica():
     rare = Flows(seconds=40.0, preemptions=0.5)  # the sum over 8 replicas
     window = [replace(s, pods=8) for s in series(rare, usage=0.97, waiting=0)]
     verdict = classify(window, PRESSURE, NOW)
@@ -151,30 +151,30 @@ def test_preemptions_count_for_each_replica():
     assert verdict.kind == "Relaxed"
 
 
-def test_without_the_time_of_a_request_every_waiting_one_counts_as_demand():
+def test_if_the_time_of_a_request_is_unknown_all_waiting_requests_count_as_demand():
     # 4 running requests hold 3,000 tokens, so the 4 waiting ones would need 3,000 more.
     assert classify(samples(usage=1.0, waiting=4, running=4), PRESSURE, NOW).demand_tokens == 6000
 
 
-def test_demand_counts_those_that_must_run_for_the_queue_to_drain_in_two_minutes():
+def test_demand_counts_the_requests_that_must_run_to_drain_the_queue_in_two_minutes():
     # A request takes 12 s. With 100 waiting, 10 more concurrent requests empty the queue in two minutes.
     flows = Flows(seconds=5, finished=5, generation_tokens=100, prefill_seconds=6, decode_seconds=54)
     verdict = classify(series(flows, usage=1.0, waiting=100, running=20), PRESSURE, NOW)
     assert verdict.demand_tokens == 4500
 
 
-def test_pressure_ends_only_below_the_low_limit_or_when_nobody_waits():
+def test_pressure_ends_below_low_percent_or_when_no_request_waits():
     assert kind(samples(usage=0.7, waiting=3), was_bound=True) == "MemoryBound"
     assert kind(samples(usage=0.4, waiting=3), was_bound=True) != "MemoryBound"
     assert kind(samples(usage=0.9, waiting=0), was_bound=True) == "Relaxed"
 
 
-def test_missing_scrapes_are_not_pressure_that_lasts():
+def test_gaps_between_scrapes_do_not_count_as_sustained_pressure():
     window = [s for s in samples(usage=0.97, waiting=9) if not 20 < (NOW - s.time).total_seconds() < 290]
     assert kind(window) == "Warming"
 
 
-def test_scrapes_that_reach_too_few_of_the_pods_say_nothing():
+def test_scrapes_of_too_few_pods_give_no_verdict():
     blind = [replace(s, pods=1, unanswered=2) for s in samples(usage=0.97, waiting=9)]
     assert kind(blind) == "NoMetrics"
     doubted = [replace(s, implausible=("chat-1: why", "chat-2: why")) for s in samples(usage=0.97, waiting=9)]
@@ -183,7 +183,7 @@ def test_scrapes_that_reach_too_few_of_the_pods_say_nothing():
     assert "chat-1" in verdict.message
 
 
-def test_pods_that_do_not_answer_are_taken_to_do_as_the_others():
+def test_unanswered_pods_are_assumed_to_have_the_load_of_the_others():
     window = [
         replace(s, pods=3, unanswered=1, capacity_tokens=9000, running=30.0) for s in series(usage=0.5, waiting=0)
     ]
@@ -215,7 +215,7 @@ def test_a_new_replica_starts_the_window_again():
     assert kind(shrunk) == "MemoryBound"
 
 
-def test_what_a_replica_can_do_is_what_it_did_before_its_queue():
+def test_the_rate_of_a_replica_is_its_best_rate_before_the_queue():
     before = replace(CHAT, finished=10)
     window = [
         replace(s, flows=before if (NOW - s.time).total_seconds() > 300 else CHAT)
@@ -241,7 +241,7 @@ GAUGES = st.floats(0, 1e9)
 )
 @example([(1, 0, 0, 1.0, 5e-324, 1.0, 1)], False, 0)
 @example([(1, 0, 0, 0.0, 5e-324, 1.0, 0)], False, 0)
-def test_every_series_has_a_verdict(rows, was_bound, spacing):
+def test_every_series_of_samples_has_a_verdict(rows, was_bound, spacing):
     window = [
         replace(
             s, time=NOW - timedelta(seconds=spacing * (len(rows) - i)), pods=pods, implausible=("x: y",) * doubted,

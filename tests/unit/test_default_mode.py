@@ -25,7 +25,7 @@ def served(cluster: ModelCluster) -> tuple[str, int]:
     return cluster.deployments[stable.revision]
 
 
-def test_a_service_without_a_mode_changes_nothing_under_pressure_and_says_what_it_would_do() -> None:
+def test_a_service_without_a_mode_only_recommends_under_pressure() -> None:
     cluster = ModelCluster(service(), demand=9000)
     for _ in range(60):
         cluster.tick()
@@ -36,12 +36,12 @@ def test_a_service_without_a_mode_changes_nothing_under_pressure_and_says_what_i
     assert [one.action for one in status.decisions][:1] == ["Recommend"]
 
 
-def test_the_same_service_acts_with_one_word() -> None:
+def test_the_same_service_changes_its_dtype_in_mode_auto() -> None:
     cluster = ModelCluster(service(mode="Auto"), demand=9000)
     cluster.until(lambda status: status.stable is not None and status.stable.dtype == "k4v4")
 
 
-def test_a_service_that_loses_its_mode_keeps_what_it_serves_whatever_the_load() -> None:
+def test_a_service_that_loses_its_mode_keeps_its_dtype_under_any_load() -> None:
     cluster = ModelCluster(service(mode="Auto"), demand=9000)
     cluster.until(lambda status: status.stable is not None and status.stable.dtype == "k4v4")
     cluster.demand = 40_000

@@ -141,7 +141,7 @@ def test_nothing_runs_after_a_stage_has_failed(tmp_path: Path, monkeypatch: pyte
         assert not _runs(pid)
 
 
-def test_stages_run_in_order_and_their_words_reach_the_screen(
+def test_stages_run_in_order_and_their_output_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVPILOT_CACHE", str(tmp_path))

@@ -71,14 +71,14 @@ def test_a_machine_without_gpus_is_named_before_anything_starts(tmp_path: Path) 
     assert not (tmp_path / "cache" / "runs").exists()
 
 
-def test_a_path_that_only_the_demo_could_follow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_python_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/opt/vllm:demo")
     (fault,) = gpus._programs()
     assert fault.startswith("PYTHONPATH: demo is relative")
 
 
 @pytest.mark.parametrize("imagined", [True, False])
-def test_the_service_of_the_story_is_accepted(imagined: bool) -> None:
+def test_the_service_of_the_demo_is_accepted(imagined: bool) -> None:
     made = apply_defaults(gpus.manifest(imagined=imagined))
     assert spec_faults(made) == ()
     assert made["spec"]["engine"]["resources"]["limits"]["nvidia.com/gpu"] == 1

@@ -119,9 +119,7 @@ async def test_prompts_are_as_long_as_asked_and_all_begin_differently() -> None:
         (b'data: {"usage": 7}\n\n', "200 OK", "AttributeError"),
     ],
 )
-async def test_an_answer_that_a_user_would_not_have_is_one_failure_with_its_reason(
-    answer: bytes, status: str, words: str
-) -> None:
+async def test_an_unusable_answer_counts_as_one_failure_with_its_reason(answer: bytes, status: str, words: str) -> None:
     async def handler(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         respond(writer, answer, status)
 
@@ -183,7 +181,7 @@ async def test_users_come_and_go_while_it_runs() -> None:
     assert load.summary().startswith("0 users")
 
 
-async def test_a_prompt_that_cannot_fit_or_an_engine_that_is_not_there_keeps_the_load_from_starting() -> None:
+async def test_a_prompt_that_cannot_fit_or_a_missing_engine_prevents_the_load() -> None:
     async with engine(sound) as (url, _):
         long = Load(url, "m", users=1, prompt_tokens=98, output_tokens=TOKENS)
         with pytest.raises(LoadError, match="context of 100"):

@@ -22,7 +22,7 @@ def pod(name: str, *, ready: bool = False) -> Object:
     return {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": str(ready)}]}}
 
 
-def test_a_step_is_stuck_only_after_a_long_time_without_a_new_sign() -> None:
+def test_a_step_is_stuck_only_after_a_long_time_without_progress() -> None:
     patience = Patience(seconds=10)
     assert not patience.ended("a", 100)
     assert not patience.ended("a", 109)
@@ -42,7 +42,7 @@ def test_a_step_is_stuck_only_after_a_long_time_without_a_new_sign() -> None:
         (("accuracy",), {"baseline": {"identity": "x"}}),
     ],
 )
-def test_every_step_of_the_operator_is_a_sign_of_progress(path: tuple[str, ...], value: Any) -> None:
+def test_every_step_of_the_operator_counts_as_progress(path: tuple[str, ...], value: Any) -> None:
     later = deepcopy(STATUS)
     here = later
     for name in path[:-1]:
@@ -51,25 +51,25 @@ def test_every_step_of_the_operator_is_a_sign_of_progress(path: tuple[str, ...],
     assert Observation(later).sign != Observation(STATUS).sign
 
 
-def test_pods_and_the_work_of_engines_are_signs_of_progress() -> None:
+def test_new_pods_and_work_of_engines_count_as_progress() -> None:
     before = Observation(STATUS, [pod("a")], 10)
     assert Observation(STATUS, [pod("a"), pod("b")], 10).sign != before.sign
     assert Observation(STATUS, [pod("a", ready=True)], 10).sign != before.sign
     assert Observation(STATUS, [pod("a")], 11).sign != before.sign
 
 
-def test_a_figure_that_only_wavers_is_no_progress() -> None:
+def test_a_fluctuating_figure_does_not_count_as_progress() -> None:
     later = deepcopy(STATUS)
     later["kvCache"]["usagePercent"] = 41
     assert Observation(later).sign == Observation(STATUS).sign
 
 
-def test_regular_reads_of_health_and_metrics_are_no_work() -> None:
+def test_regular_reads_of_health_and_metrics_do_not_count_as_progress() -> None:
     log = 'INFO loading\nINFO: 127.0.0.1 - "GET /metrics HTTP/1.1" 200 OK\nINFO: "POST /v1/completions HTTP/1.1" 200\n'
     assert work_lines(log) == 2
 
 
-def test_a_waiting_reader_learns_how_far_it_is() -> None:
+def test_the_output_shows_progress_while_waiting() -> None:
     seen = Observation(STATUS, [pod("a", ready=True), pod("b")])
     assert seen.summary == f"1 of 2 engines ready, canary {GOOD} Starting, EnginesStarting"
 
@@ -81,7 +81,7 @@ def test_the_table_has_the_service_its_canary_and_the_load() -> None:
     assert service_row(None, None) == []
 
 
-def test_plain_lines_are_not_repeated_for_figures_that_waver(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_are_not_repeated_for_fluctuating_figures(capsys: pytest.CaptureFixture[str]) -> None:
     screen, later = Screen(plain=True), deepcopy(STATUS)
     later["kvCache"]["usagePercent"] = 90
     for status in (STATUS, STATUS, later):
@@ -96,7 +96,7 @@ def test_an_event_takes_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.endswith("...")
 
 
-def test_the_summary_says_problem_change_gain_mistake_and_catch() -> None:
+def test_the_summary_has_problem_change_gain_mistake_and_rollback() -> None:
     record = Record(
         capacity_before=2816, capacity_after=10880, requests=48, bad_answers="asked: Q | 16-bit: A | k2v2: B"
     )

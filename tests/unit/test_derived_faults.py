@@ -12,7 +12,7 @@ def told(case: Wrong, message: str) -> bool:
     return remedy in message and (shown in message or "a value that is not shown" in message)
 
 
-def test_what_breaks_a_limit_is_faulted_at_its_field_with_the_value_and_a_remedy() -> None:
+def test_a_value_beyond_a_limit_is_a_fault_with_field_value_and_remedy() -> None:
     silent = []
     # Only the server checks lists for duplicate items.
     for case in (one for one in derived() if one.keyword != "x-kubernetes-list-type"):

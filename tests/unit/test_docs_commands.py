@@ -38,7 +38,7 @@ def test_an_image_for_a_cluster_is_built_for_the_platform_of_its_nodes(page: Pat
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_kvpilot_is_installed_with_what_the_commands_of_the_page_need(page: Path) -> None:
+def test_a_page_installs_kvpilot_with_the_extras_of_its_commands(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     extras = set(re.findall(r"pip install '\.\[([\w,]+)\]'", text))
     used = {EXTRAS[name] for name in re.findall(r"(?m)^kvpilot (\w+) ", "\n".join(lines(page))) if name in EXTRAS}
@@ -47,7 +47,7 @@ def test_kvpilot_is_installed_with_what_the_commands_of_the_page_need(page: Path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_no_command_installs_an_image_that_nobody_has_published(page: Path) -> None:
+def test_no_command_installs_an_unpublished_image(page: Path) -> None:
     for line in lines(page):
         if line.startswith("helm install") and "charts/kvpilot" in line:
             assert "image.repository=" in line or "-f " in line or "--values" in line, line

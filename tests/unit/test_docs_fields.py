@@ -64,7 +64,7 @@ def has(schema: Any, path: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_a_field_that_a_page_names_is_one_of_the_api(page: Path) -> None:
+def test_every_field_named_on_a_page_is_in_the_api(page: Path) -> None:
     names = [name.removeprefix("spec.").split(".") for name in dotted(page)]
     ours = [["spec", *name] for name in names if name[0] in SPEC]
     ours += [name for name in names if name[0] == "status" and name[1] in STATUS]
@@ -72,14 +72,14 @@ def test_a_field_that_a_page_names_is_one_of_the_api(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_a_value_that_a_page_sets_is_one_of_the_chart(page: Path) -> None:
+def test_every_chart_value_set_on_a_page_exists(page: Path) -> None:
     given = re.findall(r"--set[ =]'?([\w.]+)=", page.read_text(encoding="utf-8"))
     named = [name for name in dotted(page) if name.split(".")[0] in VALUES.keys() - SPEC.keys() - CONTAINERS]
     assert not [name for name in [*given, *named] if not is_value(name.split("."))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_kubectl_and_helm_have_the_options_that_a_page_gives_them(page: Path) -> None:
+def test_kubectl_and_helm_have_the_options_of_every_page(page: Path) -> None:
     programs = {"kubectl": kubectl(), "helm": helm()}
     for words in commands(page):
         if words[0] in programs and len(words) > 1 and "kvpilot" not in words[1:2]:
@@ -102,7 +102,7 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield words[: ends[0]] if ends else words
 
 
-def test_names_that_do_not_exist_are_found() -> None:
+def test_the_check_finds_names_that_do_not_exist() -> None:
     assert has({"properties": FIELDS}, ["spec", "kvCache", "offload", "cpuMemoryGiB"])
     assert not has({"properties": FIELDS}, ["spec", "kvCache", "offload", "cpuMemoryGib"])
     assert is_value(["image", "repository"])

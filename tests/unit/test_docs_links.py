@@ -63,13 +63,13 @@ def test_every_page_of_the_docs_can_be_reached_from_their_index() -> None:
     assert pages - reachable(ROOT / "docs" / "README.md") == set()
 
 
-def test_every_page_beside_the_index_is_linked_from_it() -> None:
+def test_an_index_links_every_page_of_its_folder() -> None:
     links = re.findall(r"\]\(([^)#\s]+)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert pages - set(links) == set()
 
 
-def test_a_decisions_number_is_its_own_and_not_a_former_ones() -> None:
+def test_no_decision_reuses_the_number_of_a_former_one() -> None:
     numbers = [int(one.name[:4]) for one in DECISIONS]
     held = [int(number) for line in INDEX.splitlines() for number in re.findall(r"\d+", line.rpartition(" | ")[2])]
     assert len(set(numbers)) == len(numbers)

@@ -20,6 +20,6 @@ def test_every_dtype_of_ours_below_8_bits_has_a_default_window_that_can_be_serve
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_plans_have_all_dtypes_of_ours_and_two_of_vllm(latent: bool) -> None:
+def test_plans_list_all_our_dtypes_and_two_of_vllms(latent: bool) -> None:
     usual = usual_dtypes(latent)
     assert len(set(usual)) == len(usual) == len(dtypes.own_names(latent)) + 2

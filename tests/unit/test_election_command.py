@@ -12,12 +12,12 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_by_default_nothing_is_elected(monkeypatch):
+def test_by_default_there_is_no_election(monkeypatch):
     monkeypatch.delenv("POD_NAMESPACE", raising=False)
     assert not parse_arguments([]).leader_elect
 
 
-def test_the_lease_lies_in_the_pods_namespace(monkeypatch):
+def test_the_lease_is_in_the_pods_namespace(monkeypatch):
     monkeypatch.setenv("POD_NAMESPACE", "kvpilot-system")
     options = parse_arguments(["--leader-elect"])
     assert (options.lease_namespace, options.lease_name, options.lease_seconds) == (

@@ -41,7 +41,7 @@ def test_a_new_fence_is_closed_and_an_opened_one_open_forever():
         assert seconds == float("inf")
 
 
-def test_a_write_that_is_held_back_says_which(fence):
+def test_a_blocked_write_is_named_in_the_error(fence):
     fence.close()
     said = "PATCH /x: HTTP 0: not sent: this replica does not hold the Lease"
     with pytest.raises(NotLeader, match=said), fence.write("PATCH", "/x"):
@@ -55,7 +55,7 @@ def test_the_fence_closes_by_the_clock_alone(fence, clock):
     assert not passes(fence)
 
 
-def test_a_write_gets_the_time_until_all_must_be_over(fence, clock):
+def test_a_write_gets_the_seconds_until_the_write_deadline(fence, clock):
     clock.now = 109.0
     with fence.write("PATCH", "/x") as seconds:
         assert seconds == 5.0
@@ -90,14 +90,14 @@ async def test_drained_gives_up_on_a_write_that_does_not_end(fence):
         assert not await fence.drained(0.01)
 
 
-async def test_a_refused_write_is_over(fence):
+async def test_a_refused_write_counts_as_ended(fence):
     with pytest.raises(ClusterError), fence.write("PATCH", "/x"):
         raise ClusterError("PATCH", "/x", 422, "no")
     assert await fence.drained(1)
 
 
 @pytest.mark.parametrize("error", [ClusterError("PATCH", "/x", 0, "no answer"), asyncio.CancelledError()])
-async def test_a_write_without_an_answer_may_arrive_until_its_time_is_over(fence, clock, error):
+async def test_a_write_without_an_answer_may_arrive_until_its_deadline(fence, clock, error):
     with pytest.raises(type(error)), fence.write("PATCH", "/x"):
         raise error
     assert not await fence.drained(1)

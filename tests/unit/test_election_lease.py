@@ -22,7 +22,7 @@ def held(by, *, renewed=0, seconds=15, **spec):
     return {"metadata": {"namespace": "system", "name": "kvpilot-operator", "resourceVersion": "7"}, "spec": spec}
 
 
-def test_the_times_nest_so_that_every_write_is_over_before_others_may_lead():
+def test_every_write_ends_before_another_replica_may_lead():
     for lease in (5, 15, 300):
         timing = Timing(lease)
         assert timing.retry + timing.request < timing.renew_deadline < timing.write_deadline < timing.lease
@@ -30,11 +30,11 @@ def test_the_times_nest_so_that_every_write_is_over_before_others_may_lead():
     assert (TIMING.retry, TIMING.request, TIMING.renew_deadline, TIMING.write_deadline) == (2, 5, 10, 14)
 
 
-def test_a_lease_that_was_never_looked_at_is_not_claimed():
+def test_a_lease_that_was_never_read_is_not_claimed():
     assert candidate().wait(1000.0) == 15
 
 
-def test_a_lease_of_another_is_claimed_a_lease_after_it_was_last_seen_to_change():
+def test_another_holders_lease_is_claimed_one_duration_after_its_last_change():
     one = candidate()
     one.observe(held("b"), 100.0)
     assert one.wait(114.9) == pytest.approx(0.1)
@@ -53,7 +53,7 @@ def test_the_holders_wall_clock_does_not_matter(skew):
     assert one.wait(115.0) == 0
 
 
-def test_a_longer_promise_of_the_holder_is_kept():
+def test_a_longer_lease_duration_of_the_holder_is_respected():
     one = candidate()
     one.observe(held("b", seconds=60), 0.0)
     assert one.wait(59.0) == 1
@@ -62,7 +62,7 @@ def test_a_longer_promise_of_the_holder_is_kept():
 
 
 @pytest.mark.parametrize("seconds", [None, 0, "soon"])
-def test_a_lease_without_a_usable_duration_is_respected_for_our_own(seconds):
+def test_a_lease_without_a_valid_duration_is_respected_for_our_own_duration(seconds):
     one = candidate()
     one.observe(held("b", seconds=seconds), 0.0)
     assert one.wait(14.0) == 1
@@ -75,7 +75,7 @@ def test_a_released_lease_is_claimed_at_once():
     assert one.wait(1.0) == 0
 
 
-def test_a_missing_lease_is_created_at_once_and_claimed_when_it_has_stood_for_its_time():
+def test_a_missing_lease_is_created_at_once_and_claimed_after_its_duration():
     one = candidate()
     one.observe(None, 0.0)
     assert one.wait(0.0) == 0
@@ -88,7 +88,7 @@ def test_a_missing_lease_is_created_at_once_and_claimed_when_it_has_stood_for_it
     assert not one.blind
 
 
-def test_a_leader_puts_a_deleted_lease_back_as_its_own_while_its_deadline_lasts():
+def test_a_leader_recreates_a_deleted_lease_as_its_own_before_its_deadline():
     one = candidate()
     one.renewed(held("a"), 20.0)
     one.observe(None, 22.0)
@@ -98,14 +98,14 @@ def test_a_leader_puts_a_deleted_lease_back_as_its_own_while_its_deadline_lasts(
     assert one.blind
 
 
-def test_our_own_claim_whose_answer_was_lost_is_ours():
+def test_a_claim_whose_answer_was_lost_is_recognised_as_ours():
     one = candidate()
     one.observe(held("a"), 0.0)
     assert one.wait(0.0) == 0
     assert not one.lost()
 
 
-def test_a_claim_counts_the_change_and_keeps_what_others_wrote_beside_the_spec():
+def test_a_claim_counts_the_transition_and_keeps_others_metadata():
     one = candidate()
     lease = held("b", leaseTransitions=3)
     lease["metadata"]["labels"] = {"team": "serving"}
@@ -121,7 +121,7 @@ def test_a_claim_counts_the_change_and_keeps_what_others_wrote_beside_the_spec()
     }
 
 
-def test_a_renewal_moves_the_renew_time_alone():
+def test_a_renewal_changes_only_the_renew_time():
     one = candidate()
     lease = held("a", leaseTransitions=3)
     one.renewed(lease, 0.0)
@@ -129,7 +129,7 @@ def test_a_renewal_moves_the_renew_time_alone():
     assert spec == {**lease["spec"], "renewTime": "2026-11-21T12:00:02.000000Z"}
 
 
-def test_the_first_lease_is_created_whole():
+def test_the_first_lease_has_all_fields():
     one = candidate()
     one.observe(None, 0.0)
     claim = one.claim(WALL, 0.0)
@@ -138,7 +138,7 @@ def test_the_first_lease_is_created_whole():
     assert claim["spec"]["leaseTransitions"] == 0
 
 
-def test_a_release_leaves_everything_but_the_holder():
+def test_a_release_clears_only_the_holder():
     one = candidate()
     one.renewed(held("a", leaseTransitions=3), 0.0)
     spec = one.release(WALL)["spec"]

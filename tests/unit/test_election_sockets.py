@@ -25,7 +25,7 @@ def own_socket(address: tuple[str, int]) -> socket.socket:
     raise AssertionError(f"no socket of this process has {address}")
 
 
-async def test_the_clients_sockets_are_told_so():
+async def test_the_clients_sockets_have_the_timeout_for_unacknowledged_data():
     app, seen = web.Application(), []
 
     async def answer(request):

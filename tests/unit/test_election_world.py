@@ -280,13 +280,13 @@ def gaps(server):
 
 @settings(max_examples=80)
 @given(TROUBLE, st.integers(0, 1000))
-def test_no_write_lands_while_another_leads_and_after_trouble_there_is_a_leader(trouble, seed):
+def test_no_write_arrives_while_another_replica_leads_and_a_leader_returns_after_faults(trouble, seed):
     server, mended = run(trouble, seed)
     assert server.faults == []
     assert [identity for time, identity in server.landed if time > mended], "nobody leads"
 
 
-def test_with_a_quiet_world_one_replica_leads_all_the_time():
+def test_without_faults_one_replica_leads_all_the_time():
     server, _ = run([])
     assert len({identity for _, identity in server.landed}) == 1
 
@@ -299,14 +299,14 @@ def test_a_leader_that_is_killed_is_followed_within_20_seconds(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_leader_that_is_told_to_stop_is_followed_at_the_next_look(seed):
+def test_after_a_leader_stops_the_next_one_leads_at_its_next_read(seed):
     found = gaps(run([(5, "terminate", LEADER)], seed, delay=0.05)[0])
     assert len(found) == 1
     assert found[0] < 4
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_lease_is_not_released_while_a_write_without_an_answer_may_still_land(seed):
+def test_a_lease_is_not_released_while_an_unanswered_write_may_still_arrive(seed):
     server, _ = run([(5, "slow writes", LEADER), (3, "reset", LEADER), (0, "terminate", LEADER), (9, "mend", 0)], seed)
     assert server.faults == []
 
@@ -319,7 +319,7 @@ class Careless(Timing):
         self.renew_deadline, self.write_deadline = 60.0, 64.0
 
 
-def test_this_world_would_see_a_leader_that_ignores_its_deadlines():
+def test_the_simulation_detects_a_leader_that_ignores_its_deadlines():
     cut = [(1, "cut the Lease alone", number) for number in range(REPLICAS - 1)]
     assert any(run([*cut, (15, "mend", 2), (15, "mend", 2)], seed, Careless(15))[0].faults for seed in range(5))
 

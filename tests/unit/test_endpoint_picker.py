@@ -95,7 +95,7 @@ async def test_without_a_ready_endpoint_the_answer_is_503_and_nothing_more(
 
 
 @pytest.mark.parametrize(("subset", "allowed"), [([B], {B}), ([C, A], {A}), ([A, B], {A, B})])
-async def test_of_a_subset_alone_is_picked(pool: Pool, subset: list[str], allowed: set[str]) -> None:
+async def test_only_endpoints_of_the_subset_are_picked(pool: Pool, subset: list[str], allowed: set[str]) -> None:
     assert {chosen((await told(pool, headers(subset)))[0]) for _ in range(4)} == allowed
 
 
@@ -119,7 +119,7 @@ def whole_request(config: ProtocolConfiguration | None) -> list[ProcessingReques
     ]
 
 
-async def test_streamed_bodies_pass_as_they_are_and_who_served_is_known(pool: Pool) -> None:
+async def test_streamed_bodies_pass_unchanged_and_the_serving_endpoint_is_known(pool: Pool) -> None:
     first, *answers = await told(pool, *whole_request(DUPLEX))
     assert chosen(first) == A
     streamed = [
@@ -134,7 +134,7 @@ async def test_streamed_bodies_pass_as_they_are_and_who_served_is_known(pool: Po
     assert pool.picker.served == {A: 1}
 
 
-async def test_bodies_that_are_not_streamed_are_left_as_they_are(pool: Pool) -> None:
+async def test_bodies_that_are_not_streamed_pass_unchanged(pool: Pool) -> None:
     answers = await told(pool, *whole_request(None))
     assert len(answers) == 7
     assert all(
@@ -144,7 +144,7 @@ async def test_bodies_that_are_not_streamed_are_left_as_they_are(pool: Pool) -> 
     )
 
 
-async def test_a_response_that_does_not_say_who_served_ends_the_stream_with_an_error(pool: Pool) -> None:
+async def test_a_response_without_the_serving_endpoint_ends_the_stream_with_an_error(pool: Pool) -> None:
     with pytest.raises(GRPCError, match="say which endpoint served") as refused:
         await told(pool, headers(), ProcessingRequest(response_headers=HttpHeaders()))
     assert refused.value.status is Status.INVALID_ARGUMENT

@@ -44,7 +44,7 @@ def test_rules_name_only_options_that_vllm_has() -> None:
 
 
 @given(st.sampled_from(RESERVED), st.integers(0, 40), st.booleans())
-def test_every_beginning_that_vllm_takes_for_a_reserved_option_is_a_fault(option: str, cut: int, apart: bool) -> None:
+def test_every_abbreviation_of_a_reserved_option_is_a_fault(option: str, cut: int, apart: bool) -> None:
     beginning = option[: max(3, len(option) - cut)]
     found = read([f"{beginning}=1"])
     if option in KVPILOT and beginning != option:
@@ -64,7 +64,7 @@ def test_every_beginning_that_vllm_takes_for_a_reserved_option_is_a_fault(option
         ["--max-lora-rank=64", "--dtype=$(DTYPE)"],
     ],
 )
-def test_arguments_that_vllm_takes_have_no_fault(arguments: list[str]) -> None:
+def test_arguments_that_vllm_accepts_have_no_fault(arguments: list[str]) -> None:
     assert faults(*arguments) == []
 
 

@@ -32,7 +32,7 @@ def rendered(engine: dict[str, Any], defaults: EngineDefaults = DEFAULTS) -> dic
     return pod_template(KEY.name, view.spec, "auto")["spec"]
 
 
-def test_a_service_that_leaves_them_out_takes_image_pull_secrets_and_tolerations_of_the_installation() -> None:
+def test_a_service_without_its_own_values_gets_the_installations_image_pull_secrets_and_tolerations() -> None:
     pod = rendered({"podTemplate": {"spec": {"nodeSelector": {"zone": "a"}}}})
     assert pod["containers"][0]["image"] == "team/runtime:2"
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
@@ -48,7 +48,7 @@ def test_a_services_own_values_win() -> None:
     assert not pod.get("tolerations")
 
 
-def test_a_service_without_an_image_is_refused_where_the_installation_has_none() -> None:
+def test_a_service_without_an_image_is_refused_if_the_installation_has_none() -> None:
     obj = manifest()
     obj["spec"]["engine"] = {}
     ((field, message),) = faults(obj)
@@ -69,7 +69,7 @@ def test_wrong_defaults_end_the_operator_with_the_name_of_the_value(
     assert named in capsys.readouterr().err
 
 
-def test_the_status_names_the_image_that_serves_where_services_may_leave_it_out() -> None:
+def test_with_a_default_image_the_status_names_the_serving_image() -> None:
     obj = manifest()
     name = revision_of(obj, "auto")
     views = {name: replace(DeploymentView(name, "auto", 1), image="team/runtime:2")}

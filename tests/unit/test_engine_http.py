@@ -57,7 +57,7 @@ async def serving(answer: Iterable[bytes]) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-async def test_a_scrape_ends_at_what_is_endless_around_a_page(kind: str) -> None:
+async def test_a_scrape_ends_at_endless_headers_or_interim_answers(kind: str) -> None:
     async with serving(ENDLESS[kind]()) as url, scraping() as scraper:
         with pytest.raises(ScrapeError) as caught:
             await scraper.scrape(KEY, url, ignore)
@@ -65,7 +65,7 @@ async def test_a_scrape_ends_at_what_is_endless_around_a_page(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-async def test_a_probe_ends_at_what_is_endless_around_an_answer(kind: str) -> None:
+async def test_a_probe_ends_at_endless_headers_or_interim_answers(kind: str) -> None:
     async with serving(ENDLESS[kind]()) as url, http_client() as http, asyncio.timeout(60):
         with pytest.raises(EngineUnreachable):
             await served_models(url, http)
@@ -94,7 +94,7 @@ async def test_a_page_in_chunks_of_one_byte_with_trailers_is_read() -> None:
         assert (await scraper.scrape(KEY, url, ignore)).running == 8
 
 
-async def test_the_error_says_what_was_too_much() -> None:
+async def test_the_error_names_the_exceeded_limit() -> None:
     async with serving(ENDLESS["one trailer"]()) as url, http_client() as http:
         with pytest.raises(aiohttp.ClientError, match="bytes around a body of 0"):
             async with http.get(url) as response:

@@ -48,7 +48,7 @@ def test_an_autoscaler_has_only_fields_that_autoscaling_v2_has(name):
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_an_autoscaler_names_its_service_which_leaves_the_number_to_it(name):
+def test_an_autoscaler_names_a_service_with_external_scaling(name):
     service, scaler = documents(name)
     assert scaler["spec"]["scaleTargetRef"] == {
         "apiVersion": API_VERSION,
@@ -60,7 +60,7 @@ def test_an_autoscaler_names_its_service_which_leaves_the_number_to_it(name):
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_an_autoscaler_has_the_bounds_of_its_service(name):
+def test_an_autoscaler_has_the_limits_of_its_service(name):
     service, scaler = documents(name)
     spec, theirs = parse(apply_defaults(service)), scaler["spec"]
     least = theirs.get("minReplicas", theirs.get("minReplicaCount"))
@@ -69,7 +69,7 @@ def test_an_autoscaler_has_the_bounds_of_its_service(name):
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_an_example_speaks_of_metrics_that_vllm_and_the_operator_have(name):
+def test_an_example_uses_only_existing_metrics(name):
     text = (EXAMPLES / f"{name}.yaml").read_text()
     ours = set(re.findall(r"\bkvpilot_[a-z_]+", text))
     theirs = set(re.findall(r"\bvllm:[a-z_]+", text))
@@ -78,7 +78,7 @@ def test_an_example_speaks_of_metrics_that_vllm_and_the_operator_have(name):
     assert all(f"\n{metric}{{" in VLLM for metric in theirs)
 
 
-def test_a_metric_of_an_hpa_is_one_that_the_rule_beside_it_makes():
+def test_the_metric_of_an_hpa_comes_from_the_adapter_rule_in_its_comment():
     for name in ("hpa-external", "hpa-custom"):
         text = (EXAMPLES / f"{name}.yaml").read_text()
         rules = yaml.safe_load("\n".join(line[4:] for line in re.findall(r"^#   .*", text, re.M)))
@@ -88,7 +88,7 @@ def test_a_metric_of_an_hpa_is_one_that_the_rule_beside_it_makes():
         assert next(iter({k: v for k, v in metric.items() if k != "type"}.values()))["metric"]["name"] == made
 
 
-def test_keda_takes_missing_metrics_for_an_error_and_not_for_calm():
+def test_keda_treats_missing_metrics_as_an_error_and_not_as_0():
     spec = documents("keda-scaledobject")[1]["spec"]
     assert {trigger["metadata"]["ignoreNullValues"] for trigger in spec["triggers"]} == {"false"}
     assert spec["fallback"]["behavior"] == "currentReplicasIfHigher"

@@ -11,7 +11,7 @@ def section(title: str) -> str:
     return FAQ.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_the_models_that_take_our_dtypes_are_counted_as_the_table_has_them() -> None:
+def test_the_counted_models_match_the_table() -> None:
     text = "".join((DOCS / page).read_text() for page in ("models-common.md", "models-others.md"))
     rows = [line.split(" | ") for line in text.splitlines() if line.count(" | ") == 12]
     verdicts = [row[11] for row in rows if row[11].startswith(("yes", "no:"))]
@@ -29,7 +29,7 @@ def test_the_models_that_take_our_dtypes_are_counted_as_the_table_has_them() -> 
     assert dict(zip(counted, map(int, found.groups()), strict=True)) == counted
 
 
-def test_every_page_that_it_names_is_there() -> None:
+def test_every_linked_page_exists() -> None:
     linked = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FAQ)
     assert linked
     assert [one for one in linked if not (DOCS / one).is_file()] == []

@@ -22,7 +22,7 @@ def defined_in(file: str) -> set[str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_line_names_tests_that_exist_or_says_that_nothing_was_run(row: tuple[str, ...]) -> None:
+def test_each_row_names_existing_tests_or_says_not_run(row: tuple[str, ...]) -> None:
     _, _, verdict, proof, gpu = row
     named = TEST.findall(proof)
     assert all(name in defined_in(file) for file, name in named), named
@@ -38,7 +38,7 @@ def test_a_line_names_tests_that_exist_or_says_that_nothing_was_run(row: tuple[s
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_what_was_run_on_a_gpu_is_on_a_page_of_figures(row: tuple[str, ...]) -> None:
+def test_each_gpu_result_is_on_a_benchmark_page(row: tuple[str, ...]) -> None:
     verdict, gpu = row[2], row[4]
     pages = FIGURES.findall(gpu)
     assert (gpu == "-") == verdict.startswith("refused")
@@ -56,11 +56,11 @@ def test_what_was_run_on_a_gpu_is_on_a_page_of_figures(row: tuple[str, ...]) -> 
      "dual batch overlap", "speculative decoding", "KV connectors", "offloading", "AWQ", "images", "sinks",
      "cross attention", "chunked attention"],
 )  # fmt: skip
-def test_what_people_switch_on_has_a_line(what: str) -> None:
+def test_every_feature_that_people_turn_on_has_a_row(what: str) -> None:
     assert any(what in row[0] for row in ROWS)
 
 
-def test_what_is_named_beside_the_table_exists_too() -> None:
+def test_everything_named_outside_the_table_exists() -> None:
     named = TEST.findall(SECTION)
     assert len(named) > len(ROWS) / 2
     assert all(name in defined_in(file) for file, name in named)

@@ -9,7 +9,7 @@ from benchmarks.operator.fleet_kubelets import status_of_paused
 from kvpilot_operator.observe.views import deployment_view
 
 
-def test_the_operator_is_told_that_a_paused_deployment_is_in_step():
+def test_the_simulated_controller_reports_a_paused_deployment_as_up_to_date():
     about = {"labels": {}, "generation": 3}
     paused = {"metadata": about, "spec": {"paused": True, "replicas": 2}, "status": {"observedGeneration": 2}}
     assert not deployment_view(paused).in_step

@@ -12,7 +12,7 @@ from kvpilot_localcluster import addresses
 from kvpilot_localcluster.addresses import free_port
 
 
-def test_a_port_is_none_that_an_outgoing_connection_may_be_given_meanwhile() -> None:
+def test_a_port_is_outside_the_range_of_outgoing_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         for _ in range(20):
             port = free_port()
@@ -20,7 +20,7 @@ def test_a_port_is_none_that_an_outgoing_connection_may_be_given_meanwhile() -> 
                 assert port < client.getsockname()[1]
 
 
-def test_a_port_that_is_taken_or_was_handed_out_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_used_or_already_returned_port_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     given, sample = free_port(), random.sample
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
@@ -28,7 +28,7 @@ def test_a_port_that_is_taken_or_was_handed_out_is_skipped(monkeypatch: pytest.M
         assert free_port() not in (taken, given)
 
 
-def test_another_process_is_not_given_a_port_on_which_nobody_listens_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_never_get_the_same_unused_port(monkeypatch: pytest.MonkeyPatch) -> None:
     given = free_port()
     code = (
         "import random, sys; from kvpilot_localcluster.addresses import free_port; sample = random.sample; "
@@ -42,7 +42,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_so_many_ports_as_one_likes_can_be_asked_for_one_after_the_other() -> None:
+def test_any_number_of_ports_can_be_requested_in_turn() -> None:
     held = open_files()
     for _ in range(300):
         free_port()

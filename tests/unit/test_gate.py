@@ -34,7 +34,7 @@ def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-async def test_an_engine_that_answers_alike_passes(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_engine_with_equal_answers_passes(capsys: pytest.CaptureFixture[str]) -> None:
     async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
         assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 0
     said = capsys.readouterr().out
@@ -42,7 +42,9 @@ async def test_an_engine_that_answers_alike_passes(capsys: pytest.CaptureFixture
     assert f"candidate  m at {other}" in said
 
 
-async def test_an_engine_that_answers_garbage_has_regressed_and_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_engine_that_answers_garbage_fails_and_the_output_shows_where(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     async with engine(serving(counting, "m")) as one, engine(serving(GARBAGE, "m")) as other:
         assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 1
     said = capsys.readouterr().out
@@ -51,7 +53,7 @@ async def test_an_engine_that_answers_garbage_has_regressed_and_shows_where(caps
     assert "0.0%" in said
 
 
-async def test_what_the_baseline_differs_from_itself_is_not_held_against_the_candidate(
+async def test_noise_of_the_baseline_does_not_count_as_damage(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loose = ("--max-excess-kl-millinats", "1000", "--min-top1-agreement-percent", "80")
@@ -66,7 +68,7 @@ async def test_what_the_baseline_differs_from_itself_is_not_held_against_the_can
 
 
 @pytest.mark.parametrize("candidate", [counting, noisy, GARBAGE])
-async def test_nothing_is_judged_against_a_baseline_that_differs_from_itself_beyond_the_limits(
+async def test_a_baseline_with_noise_beyond_the_limits_gives_no_verdict(
     candidate: Handler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with engine(serving(noisy, "m")) as one, engine(serving(candidate, "m")) as other:
@@ -75,7 +77,7 @@ async def test_nothing_is_judged_against_a_baseline_that_differs_from_itself_bey
     assert verdict.startswith("Inconclusive: BaselineUnfit: the 16-bit engine differs from its own answers")
 
 
-async def test_too_little_to_judge_by_is_inconclusive(tmp_path: Path) -> None:
+async def test_too_few_positions_are_inconclusive(tmp_path: Path) -> None:
     pack = tmp_path / "one.yaml"
     pack.write_text("prompts:\n- name: only\n  messages:\n  - {role: user, content: What is the capital of France?}\n")
     async with engine(counting) as one, engine(counting) as other:
@@ -102,7 +104,7 @@ async def test_the_keys_of_the_json_are_stable(capsys: pytest.CaptureFixture[str
     assert {"mean_kl_micronats", "p99_kl_micronats", "top1_agreement_permille", "seen"} <= set(found["measured"])
 
 
-async def test_a_key_goes_to_its_own_endpoint_and_is_never_shown(
+async def test_an_api_key_is_sent_only_to_its_endpoint_and_never_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CANDIDATES_KEY", "s3cr3t")
@@ -117,14 +119,14 @@ async def test_a_key_goes_to_its_own_endpoint_and_is_never_shown(
     assert "s3cr3t" not in said.out + said.err
 
 
-async def test_an_endpoint_with_several_models_has_to_be_told_which(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_endpoint_with_several_models_needs_a_model_name(capsys: pytest.CaptureFixture[str]) -> None:
     async with engine(serving(counting, "a", "b")) as one, engine(serving(counting, "m")) as other:
         assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 2
         assert f"--baseline {one} serves a, b: name one with --baseline-model" in capsys.readouterr().err
         assert await probe("--baseline", one, "--baseline-model", "a", "--candidate", other, *GENERAL) == 0
 
 
-async def test_an_engine_that_cannot_be_reached_or_is_none_is_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_unreachable_or_invalid_engine_gives_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     async def web(path: str, body: Body, writer: Writer) -> None:
         respond(writer, b"<html>", "404 Not Found")
 
@@ -167,7 +169,9 @@ def test_a_wrong_argument_is_one_line_with_the_remedy_and_no_request(
     assert "s3cr3t" not in printed.err
 
 
-async def test_an_error_of_the_command_itself_does_not_read_as_a_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_of_the_command_itself_has_another_exit_code_than_a_regression(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(*_: object) -> str:
         raise RuntimeError("broken")
 
@@ -192,7 +196,7 @@ async def test_a_reader_who_leaves_before_the_verdict_gets_no_traceback() -> Non
     os.close(write)
 
 
-def test_it_is_a_command_of_kvpilot(capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_is_a_command_of_kvpilot(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         commands.main(["probe", "--help"])
     assert ended.value.code == 0

@@ -79,7 +79,7 @@ def test_a_verdict_ends_the_job_at_once_and_a_missing_measurement_is_tried_again
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize(("handler", "code"), [(counting, 0), (GARBAGE, 1)], ids=["sound", "garbage"])
-async def test_what_a_job_runs_gives_the_verdict(name: str, handler: Handler, code: int) -> None:
+async def test_the_command_of_a_job_gives_the_verdict(name: str, handler: Handler, code: int) -> None:
     (container,) = job_spec(name)["template"]["spec"]["containers"]
     arguments: list[str] = [*container["command"], *container["args"]]
     assert arguments.pop(0) == "kvpilot"
@@ -93,7 +93,7 @@ def directed(arguments: list[str], baseline: str, candidate: str) -> list[str]:
     return [f"{(o := arg.partition('=')[0])}={urls[o]}" if "=" in arg else arg for arg in arguments]
 
 
-def test_the_kserve_canary_has_no_traffic_while_the_job_compares_its_revision_with_the_one_before() -> None:
+def test_the_kserve_canary_has_no_traffic_while_the_job_compares_both_revisions() -> None:
     service = documents("kserve.yaml")["InferenceService"]
     assert service["apiVersion"] == "serving.kserve.io/v1beta1"
     predictor = dict(service["spec"]["predictor"])
@@ -125,7 +125,7 @@ def hook() -> dict[str, Any]:
     return found
 
 
-def test_flagger_asks_the_load_tester_that_the_example_deploys_before_the_canary_has_traffic() -> None:
+def test_flagger_calls_the_examples_load_tester_before_the_canary_has_traffic() -> None:
     kinds, asked = documents("flagger.yaml"), hook()
     for kind in ("Deployment", "Service", "NetworkPolicy"):
         assert unknown(f"V1{kind}", kinds[kind], kind) == []
@@ -155,7 +155,7 @@ def test_flagger_asks_the_load_tester_that_the_example_deploys_before_the_canary
     assert flags["namespace-regexp"] == f"^{documents('flagger.yaml')['Canary']['metadata']['namespace']}$"
 
 
-def test_flaggers_webhook_compares_the_services_that_it_makes_of_the_deployment() -> None:
+def test_flaggers_webhook_compares_the_services_that_flagger_creates() -> None:
     canary = documents("flagger.yaml")["Canary"]
     name, namespace, port = (
         canary["metadata"]["name"],
@@ -171,7 +171,7 @@ def test_flaggers_webhook_compares_the_services_that_it_makes_of_the_deployment(
 @pytest.mark.parametrize(
     ("handler", "code"), [(counting, 0), (GARBAGE, 1), (None, 2)], ids=["sound", "garbage", "away"]
 )
-async def test_what_flaggers_load_tester_runs_ends_with_0_where_the_candidate_passes_alone(
+async def test_the_load_testers_command_ends_with_0_only_if_the_candidate_passes(
     handler: Handler | None, code: int
 ) -> None:
     metadata = hook()["metadata"]

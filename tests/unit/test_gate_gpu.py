@@ -49,7 +49,7 @@ def test_a_sound_canary_passes_every_stage_and_a_damaged_one_ends_before_the_pre
     assert sum(bucket["judged"] for bucket in sound["buckets"].values()) == sound["prompts"]
 
 
-def test_an_engine_that_refuses_is_an_error_of_its_gate_alone(options: Any) -> None:
+def test_an_engine_that_refuses_fails_only_its_own_gate(options: Any) -> None:
     async def refusing(path: str, body: Body, writer: Writer) -> None:
         writer.write(b"HTTP/1.1 500 Internal Server Error\r\nconnection: close\r\n\r\n")
 
@@ -57,7 +57,7 @@ def test_an_engine_that_refuses_is_an_error_of_its_gate_alone(options: Any) -> N
     assert (gate["verdict"], gate["reason"]) == ("Error", "EngineRefused")
 
 
-def test_each_seed_gives_every_written_prompt_another_beginning() -> None:
+def test_each_seed_changes_the_beginning_of_every_written_prompt() -> None:
     plain = packs.load(["builtin/general", "builtin/structured"])
     first, second = seeded(plain, 20), seeded(plain, 22)
     for one, other, before in zip(first, second, plain, strict=True):

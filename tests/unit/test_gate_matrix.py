@@ -22,7 +22,7 @@ def test_the_matrix_has_sixteen_modes_or_more_that_each_name_a_public_report() -
     assert all(mode.reported and mode.damage for mode in MODES)
 
 
-def test_each_damage_has_a_mode_and_each_mode_of_the_shared_engine_a_damage() -> None:
+def test_each_injected_damage_has_a_failure_mode_and_vice_versa() -> None:
     damages = {*damage.TABLES, *damage.STORES, *damage.LOGITS, damage.CUT}
     names = {mode.name for mode in MODES}
     assert damages <= names

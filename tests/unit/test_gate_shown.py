@@ -74,7 +74,7 @@ class Terminal:
         return found.decode()
 
 
-async def test_a_terminal_shows_progress_on_one_line_that_is_gone_at_the_end(
+async def test_a_terminal_shows_progress_on_one_line_that_disappears_at_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
@@ -92,7 +92,7 @@ async def test_a_terminal_shows_progress_on_one_line_that_is_gone_at_the_end(
     assert "\033" not in capsys.readouterr().out
 
 
-async def test_nothing_but_a_terminal_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_progress_is_shown_only_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     async with engine(serving(counting, "m")) as one, engine(serving(counting, "m")) as other:
         assert await probe("--baseline", one, "--candidate", other, *GENERAL) == 0
     assert capsys.readouterr().err == ""

@@ -24,21 +24,21 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_generated_is_up_to_date_after_it_was_made(checkout: Path) -> None:
+def test_generated_files_are_up_to_date_after_make_generate(checkout: Path) -> None:
     generate.generate(checkout)
     (checkout / "ignored").write_text("whatever")
     assert generate.stale() == []
 
 
 @pytest.mark.parametrize("before", [None, "old"])
-def test_what_is_missing_or_old_is_named_and_left_as_it_is(checkout: Path, before: str | None) -> None:
+def test_the_check_names_missing_or_stale_files_and_does_not_write_them(checkout: Path, before: str | None) -> None:
     if before is not None:
         (checkout / "answer").write_text(before)
     assert generate.stale() == ["answer"]
     assert (checkout / "answer").exists() == (before is not None)
 
 
-def test_a_command_that_fails_is_no_success(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_generator_is_an_error(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "COMMANDS", (("-c", "raise SystemExit(3)"),))
     with pytest.raises(subprocess.CalledProcessError):
         generate.stale()

@@ -21,7 +21,7 @@ def test_the_same_answer_twice_is_equal_in_every_figure():
     assert found["mean_kl"] == found["mean_logprob_difference"] == found["not_a_number"] == 0
 
 
-def test_tokens_count_up_to_the_first_difference_only():
+def test_equal_tokens_count_only_up_to_the_first_difference():
     found = agreement([answer([5, 6, 7, 8])], [answer([5, 9, 7, 8])])
     assert found["tokens_equal"] == 0.25
     assert found["positions"] == 2
@@ -37,7 +37,7 @@ def test_nan_is_counted_and_hides_in_no_mean():
     assert found["mean_kl"] == 0
 
 
-def test_an_engine_that_gives_nothing_but_nan_has_no_divergence():
+def test_an_engine_with_only_nan_has_no_divergence():
     nothing = {"tokens": [5], "logprobs": [{"5": math.nan}]}
     assert math.isnan(agreement([answer([5])], [nothing])["mean_kl"])
 

@@ -42,22 +42,22 @@ def test_answers_of_the_weights_and_of_the_codec_are_right() -> None:
         ("k4v4/crowded from oracle auto", 0.3, "window and factors do harm"),
     ],
 )
-def test_what_is_missing_for_it_is_named(name: str, value: object, missing: str) -> None:
+def test_missing_results_are_named(name: str, value: object, missing: str) -> None:
     assert verdict({**SOUND, name: value}) == f"served, not shown right: {missing}"
 
 
 @pytest.mark.parametrize("name", [name for name in SOUND if "oracle" in name and name != "oracle k4v4 rounded"])
-def test_nothing_is_right_without_each_comparison_with_transformers(name: str) -> None:
+def test_every_comparison_with_transformers_is_needed_for_a_pass(name: str) -> None:
     assert verdict({key: value for key, value in SOUND.items() if key != name}) != RIGHT
 
 
-def test_where_rounding_moves_codes_an_engine_may_be_as_far_as_rounding_goes() -> None:
+def test_an_engine_may_differ_by_as_much_as_rounding_of_codes() -> None:
     moved = {**SOUND, "k4v4/codec from oracle k4v4": 0.15}
     assert verdict(moved) != RIGHT
     assert verdict({**moved, "oracle k4v4 rounded": 0.05}) == RIGHT
 
 
-def test_auto_may_be_as_far_as_computing_in_bfloat16_goes() -> None:
+def test_auto_may_differ_by_as_much_as_bfloat16_arithmetic() -> None:
     moved = {**SOUND, "auto/crowded from oracle auto": 0.07}
     assert verdict(moved) != RIGHT
     assert verdict({**moved, COMPUTED: 0.1}) == RIGHT
@@ -67,7 +67,7 @@ def test_an_engine_that_failed_is_not_served() -> None:
     assert verdict({**SOUND, "errors": {"k4v4/crowded": "no"}}) == "not served: k4v4/crowded: no"
 
 
-def test_engines_alone_are_not_needed_and_count_where_there_are_some() -> None:
+def test_results_of_single_engines_are_optional_but_count() -> None:
     crowd = {name for name in SOUND if name.endswith("/alone")}
     without = {key: value for key, value in SOUND.items() if key not in crowd}
     assert verdict({**without, "errors": {"k4v4/alone": "it did not end in time"}}) == RIGHT
@@ -78,7 +78,7 @@ def answer(tokens: list[int], likely: float) -> dict[str, object]:
     return {"tokens": tokens, "logprobs": [{str(t): likely, "0": math.log(1 - math.exp(likely))} for t in tokens]}
 
 
-def test_an_engine_that_answers_otherwise_after_sleep_is_not_right() -> None:
+def test_an_engine_whose_answers_change_after_sleep_fails() -> None:
     said = ["Sleep mode freed 1 GiB memory"]
     run = {"answers": [answer([5], -0.1)], "again": [answer([5], -0.1)], "woken": [answer([5], -0.1)], "said": said}
     assert sleep_row({"k4v4/alone": run})["verdict"] == RIGHT
@@ -97,5 +97,5 @@ def test_an_engine_that_answers_otherwise_after_sleep_is_not_right() -> None:
         ("[]", False),
     ],
 )
-def test_a_text_is_of_the_schema_or_not(text: str, held: bool) -> None:
+def test_a_text_is_checked_against_the_schema(text: str, held: bool) -> None:
     assert fits(text) is held

@@ -26,7 +26,7 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert quantiles([]) == [float("inf")] * 3
 
 
-def test_a_question_without_an_answer_counts_with_its_wait() -> None:
+def test_an_unanswered_question_counts_with_its_waiting_time() -> None:
     turns = [Turn(10.0, [10.5, 10.53]), Turn(11.0)]
     found = summary(turns, 10.0, 15.0, STRICT)
     assert (found["questions"], found["unanswered"]) == (2, 1)
@@ -34,7 +34,7 @@ def test_a_question_without_an_answer_counts_with_its_wait() -> None:
     assert not found["held"]
 
 
-def test_only_the_period_counts() -> None:
+def test_only_requests_of_the_measured_period_count() -> None:
     turns = [Turn(1.0, [9.0, 9.5, 10.02]), Turn(10.0, [10.1, 10.14]), Turn(20.0)]
     found = summary(turns, 10.0, 15.0, Objectives(ttft=0.2, itl=0.6))
     assert found["questions"] == 1

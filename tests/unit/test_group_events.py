@@ -40,7 +40,7 @@ def at(minute: int) -> str:
         ([{"reason": "FailedCreate"}], "FailedCreate"),
     ],
 )
-def test_the_newest_refusal_is_the_reason_unless_a_pod_was_made_since(
+def test_the_newest_refusal_is_the_reason_unless_a_pod_was_created_since(
     events: list[dict[str, Any]], refusal: str | None
 ) -> None:
     assert refusal_of(events) == refusal
@@ -72,7 +72,7 @@ def answering(server: Server, *events: dict[str, Any]) -> None:
         ([leader(0, 1), leader(1, 0)], "chat-rev-1"),
     ],
 )
-async def test_the_stateful_set_that_lacks_pods_is_asked_about(
+async def test_events_of_the_stateful_set_that_lacks_pods_are_read(
     server: Server, leaders: list[PodView], name: str
 ) -> None:
     answering(server, event("FailedCreate", at(1)))
@@ -83,14 +83,14 @@ async def test_the_stateful_set_that_lacks_pods_is_asked_about(
     assert asked.query["fieldSelector"] == f"involvedObject.kind=StatefulSet,involvedObject.name={name}"
 
 
-async def test_whole_groups_and_deployments_ask_for_nothing(server: Server) -> None:
+async def test_no_events_are_read_for_complete_groups_and_deployments(server: Server) -> None:
     deployment = DeploymentView("other", "k4v4", 3)
     events = ApiReads(server.cluster, ServerFacts(), lambda: 0.0)
     assert await events.refusals(KEY, [GROUPS, deployment], [leader(0, 1), leader(1, 1)]) == {}
     assert server.asked == []
 
 
-async def test_events_are_read_once_in_a_while_and_an_error_is_not_remembered(server: Server) -> None:
+async def test_events_are_cached_for_a_time_but_errors_are_not(server: Server) -> None:
     now = 0.0
     events = ApiReads(server.cluster, ServerFacts(), lambda: now)
     server.answer = status(403)

@@ -71,7 +71,7 @@ def kinds(cluster):
     return {one.kind for one in cluster.api.workloads().values()}
 
 
-def test_a_leader_is_an_engine_and_a_worker_carries_nothing_that_sends_requests_to_it():
+def test_a_worker_has_no_label_by_which_it_would_get_requests():
     leader = template()
     worker = worker_template(leader)
     assert leader["metadata"]["labels"][SERVICE_LABEL] == KEY.name
@@ -89,13 +89,13 @@ def test_a_leader_is_an_engine_and_a_worker_carries_nothing_that_sends_requests_
     assert worker["spec"]["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"] == {GROUP_LABEL: KEY.name}
 
 
-def test_a_replica_on_one_node_is_rendered_as_before_nodes_were_known():
+def test_a_replica_on_one_node_is_a_plain_deployment():
     one = pod_template(KEY.name, spec_of(manifest()), "auto")
     assert GROUP_LABEL not in one["metadata"]["labels"]
     assert not any("node" in argument for argument in engine_of(one)["args"])
 
 
-def test_a_revision_over_nodes_is_a_leader_worker_set_whose_groups_are_recreated_whole():
+def test_a_multi_node_revision_is_a_leader_worker_set_that_recreates_whole_groups():
     made = workload(KEY, "u-1", template(), 3, 600, nodes=2)
     assert (made["apiVersion"], made["kind"]) == (LEADER_WORKER_SET.api_version, "LeaderWorkerSet")
     parts = made["spec"]["leaderWorkerTemplate"]
@@ -112,7 +112,7 @@ OWNER = {"apiVersion": "apps/v1", "kind": "StatefulSet", "controller": True}
 
 
 @given(st.sampled_from(["chat-r1", "chat-r1-0", "chat-r1-5d9", "chat-r2", "chatter-r1", ""]), st.booleans())
-def test_a_pod_is_one_of_a_group_by_the_stateful_set_that_owns_it(name, controller):
+def test_the_owning_stateful_set_decides_the_group_of_a_pod(name, controller):
     owner = {**OWNER, "name": name, "controller": controller}
     one = {"metadata": {"labels": {REVISION_LABEL: "r1"}, "ownerReferences": [owner]}}
     assert is_ours(one, "chat") == (controller and name == "chat-r1")
@@ -125,7 +125,7 @@ def of_group(name, owner, labels, **status):
     return {"kind": "Pod", "metadata": {**about, "labels": {**labels, REVISION_LABEL: "r2"}}, "status": status}
 
 
-async def test_workers_are_seen_with_their_leader_and_by_themselves_never(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_workers_appear_only_with_their_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     labels = {SERVICE_LABEL: KEY.name, GROUP_LABEL: KEY.name}
     about = {"name": "chat-r2", "namespace": KEY.namespace, "labels": {**labels, REVISION_LABEL: "r2"}, **OURS}
@@ -147,7 +147,7 @@ async def test_workers_are_seen_with_their_leader_and_by_themselves_never(monkey
     assert found.objects["LeaderWorkerSet", "chat-r2"].version == "4"
 
 
-def test_without_the_definition_nodes_are_refused_with_the_remedy_and_with_it_not():
+def test_nodes_above_1_are_refused_without_the_leader_worker_set_crd():
     spec = spec_of(OBJ)
     [told] = not_served(spec, False)
     assert told.field == "spec.engine.nodes"
@@ -159,7 +159,7 @@ def test_without_the_definition_nodes_are_refused_with_the_remedy_and_with_it_no
 
 
 @pytest.mark.parametrize(("bad", "end"), [(frozenset(), "Promoted"), (frozenset({NEW}), "RolledBack")])
-def test_the_same_trial_runs_by_groups_wherever_the_operator_is_killed(bad, end):
+def test_a_trial_of_groups_ends_the_same_even_if_the_operator_is_killed(bad, end):
     def always(cluster):
         at_every_moment(cluster)
         assert kinds(cluster) == {"LeaderWorkerSet"}
@@ -205,7 +205,7 @@ def test_a_canarys_group_starts_again_without_a_gate_before_it_gets_requests(ste
         assert cluster.engines.ready(serves) == view.replicas
 
 
-def test_a_refused_spec_opens_no_gate_of_a_group_that_is_to_start_again():
+def test_a_refused_spec_opens_no_gate_of_a_group_that_must_restart():
     cluster = grouped(2)
     canary = cluster.until(stage("Probing")).canary
     view = cluster.api.workloads()[canary.revision]
@@ -245,7 +245,7 @@ def test_leaders_and_workers_load_the_adapters_that_the_status_names():
     assert view.adapters == ("sql",)
 
 
-def test_a_service_goes_to_nodes_and_back_by_trials_of_revisions_of_two_kinds():
+def test_a_service_can_change_between_one_node_and_several_by_trials():
     cluster = on_trial(2, steps=[])
     cluster.until(ended)
     cluster.settle()
@@ -264,7 +264,7 @@ def test_a_service_goes_to_nodes_and_back_by_trials_of_revisions_of_two_kinds():
 
 
 @given(nodes=st.integers(2, 8), replicas=st.integers(2, 6), most=st.sampled_from([0, 1, 3, "25%", "100%"]))
-def test_the_budget_over_groups_lets_go_as_many_pods_as_groups_may_go(nodes, replicas, most):
+def test_the_budget_of_groups_allows_as_many_missing_pods_as_groups(nodes, replicas, most):
     obj = manifest(engine={"nodes": nodes}, replicas=replicas, disruption={"maxUnavailable": most},
                    scaling={"mode": "External"}, kvCache={"mode": "Fixed", "dtype": "auto"})  # fmt: skip
     name = revision_of(obj, "auto")
@@ -276,7 +276,7 @@ def test_the_budget_over_groups_lets_go_as_many_pods_as_groups_may_go(nodes, rep
     assert budget["selector"]["matchLabels"] == {GROUP_LABEL: KEY.name, REVISION_LABEL: name}
 
 
-def test_what_keeps_a_worker_from_its_node_is_what_keeps_the_group_and_its_refusal_is_the_canarys():
+def test_an_unschedulable_worker_delays_its_group_and_its_refusal_is_reported():
     cluster = grouped()
     cluster.until(stage("Starting"))
     canary = cluster.parsed().canary.revision
@@ -290,7 +290,7 @@ def test_what_keeps_a_worker_from_its_node_is_what_keeps_the_group_and_its_refus
         assert (told.status.canary.stage, told.status.canary.reason) == ("RollingBack", "DoesNotFit")
 
 
-def test_every_kind_of_workload_is_known_where_its_objects_are_kept():
+def test_every_kind_of_workload_can_be_rendered_and_viewed():
     for kind in KINDS.values():
         made = workload(KEY, "u-1", template(), 1, 600, nodes=1 if kind.name == "Deployment" else 2)
         assert made["kind"] == kind.name

@@ -28,7 +28,7 @@ def imported(file: Path) -> Iterator[str]:
             yield str(node.module).partition(".")[0]
 
 
-def test_the_page_of_the_architecture_names_the_operators_layers_in_their_order() -> None:
+def test_the_architecture_page_lists_the_operators_layers_in_order() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (one["layers"] for one in contracts if one.get("containers") == ["kvpilot_operator"])
     page = (ROOT / "docs/architecture.md").read_text()
@@ -48,7 +48,7 @@ def test_demo_benchmarks_and_scripts_import_nothing_from_tests() -> None:
     assert {(file, name) for file, name in found if not (ROOT / file).with_name(f"{name}.py").is_file()} == set()
 
 
-def test_only_the_operator_takes_a_cluster_from_its_environment() -> None:
+def test_only_the_operator_reads_a_cluster_from_the_environment() -> None:
     """Every connection outside the operator names its client configuration.
 
     `kubectl kvpilot` uses the one that the user named, if any.
@@ -65,7 +65,7 @@ def test_only_the_operator_takes_a_cluster_from_its_environment() -> None:
     assert found == {"operator/kvpilot_operator/cluster/client.py", "operator/kvpilot_operator/main.py"}
 
 
-def test_no_test_finds_the_cluster_of_whoever_runs_it() -> None:
+def test_no_test_uses_the_developers_own_cluster() -> None:
     script = "import asyncio; from kubernetes.aio import config; asyncio.run(config.load_kube_config())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
     assert "ConfigException" in done.stderr

@@ -45,7 +45,7 @@ def revisions(cluster):
 
 
 @given(st.sampled_from([None, "", "a", "b"]), st.sampled_from([None, "", "a", "b"]), st.booleans())
-def test_a_service_and_a_pool_that_select_two_revisions_send_to_both(service, pool, owned):
+def test_if_service_and_pool_select_two_revisions_both_get_requests(service, pool, owned):
     found = together(service, ObjectView("p", owned, "1", pool))
     assert together(service, None) == service
     assert found == (service if not owned or service is None or pool == service else "")
@@ -69,7 +69,7 @@ def test_a_pool_selects_the_revision_and_names_its_picker():
 
 
 @pytest.mark.parametrize("asked", [{}, PICKERS])
-def test_what_claims_a_pools_name_has_its_picker_and_no_label_that_may_have_to_go(asked):
+def test_the_placeholder_of_a_pool_has_its_picker_and_no_removable_label(asked):
     picker = spec_of(manifest(inferencePool=asked)).inference_pool.endpoint_picker_ref
     whole = inference_pool(KEY, "u-1", "chat", "abc", picker)
     claimed = claim(whole)
@@ -77,12 +77,12 @@ def test_what_claims_a_pools_name_has_its_picker_and_no_label_that_may_have_to_g
     assert claimed["metadata"]["ownerReferences"][0]["uid"] == "u-1"
 
 
-def test_what_a_gateway_says_of_a_pool_is_no_change_of_it():
+def test_a_gateways_status_of_a_pool_is_not_a_change():
     said = {"metadata": {"generation": 2, "resourceVersion": "9"}}
     assert version_of("InferencePool", said) == "2"
 
 
-def test_pickers_are_required_where_a_route_shares_between_pools():
+def test_with_a_route_both_pools_need_pickers():
     one = manifest(inferencePool={"endpointPickerRef": PICKERS["endpointPickerRef"]})
     assert not refused(one)
     shared = manifest(inferencePool=one["spec"]["inferencePool"], canary={"routeRef": {"name": "web"}})
@@ -101,7 +101,7 @@ def test_a_rule_keeps_backends_of_kinds_that_are_not_ours(of):
     assert weighted(shared, Backend(*KEY, of), 0) == rules
 
 
-def test_a_route_to_a_pool_that_is_not_ours_says_what_to_set():
+def test_a_route_to_another_pool_is_reported_with_the_remedy():
     obj = service(NEW, routeRef={"name": "web"})
     route = RouteView("web", "1", tuple(ROUTE))
     told = decide(running(obj, "auto", route=route, server=ServerFacts(http_routes=True))).status
@@ -115,7 +115,7 @@ def test_before_a_trial_both_pools_select_the_serving_revision():
     assert cluster.status["inferencePool"] == "chat"
 
 
-def test_without_a_route_there_is_one_pool_and_it_shares_by_replicas():
+def test_without_a_route_there_is_one_pool_and_shares_are_by_replicas():
     cluster = pooled(rules=None)
     cluster.until(stage("Shifting"))
     cluster.tick()
@@ -144,11 +144,11 @@ def test_a_canarys_share_goes_to_its_pool_by_the_routes_weights():
     ("rules", "slow", "end"),
     [(None, {}, "Promoted"), (ROUTE, {}, "Promoted"), (ROUTE, {NEW: 1.4}, "RolledBack")],
 )
-def test_wherever_the_operator_is_killed_no_pool_leads_to_an_unprobed_canary(rules, slow, end):
+def test_no_pool_selects_an_unprobed_canary_even_if_the_operator_is_killed(rules, slow, end):
     killed_before_each_write(lambda: pooled(cluster={"slow": slow}, rules=rules), lambda: at_every_moment, end)
 
 
-def test_pools_that_are_not_asked_for_any_more_go_and_a_canarys_after_the_route_has_lost_it():
+def test_removed_pools_are_deleted_and_a_canarys_only_after_the_route_dropped_it():
     cluster = pooled()
     cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)
     # The user's rule now names the Service, but still contains the canary's share.
@@ -163,7 +163,7 @@ def test_pools_that_are_not_asked_for_any_more_go_and_a_canarys_after_the_route_
     assert [ref["name"] for ref in cluster.rules[0]["backendRefs"]] == ["chat"]
 
 
-def test_without_the_kind_the_field_is_refused_with_the_remedy_and_the_service_serves():
+def test_without_the_pool_crd_the_field_is_reported_and_the_service_serves():
     obj = manifest(inferencePool=PICKERS, canary={"routeRef": {"name": "web"}})
     s = running(obj, "auto", server=ServerFacts(http_routes=True), rejections=())
     told = decide(s)
@@ -197,7 +197,7 @@ def waits_without_a_trial(cluster):
         yield passed
 
 
-def test_a_pool_that_is_refused_for_want_of_a_picker_is_said_and_its_service_goes_through_a_trial():
+def test_a_pool_refused_without_a_picker_is_reported_and_trials_without_a_route_still_run():
     cluster = on_trial(cluster={"refuses": before_v1_6})
     edit(cluster, inferencePool={}, kvCache={"mode": "Fixed", "dtype": NEW})
     cluster.watch = at_every_moment
@@ -214,7 +214,7 @@ def test_a_pool_that_is_refused_for_want_of_a_picker_is_said_and_its_service_goe
     assert told(cluster, "Stalled").status == "False"
 
 
-def test_no_trial_by_a_route_begins_while_a_pool_of_it_is_refused_and_the_route_stays_as_it_is():
+def test_no_trial_with_a_route_starts_while_one_of_its_pools_is_refused():
     to_service = [{"backendRefs": [{"name": KEY.name, "port": 80}]}]
     cluster = on_trial(cluster={"refuses": before_v1_6, "rules": to_service}, routeRef={"name": "web"})
     edit(cluster, inferencePool={}, kvCache={"mode": "Fixed", "dtype": OLD})
@@ -232,7 +232,7 @@ def test_no_trial_by_a_route_begins_while_a_pool_of_it_is_refused_and_the_route_
     assert cluster.status["history"][0]["verdict"] == "Passed"
 
 
-def test_a_pool_that_may_not_lose_its_picker_keeps_it_and_no_trial_begins_until_it_has_one():
+def test_a_pool_that_needs_a_picker_keeps_it_and_no_trial_starts_without_one():
     cluster = pooled(rules=None, cluster={"refuses": before_v1_6})
     edit(cluster, inferencePool={}, kvCache={"mode": "Fixed", "dtype": OLD})
     cluster.settle()
@@ -246,7 +246,7 @@ def test_a_pool_that_may_not_lose_its_picker_keeps_it_and_no_trial_begins_until_
 
 
 @pytest.mark.parametrize(("asked", "keeps"), [({"endpointPickerRef": PICKERS["endpointPickerRef"]}, True), ({}, False)])
-def test_a_canarys_pool_that_no_route_names_any_more_keeps_the_picker_that_the_spec_has_lost(asked, keeps):
+def test_a_canarys_pool_keeps_its_picker_after_the_spec_drops_it(asked, keeps):
     picker = {"kind": "Service", **PICKERS["canaryEndpointPickerRef"]}
     obj = service(OLD)
     old = revision_of(obj, OLD)
@@ -261,7 +261,7 @@ def test_a_canarys_pool_that_no_route_names_any_more_keeps_the_picker_that_the_s
     assert made["chat"].get("endpointPickerRef", {}).get("name") == asked.get("endpointPickerRef", {}).get("name")
 
 
-def test_a_pool_of_somebody_elses_moves_nothing():
+def test_a_pool_of_another_owner_changes_nothing():
     theirs = {("InferencePool", "chat"): ObjectView("theirs", False, "1", None)}
     old = revision_of(service(OLD), OLD)
     for obj in (service(OLD), apply_defaults({**service(OLD), "spec": {**service(OLD)["spec"], "inferencePool": {}}})):
@@ -270,7 +270,7 @@ def test_a_pool_of_somebody_elses_moves_nothing():
         assert decide(s).objects.absent == ()
 
 
-def test_pools_that_could_not_be_read_are_not_forgotten():
+def test_pools_that_could_not_be_read_stay_in_the_status():
     obj = service(OLD)
     s = running(obj, OLD, unanswered=(Unanswered(Question.POOLS, "ClusterError HTTP 403"),))
     known = replace(s, status=msgspec.structs.replace(s.status, inference_pool="chat"))

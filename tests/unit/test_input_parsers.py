@@ -82,7 +82,7 @@ def mangled(draw: st.DrawFn, texts: dict[str, Make]) -> bytes:
 @pytest.mark.parametrize("parser", PARSERS)
 @settings(max_examples=150)
 @given(data=st.data())
-def test_whatever_is_sent_is_read_or_refused_by_the_parsers_own_error(parser: str, data: st.DataObject) -> None:
+def test_any_input_is_either_read_or_refused_by_the_parsers_own_error(parser: str, data: st.DataObject) -> None:
     one = PARSERS[parser]
     text = data.draw(st.binary(max_size=300) | mangled(one.texts))
     try:
@@ -93,7 +93,7 @@ def test_whatever_is_sent_is_read_or_refused_by_the_parsers_own_error(parser: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("parser", "kind"), EVERY)
-def test_the_largest_text_of_every_hostile_kind_takes_little_memory(parser: str, kind: str) -> None:
+def test_the_largest_hostile_input_of_every_kind_takes_little_memory(parser: str, kind: str) -> None:
     one = PARSERS[parser]
     text = one.texts[kind](one.most)
     tracemalloc.start()

@@ -201,7 +201,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SHORTEST_WATCH_SECONDS", 0.2)
 
 
-async def test_services_are_known_once_all_of_them_were_told() -> None:
+async def test_services_count_as_listed_once_all_pages_were_read() -> None:
     server = Server()
     for number in range(20):
         server.put(f"s{number}")
@@ -210,7 +210,7 @@ async def test_services_are_known_once_all_of_them_were_told() -> None:
         assert known.names() == set(server.services)
 
 
-async def test_a_list_of_several_pages_is_taken_whole() -> None:
+async def test_a_list_of_several_pages_is_read_completely() -> None:
     server = Server()
     server.page = 3
     for number in range(7):
@@ -221,13 +221,13 @@ async def test_a_list_of_several_pages_is_taken_whole() -> None:
     assert server.asked[:3] == ["list"] * 3
 
 
-async def test_where_there_is_none_that_is_known_too() -> None:
+async def test_an_empty_list_counts_as_listed_too() -> None:
     async with watching(Server()) as known:
         await known.feed.filled.wait()
         assert known.names() == set()
 
 
-async def test_what_comes_changes_and_goes_is_followed() -> None:
+async def test_created_changed_and_deleted_services_are_followed() -> None:
     server = Server()
     async with watching(server) as known:
         await server.watched()
@@ -241,7 +241,7 @@ GONE = event("ERROR", {"kind": "Status", "code": 410, "message": "too old"})
 
 
 @pytest.mark.parametrize("left", [{"y"}, set()], ids=["one is left", "none is left"])
-async def test_what_was_deleted_while_the_watch_was_away_is_dropped_after_410(left: set[str]) -> None:
+async def test_a_service_deleted_while_the_watch_was_lost_is_dropped_after_410(left: set[str]) -> None:
     server = Server()
     for name in ("x", "y"):
         server.put(name)
@@ -271,7 +271,7 @@ def refused(code: int) -> web.Response:
 
 @pytest.mark.parametrize("code", [401, 403, 404, 410, 429, 500, 503])
 @pytest.mark.parametrize("what", ["list", "watch"])
-async def test_a_refusal_that_passes_is_outlived(what: str, code: int) -> None:
+async def test_a_temporary_refusal_does_not_end_the_watch(what: str, code: int) -> None:
     server = Server()
     server.put("x")
     if what == "list":
@@ -286,7 +286,7 @@ async def test_a_refusal_that_passes_is_outlived(what: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("said", ODD_EVENTS)
-async def test_an_odd_event_breaks_the_watch_and_nothing_else(said: bytes) -> None:
+async def test_an_invalid_event_breaks_only_the_watch(said: bytes) -> None:
     server = Server()
     server.put("x")
     server.watches = [said]
@@ -297,7 +297,7 @@ async def test_an_odd_event_breaks_the_watch_and_nothing_else(said: bytes) -> No
 
 
 @pytest.mark.parametrize("body", ["<html>bad gateway</html>", "[]", '{"items": 3}', '{"items": [{"metadata": {}}]}'])
-async def test_a_list_that_is_none_is_requested_again(body: str) -> None:
+async def test_an_invalid_list_is_requested_again(body: str) -> None:
     server = Server()
     server.put("x")
     server.lists = [web.Response(text=body, content_type="application/json")]
@@ -305,7 +305,7 @@ async def test_a_list_that_is_none_is_requested_again(body: str) -> None:
         await known.like_the_server()
 
 
-async def test_a_server_that_ends_every_watch_at_once_is_asked_for_the_next_one_after_a_pause(
+async def test_after_a_watch_that_ends_at_once_the_next_one_starts_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pause = 0.5
@@ -319,7 +319,7 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_for_the_next_one_
     assert time.monotonic() - began >= 4 * pause
 
 
-async def test_nothing_of_kopfs_is_written_while_the_fence_is_closed() -> None:
+async def test_kopf_writes_nothing_while_the_fence_is_closed() -> None:
     asked: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:

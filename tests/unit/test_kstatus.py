@@ -103,7 +103,7 @@ def columns(obj: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def test_each_state_has_a_row_and_each_row_a_state() -> None:
+def test_every_state_has_a_row_and_every_row_a_state() -> None:
     assert list(rows()) == list(STATES)
 
 
@@ -115,7 +115,7 @@ def test_a_state_is_reported_as_its_row_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_what_holds_a_service_up_is_said_by_ready_and_by_argo_cd_in_the_same_words(name: str) -> None:
+def test_ready_and_argo_cd_report_the_same_cause_of_a_delay(name: str) -> None:
     obj = STATES[name]()
     conditions = {one["type"]: one for one in obj.get("status", {}).get("conditions", ())}
     for kind in ("Reconciling", "Stalled"):
@@ -128,7 +128,7 @@ def test_what_holds_a_service_up_is_said_by_ready_and_by_argo_cd_in_the_same_wor
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_ready_is_true_exactly_where_nothing_is_under_way_and_nothing_holds_it_up(name: str) -> None:
+def test_ready_is_true_exactly_if_reconciling_and_stalled_are_false(name: str) -> None:
     told = {one["type"]: one for one in STATES[name]().get("status", {}).get("conditions", ())}
     if told:
         causes = [told[kind] for kind in ("Stalled", "Reconciling") if told[kind]["status"] == "True"]
@@ -137,14 +137,14 @@ def test_ready_is_true_exactly_where_nothing_is_under_way_and_nothing_holds_it_u
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_conditions_and_status_say_of_which_generation_they_are(name: str) -> None:
+def test_conditions_and_status_name_their_generation(name: str) -> None:
     status = STATES[name]().get("status", {})
     for one in status.get("conditions", ()):
         assert one["observedGeneration"] == status["observedGeneration"]
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_service_that_has_settled_serves_the_revision_that_its_spec_asks_for(name: str) -> None:
+def test_a_ready_service_serves_the_revision_of_its_spec(name: str) -> None:
     status = STATES[name]().get("status", {})
     if "observedRevision" not in status:
         assert name == "no operator has seen it"
@@ -159,7 +159,7 @@ def test_a_service_that_has_settled_serves_the_revision_that_its_spec_asks_for(n
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_what_serves_another_revision_than_the_spec_asks_for_is_not_said_to_have_settled(name: str) -> None:
+def test_a_service_with_another_revision_than_its_specs_is_not_ready(name: str) -> None:
     status = STATES[name]().get("status", {})
     if status.get("observedRevision") != status.get("stable", {}).get("revision"):
         (ready,) = [one for one in status["conditions"] if one["type"] == "Ready"]
@@ -167,19 +167,19 @@ def test_what_serves_another_revision_than_the_spec_asks_for_is_not_said_to_have
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_address_is_told_wherever_the_service_of_that_name_exists(name: str) -> None:
+def test_the_status_has_the_url_if_our_kubernetes_service_exists(name: str) -> None:
     url = STATES[name]().get("status", {}).get("url")
     assert url == (None if name == "no operator has seen it" else f"http://{KEY.name}.{KEY.namespace}.svc")
 
 
-def test_no_address_is_told_while_the_name_is_somebody_elses() -> None:
+def test_the_status_has_no_url_while_another_owner_has_the_name() -> None:
     cluster = ModelCluster(service(OLD, 2), refuses=lambda one: "taken" if one["kind"] == "Service" else None)
     assert "url" not in after(cluster)["status"]
     cluster.refuses = lambda _: None
     assert "url" in after(cluster, 40)["status"]
 
 
-def test_the_revision_asked_for_is_kept_while_a_spec_is_refused_and_changes_with_the_next_good_one() -> None:
+def test_observed_revision_stays_while_a_spec_is_refused() -> None:
     cluster = settled()
     good = cluster.status["observedRevision"]
     cluster.edit({**cluster.obj, "spec": {**cluster.obj["spec"], "replicas": -1}})
@@ -189,7 +189,7 @@ def test_the_revision_asked_for_is_kept_while_a_spec_is_refused_and_changes_with
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_columns_of_kubectl_get_tell_a_canary_from_calm(name: str) -> None:
+def test_the_columns_of_kubectl_get_show_a_canary(name: str) -> None:
     obj = STATES[name]()
     row = columns(obj)
     on_trial = "canary" in obj.get("status", {})
@@ -198,7 +198,7 @@ def test_the_columns_of_kubectl_get_tell_a_canary_from_calm(name: str) -> None:
 
 
 @pytest.mark.parametrize("question", sorted({rule.question for rule in decide.RULES}))
-def test_whatever_question_fails_a_service_is_neither_current_nor_stalled_until_it_is_answered(
+def test_after_any_failed_question_a_service_is_neither_current_nor_stalled(
     question: Question,
 ) -> None:
     cluster = settled(unanswered=(question,))
@@ -209,14 +209,14 @@ def test_whatever_question_fails_a_service_is_neither_current_nor_stalled_until_
     assert compute(seen(cluster)) == "Current"
 
 
-def test_a_refused_spec_stalls_whatever_could_not_be_observed() -> None:
+def test_a_refused_spec_is_stalled_even_if_observations_fail() -> None:
     cluster = settled()
     cluster.edit({**cluster.obj, "spec": {**cluster.obj["spec"], "replicas": -1}})
     cluster.unread = (unanswered(Question.NODE, ClusterError("GET", "/x", 403, "forbidden")),)
     assert compute(after(cluster)) == "Failed"
 
 
-def test_a_service_whose_requests_go_elsewhere_is_not_current_until_that_is_repaired() -> None:
+def test_a_service_whose_selector_was_changed_is_not_current_until_it_is_repaired() -> None:
     cluster = settled()
     service = cluster.api.objects["Service", KEY.name]
     cluster.api.put({**service, "spec": {**service["spec"], "selector": {SERVICE_LABEL: KEY.name}}})
@@ -225,7 +225,7 @@ def test_a_service_whose_requests_go_elsewhere_is_not_current_until_that_is_repa
     assert compute(after(cluster)) == "Current"
 
 
-def test_the_conditions_stand_in_the_same_order_whatever_happened() -> None:
+def test_conditions_always_have_the_same_order() -> None:
     cluster = settled()
     order = [one["type"] for one in cluster.status["conditions"]]
     assert order[: len(TOLD)] == list(TOLD)
@@ -250,12 +250,12 @@ def test_the_conditions_stand_in_the_same_order_whatever_happened() -> None:
         ({}, {"observedGeneration": 1, "conditions": [("Ready", "True")]}, "Current"),
     ],
 )
-def test_the_rules_are_those_of_kstatus(meta: dict[str, Any], status: dict[str, Any], word: str) -> None:
+def test_the_tests_rules_equal_those_of_kstatus(meta: dict[str, Any], status: dict[str, Any], word: str) -> None:
     conditions = [{"type": kind, "status": said} for kind, said in status.get("conditions", ())]
     assert compute({"metadata": meta, "status": {**status, "conditions": conditions}}) == word
 
 
-def test_argos_key_is_the_kind_of_ours() -> None:
+def test_argo_cds_health_check_names_our_kind() -> None:
     (key,) = example("argocd-cm.yaml")["data"]
     obj = manifest()
     assert key == f"resource.customizations.health.{obj['apiVersion'].partition('/')[0]}_{obj['kind']}"

@@ -25,7 +25,7 @@ def run(api: LoopbackApi, capsys: pytest.CaptureFixture[str]) -> Run:
     return runner(api, capsys)
 
 
-def test_pause_and_resume_write_one_field_and_only_where_it_differs(run: Run, api: LoopbackApi) -> None:
+def test_pause_and_resume_write_one_field_and_only_if_it_differs(run: Run, api: LoopbackApi) -> None:
     spec = copy.deepcopy(api.services["chat"]["spec"])
     for command, paused, already in (
         ("pause", True, False),
@@ -50,9 +50,7 @@ SERVED = {
 }  # fmt: skip
 
 
-def test_export_writes_the_earned_dtype_with_its_evidence_into_a_manifest_without_status(
-    run: Run, api: LoopbackApi
-) -> None:
+def test_export_writes_the_probed_dtype_and_its_evidence_without_status(run: Run, api: LoopbackApi) -> None:
     service = api.services["chat"]
     service |= {"status": SERVED}
     service["metadata"]["annotations"] = {
@@ -143,7 +141,7 @@ def test_export_writes_the_newest_spec_if_it_serves_or_nothing_else_is_known(
         ({}, "no dtype serves"),
     ],
 )
-def test_export_of_a_dtype_that_is_not_proven_writes_none_and_gives_the_reason(
+def test_export_of_an_unproven_dtype_writes_no_start_dtype_and_gives_the_reason(
     run: Run, api: LoopbackApi, change: dict[str, Any], why: str
 ) -> None:
     service = api.services["chat"]

@@ -45,7 +45,7 @@ def run(api: LoopbackApi, capsys: pytest.CaptureFixture[str]) -> Run:
     ],
     ids=" ".join,
 )
-def test_a_wrong_argument_is_named_in_one_line_before_anything_is_asked(
+def test_a_wrong_argument_is_reported_in_one_line_before_any_request(
     run: Run, api: LoopbackApi, argv: list[str], named: str
 ) -> None:
     assert named in refused(run, *argv, code=2)
@@ -60,7 +60,7 @@ def test_help_describes_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(f"    {name} " in text for name in COMMANDS)
 
 
-def test_the_docs_tell_of_every_command_and_option() -> None:
+def test_the_docs_list_every_command_and_option() -> None:
     page = (Path(__file__).parents[2] / "docs" / "kubectl.md").read_text()
     whole = parser()
     (commands,) = (one for one in whole._actions if isinstance(one, argparse._SubParsersAction))
@@ -76,7 +76,7 @@ def test_options_may_stand_before_the_command_and_after_it(run: Run) -> None:
     assert outputs[0][1].splitlines()[1].startswith("chat ")
 
 
-def test_the_namespace_is_the_contexts_own_unless_one_is_named(run: Run, api: LoopbackApi) -> None:
+def test_the_default_namespace_is_the_contexts(run: Run, api: LoopbackApi) -> None:
     for argv in (["status"], ["status", "-n", "other"], ["status", "--context", "bare"], ["status", "-A"]):
         assert run(*argv)[0] == 0
     asked = [path.partition("/v1alpha1/")[2].partition("?")[0] for _, path in api.asked]
@@ -84,7 +84,7 @@ def test_the_namespace_is_the_contexts_own_unless_one_is_named(run: Run, api: Lo
     assert asked == [*named, "quantizedllmservices"]
 
 
-def test_without_services_it_says_so_on_stderr(run: Run, api: LoopbackApi) -> None:
+def test_without_services_the_command_says_so_on_stderr(run: Run, api: LoopbackApi) -> None:
     api.services.clear()
     assert run("status") == (0, "", "no services found in namespace models\n")
 
@@ -106,7 +106,7 @@ def test_a_user_who_interrupts_gets_no_traceback(run: Run, monkeypatch: pytest.M
     assert run("status") == (130, "", "")
 
 
-def test_a_terminal_of_few_characters_shows_what_it_can(api: LoopbackApi) -> None:
+def test_a_terminal_without_unicode_shows_replacements(api: LoopbackApi) -> None:
     api.services["chat"]["status"] = {"decisions": [{"action": "Hold", "message": "≥ 85% …"}]}
     program = Path(sys.executable).with_name("kubectl-kvpilot")
     done = subprocess.run(
@@ -121,7 +121,7 @@ def test_a_terminal_of_few_characters_shows_what_it_can(api: LoopbackApi) -> Non
     assert "? 85% ?" in done.stdout
 
 
-def test_without_its_dependencies_it_says_what_to_install(tmp_path: Path) -> None:
+def test_without_its_dependencies_the_command_names_the_extra(tmp_path: Path) -> None:
     """The operator's image has the script but not the optional dependency."""
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')")
     program = Path(sys.executable).with_name("kubectl-kvpilot")

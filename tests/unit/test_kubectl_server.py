@@ -38,7 +38,7 @@ def test_a_long_list_is_read_to_its_end(run: Run, api: LoopbackApi) -> None:
     assert [line.split()[0] for line in out.splitlines()[1:]] == ["a", "b"]
 
 
-def test_a_service_that_is_not_there_is_named_with_where_to_look(run: Run) -> None:
+def test_a_missing_service_is_reported_with_the_namespace(run: Run) -> None:
     for command in ("status", "why", "export", "pause", "resume"):
         line = refused(run, command, "chit")
         assert "'chit' not found in namespace models" in line
@@ -64,7 +64,7 @@ def test_a_cluster_without_kvpilot_is_distinguished_from_one_without_the_service
     ],
     ids=str,
 )
-def test_whatever_the_server_answers_is_said_in_a_line(
+def test_any_answer_of_the_server_becomes_one_line(
     run: Run, api: LoopbackApi, answer: tuple[int, bytes], said: str
 ) -> None:
     api.answers[CHAT] = answer
@@ -83,7 +83,7 @@ def test_a_server_that_does_not_answer_is_named(run: Run, api: LoopbackApi) -> N
 
 
 @pytest.mark.parametrize("text", ["", "[]", "a: [", "clusters: 3", "{}", "current-context: x", "\x00"])
-def test_a_client_configuration_that_is_none_is_said_with_the_remedy(run: Run, api: LoopbackApi, text: str) -> None:
+def test_an_invalid_kubeconfig_is_reported_with_the_remedy(run: Run, api: LoopbackApi, text: str) -> None:
     api.kubeconfig.write_text(text)
     assert "set KUBECONFIG" in refused(run, "status")
 
@@ -105,7 +105,7 @@ GARBAGE = base64.b64encode(b"x").decode()
     ],
     ids=str,
 )
-def test_a_cluster_that_cannot_be_trusted_or_reached_is_said_in_a_line(
+def test_an_untrusted_or_unreachable_cluster_is_reported_in_one_line(
     run: Run, api: LoopbackApi, cluster: dict[str, Any], user: dict[str, Any], said: str
 ) -> None:
     raw = client_configuration(api.url.replace("http:", "https:"))
@@ -115,23 +115,23 @@ def test_a_cluster_that_cannot_be_trusted_or_reached_is_said_in_a_line(
     assert said in refused(run, "status")
 
 
-def test_a_missing_client_configuration_is_said_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_kubeconfig_is_reported_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--kubeconfig", "/no-such-file"]) == 1
     assert "set KUBECONFIG" in capsys.readouterr().err
 
 
-def test_an_unknown_context_is_named_with_those_that_are_there(run: Run) -> None:
+def test_the_error_about_an_unknown_context_lists_the_known_ones(run: Run) -> None:
     line = refused(run, "status", "--context", "elsewhere")
     assert "'elsewhere'" in line
     assert "bare, here" in line
 
 
-def test_a_server_that_drops_the_field_is_not_believed(run: Run, api: LoopbackApi) -> None:
+def test_a_server_that_drops_the_field_is_an_error(run: Run, api: LoopbackApi) -> None:
     api.dropped = frozenset({"paused", "denySeconds"})
     assert "the server dropped spec.rollout.paused" in refused(run, "pause", "chat")
 
 
-def test_a_change_that_is_refused_is_said_with_the_servers_words(run: Run, api: LoopbackApi) -> None:
+def test_a_refused_change_is_reported_with_the_servers_message(run: Run, api: LoopbackApi) -> None:
     before = api.answer
     api.answer = lambda method, *rest: (  # type: ignore[method-assign]
         (422, {"message": "webhook says no"}) if method == "PATCH" else before(method, *rest)

@@ -16,14 +16,14 @@ from shown_services import COLOURED, PLAIN, detailed, now, story
 from kvpilot_kubectl import show
 
 
-def test_a_message_can_neither_steer_the_terminal_nor_break_its_line() -> None:
+def test_a_message_cannot_control_the_terminal_or_break_its_line() -> None:
     obj = copy.deepcopy(story()["serving"])
     obj["status"]["conditions"][0]["message"] = "a\x1b]0;owned\x07b\nc\x9bd\u202ee [red]not markup[/red] :smile:"
     (line,) = (line for line in detailed(obj).splitlines() if "owned" in line)
     assert line.endswith("a ]0;owned b c d e [red]not markup[/red] :smile:")
 
 
-def test_a_narrow_terminal_folds_messages_and_nothing_else() -> None:
+def test_a_narrow_terminal_wraps_only_messages() -> None:
     narrow = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60)
     lines = show.rendered(show.detailed(story()["denied"], now()), narrow).splitlines()
     assert max(map(len, lines)) <= 100
@@ -32,7 +32,7 @@ def test_a_narrow_terminal_folds_messages_and_nothing_else() -> None:
     assert show.rendered(table, narrow, fold=False) == show.rendered(table, PLAIN)
 
 
-def test_colours_are_for_terminals_alone() -> None:
+def test_colours_are_used_only_on_terminals() -> None:
     parts = show.detailed(story()["denied"], now())
     assert "\x1b[" in show.rendered(parts, COLOURED)
     assert "\x1b" not in show.rendered(parts, PLAIN)
@@ -69,7 +69,7 @@ def odd_objects(draw: st.DrawFn) -> Any:
 
 @pytest.mark.slow
 @given(odd_objects() | ANY)
-def test_no_object_of_whatever_shape_ends_in_an_error(obj: Any) -> None:
+def test_any_object_can_be_shown_without_an_error(obj: Any) -> None:
     for console in (PLAIN, COLOURED):
         parts = [show.listed([obj], everywhere=True), *show.detailed(obj, now())]
         text = show.rendered([*parts, *show.timeline(obj, now())], console)

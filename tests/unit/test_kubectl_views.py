@@ -39,7 +39,7 @@ def test_a_line_has_dtype_revision_replicas_load_and_the_stage_of_the_canary() -
     assert row["MODE"] == "Auto"
 
 
-def test_every_condition_that_the_operator_writes_is_in_the_api_and_can_ask_for_attention() -> None:
+def test_every_condition_is_in_the_api_and_may_need_attention() -> None:
     objectives = [{"metric": "TTFT", "percentile": 95, "milliseconds": 500}]
     obj = manifest(scaling={"objectives": objectives})
     status = decide(running(obj, "auto")).status.as_written()
@@ -54,7 +54,7 @@ def test_every_condition_that_the_operator_writes_is_in_the_api_and_can_ask_for_
         assert any(told["type"] in one for one in shown) == asks, told["type"]
 
 
-def test_a_calm_service_asks_for_no_attention_and_one_under_pressure_does() -> None:
+def test_only_a_service_under_pressure_needs_attention() -> None:
     (calm,), (pressed,) = listed(story()["serving"]), listed(story()["trial"])
     assert calm["ATTENTION"] == "-"
     assert "MemoryPressured=True (MemoryBound)" in pressed["ATTENTION"]
@@ -64,14 +64,14 @@ def test_a_calm_service_asks_for_no_attention_and_one_under_pressure_does() -> N
     ("kind", "status", "reason"),
     [("MetricsAvailable", "True", "EnginesStalled"), ("MemoryPressured", "False", "Imbalanced")],
 )
-def test_engines_that_hang_or_are_used_unevenly_ask_for_attention(kind: str, status: str, reason: str) -> None:
+def test_stalled_or_unevenly_used_engines_need_attention(kind: str, status: str, reason: str) -> None:
     obj = copy.deepcopy(story()["serving"])
     told = {one["type"]: one for one in obj["status"]["conditions"]}
     told[kind] |= {"status": status, "reason": reason}
     assert listed(obj)[0]["ATTENTION"] == f"{kind}={status} ({reason})"
 
 
-def test_a_service_that_waits_for_a_person_asks_for_attention_and_one_on_its_way_does_not() -> None:
+def test_a_service_that_waits_for_a_person_needs_attention() -> None:
     obj = copy.deepcopy(story()["serving"])
     told = {one["type"]: one for one in obj["status"]["conditions"]}
     told["Reconciling"]["status"] = "True"
@@ -80,7 +80,7 @@ def test_a_service_that_waits_for_a_person_asks_for_attention_and_one_on_its_way
     assert listed(obj)[0]["ATTENTION"] == "Stalled=True (DtypeDenied)"
 
 
-def test_a_service_tells_what_its_last_accuracy_probe_covered() -> None:
+def test_the_view_shows_the_coverage_of_the_last_accuracy_probe() -> None:
     obj = copy.deepcopy(story()["serving"])
     obj["status"]["accuracy"] = {"last": {"dtype": "k4v4", "verdict": "Passed", "covered": "general; not: agent"}}
     facts = [line.split(maxsplit=1) for line in detailed(obj).splitlines()]
@@ -89,7 +89,7 @@ def test_a_service_tells_what_its_last_accuracy_probe_covered() -> None:
     assert "accuracy" not in [fact[0] for line in detailed(obj).splitlines() if (fact := line.split())]
 
 
-def test_the_address_and_the_adapters_are_shown_where_the_status_has_them() -> None:
+def test_url_and_adapters_are_shown_if_the_status_has_them() -> None:
     obj = copy.deepcopy(story()["serving"])
     obj["status"]["adapters"] = ["sql", "acme/chat"]
     facts = [line.split(maxsplit=1) for line in detailed(obj).splitlines()[1:]]
@@ -115,13 +115,13 @@ def test_one_service_is_shown_with_each_condition_on_a_line_and_its_denials() ->
     assert any(line.startswith("denied") and BAD in line and "AccuracyRegressed" in line for line in lines)
 
 
-def test_a_denial_that_has_run_out_is_not_shown() -> None:
+def test_an_expired_denial_is_not_shown() -> None:
     obj = copy.deepcopy(story()["denied"])
     obj["status"]["kvCache"]["denied"][0]["until"] = "2026-11-21T12:00:00Z"
     assert "denied   " not in detailed(obj)
 
 
-def test_why_tells_every_decision_oldest_first_with_the_options_that_were_weighed() -> None:
+def test_why_prints_every_decision_oldest_first_with_the_compared_options() -> None:
     obj = story()["promoted"]
     text = why(obj)
     decisions = obj["status"]["decisions"][::-1]
@@ -143,20 +143,20 @@ def test_why_ends_with_the_figures_of_the_last_trial() -> None:
     assert "auto -> k4v4 Promoted, Passed" in line
 
 
-def test_decisions_of_one_moment_keep_their_order() -> None:
+def test_decisions_of_the_same_time_keep_their_order() -> None:
     obj = {"status": {"decisions": [{"time": "2026-11-21T12:00:00Z", "action": f"Step{n}"} for n in (3, 2, 1)]}}
     assert re.findall(r"Step\d", why(obj)) == ["Step1", "Step2", "Step3"]
 
 
 @pytest.mark.parametrize("status", [None, {}, [], "no"])
-def test_a_service_without_a_status_says_that_no_operator_has_written_one(status: Any) -> None:
+def test_a_service_without_a_status_is_reported_as_not_seen_by_an_operator(status: Any) -> None:
     obj = {**manifest(), "status": status}
     assert "no operator has written a status yet" in detailed(obj)
     assert "no operator has written a status yet" in why(obj)
     assert listed(obj)[0]["ATTENTION"] == "no status yet"
 
 
-def test_a_status_of_an_older_spec_is_said_to_be_one() -> None:
+def test_a_status_of_an_older_spec_is_marked() -> None:
     obj = copy.deepcopy(story()["serving"])
     assert "newest spec" not in detailed(obj)
     obj["metadata"]["generation"] += 1
@@ -164,7 +164,7 @@ def test_a_status_of_an_older_spec_is_said_to_be_one() -> None:
     assert listed(obj)[0]["ATTENTION"].startswith("newest spec not read yet")
 
 
-def test_words_of_a_newer_operator_are_shown_as_they_are() -> None:
+def test_unknown_words_of_a_newer_operator_are_shown_unchanged() -> None:
     obj = copy.deepcopy(story()["promoted"])
     obj["status"]["decisions"].insert(0, {"time": "2026-11-21T23:00:00Z", "action": "Teleport", "message": "why not"})
     obj["status"]["conditions"].append({"type": "Novel", "status": "False", "reason": "Later"})

@@ -60,7 +60,7 @@ def failed_image(cluster: ModelCluster) -> None:
 
 
 @pytest.mark.parametrize("change", [refused, another_image, failed_image])
-def test_another_cluster_gets_the_spec_that_serves(change: Any) -> None:
+def test_an_export_to_another_cluster_has_the_serving_spec(change: Any) -> None:
     lost = ModelCluster(service(OLD, 3), start_ticks=2)
     lost.settle()
     revision, served = lost.parsed().stable.revision, lost.snapshot().spec
@@ -94,7 +94,7 @@ def test_the_largest_spec_leaves_room_for_the_annotations_of_others() -> None:
     assert len(made["metadata"]["annotations"][SPEC_ANNOTATION].encode()) <= MAX_SPEC_BYTES + 1024
 
 
-def test_a_valid_spec_is_noted_on_each_workload_and_a_refused_one_on_none() -> None:
+def test_only_a_valid_spec_is_written_into_the_workloads_annotations() -> None:
     cluster = ModelCluster(service(OLD, 3))
     revision = cluster.settle().stable.revision
     edit(cluster, scaling={**cluster.obj["spec"]["scaling"], "maxReplicas": 12})

@@ -8,7 +8,7 @@ from kvpilot_localcluster.addresses import Addresses, reserve
 from kvpilot_localcluster.errors import LocalClusterError
 
 
-def test_a_number_is_held_by_one_until_it_ends() -> None:
+def test_an_address_has_one_owner_until_its_process_ends() -> None:
     name = "kvpilot-test-of-addresses"
     first, lock = reserve(name, [1, 2])
     second, other = reserve(name, [1, 2])
@@ -22,7 +22,7 @@ def test_a_number_is_held_by_one_until_it_ends() -> None:
         lock.close()
 
 
-def test_two_agents_give_no_address_twice_and_an_agent_that_comes_again_keeps_its_block(tmp_path: Path) -> None:
+def test_two_agents_use_different_addresses_and_a_restarted_agent_keeps_its_block(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()

@@ -11,7 +11,7 @@ from kvpilot_localcluster.cache import cache_folder
     ("said", "folder"),
     [("/srv/cache", Path("/srv/cache")), ("~/other", Path.home() / "other"), ("", Path.home() / ".cache/kvpilot")],
 )
-def test_the_cache_is_where_the_environment_says_and_an_empty_word_says_nothing(
+def test_the_environment_sets_the_cache_folder_unless_it_is_empty(
     said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVPILOT_CACHE", said)

@@ -58,7 +58,7 @@ def test_text_without_a_dollar_is_not_changed(text: str) -> None:
     assert expand(text, {"A": "1"}) == text
 
 
-def test_later_variables_may_refer_to_earlier_ones_and_to_outer_ones() -> None:
+def test_variables_may_refer_to_earlier_and_to_inherited_ones() -> None:
     env = [{"name": "X", "value": "$(OUTER)$(Y)"}, {"name": "Y", "value": "$(X)!"}]
     assert variables(env=env) == {"X": "o$(Y)", "Y": "o$(Y)!"}
 
@@ -96,14 +96,14 @@ def test_fields_by_path() -> None:
     assert field_value(POD, "metadata.labels") == 'a.io/b="c"'
 
 
-def test_a_missing_limit_is_the_nodes() -> None:
+def test_a_missing_limit_is_the_nodes_capacity() -> None:
     env = [{"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}}]
     assert variables(env=env) == {"CPU": "2"}
     assert limit_or_allocatable({}, "requests.cpu", {"cpu": "2"}) == "0"
 
 
 @given(st.integers(0, 10**15), st.sampled_from(["1", "1k", "1Mi"]))
-def test_a_divided_quantity_is_the_least_number_of_units_that_holds_it(value: int, divisor: str) -> None:
+def test_a_divided_quantity_is_rounded_up(value: int, divisor: str) -> None:
     units = int(divided(str(value), divisor))
     assert (units - 1) * parse_quantity(divisor) < value <= units * parse_quantity(divisor)
 
@@ -123,7 +123,7 @@ FOLDERS = {"/models": "/real/m", "/models/tiny": "/real/t", "/dev/shm": "/real/s
         ("/modelsx /opt/models hf://models http://host/models", "/modelsx /opt/models hf://models http://host/models"),
     ],
 )
-def test_container_paths_become_machine_paths(text: str, expected: str) -> None:
+def test_container_paths_are_mapped_to_paths_of_the_machine(text: str, expected: str) -> None:
     assert rewrite(text, FOLDERS) == expected
 
 

@@ -50,7 +50,7 @@ def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pyt
     assert gpus.find() == []
 
 
-def test_a_driver_that_fails_is_an_error_with_its_words(smi: Path) -> None:
+def test_a_failing_driver_is_an_error_with_its_message(smi: Path) -> None:
     smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     with pytest.raises(LocalClusterError, match="ended with 18: Failed to initialize NVML"):
         gpus.find()

@@ -31,7 +31,7 @@ Components: main
 """
 
 
-def test_only_the_debian_archive_is_taken_and_its_suite_replaced() -> None:
+def test_only_the_debian_archive_is_used_and_its_suite_replaced() -> None:
     assert debian.with_suite(DEB822, "sid") == (
         "Types: deb deb-src\nURIs: http://mirror.example/debian\nSuites: sid\nComponents: main\n"
         "Signed-By: /usr/share/keyrings/debian.gpg\n"
@@ -79,7 +79,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("packages")
-def test_a_broken_build_leaves_nothing_valid_and_continues_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_build_leaves_nothing_valid_and_continues_later(tmp_path: Path) -> None:
     ran: list[str] = []
 
     def step(name: str, *, broken: bool = False) -> BuildStep:

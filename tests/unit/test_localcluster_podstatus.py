@@ -28,14 +28,14 @@ def conditions(found: Any) -> dict[str, str]:
     return {one["type"]: one["status"] for one in found["conditions"]}
 
 
-def test_a_running_ready_pod() -> None:
+def test_a_running_pod_with_ready_containers_is_ready() -> None:
     found = status(RUNNING)
     assert found["phase"] == "Running"
     assert set(conditions(found).values()) == {"True"}
     assert found["podIPs"] == [{"ip": "127.0.1.1"}]
 
 
-def test_a_pod_that_is_being_deleted_is_not_ready_though_its_containers_are() -> None:
+def test_a_terminating_pod_is_not_ready_even_if_its_containers_are() -> None:
     found = conditions(status(RUNNING, going=True))
     assert (found["Ready"], found["ContainersReady"]) == ("False", "True")
 
@@ -46,14 +46,14 @@ def test_an_unfinished_init_container_keeps_the_pod_pending() -> None:
     assert conditions(found)["Initialized"] == "False"
 
 
-def test_a_restarting_container_tells_its_last_end() -> None:
+def test_a_restarting_container_has_its_last_termination_state() -> None:
     found = container_status(BACKING_OFF)
     assert found["state"] == {"waiting": {"reason": "CrashLoopBackOff", "message": "10s"}}
     assert found["lastState"]["terminated"]["exitCode"] == 3
     assert found["restartCount"] == 1
 
 
-def test_an_end_carries_its_code_and_message() -> None:
+def test_a_termination_state_has_exit_code_and_message() -> None:
     assert container_status(FAILED)["state"]["terminated"] == {
         "exitCode": 3,
         "reason": "Error",
@@ -99,7 +99,7 @@ def test_a_pod_without_restarts_succeeds_when_all_containers_do() -> None:
     assert phase("Always", [], [FINE]) == "Running"
 
 
-def test_restart_policies() -> None:
+def test_restart_policies_decide_which_containers_restart() -> None:
     assert [restarts(policy, code) for policy in ("Always", "OnFailure", "Never") for code in (0, 1)] == [
         *(True, True),
         *(False, True),
@@ -112,7 +112,7 @@ def test_back_off_starts_at_once_then_doubles_to_its_cap() -> None:
     assert delays == [0, 10, 20, 40, 80, 160, 300, 300]
 
 
-def test_a_long_run_forgives_earlier_crashes() -> None:
+def test_a_long_run_resets_the_back_off() -> None:
     assert Backoff().delay([1.0, 1.0, 1.0, 600.0]) == 0
     assert Backoff().delay([1.0, 1.0, 600.0, 1.0]) == 10
 

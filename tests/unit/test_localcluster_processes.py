@@ -55,14 +55,14 @@ def shell(script: str) -> Command:
     return Command(["bash", "-c", script], {"PATH": "/usr/bin:/bin"}, "/", {})
 
 
-async def test_a_run_tells_its_exit_code_and_its_last_words(tmp_path: Path) -> None:
+async def test_a_run_returns_its_exit_code_and_last_output(tmp_path: Path) -> None:
     process = Process(tmp_path / "uid/c/0", tmp_path / "log", "FallbackToLogsOnError")
     process.start(shell("echo out; echo err >&2; exit 5"))
     run = await process.wait()
     assert (run.exit_code, run.message) == (5, "out\nerr\n")
 
 
-async def test_a_signal_is_an_exit_code_over_128(tmp_path: Path) -> None:
+async def test_a_signal_becomes_an_exit_code_above_128(tmp_path: Path) -> None:
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")
     process.start(shell("kill -9 $$"))
     run = await process.wait()
@@ -102,7 +102,7 @@ async def until_running(mark: Path, number: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_what_a_killed_agent_left_is_swept_away(tmp_path: Path) -> None:
+async def test_processes_of_a_killed_agent_are_cleaned_up(tmp_path: Path) -> None:
     process = Process(tmp_path / "pods/uid/c/0", tmp_path / "log")
     process.start(shell(f"exec tail -f /dev/null {tmp_path}/none"))
     await until_running(tmp_path, 2)
@@ -120,7 +120,7 @@ async def test_a_process_that_is_ended_while_it_starts_leaves_nothing(tmp_path: 
     assert running(tmp_path) == []
 
 
-async def test_a_process_that_its_shim_cannot_tell_of_is_ended(tmp_path: Path) -> None:
+async def test_a_process_that_its_shim_cannot_report_is_ended(tmp_path: Path) -> None:
     # The record cannot be written, as if the pod's folder disappears while the process starts.
     (tmp_path / "uid/c/0/state.part").mkdir(parents=True)
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")

@@ -17,7 +17,7 @@ def line(message: object, *arguments: object, **extra: object) -> dict[str, obje
     return found
 
 
-def test_a_line_says_when_how_grave_where_what_and_about_which_service():
+def test_a_line_has_time_level_logger_message_and_service():
     found = line("reconcile failed: %s", "HTTP 500", service="models/chat", action="Hold", reason="CoolingDown")
     assert found.pop("time").endswith("+00:00")
     assert found == {
@@ -30,7 +30,7 @@ def test_a_line_says_when_how_grave_where_what_and_about_which_service():
     }
 
 
-def test_what_is_not_on_the_list_of_fields_stays_out_of_the_line():
+def test_only_listed_fields_are_logged():
     assert "secret" not in json.dumps(line("x", token="secret", kubeconfig="secret"))
 
 
@@ -38,7 +38,7 @@ def test_line_breaks_and_quotes_stay_in_one_line():
     assert line('one\ntwo "three" 🚀')["message"] == 'one\ntwo "three" 🚀'
 
 
-def test_the_words_that_end_the_process_are_a_line_too_with_their_traceback():
+def test_the_error_that_ends_the_process_is_one_line_with_its_traceback():
     program = "from kvpilot_operator.control.logs import configure; configure('info'); raise OSError('no kubeconfig')"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
@@ -47,7 +47,7 @@ def test_the_words_that_end_the_process_are_a_line_too_with_their_traceback():
     assert "Traceback" in last["exception"]
 
 
-def test_warnings_of_python_and_debug_of_chatty_libraries_keep_to_the_form():
+def test_warnings_of_python_have_the_same_form_and_chatty_libraries_are_quiet():
     program = (
         "from kvpilot_operator.control.logs import configure; configure('debug'); import logging, warnings;"
         "warnings.warn('old'); logging.getLogger('asyncio').info('x'); logging.getLogger('kvpilot_operator').debug('d')"

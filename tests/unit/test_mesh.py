@@ -78,7 +78,7 @@ async def test_an_engine_in_a_mesh_is_read_by_mutual_tls(mesh: Mesh, ours: Path,
     assert meshed.let_through == ["spiffe://cluster.local/ns/kvpilot-system/sa/kvpilot-operator"]
 
 
-async def test_what_the_sidecar_of_a_permissive_engine_knows_the_mesh_by_is_offered(
+async def test_the_operator_offers_the_protocols_by_which_a_permissive_sidecar_recognises_the_mesh(
     mesh: Mesh, ours: Path, tmp_path: Path
 ) -> None:
     async with (
@@ -89,7 +89,7 @@ async def test_what_the_sidecar_of_a_permissive_engine_knows_the_mesh_by_is_offe
     assert meshed.spoken == ["istio-http/1.1"]
 
 
-async def test_probes_go_by_mutual_tls(mesh: Mesh, ours: Path, tmp_path: Path) -> None:
+async def test_probes_use_mutual_tls(mesh: Mesh, ours: Path, tmp_path: Path) -> None:
     async with engine_in(mesh, tmp_path) as meshed, http_client(tls=Identity(ours).tls()) as http:
         assert await served_models(meshed.url, http) == ("chat",)
         async with http_client() as stranger:
@@ -97,14 +97,14 @@ async def test_probes_go_by_mutual_tls(mesh: Mesh, ours: Path, tmp_path: Path) -
                 await served_models(meshed.url, stranger)
 
 
-async def test_in_the_clear_the_mesh_lets_nobody_through(mesh: Mesh, ours: Path, tmp_path: Path) -> None:
+async def test_plain_requests_are_refused_by_the_mesh(mesh: Mesh, ours: Path, tmp_path: Path) -> None:
     async with engine_in(mesh, tmp_path) as meshed, scraping(Identity(ours)) as reading:
         with pytest.raises(ScrapeError):
             await reading.scrape(SERVICE, meshed.url.replace("https", "http"), ignore)
     assert meshed.let_through == []
 
 
-async def test_an_engine_of_another_authority_is_told_nothing(ours: Path, tmp_path: Path) -> None:
+async def test_nothing_is_sent_to_an_engine_of_another_certificate_authority(ours: Path, tmp_path: Path) -> None:
     async with engine_in(Mesh(tmp_path / "another"), tmp_path) as meshed, scraping(Identity(ours)) as reading:
         with pytest.raises(ScrapeError, match=r"(?i)certificate verify failed"):
             await reading.scrape(SERVICE, meshed.url, ignore)
@@ -128,7 +128,7 @@ def test_files_that_have_not_changed_are_read_once(ours: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [CHAIN, KEY, ROOT])
-def test_while_a_file_is_missing_or_broken_the_last_ones_are_used(
+def test_while_a_file_is_missing_or_broken_the_last_certificates_are_used(
     ours: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     identity = Identity(ours)
@@ -142,7 +142,7 @@ def test_while_a_file_is_missing_or_broken_the_last_ones_are_used(
     assert identity.tls() is not before
 
 
-def test_a_key_that_does_not_fit_its_certificate_yet_is_waited_for(mesh: Mesh, ours: Path, tmp_path: Path) -> None:
+def test_the_old_certificate_stays_until_key_and_certificate_match(mesh: Mesh, ours: Path, tmp_path: Path) -> None:
     identity = Identity(ours)
     before = identity.tls()
     newer = mesh.issue("kvpilot-system", "kvpilot-operator", tmp_path / "newer")
@@ -152,7 +152,7 @@ def test_a_key_that_does_not_fit_its_certificate_yet_is_waited_for(mesh: Mesh, o
     assert identity.tls() is not before
 
 
-async def test_before_there_is_a_certificate_a_scrape_says_what_is_missing_and_a_plain_one_works(
+async def test_without_certificates_only_plain_scrapes_work_and_the_error_names_the_files(
     mesh: Mesh, tmp_path: Path
 ) -> None:
     empty = tmp_path / "empty"
@@ -163,7 +163,7 @@ async def test_before_there_is_a_certificate_a_scrape_says_what_is_missing_and_a
         await reading.scrape(SERVICE, plain, ignore)
 
 
-def test_nothing_of_a_key_is_logged_or_told(ours: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_part_of_a_key_is_logged_or_reported(ours: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     secret = (ours / KEY).read_text().splitlines()[1]
     Identity(ours).tls()
@@ -179,7 +179,7 @@ def test_nothing_of_a_key_is_logged_or_told(ours: Path, caplog: pytest.LogCaptur
     ("labels", "in_mesh"),
     [({}, False), ({"security.istio.io/tlsMode": "istio"}, True), ({"security.istio.io/tlsMode": "disabled"}, False)],
 )
-def test_a_pod_is_reached_by_tls_if_its_sidecar_takes_it_and_the_operator_has_certificates(
+def test_a_pod_is_reached_by_tls_if_its_sidecar_accepts_it_and_the_operator_has_certificates(
     labels: dict[str, str], in_mesh: bool, operator_has_identity: bool
 ) -> None:
     cache = InformerCache(None, (), mesh=operator_has_identity)  # type: ignore[arg-type]  # nothing is watched
@@ -191,9 +191,7 @@ def test_a_pod_is_reached_by_tls_if_its_sidecar_takes_it_and_the_operator_has_ce
     assert engine_url(view.ip, view.mesh) == f"{scheme}://10.0.0.1:8000"
 
 
-def test_a_folder_that_is_not_there_is_refused_with_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_folder_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_arguments([]).mesh_certificates is None
     assert parse_arguments([f"--mesh-certificates={tmp_path}"]).mesh_certificates == tmp_path
     with pytest.raises(SystemExit):
@@ -208,7 +206,7 @@ class NothingKept:
         return None
 
 
-async def test_a_probe_is_made_with_the_certificates_of_its_day(ours: Path, tmp_path: Path) -> None:
+async def test_a_probe_uses_the_current_certificates(ours: Path, tmp_path: Path) -> None:
     renewed = Mesh(tmp_path / "renewed")
     theirs = renewed.issue("models", "default", tmp_path / "theirs")
     async with (

@@ -52,7 +52,7 @@ async def status(access: MetricsAccess, header: str, peer: str = "10.0.0.1") -> 
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer  ", "Basic Z29vZA==", "good", "Bearerx good"])
-async def test_what_is_no_bearer_token_is_refused_without_asking_anybody(
+async def test_a_header_without_a_bearer_token_is_refused_without_a_review(
     access: MetricsAccess, api: FakeCluster, header: str
 ) -> None:
     assert await status(access, header) == 401
@@ -66,7 +66,7 @@ async def test_each_request_is_reviewed(access: MetricsAccess, api: FakeCluster)
     assert api.asked == ["TokenReview", "SubjectAccessReview"] * 4
 
 
-async def test_a_verdict_that_could_not_be_had_is_no_right(access: MetricsAccess, api: FakeCluster) -> None:
+async def test_a_failed_review_denies_access(access: MetricsAccess, api: FakeCluster) -> None:
     api.away = True
     assert await status(access, "Bearer good") == 503
     api.away = False
@@ -84,7 +84,7 @@ async def test_a_client_that_tries_many_tokens_asks_for_few_reviews_at_once(
     assert set(await asyncio.gather(*flood)) == {401}
 
 
-async def test_reviews_of_many_peers_are_few_at_once_too(access: MetricsAccess, api: FakeCluster) -> None:
+async def test_reviews_of_many_peers_are_limited_too(access: MetricsAccess, api: FakeCluster) -> None:
     api.answers.clear()
     flood = [asyncio.create_task(status(access, f"Bearer bad-{n}", f"10.0.1.{n}")) for n in range(50)]
     await turns()
@@ -119,7 +119,7 @@ async def scraped(http: aiohttp.ClientSession, url: str, token: str) -> int:
 
 
 @pytest.mark.parametrize("answered", [False, True])
-async def test_connections_that_try_tokens_keep_out_no_peer_with_a_fresh_one(
+async def test_many_bad_tokens_do_not_block_another_peer(
     access: MetricsAccess, api: FakeCluster, answered: bool
 ) -> None:
     """Send sixty scrapes with fresh tokens from one address, while eight connections from another one guess tokens."""

@@ -64,7 +64,7 @@ def test_the_corpus_has_every_family_and_a_source_for_each_model():
     assert all(entry["source"] for entry in CORPUS)
 
 
-def test_what_we_read_is_what_the_classes_of_transformers_say(classes):
+def test_our_reading_equals_transformers_classes(classes):
     assert len(classes) >= 90
     for name, said in classes.items():
         found, differs = read(CONFIGS[name]), []
@@ -105,12 +105,12 @@ def test_no_dtype_of_vllm_is_refused_for_a_model_that_only_our_formats_cannot_ho
                 assert (found.token_bytes(dtype) > 0) == bool(found.full_layers), (name, dtype)
 
 
-def test_no_model_of_the_corpus_is_doubtful_but_those_that_are_named():
+def test_only_the_listed_models_are_doubtful():
     doubtful = {name for name, config in CONFIGS.items() if read(config).other_layers}
     assert doubtful == COMPRESSED | SPARSE
 
 
-def test_every_model_with_a_kv_cache_that_is_known_can_be_planned():
+def test_every_model_with_a_known_kv_cache_can_be_planned():
     refused = {}
     for name, config in CONFIGS.items():
         try:
@@ -123,7 +123,7 @@ def test_every_model_with_a_kv_cache_that_is_known_can_be_planned():
     assert set(refused) == {*COMPRESSED, *SPARSE, "mistralai/Mamba-Codestral-7B-v0.1", "openai/whisper-tiny"}, refused
 
 
-def test_the_table_of_kvpilot_plan_says_what_is_read_of_the_same_models():
+def test_the_table_of_kvpilot_plan_equals_our_reading():
     short = {name.rpartition("/")[2].removeprefix("Meta-").lower(): read(config) for name, config in CONFIGS.items()}
     compared = 0
     for model in models.table():
@@ -169,7 +169,7 @@ def mutated(draw):
 
 @settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(mutated())
-def test_a_broken_config_is_read_or_refused_in_one_line(config):
+def test_a_broken_config_is_either_read_or_refused_in_one_line(config):
     config = json.loads(json.dumps(config))
     try:
         found = read(config)

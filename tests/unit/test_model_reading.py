@@ -61,18 +61,18 @@ def test_gemma_3_4b_has_the_heads_that_its_config_leaves_out():
     [(GEMMA_3_12B, {"full": 8, "window": 40}), (GEMMA_2_9B, {"full": 21, "window": 21}), (PHI_4_MINI, {"full": 32})],
     ids=["gemma-3-12b", "gemma-2-9b", "phi-4-mini"],
 )
-def test_a_model_with_some_windows_is_not_taken_for_one_with_nothing_else(config, expected):
+def test_a_model_with_some_window_layers_also_has_full_layers(config, expected):
     assert layers(config) == expected
     assert unsupported(read(config)) is None
 
 
-def test_a_hybrids_cache_is_that_of_its_few_layers_that_attend():
+def test_only_the_attention_layers_of_a_hybrid_have_a_cache():
     found = read(QWEN3_NEXT)
     assert (layers(QWEN3_NEXT), found.state_layers) == ({"full": 12}, 36)
     assert found.token_bytes("auto") == 12 * 2 * 2 * 256 * 2
 
 
-def test_a_soft_cap_of_the_class_is_known_though_the_config_leaves_it_out():
+def test_a_soft_cap_missing_from_the_config_is_the_classs_default():
     assert read({k: v for k, v in GEMMA_2_9B.items() if k != "attn_logit_softcapping"}).softcap == 50.0
     assert read(GEMMA_3_12B).softcap is None
 
@@ -82,7 +82,7 @@ def test_a_soft_cap_of_the_class_is_known_though_the_config_leaves_it_out():
     [10**400, -1, 0, True, "50", float("inf"), float("nan")],
     ids=["huge", "negative", "zero", "true", "text", "infinite", "no number"],
 )
-def test_a_soft_cap_that_cannot_be_is_none(cap):
+def test_an_invalid_soft_cap_is_ignored(cap):
     assert read({**GEMMA_2_9B, "attn_logit_softcapping": cap}).softcap is None
 
 
@@ -92,7 +92,7 @@ def test_a_field_that_is_null_is_not_the_classs_default():
     assert layers({**base, "sliding_window": None}) == {"full": 4}
 
 
-def test_layers_that_read_another_ones_cache_keep_none():
+def test_layers_that_read_another_layers_cache_have_none():
     found = read({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text", "num_hidden_layers": 35}})
     assert (layers({"model_type": "gemma3n"}), found.shared_layers) == ({"full": 4, "window": 16}, 15)
     assert unsupported(found) is None
@@ -126,7 +126,7 @@ def test_a_model_without_attention_has_no_cache_and_is_read_all_the_same():
     assert "without attention" in unsupported(found)
 
 
-def test_kinds_that_are_not_known_are_said_and_not_counted():
+def test_unknown_kinds_of_layers_are_reported_and_not_counted():
     found = read(
         {"model_type": "llama", "num_hidden_layers": 2, "layer_types": ["full_attention", "quantum_attention"]}
     )
@@ -135,7 +135,7 @@ def test_kinds_that_are_not_known_are_said_and_not_counted():
     assert unsupported(found)
 
 
-def test_a_model_that_nobody_here_knows_is_read_as_a_decoder_and_said_so():
+def test_an_unknown_model_is_read_as_a_decoder_and_reported():
     shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 1024}
     found = read({"model_type": "brand_new", **shape})
     assert (layers({"model_type": "brand_new", **shape}), found.head_dim) == ({"full": 4}, 128)
@@ -163,7 +163,7 @@ def test_every_dtype_of_vllm_has_a_size_whatever_the_model(kind):
         ({"num_kv_shared_layers": 32}, "num_kv_shared_layers in config.json is 32 of 32 layers"),
     ],
 )
-def test_what_cannot_be_is_said_with_the_field_and_its_value(changes, said):
+def test_an_impossible_value_is_reported_with_its_field(changes, said):
     base = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     with pytest.raises(ConfigError) as caught:
         read({**base, **changes})
@@ -171,7 +171,7 @@ def test_what_cannot_be_is_said_with_the_field_and_its_value(changes, said):
     assert "\n" not in str(caught.value)
 
 
-def test_blocks_are_read_one_by_one_and_those_that_are_missing_are_as_the_others():
+def test_missing_blocks_of_a_config_are_like_the_others():
     block = {"attention": {"no_op": False, "n_heads_in_group": 8}}
     base = {"model_type": "nemotron-nas", "num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 3}
     found = read({**base, "block_configs": [block, {"attention": {"no_op": True}}, block]})
@@ -182,7 +182,7 @@ def test_blocks_are_read_one_by_one_and_those_that_are_missing_are_as_the_others
         read({**base, "block_configs": [block]})
 
 
-def test_a_file_that_is_no_config_is_not_read(tmp_path):
+def test_a_file_that_is_not_a_config_is_refused(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(ConfigError, match=r"has no config\.json") as caught:
         load(file)
@@ -303,7 +303,7 @@ AUTO = {
 
 
 @pytest.mark.parametrize("case", AUTO)
-def test_auto_is_what_the_checkpoint_says_of_its_cache(case):
+def test_auto_follows_the_checkpoints_cache_dtype(case):
     scheme, expected = AUTO[case]
     config = {"model_type": "llama", "quantization_config": scheme}
     assert auto_dtype(config) == expected
@@ -314,17 +314,17 @@ def test_auto_is_what_the_checkpoint_says_of_its_cache(case):
         assert found.token_bytes("auto", kept=32) == found.token_bytes("bfloat16")
 
 
-def test_a_latent_cache_takes_no_scheme_of_compressed_tensors():
+def test_a_latent_cache_ignores_the_scheme_of_compressed_tensors():
     assert read({"model_type": "deepseek_v3", "quantization_config": COMPRESSED}).auto == "auto"
     assert read({"model_type": "deepseek_v3", "quantization_config": AUTO["modelopt, by name"][0]}).auto == "fp8_e4m3"
 
 
-def test_the_text_part_may_hold_the_scheme_of_a_model_with_images():
+def test_the_text_config_may_have_the_scheme_of_a_multimodal_model():
     text = {"model_type": "qwen2", "quantization_config": COMPRESSED}
     assert read({"model_type": "qwen2_vl", "text_config": text}).auto == "fp8"
 
 
-def test_a_file_beside_the_config_says_it_where_the_config_does_not(tmp_path):
+def test_a_separate_file_may_have_the_quantization_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     beside = tmp_path / "hf_quant_config.json"
     beside.write_text(json.dumps(AUTO["modelopt, a file of its own"][0]))

@@ -25,7 +25,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     await one.scraper.close()
 
 
-async def test_a_snapshot_holds_what_engines_and_nodes_say(world: World) -> None:
+async def test_a_snapshot_has_the_reports_of_engines_and_nodes(world: World) -> None:
     await world.scrape(2)
     found = await world.snapshot()
     assert found.model == ModelFacts(head_dim=64, kv_heads=2, layers=2, window_layers=0, mla=False)
@@ -69,7 +69,7 @@ async def test_an_autoscaler_of_a_service_that_kvpilot_scales_is_seen_by_rare_li
     assert (await world.snapshot()).autoscaler is None
 
 
-async def test_the_autoscalers_of_a_namespace_are_forgotten_once_no_service_asks_for_them(world: World) -> None:
+async def test_autoscalers_are_dropped_from_the_cache_once_no_service_needs_them(world: World) -> None:
     seconds, spec = 0.0, spec_of(manifest())
     known = ApiReads(world.cluster, ServerFacts(), lambda: seconds)  # type: ignore[arg-type]
     await known.autoscaler(ServiceKey("gone", "a"), spec)
@@ -80,7 +80,7 @@ async def test_the_autoscalers_of_a_namespace_are_forgotten_once_no_service_asks
     assert "'gone'): (" not in repr(known)
 
 
-async def test_versions_move_with_what_a_deployment_should_be_and_not_with_its_pods(world: World) -> None:
+async def test_a_deployments_version_changes_with_its_spec_and_not_with_its_pods(world: World) -> None:
     about = {"name": "chat-r1", "namespace": KEY.namespace, "labels": {"kvpilot.io/service": KEY.name}}
     told = []
     for generation, resource_version in ((1, "10"), (1, "11"), (2, "12")):
@@ -105,7 +105,7 @@ def service(selector: dict[str, str], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "metadata", [{"ownerReferences": []}, {"ownerReferences": [{"uid": "u-0"}]}, {"name": "chat-other"}]
 )
-async def test_a_deployment_that_only_wears_our_labels_is_none_of_ours(world: World, metadata: Any) -> None:
+async def test_a_deployment_with_only_our_labels_is_not_ours(world: World, metadata: Any) -> None:
     world.drop("Deployment", "chat-r1")
     world.put(deployment(metadata=metadata))
     assert (await world.snapshot()).deployments == {}
@@ -125,14 +125,14 @@ OWN = {"kvpilot.io/service": KEY.name}
         (OWN | {"kvpilot.io/revision": "r1"}, "somebody else", None),
     ],
 )
-async def test_only_a_service_of_ours_that_selects_our_pods_alone_brings_them_traffic(
+async def test_only_our_service_with_our_selector_counts_as_traffic(
     world: World, selector: dict[str, str], owner: str, traffic: str | None
 ) -> None:
     world.put(service(selector, ownerReferences=[{"uid": owner}]))
     assert (await world.snapshot()).traffic == traffic
 
 
-async def test_why_pods_cannot_be_created_is_told_without_the_name_that_each_attempt_has(world: World) -> None:
+async def test_refusals_of_pods_are_reported_without_the_pods_name(world: World) -> None:
     told = set()
     for version, name in (("10", "chat-r1-5d9-vtgc2"), ("11", "chat-r1-5d9-89qxh")):
         message = f'pods "{name}" is forbidden: exceeded quota: team'
@@ -163,14 +163,14 @@ async def test_scrapes_within_one_second_lose_no_flows(world: World) -> None:
 
 
 @pytest.mark.parametrize("owner", [None, "other-r1-5d9", "chat-r2-5d9"])
-async def test_a_pod_that_only_wears_our_label_is_neither_asked_nor_counted(world: World, owner: str | None) -> None:
+async def test_a_pod_with_only_our_label_is_neither_scraped_nor_counted(world: World, owner: str | None) -> None:
     world.put(pod("stranger", "10.6.6.6", owner=owner))
     await world.scrape()
     assert world.asked == ["http://10.0.0.1:8000"]
     assert [view.name for view in (await world.snapshot()).pods] == ["a"]
 
 
-async def test_a_pod_that_does_not_answer_is_counted_and_one_that_is_not_ready_is_not(world: World) -> None:
+async def test_a_ready_pod_without_an_answer_is_counted_and_an_unready_one_is_not(world: World) -> None:
     world.put(pod("b", "10.0.0.2"), pod("c", "10.0.0.3", ready=False))
     await world.scrape()
     sample = (await world.snapshot()).last_sample("r1")
@@ -179,7 +179,7 @@ async def test_a_pod_that_does_not_answer_is_counted_and_one_that_is_not_ready_i
     assert sorted(world.heard) == [False, True]
 
 
-async def test_a_pod_whose_pages_are_refused_is_asked_less_often_until_one_is_good(world: World) -> None:
+async def test_a_pod_with_refused_pages_is_scraped_less_often_until_one_is_valid(world: World) -> None:
     world.put(pod("b", "10.0.0.2"))
     bad = "http://10.0.0.2:8000"
     await world.scrape(60)
@@ -198,7 +198,7 @@ async def test_a_pod_whose_pages_are_refused_is_asked_less_often_until_one_is_go
     assert world.asked.count(bad) == 4
 
 
-async def test_a_service_whose_pages_take_long_to_read_is_scraped_whole_but_less_often(world: World) -> None:
+async def test_a_service_with_costly_pages_is_scraped_completely_but_less_often(world: World) -> None:
     world.put(pod("b", "10.0.0.2"))
     world.pages["http://10.0.0.2:8000"] = REAL
     world.work = 7 * METRICS_WORK_PER_SECOND
@@ -216,7 +216,7 @@ async def test_a_service_that_is_deleted_is_not_scraped(world: World) -> None:
     assert len(world.asked) == 1
 
 
-async def test_an_evicted_pod_is_neither_asked_nor_counted(world: World) -> None:
+async def test_an_evicted_pod_is_neither_scraped_nor_counted(world: World) -> None:
     evicted = pod("b", "10.0.0.2")
     evicted["status"]["phase"] = "Failed"
     world.put(evicted)
@@ -232,7 +232,7 @@ async def test_an_address_of_version_6_is_written_in_brackets(world: World) -> N
     assert world.asked == ["http://[fd00::7]:8000"]
 
 
-async def test_a_liar_is_reported_with_its_figure(world: World) -> None:
+async def test_a_pod_with_implausible_metrics_is_reported_with_its_figure(world: World) -> None:
     lie = REAL.replace('vllm:num_requests_running{engine="0",model_name="m"} 8.0', "vllm:num_requests_running 0.0")
     world.pages["http://10.0.0.1:8000"] = lie
     await world.scrape(20)
@@ -252,7 +252,7 @@ async def test_the_route_that_the_spec_names_is_read(world: World) -> None:
     assert (found.name, found.resource_version, found.rules) == ("chat-route", "7", (rule,))
 
 
-async def test_no_route_is_requested_where_the_server_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_route_is_read_if_the_server_lacks_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.cluster.served.clear()
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}))
@@ -281,12 +281,12 @@ async def test_an_api_that_is_installed_while_the_operator_runs_is_noticed(world
     assert world.cluster.asked.count(INFERENCE_POOL_API) == 2
 
 
-async def test_an_api_that_no_spec_names_is_not_requested(world: World) -> None:
+async def test_an_api_that_no_spec_needs_is_not_looked_up(world: World) -> None:
     await world.snapshot()
     assert not {HTTP_ROUTE_API, INFERENCE_POOL_API} & set(world.cluster.asked)
 
 
-async def test_traffic_is_what_service_and_pool_select_together(world: World) -> None:
+async def test_traffic_is_the_revision_that_service_and_pool_both_select(world: World) -> None:
     world.put(edited(inferencePool=POOLS), service(pool("r1")["spec"]["selector"]["matchLabels"]))
     path = path_of(INFERENCE_POOL_API, "InferencePool", KEY.namespace, KEY.name)
     assert (await world.snapshot()).traffic == "r1"
@@ -299,7 +299,7 @@ async def test_traffic_is_what_service_and_pool_select_together(world: World) ->
     assert (await world.snapshot()).traffic == "r1"
 
 
-async def test_a_pool_that_cannot_be_read_may_select_anything(world: World) -> None:
+async def test_an_unreadable_pool_may_select_any_revision(world: World) -> None:
     world.put(edited(inferencePool=POOLS), service(pool("r1")["spec"]["selector"]["matchLabels"]))
     world.cluster.broken["InferencePool"] = ClusterError("GET", "/x", 403, "forbidden")
     found = await world.snapshot()

@@ -164,7 +164,7 @@ def test_a_node_keeps_its_gpus_name_when_the_gpu_operator_is_installed() -> None
 
 
 @pytest.mark.parametrize("name", ["AMD", "Intel", "GKE, TPU"])
-def test_without_cuda_our_dtypes_are_ruled_out_by_name_and_vllms_are_vllms_matter(name: str) -> None:
+def test_without_cuda_only_our_dtypes_are_ruled_out(name: str) -> None:
     labels, allocatable, _ = NODES[name]
     facts = node_facts(node(labels, allocatable))
     for dtype in ("int8", "k8v4", "k4v4", "k4v2", "k2v2"):
@@ -175,13 +175,13 @@ def test_without_cuda_our_dtypes_are_ruled_out_by_name_and_vllms_are_vllms_matte
 
 
 @pytest.mark.parametrize("name", ["GKE, a GPU that is not in the table", "device plugin alone"])
-def test_a_gpu_that_is_not_known_rules_nothing_out(name: str) -> None:
+def test_an_unknown_gpu_rules_nothing_out(name: str) -> None:
     labels, allocatable, _ = NODES[name]
     facts = node_facts(node(labels, allocatable))
     assert [dtype for dtype in ("fp8", "k4v4", "int4_per_token_head") if hardware_fault(dtype, facts)] == []
 
 
-def test_a_slice_has_a_step_of_its_own_memorys_size() -> None:
+def test_a_mig_slice_has_the_step_budget_of_its_memory() -> None:
     whole_gpu = node({"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}, {"nvidia.com/gpu": "8"})
     a_slice = node({"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}, {"nvidia.com/mig-3g.40gb": "16"})
     assert (step_tokens(SPEC, node_facts(whole_gpu)), step_tokens(SPEC, node_facts(a_slice))) == (8192, 2048)
@@ -208,7 +208,7 @@ JSON = st.recursive(
 )
 
 
-def test_a_slice_that_alone_names_its_gpu_has_that_ones_capability() -> None:
+def test_a_mig_slice_has_the_capability_of_its_gpu() -> None:
     named = node({"nvidia.com/mig-1g.10gb.product": A100}, {"nvidia.com/mig-1g.10gb": "2"})
     assert node_facts(named) == NodeFacts(A100, (8, 0))
     longer = node({"nvidia.com/mig-1g.10gb.product": f"{A100}-MIG-1g.10gb"}, {"nvidia.com/mig-1g.10gb": "2"})
@@ -217,7 +217,7 @@ def test_a_slice_that_alone_names_its_gpu_has_that_ones_capability() -> None:
 
 @given(st.dictionaries(LABELS | st.text(), TEXTS), st.dictionaries(RESOURCES | st.text(), TEXTS))
 @example({"nvidia.com/mig-1g.10gb.product": A100}, {"nvidia.com/mig-1g.10gb": "00"})
-def test_labels_and_resources_of_any_text_are_read_without_an_error(
+def test_any_text_in_labels_and_resources_is_read_without_an_error(
     labels: dict[str, str], allocatable: dict[str, str]
 ) -> None:
     facts = node_facts(node(labels, allocatable))

@@ -52,7 +52,7 @@ async def test_only_the_pack_is_taken_out_of_a_config_map() -> None:
     assert cluster.asked == ["a", "missing"]
 
 
-async def test_of_a_config_map_without_a_pack_a_few_keys_are_named() -> None:
+async def test_the_error_about_a_config_map_without_a_pack_names_some_keys() -> None:
     cluster = FakeCluster({"a": config_map(**{f"key-{i:04}": "x" * 50 for i in range(2000)}), "b": b'{"kind": "x"}'})
     assert await read(cluster, "a", "b") == {"a": {f"key-{i:04}": "" for i in range(8)}, "b": {}}
 
@@ -64,7 +64,7 @@ async def test_a_config_map_beyond_the_budget_is_refused_and_those_after_it_are_
     assert cluster.asked == ["large"]
 
 
-async def test_all_packs_of_a_service_together_are_bounded() -> None:
+async def test_the_total_size_of_a_services_packs_is_limited() -> None:
     texts = {f"m{i}": config_map(**{"prompts.yaml": "x" * (PACKS_BYTES // 4)}) for i in range(6)}
     with pytest.raises(PackTooLarge, match=r"up to configmap/m4 have more than"):
         await read(FakeCluster(texts), *texts)
@@ -81,7 +81,7 @@ async def test_all_packs_of_a_service_together_are_bounded() -> None:
         max_leaves=20,
     ).map(lambda value: json.dumps(value).encode())
 )
-async def test_any_answer_is_read_or_refused_by_a_typed_error(answer: bytes) -> None:
+async def test_any_answer_is_either_read_or_a_typed_error(answer: bytes) -> None:
     try:
         found = await read(FakeCluster({"a": answer}), "a")
     except ClusterError as error:

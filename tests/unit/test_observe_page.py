@@ -38,7 +38,7 @@ vllm:time_to_first_token_seconds_sum{engine="0"} 4.5
 """
 
 
-def test_a_real_page_is_read_whole() -> None:
+def test_a_real_page_is_read_completely() -> None:
     page = parse_page(REAL)
     assert (page.running, page.waiting) == (8, 0)
     assert page.usage == pytest.approx(16 / 59)
@@ -54,7 +54,7 @@ def test_a_real_page_is_read_whole() -> None:
     assert 0 < totals.prefill_seconds < totals.decode_seconds
 
 
-def test_tokens_that_were_loaded_from_host_memory_are_distinguished_from_those_that_the_gpu_held() -> None:
+def test_tokens_from_host_memory_and_from_the_gpu_are_counted_separately() -> None:
     tiers = """
 vllm:prefix_cache_hits_total{engine="0"} 300.0
 vllm:external_prefix_cache_hits_total{engine="0"} 500.0
@@ -66,11 +66,11 @@ vllm:external_prefix_cache_queries_total{engine="0"} 700.0
     assert parse_page(PAGE).totals.host_hits == 0
 
 
-def test_capacity_comes_from_blocks_where_tokens_are_not_given() -> None:
+def test_capacity_is_computed_from_blocks_if_tokens_are_missing() -> None:
     assert parse_page(PAGE.replace(',kv_cache_size_tokens="10240"', "")).capacity_tokens == 80 * 128
 
 
-def test_only_requests_that_wait_for_room_are_evidence_of_too_little_of_it() -> None:
+def test_only_requests_that_wait_for_capacity_count_as_waiting() -> None:
     reasons = 'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0\n'
     reasons += 'vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 2.0\n'
     assert parse_page(PAGE + reasons).waiting == 1
@@ -95,7 +95,7 @@ def test_ranks_of_data_parallelism_are_one_pod() -> None:
     assert page.totals.ttft.total == 9
 
 
-def test_an_error_of_the_engine_fails_a_request_and_a_client_that_left_does_not() -> None:
+def test_errors_of_the_engine_count_as_failed_requests_and_aborts_do_not() -> None:
     ended = "".join(
         f'vllm:request_success_total{{engine="0",finished_reason="{reason}"}} {n}\n'
         for reason, n in {"stop": 5, "length": 4, "abort": 3, "error": 2}.items()
@@ -113,18 +113,18 @@ def test_the_max_tokens_of_requests_are_added_up() -> None:
     assert parse_page(PAGE + asked).totals.asked_tokens == 8192
 
 
-def test_what_a_page_does_not_have_is_empty_and_no_error() -> None:
+def test_missing_metrics_are_empty_and_not_an_error() -> None:
     page = parse_page('vllm:kv_cache_usage_perc{engine="0"} 0.5\n')
     assert (page.running, page.capacity_tokens, page.dtype, page.process_start, page.model) == (0, 0, "", None, None)
     assert page.totals.ttft.count == 0
 
 
-def test_a_model_that_is_not_told_in_numbers_is_not_known() -> None:
+def test_a_model_gauge_without_numbers_is_ignored() -> None:
     line = 'kvpilot_model_info{head_dim="64",kv_heads="many",layers="2",mla="false",window_layers="0"} 1.0\n'
     assert parse_page(PAGE + line).model is None
 
 
-def test_calibration_factors_and_recent_window_are_read_as_the_engine_tells_them() -> None:
+def test_calibration_hash_and_recent_window_are_read() -> None:
     lines = 'kvpilot_calibration_info{hash="0fd35bb7a1c2e394",reason="",source="self"} 1.0\n'
     lines += 'kvpilot_recent_window_info{dtype="k4v4",reason="",tokens="128"} 1.0\n'
     page = parse_page(PAGE + lines)
@@ -135,17 +135,17 @@ def test_calibration_factors_and_recent_window_are_read_as_the_engine_tells_them
 
 
 @pytest.mark.parametrize("told", [*dtypes.names(), *formats.VLLM_DTYPES_LEFT_OUT, ""])
-def test_a_known_dtype_is_read_as_the_engine_tells_it(told: str) -> None:
+def test_a_known_dtype_is_read_unchanged(told: str) -> None:
     assert parse_page(PAGE.replace('cache_dtype="k4v4"', f'cache_dtype="{told}"')).dtype == told
 
 
 @given(st.integers(0))
-def test_dtypes_that_an_engine_makes_up_are_one_for_status_and_metrics(number: int) -> None:
+def test_unknown_dtypes_become_one_label(number: int) -> None:
     assert parse_page(PAGE.replace('cache_dtype="k4v4"', f'cache_dtype="fp8_{number}"')).dtype == "Other"
 
 
 @pytest.mark.parametrize("text", ["", "none", "-64", "65", "6e1", "9" * 400, "٦٤"])
-def test_a_hash_or_a_window_that_is_none_is_not_known(text: str) -> None:
+def test_an_invalid_hash_or_window_is_ignored(text: str) -> None:
     lines = f'kvpilot_calibration_info{{hash="{text} x"}} 1.0\nkvpilot_recent_window_info{{tokens="{text}"}} 1.0\n'
     page = parse_page(PAGE + lines)
     assert (page.factors, page.recent_tokens) == ("", None)
@@ -174,13 +174,13 @@ def test_a_hash_or_a_window_that_is_none_is_not_known(text: str) -> None:
         (PAGE + TTFT.replace(" 4.5", " NaN"), "_sum"),
     ],
 )
-def test_a_page_that_cannot_be_true_is_refused(page: str, word: str) -> None:
+def test_an_impossible_page_is_refused(page: str, word: str) -> None:
     with pytest.raises(ScrapeError, match=word):
         parse_page(page)
 
 
 @given(st.text(max_size=200), st.sampled_from(["vllm:kv_cache_usage_perc", "vllm:num_requests_running{", ""]))
-def test_any_text_is_read_or_refused(text: str, start: str) -> None:
+def test_any_text_is_either_read_or_refused(text: str, start: str) -> None:
     try:
         parse_page(start + text)
     except ScrapeError:
@@ -194,7 +194,7 @@ def test_any_text_is_read_or_refused(text: str, start: str) -> None:
     latencies=st.lists(st.floats(0, 20), max_size=30),
     name=st.text(max_size=20),
 )
-def test_what_prometheus_writes_is_what_is_read(
+def test_text_written_by_prometheus_client_is_read_exactly(
     usage: float, waiting: int, generated: int, latencies: list[float], name: str
 ) -> None:
     registry = CollectorRegistry()
@@ -218,7 +218,7 @@ def test_what_prometheus_writes_is_what_is_read(
     st.integers(1, 5000),
     st.integers(1, 100),
 )
-def test_a_page_says_the_same_in_whatever_chunks_and_steps_it_is_read(lines: list[str], chunk: int, step: int) -> None:
+def test_a_page_gives_the_same_result_in_any_chunks(lines: list[str], chunk: int, step: int) -> None:
     def read(size: int) -> object:
         reader = PageReader()
         try:

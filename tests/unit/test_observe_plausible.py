@@ -55,9 +55,7 @@ def engines(rng: random.Random, count: int) -> list[Paged]:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), pods=st.integers(1, 4), load=st.floats(0, 3), sessions=st.sampled_from([0, 3]))
-def test_honest_engines_are_never_doubted_and_all_of_their_work_is_counted(
-    seed: int, pods: int, load: float, sessions: int
-) -> None:
+def test_sound_engines_never_count_as_implausible(seed: int, pods: int, load: float, sessions: int) -> None:
     rng = random.Random(seed)
     fleet, models = ScrapeLoop(), engines(rng, pods)
     prompt, output = rng.choice([(20, 200), (400, 40), (3000, 4)])
@@ -127,7 +125,7 @@ def too_fast(i: int) -> PodMetrics:
         (too_fast, "no engine does more"),
     ],
 )
-def test_a_pod_that_lies_is_named_and_left_out(lie: Callable[[int], PodMetrics], word: str) -> None:
+def test_an_implausible_pod_is_named_and_left_out(lie: Callable[[int], PodMetrics], word: str) -> None:
     last = ScrapeLoop().watch(lambda i: {"honest": busy(i), "liar": lie(i)}, 12)[-1].sample
     assert (last.pods, last.usage, last.running, last.waiting) == (1, 0.6, 8, 0)
     [doubt] = last.implausible
@@ -136,7 +134,7 @@ def test_a_pod_that_lies_is_named_and_left_out(lie: Callable[[int], PodMetrics],
 
 
 @pytest.mark.parametrize("lie", [held, crowded])
-def test_a_page_that_contradicts_itself_never_counts_even_before_its_pod_is_named(
+def test_a_contradictory_page_never_counts_even_before_its_pod_is_named(
     lie: Callable[[int], PodMetrics],
 ) -> None:
     judged = ScrapeLoop().watch(lambda i: {"honest": busy(i), "liar": lie(i) if i > 1 else busy(i)}, 12)
@@ -147,37 +145,37 @@ def test_a_page_that_contradicts_itself_never_counts_even_before_its_pod_is_name
     assert all(len(one.sample.implausible) + one.sample.unanswered == 1 for one in judged[3:])
 
 
-def test_one_odd_page_is_nothing_to_name_a_pod_for() -> None:
+def test_one_contradictory_page_does_not_make_a_pod_implausible() -> None:
     judged = ScrapeLoop().watch(lambda i: {"a": held(i) if i % 4 == 3 else busy(i)}, 40)
     assert all(one.sample.implausible == () for one in judged)
 
 
-def test_a_few_odd_pages_far_apart_are_nothing_to_name_a_pod_for() -> None:
+def test_a_few_contradictory_pages_far_apart_do_not_make_a_pod_implausible() -> None:
     fleet = ScrapeLoop()
     named = [bool(fleet.scrape(30 * i, {"a": held(i)}).sample.implausible) for i in range(LASTING_PAGES)]
     assert named == [False] * (LASTING_PAGES - 1) + [True]
 
 
-def test_a_pod_that_tells_of_a_new_process_at_every_scrape_is_doubted_no_later() -> None:
+def test_a_pod_that_reports_a_new_process_at_every_scrape_becomes_implausible_as_soon() -> None:
     def reborn(i: int) -> dict[str, PodMetrics]:
         return {"a": replace(held(i), process_start=at(5 * i - 1).timestamp())}
 
     assert ScrapeLoop().watch(reborn, 12)[-1].sample.implausible
 
 
-def test_a_pod_that_tells_the_truth_again_is_believed_again() -> None:
+def test_a_pod_with_plausible_metrics_again_counts_again() -> None:
     fleet = ScrapeLoop()
     fleet.watch(lambda i: {"a": held(i)}, 12)
     assert fleet.scrape(60, {"a": BUSY}).sample.pods == 1
 
 
-def test_where_nobody_is_believed_there_is_no_pod() -> None:
+def test_without_a_plausible_pod_the_sample_has_no_pods() -> None:
     last = ScrapeLoop().watch(lambda i: {"a": held(i), "b": held(i)}, 12)[-1].sample
     assert (last.pods, last.usage, last.waiting, last.capacity_tokens) == (0, 0, 0, 0)
     assert len(last.implausible) == 2
 
 
-def test_capacity_that_is_far_from_the_others_is_not_believed() -> None:
+def test_a_capacity_far_from_the_others_is_implausible() -> None:
     for capacity, word in ((40_000, "40000"), (7_000, "7000")):
         pages = {"a": BUSY, "b": BUSY, "liar": replace(BUSY, capacity_tokens=capacity)}
         sample = ScrapeLoop().scrape(0, pages).sample
@@ -191,17 +189,17 @@ def test_pods_on_other_gpus_may_have_another_capacity() -> None:
     assert ScrapeLoop().scrape(0, pages, gpus=gpus).sample.pods == 3
 
 
-def test_of_two_pods_nobody_can_say_whose_capacity_is_wrong() -> None:
+def test_capacities_of_two_pods_are_not_compared() -> None:
     assert ScrapeLoop().scrape(0, {"a": BUSY, "b": replace(BUSY, capacity_tokens=50_000)}).sample.implausible == ()
 
 
-def test_the_dtype_is_what_most_pods_say() -> None:
+def test_the_dtype_is_the_one_that_most_pods_report() -> None:
     assert (
         ScrapeLoop().scrape(0, {"a": replace(BUSY, dtype="fp8"), "b": BUSY, "c": BUSY}).sample.observed_dtype == "auto"
     )
 
 
-def test_every_page_tells_its_dtype_and_pods_that_differ_are_named() -> None:
+def test_pods_with_another_dtype_than_most_are_named() -> None:
     pages = {"a": replace(BUSY, dtype="fp8"), "b": BUSY, "c": BUSY, "d": replace(BUSY, dtype="")}
     sample = ScrapeLoop().scrape(0, pages).sample
     assert (sample.observed_dtype, sample.other_dtypes) == ("auto", (("a", "fp8"),))
@@ -212,7 +210,7 @@ def test_every_page_tells_its_dtype_and_pods_that_differ_are_named() -> None:
     assert (sample.pods, len(sample.implausible), sample.observed_dtype) == (0, 1, "fp8")
 
 
-def test_the_recent_window_is_what_most_pods_that_tell_it_say() -> None:
+def test_the_recent_window_is_the_one_that_most_pods_report() -> None:
     pages = {"a": replace(BUSY, recent_tokens=64), "b": replace(BUSY, recent_tokens=0), "c": BUSY, "d": BUSY}
     assert ScrapeLoop().scrape(0, pages).sample.recent_tokens == 64
     assert ScrapeLoop().scrape(0, {"c": BUSY}).sample.recent_tokens is None
@@ -228,7 +226,7 @@ def test_pods_with_other_calibration_factors_than_most_are_named_and_their_figur
 
 
 @given(st.lists(st.sampled_from(["", "aaaa", "bbbb", "cccc"]), max_size=20), st.randoms())
-def test_whose_factors_are_odd_does_not_depend_on_the_order_of_the_pods(hashes: list[str], rng: random.Random) -> None:
+def test_the_pods_with_other_factors_do_not_depend_on_the_order(hashes: list[str], rng: random.Random) -> None:
     pods = [(f"pod-{i:02}", replace(BUSY, factors=factors)) for i, factors in enumerate(hashes)]
     sample = ScrapeLoop().scrape(0, dict(pods)).sample
     assert len(sample.mixed) <= MOST_NAMED
@@ -244,7 +242,7 @@ def test_whose_factors_are_odd_does_not_depend_on_the_order_of_the_pods(hashes: 
     lie=st.integers(0, 1_000_000),
     preempted=st.integers(0, 400_000),
 )
-def test_of_three_pods_one_alone_cannot_put_memory_under_pressure(others: list[int], lie: int, preempted: int) -> None:
+def test_one_of_three_pods_cannot_create_memory_pressure(others: list[int], lie: int, preempted: int) -> None:
     pages = {str(i): replace(BUSY, waiting=waiting) for i, waiting in enumerate(others)} | {"liar": BUSY}
     fleet = ScrapeLoop()
     fleet.scrape(0, pages)

@@ -14,13 +14,13 @@ from support.metrics_pages import parse_page
 from support.scrape_loop import BUSY, START, ScrapeLoop, at, busy, counted
 
 
-def test_the_first_page_of_a_pod_tells_gauges_and_no_flows() -> None:
+def test_the_first_page_of_a_pod_gives_gauges_but_no_increments() -> None:
     sample = ScrapeLoop().scrape(0, {"a": counted(BUSY, preemptions=1e4, generation_tokens=1e9)}).sample
     assert (sample.pods, sample.usage, sample.running) == (1, 0.6, 8)
     assert sample.flows == Flows()
 
 
-def test_two_pages_of_a_real_engine() -> None:
+def test_two_pages_of_a_real_engine_give_its_increments() -> None:
     early, later = (parse_page(page.read_text()) for page in (PAGE_EARLY, PAGE_LATER))
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": early})
@@ -43,7 +43,7 @@ def test_the_flows_of_pods_add_up() -> None:
     assert (flows.prompt_tokens, flows.seconds) == (120, 10)
 
 
-def test_missed_scrapes_are_made_up_for_by_the_next_page() -> None:
+def test_the_next_page_includes_the_increments_of_missed_scrapes() -> None:
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": BUSY, "b": BUSY})
     fleet.scrape(5, {"b": busy(1)})
@@ -97,7 +97,7 @@ def test_a_histogram_of_which_one_bucket_fell_counts_from_zero() -> None:
     assert fleet.scrape(5, {"a": counted(busy(1), ttft=new)}).sample.flows.ttft == new
 
 
-def test_request_seconds_that_fall_are_no_restart() -> None:
+def test_falling_request_seconds_are_not_a_restart() -> None:
     fleet = ScrapeLoop()
     fleet.scrape(0, {"a": counted(BUSY, finished=100, prefill_seconds=500.0, decode_seconds=900.0)})
     failed = counted(BUSY, finished=101, errors=1, prefill_seconds=-4e5, decode_seconds=901.0)
@@ -112,7 +112,7 @@ def test_an_error_that_is_an_http_500_too_fails_one_request() -> None:
     assert (flows.failed, flows.finished) == (3, 11)
 
 
-def test_pods_that_gave_no_page_are_counted_and_gauges_are_of_the_others() -> None:
+def test_pods_without_a_page_are_counted_and_gauges_come_from_the_others() -> None:
     sample = ScrapeLoop().scrape(0, {"a": BUSY}, unanswered=2).sample
     assert (sample.pods, sample.unanswered) == (1, 2)
 
@@ -128,7 +128,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "miss", "restar
 
 
 @given(steps=STEPS, tells_start=st.booleans())
-def test_what_is_seen_of_a_counter_is_what_happened_less_what_restarts_hid(
+def test_observed_increments_are_the_true_ones_minus_those_lost_in_restarts(
     steps: list[tuple[str, int]], tells_start: bool
 ) -> None:
     """Without a restart, all work counts. With restarts, at least the work after the last one counts."""

@@ -26,7 +26,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     await one.scraper.close()
 
 
-async def test_a_reconcile_that_finds_all_it_needs_in_the_cache_asks_the_server_for_nothing(world: World) -> None:
+async def test_a_reconcile_with_a_complete_cache_sends_no_request(world: World) -> None:
     await world.snapshot()
     world.cluster.asked.clear()
     await world.snapshot()
@@ -37,7 +37,7 @@ async def test_a_reconcile_that_finds_all_it_needs_in_the_cache_asks_the_server_
     assert world.cluster.asked == ["/api/v1/nodes/node-1", scalers]
 
 
-async def test_a_node_that_no_engine_has_run_on_for_long_is_forgotten(world: World) -> None:
+async def test_a_node_without_engines_for_long_is_dropped_from_the_cache(world: World) -> None:
     known = ApiReads(world.cluster, ServerFacts(), lambda: world.now.timestamp())  # type: ignore[arg-type]
     old, new = (pod("p", node=name) for name in ("node-1", "node-2"))
     world.cluster.objects["/api/v1/nodes/node-2"] = world.cluster.objects["/api/v1/nodes/node-1"]
@@ -50,7 +50,7 @@ async def test_a_node_that_no_engine_has_run_on_for_long_is_forgotten(world: Wor
     assert (known.known_node([old]), known.known_node([new]).gpu) == (NodeFacts(), "NVIDIA-H200")
 
 
-async def test_the_packs_are_read_again_only_after_an_edit_of_what_they_depend_on(
+async def test_packs_are_read_again_after_an_edit_of_their_inputs(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
@@ -67,9 +67,7 @@ async def test_the_packs_are_read_again_only_after_an_edit_of_what_they_depend_o
     assert last != first
 
 
-async def test_a_pack_that_is_edited_makes_another_plan_and_only_then_is_it_read(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_edited_pack_makes_a_new_plan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     real = probe_packs.probe_plan
     monkeypatch.setattr(probe_packs, "probe_plan", lambda spec, maps: read.append(spec) or real(spec, maps))
@@ -86,7 +84,7 @@ async def test_a_pack_that_is_edited_makes_another_plan_and_only_then_is_it_read
 
 
 @pytest.mark.parametrize("text", ["prompts: []", "no pack: ["], ids=["nothing wrong", "a fault"])
-async def test_a_service_that_does_not_change_has_its_packs_read_once_in_a_while(world: World, text: str) -> None:
+async def test_packs_of_an_unchanged_service_are_read_rarely(world: World, text: str) -> None:
     path = path_of("v1", "ConfigMap", KEY.namespace, "mine")
     world.cluster.objects[path] = {"data": {"prompts.yaml": text}}
     world.put(edited(accuracy={"probeSets": ["configmap/mine"]}))
@@ -107,7 +105,7 @@ async def test_a_service_that_does_not_change_has_its_packs_read_once_in_a_while
     assert world.cluster.asked.count(path) == 5
 
 
-async def test_packs_that_the_api_server_did_not_give_are_requested_in_the_next_reconcile(world: World) -> None:
+async def test_unreadable_packs_are_requested_again_in_the_next_reconcile(world: World) -> None:
     path = path_of("v1", "ConfigMap", KEY.namespace, "mine")
     world.put(edited(accuracy={"probeSets": ["configmap/mine"]}))
     world.cluster.broken["ConfigMap"] = ClusterError("GET", path, 500, "no")
@@ -116,7 +114,7 @@ async def test_packs_that_the_api_server_did_not_give_are_requested_in_the_next_
     assert world.cluster.asked.count(path) == 2
 
 
-async def test_nothing_of_a_pack_is_kept_but_what_its_plan_needs(world: World) -> None:
+async def test_only_the_plan_of_a_pack_is_kept_in_memory(world: World) -> None:
     names = [f"m{i}" for i in range(16)]
     world.put(edited(accuracy={"probeSets": [f"configmap/{name}" for name in names]}))
     for i, name in enumerate(names):
@@ -133,7 +131,7 @@ async def test_nothing_of_a_pack_is_kept_but_what_its_plan_needs(world: World) -
     assert kept < 600_000
 
 
-async def test_what_has_proved_to_be_old_is_read_again(world: World) -> None:
+async def test_a_stale_service_is_read_again(world: World) -> None:
     path = path_of(API_VERSION, KIND, *KEY)
     world.cluster.objects[path] = edited(engine={"image": "kvpilot/runtime:2"})
     await world.observer.refresh(KEY)
@@ -158,7 +156,7 @@ ODD_READS = [
 
 @pytest.mark.parametrize("error", ODD_READS, ids=repr)
 @pytest.mark.parametrize("kind", ["HTTPRoute", "ConfigMap", "Node"])
-async def test_one_object_that_cannot_be_read_is_one_question_less(kind: str, error: Exception, world: World) -> None:
+async def test_an_unreadable_object_fails_only_its_question(kind: str, error: Exception, world: World) -> None:
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}, accuracy={"probeSets": ["configmap/mine"]}))
     world.cluster.objects[path_of(HTTP_ROUTE_API, "HTTPRoute", KEY.namespace, "chat-route")] = route()
     world.cluster.broken = {kind: error}
@@ -174,7 +172,7 @@ async def test_one_object_that_cannot_be_read_is_one_question_less(kind: str, er
 
 @pytest.mark.parametrize("status", [0, 429, 502, 503, 504])
 @pytest.mark.parametrize("kind", ["HTTPRoute", "ConfigMap", "Node"])
-async def test_an_api_server_that_is_away_is_not_a_fault_of_one_question(kind: str, status: int, world: World) -> None:
+async def test_an_unreachable_api_server_fails_the_whole_reconcile(kind: str, status: int, world: World) -> None:
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}, accuracy={"probeSets": ["configmap/mine"]}))
     world.cluster.broken = {kind: ClusterError("GET", "/x", status, "away")}
     with pytest.raises(ClusterError):
@@ -190,7 +188,7 @@ async def test_a_node_that_was_read_before_is_still_known_when_it_cannot_be_read
     assert after.node == before.node != NodeFacts()
 
 
-async def test_a_spec_that_cannot_be_read_for_an_unforeseen_error_is_refused_aloud(
+async def test_an_unexpected_error_in_a_spec_is_reported_as_a_fault(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def odd(*_: Any) -> Any:

@@ -70,16 +70,14 @@ async def failed(scraper: Scraper, service: ServiceKey, url: str) -> str:
     return str(caught.value)
 
 
-async def test_a_page_is_read_whole_over_a_small_buffer() -> None:
+async def test_a_page_is_read_completely_through_a_small_buffer() -> None:
     async with engines() as served, scraping() as scraper:
         page = await scraper.scrape(GOOD, f"{served.url}/good", ignore)
     assert (page.running, page.dtype) == (8, "k4v4")
 
 
 @pytest.mark.parametrize("namespaces", [1, 3, 40])
-async def test_a_good_service_is_scraped_while_all_of_forty_others_hang(
-    monkeypatch: pytest.MonkeyPatch, namespaces: int
-) -> None:
+async def test_a_service_is_scraped_while_forty_others_hang(monkeypatch: pytest.MonkeyPatch, namespaces: int) -> None:
     # Engines of many namespaces together hold all permits until their scrapes time out.
     monkeypatch.setattr(module, "TIMEOUT_SECONDS", 10.0 if namespaces > 3 else 60.0)
     async with engines() as served, scraping() as scraper:
@@ -95,7 +93,7 @@ async def test_a_good_service_is_scraped_while_all_of_forty_others_hang(
         await asyncio.gather(*hanging, return_exceptions=True)
 
 
-async def test_a_namespace_asks_few_of_its_engines_at_a_time() -> None:
+async def test_concurrent_scrapes_of_a_namespace_are_limited() -> None:
     async with engines() as served, scraping() as scraper:
         hanging = [asyncio.create_task(failed(scraper, GOOD, f"{served.url}/hang")) for _ in range(2 * METRICS.share)]
         while served.open < METRICS.share:
@@ -174,7 +172,7 @@ async def answer(head: bytes, body: bytes) -> tuple[list[int], str, int]:
     return spent, words, turns
 
 
-async def test_everybody_else_has_a_turn_between_two_small_steps_of_a_page() -> None:
+async def test_other_tasks_run_between_two_steps_of_a_page() -> None:
     number = METRICS_LINES - 1
     spent, words, turns = await answer(HEAD, USAGE + b"\n" * (number - 1))
     assert not words
@@ -182,13 +180,13 @@ async def test_everybody_else_has_a_turn_between_two_small_steps_of_a_page() -> 
     assert turns >= number // METRICS_STEP_LINES
 
 
-async def test_a_page_that_is_refused_has_its_work_counted() -> None:
+async def test_the_work_of_a_refused_page_is_counted() -> None:
     spent, words, _ = await answer(HEAD, USAGE + b"\n" * 5000 + b"vllm:num_requests_running -1\n" + b"\n" * 5000)
     assert "negative" in words
     assert 5000 < spent[0] < 5000 + METRICS_STEP_LINES + 11_000 // METRICS_WORK_BYTES
 
 
-async def test_a_page_that_says_it_is_too_large_is_not_read() -> None:
+async def test_a_page_that_declares_too_many_bytes_is_not_read() -> None:
     size = METRICS.read_bytes + 1
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size
     spent, words, _ = await answer(head, USAGE + b"#" * (size - len(USAGE)))

@@ -33,7 +33,7 @@ def asked(
     return found
 
 
-def test_an_engine_that_answers_is_asked_in_every_cycle() -> None:
+def test_an_answering_engine_is_scraped_in_every_cycle() -> None:
     assert asked(ScrapeThrottle(), 20, ".") == list(range(20))
 
 
@@ -47,7 +47,7 @@ def test_each_further_failure_doubles_the_pause_up_to_the_longest() -> None:
     assert {later - one for one, later in pairwise(found[5:])} == {BACKOFF.last}
 
 
-def test_failures_are_forgotten_with_the_first_page_that_is_good() -> None:
+def test_the_first_valid_page_resets_the_failures() -> None:
     throttle = ScrapeThrottle()
     for now in (0.0, 1.0, 3.0, 7.0):
         assert throttle.due(("a",), now) == ["a"]
@@ -59,7 +59,7 @@ def test_failures_are_forgotten_with_the_first_page_that_is_good() -> None:
     assert (throttle.due(("a",), 15.0), dict(throttle.backed_off)) == (["a"], {})
 
 
-def test_what_one_pod_does_slows_no_other_down() -> None:
+def test_failures_of_one_pod_do_not_slow_others() -> None:
     throttle = ScrapeThrottle()
     for now in range(60):
         due = throttle.due(PODS, float(now))
@@ -71,7 +71,7 @@ def test_what_one_pod_does_slows_no_other_down() -> None:
                 throttle.answered(pod)
 
 
-def test_a_pod_that_is_gone_is_forgotten() -> None:
+def test_a_deleted_pod_is_forgotten() -> None:
     throttle = ScrapeThrottle()
     for now in (0.0, 1.0):
         throttle.failed("a", now, "no")
@@ -80,7 +80,7 @@ def test_a_pod_that_is_gone_is_forgotten() -> None:
     assert throttle.due(("a", "b"), 1.0) == ["a", "b"]
 
 
-def test_a_page_as_large_as_it_may_be_is_read_as_often_as_its_work_is_paid_for() -> None:
+def test_the_largest_pages_are_read_as_often_as_the_work_budget_allows() -> None:
     found = asked(ScrapeThrottle(), 130, ".", MOST_WORK)
     assert len(found) == 10
     # A service's pods are scraped together, and each one uses its own share.
@@ -91,7 +91,7 @@ def test_a_page_as_large_as_it_may_be_is_read_as_often_as_its_work_is_paid_for()
     st.lists(st.tuples(st.booleans(), st.integers(0, MOST_WORK), st.floats(0, 20)), max_size=200),
     st.integers(1, 4),
 )
-def test_whatever_engines_answer_the_work_is_bounded_and_none_is_left_out_forever(
+def test_the_work_of_scrapes_is_bounded_and_no_engine_is_left_out_forever(
     cycles: list[tuple[bool, int, float]], number: int
 ) -> None:
     throttle, pods = ScrapeThrottle(), tuple("abcd"[:number])

@@ -46,7 +46,7 @@ def scraped(count: int, seconds: float, look_back: SampleRetention) -> tuple[Sam
     return windows.samples()["r1"]
 
 
-def test_a_service_looks_back_as_far_as_its_spec_says() -> None:
+def test_samples_are_kept_as_far_back_as_the_spec_needs() -> None:
     by_default = retention_of(spec_of(manifest()), trial=True)
     assert (by_default.near, by_default.far) == (600, 60 + 3600)
     assert by_default.bucket == 300 / 24
@@ -59,7 +59,7 @@ def test_a_service_looks_back_as_far_as_its_spec_says() -> None:
 
 
 @pytest.mark.parametrize("sustained", [5, 60, 300, 3600, 20_000])
-def test_the_window_of_pressure_is_kept_evenly_and_without_gaps(sustained: int) -> None:
+def test_the_pressure_window_has_evenly_spaced_samples_without_gaps(sustained: int) -> None:
     look_back = retention_of(spec_of(manifest(kvCache={"pressure": {"sustainedSeconds": sustained}})), trial=True)
     series = scraped(2 * sustained // 5 + 40, 5, look_back)
     window = [s for s in series if s.time >= series[-1].time - timedelta(seconds=sustained)]
@@ -88,7 +88,7 @@ def test_a_traffic_step_is_judged_by_the_same_requests_until_it_is_judged_again(
             assert len(found) >= min(26, end // 5 - 1)
 
 
-def test_what_is_older_than_the_longest_window_is_dropped() -> None:
+def test_samples_older_than_the_longest_window_are_dropped() -> None:
     series = scraped(2000, 5, SampleRetention(near=300, far=900, bucket=12.5))
     assert 900 - 60 <= (series[-1].time - series[0].time).total_seconds() <= 900
 
@@ -101,7 +101,9 @@ def test_what_is_older_than_the_longest_window_is_dropped() -> None:
     every=st.floats(0.5, 60),
     count=st.integers(1, 400),
 )
-def test_flows_are_merged_and_never_lost(near: float, times: float, buckets: int, every: float, count: int) -> None:
+def test_increments_are_merged_and_never_lost(
+    near: float, times: float, buckets: int, every: float, count: int
+) -> None:
     look_back = SampleRetention(near, near * times, near / buckets)
     series = scraped(count, every, look_back)
     assert len(series) <= buckets + 4 + 2 * 32 * math.log(times) + 2
@@ -113,7 +115,7 @@ def test_flows_are_merged_and_never_lost(near: float, times: float, buckets: int
 
 
 @pytest.mark.parametrize("running", [8, 1e6])
-def test_the_newest_scrape_of_a_bucket_tells_the_dtype(running: float) -> None:
+def test_the_newest_scrape_of_a_bucket_gives_the_dtype(running: float) -> None:
     """This also holds for implausible pages, on which more requests run than there are blocks."""
     windows = Windows(KEY)
     windows.retention = SampleRetention(bucket=1000.0)
@@ -136,7 +138,7 @@ def test_gauges_of_merged_scrapes_are_averaged() -> None:
     assert sample.flows.prompt_tokens == 2000
 
 
-def test_a_scrape_in_which_nobody_is_believed_does_not_water_down_the_others() -> None:
+def test_a_scrape_without_plausible_pods_does_not_dilute_the_others() -> None:
     windows = Windows(KEY)
     windows.retention = SampleRetention(near=600, far=600, bucket=300)
     for i in range(12):
@@ -146,7 +148,7 @@ def test_a_scrape_in_which_nobody_is_believed_does_not_water_down_the_others() -
     assert "while nothing runs" in sample.implausible[0]
 
 
-def test_a_pod_that_is_believed_again_counts_from_then_on() -> None:
+def test_a_pod_that_is_plausible_again_counts_from_then_on() -> None:
     windows = Windows(KEY)
     windows.retention = SampleRetention(near=600, far=600, bucket=300)
     for i in range(12):
@@ -155,7 +157,7 @@ def test_a_pod_that_is_believed_again_counts_from_then_on() -> None:
     assert (sample.pods, sample.usage, sample.running, sample.time) == (1, 0.5, 8, at(55))
 
 
-def test_a_liar_is_told_of_even_where_nobody_else_answers() -> None:
+def test_an_implausible_pod_is_reported_even_if_no_other_pod_answers() -> None:
     windows = Windows(KEY)
     for i in range(12):
         windows.add("r1", at(i * 5), {"a": page(i, running=0, usage=0.9)})
@@ -163,7 +165,7 @@ def test_a_liar_is_told_of_even_where_nobody_else_answers() -> None:
     assert (last.pods, len(last.implausible)) == (0, 1)
 
 
-def test_revisions_are_kept_apart_and_forgotten_with_their_deployments() -> None:
+def test_samples_are_kept_per_revision_and_dropped_with_its_deployment() -> None:
     windows = Windows(KEY)
     for revision in ("r1", "r2"):
         windows.add(revision, at(0), {"a": PAGE})
@@ -171,7 +173,7 @@ def test_revisions_are_kept_apart_and_forgotten_with_their_deployments() -> None
     assert set(windows.samples()) == {"r2"}
 
 
-def test_without_a_canary_only_lengths_of_the_window_of_pressure_are_kept_of_histograms() -> None:
+def test_without_a_canary_histograms_are_kept_only_in_the_pressure_window() -> None:
     windows = (SampleRetention(near=300, far=1200, bucket=12.5, pressure=100, trial=trial) for trial in (True, False))
     later = SampleRetention(near=300, far=1200, bucket=12.5, pressure=100, trial=False)
     assert sum(s.flows.ttft.count for s in scraped(300, 5, later)) == 0
@@ -184,7 +186,7 @@ def test_without_a_canary_only_lengths_of_the_window_of_pressure_are_kept_of_his
         assert other.flows.generation_lengths == (one.flows.generation_lengths if recent else Histogram())
 
 
-def test_a_clock_that_is_set_back_leaves_nothing_that_is_dated_later_than_now(caplog: pytest.LogCaptureFixture) -> None:
+def test_after_the_clock_is_set_back_no_sample_is_in_the_future(caplog: pytest.LogCaptureFixture) -> None:
     windows = Windows(KEY)
     windows.retention = SampleRetention(near=100, far=1200, bucket=5)
     for i in range(60):
@@ -199,7 +201,7 @@ def test_a_clock_that_is_set_back_leaves_nothing_that_is_dated_later_than_now(ca
     assert len([r for r in caplog.records if "set back" in r.getMessage()]) == 1
 
 
-def test_the_model_is_what_most_pods_say() -> None:
+def test_the_model_is_the_one_that_most_pods_report() -> None:
     windows = Windows(KEY)
     assert windows.model() is None
     liar = replace(PAGE, model=replace(LLAMA, head_dim=7))
@@ -209,7 +211,7 @@ def test_the_model_is_what_most_pods_say() -> None:
 
 
 @pytest.mark.parametrize(("trial", "limit"), [(False, 95), (True, 330)])
-def test_a_busy_service_with_the_default_spec_takes_less_than_so_many_kib(trial: bool, limit: int) -> None:
+def test_a_busy_service_with_the_default_spec_stays_below_its_memory_limit(trial: bool, limit: int) -> None:
     """2,000 services, few of them with a canary, must fit in 512 MiB together with the operator itself."""
     rng = random.Random(0)
     bounds = tuple(float(i) for i in range(22))

@@ -70,7 +70,7 @@ SPECS = st.fixed_dictionaries(
 @pytest.mark.slow
 @given(SPECS, st.sampled_from(["cpu", "NVIDIA-H200", "unlabelled-gpu", ODD]))
 @settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
-def test_every_question_about_a_spec_that_is_accepted_has_an_answer(spec, gpu):
+def test_every_accepted_spec_can_be_rendered_and_decided(spec, gpu):
     obj = manifest(**spec)
     assume(not faults(obj))
     node = NodeFacts(gpu)

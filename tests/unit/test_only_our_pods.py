@@ -81,7 +81,7 @@ async def test_a_pod_cannot_send_a_probe_elsewhere() -> None:
     assert (asked(pod_of_ours), asked(other)) == (["POST /v1/completions"], [])
 
 
-async def test_no_proxy_of_the_environment_sees_a_scrape_or_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scrapes_and_probes_use_no_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async with listening() as proxy, listening() as engine:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy.url)
@@ -97,6 +97,6 @@ async def test_no_proxy_of_the_environment_sees_a_scrape_or_a_probe(monkeypatch:
     assert asked(engine) == ["GET /metrics", "POST /v1/completions"]
 
 
-def test_the_operators_client_knows_no_way_to_a_secret() -> None:
+def test_the_operators_client_cannot_read_a_secret() -> None:
     with pytest.raises(KeyError):
         path_of("v1", "Secret", "team", "hf")

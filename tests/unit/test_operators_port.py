@@ -12,7 +12,7 @@ from kvpilot_operator.options import parse_arguments
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
-async def test_without_an_address_either_family_reaches_it(address: str) -> None:
+async def test_without_an_address_the_port_accepts_ipv4_and_ipv6(address: str) -> None:
     with socket.socket(socket.AF_INET6) as free:
         free.bind(("::", 0))
         port = free.getsockname()[1]

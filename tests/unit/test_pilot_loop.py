@@ -98,7 +98,7 @@ class World:
         return NothingKept()
 
 
-async def test_engines_that_hang_or_lie_keep_nobody_else_from_being_scraped() -> None:
+async def test_hanging_or_implausible_engines_do_not_stop_scrapes_of_others() -> None:
     world = World(10)
     world.hanging, world.broken = {"s0", "s1"}, {"s2"}
     await world.run(lambda: all(world.scraped[f"s{i}"] >= 4 for i in range(2, 10)))
@@ -115,21 +115,21 @@ async def test_scrapes_are_spread_over_a_cycle_that_is_as_long_as_the_fleet_need
     assert all(time >= i / 20 - 0.01 for i, time in enumerate(world.times))
 
 
-async def test_every_service_is_looked_at_after_its_scrape() -> None:
+async def test_every_service_is_reconciled_after_its_scrape() -> None:
     world = World(5)
     await world.run(lambda: world.performed >= 5 + 15)  # once as a new service, and once in each of three cycles
     assert min(world.scraped.values()) >= 2
 
 
 @pytest.mark.parametrize("error", [Conflict("PATCH", "/x", 409, "changed"), NotFound("PATCH", "/x", 404, "gone")])
-async def test_a_write_that_shows_the_cache_to_be_old_makes_it_read_again(error: Exception) -> None:
+async def test_a_conflict_refreshes_the_cache(error: Exception) -> None:
     world = World(1, scrape_seconds=10)
     world.errors = [error]
     await world.run(lambda: bool(world.refreshed) and world.performed >= 2)
     assert [key.name for key in world.refreshed] == ["s0"]
 
 
-async def test_a_question_that_fails_is_counted_and_logged_with_its_service_once_and_ends_no_pass(
+async def test_a_failed_question_is_counted_and_logged_once_and_does_not_end_the_reconcile(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World(1, scrape_seconds=0.05)
@@ -150,7 +150,7 @@ async def test_a_question_that_fails_is_counted_and_logged_with_its_service_once
     assert world.telemetry.registry.get_sample_value("kvpilot_unanswered_questions_total", labels) is None
 
 
-async def test_what_is_refused_is_decided_upon_at_once_and_then_no_more() -> None:
+async def test_a_new_refusal_causes_exactly_one_immediate_reconcile() -> None:
     world = World(1, scrape_seconds=60)
     world.refused = (Rejection("Deployment", "s0-1", "Forbidden", "exceeded quota: team"),)
     await world.run(lambda: world.performed >= 2 and bool(world.scraped))
@@ -205,7 +205,7 @@ class Rolling(World):
         self.statuses[name] = msgspec.structs.replace(status, stable=stable, canary=None)
 
 
-async def test_a_new_image_of_the_installation_reaches_the_services_of_a_namespace_one_by_one() -> None:
+async def test_a_new_default_image_reaches_the_services_of_a_namespace_one_by_one() -> None:
     world, rolled = Rolling(4), []
 
     def all_rolled() -> bool:
@@ -222,7 +222,7 @@ async def test_a_new_image_of_the_installation_reaches_the_services_of_a_namespa
     assert sorted(rolled) == ["s0", "s1", "s2", "s3"]
 
 
-async def test_without_defaults_of_the_installation_services_change_their_images_at_once() -> None:
+async def test_without_engine_defaults_services_change_their_images_at_once() -> None:
     world = Rolling(4)
     world.cache.engines = EngineDefaults()
     await world.run(lambda: len(world.on_trial()) == 4)

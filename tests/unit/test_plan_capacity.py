@@ -37,7 +37,7 @@ def test_capacities_are_within_half_a_percent_of_those_measured_on_an_h200():
         assert planned[run["dtype"]] == pytest.approx(run["kv_tokens"], rel=0.005)
 
 
-def test_layers_that_attend_within_chunks_are_in_the_dtype_and_beside_them_is_no_recent_window():
+def test_layers_with_chunked_attention_are_in_the_dtype_and_without_a_recent_window():
     full = replace(models.find("Llama-3-8B"), sliding_layers=0)
     chunked = replace(full, sliding_layers=24, window=8192, chunked=True)
     small, wide = cache(chunked, "k4v4", 1), cache(chunked, "auto", 1)
@@ -48,7 +48,7 @@ def test_layers_that_attend_within_chunks_are_in_the_dtype_and_beside_them_is_no
     assert not small.ring_blocks
 
 
-def test_a_gibibyte_holds_what_vllm_reports_for_smollm2():
+def test_the_tokens_of_a_gibibyte_equal_vllms_report_for_smollm2():
     # 46,592 tokens in 16 bits: vLLM 0.32.0 with 1 GiB of cache, on a CPU.
     layout = cache(models.find("SmolLM2-135M-Instruct"), "auto", 1)
     assert layout.tokens(2**30, 8192) == 46_592
@@ -142,14 +142,14 @@ def test_every_sequence_holds_the_pages_of_its_recent_window(dtype, recent, cont
     assert cache(models.find("Llama-3.1-8B"), dtype, 1, recent).held(context) == blocks
 
 
-def test_the_default_window_of_a_model_of_short_contexts_is_cut_as_its_engine_cuts_it():
+def test_a_default_window_is_cut_to_a_short_context_as_by_the_engine():
     short = replace(models.find("Llama-3.1-8B"), max_positions=300)
     assert cache(short, "k2v2", 1).held(300) == 5 + 12  # 256 tokens in blocks, 23 tokens in a ring page
     (row,) = make(Request(short, find_gpu("H200"), dtypes=("k2v2",))).rows
     assert (row.recent_tokens, row.capacities[-1].context_tokens) == (256, 300)
 
 
-def test_a_recent_window_beside_layers_with_a_sliding_one_is_of_the_full_layers_alone():
+def test_only_full_layers_have_a_recent_window():
     # Blocks have 256 tokens, and so do the windows: one page holds both. 10 of 62 layers are full.
     layout, without = (cache(models.find("gemma-3-27b-it"), "k4v4", 1, recent) for recent in (256, 0))
     assert layout.held(8192) == without.held(8192) + layout.full_groups
@@ -167,7 +167,7 @@ def test_a_longer_recent_window_never_holds_more(model, dtype, context, data):
 
 
 @given(st.sampled_from(PLAIN), st.sampled_from([1, 2, 4, 8]), st.integers(1, 100))
-def test_the_cache_of_a_token_is_cut_among_the_gpus_until_heads_must_be_copied(model, gpus, gigabytes):
+def test_gpus_share_the_cache_of_a_token_until_heads_must_be_copied(model, gpus, gigabytes):
     if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
         return
     alone, shared = cache(model, "auto", 1), cache(model, "auto", gpus)
@@ -176,21 +176,21 @@ def test_the_cache_of_a_token_is_cut_among_the_gpus_until_heads_must_be_copied(m
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.floats(0.05, 1.0), st.integers(0, 2 * 10**12))
-def test_what_is_left_is_what_the_parts_do_not_take(gpus, utilization, weights):
+def test_the_kv_cache_gets_the_memory_that_the_other_parts_leave(gpus, utilization, weights):
     split = memory(find_gpu("H100-80GB"), gpus, utilization, weights)
     assert split.kv_bytes == max(0, split.usable_bytes - split.weights_bytes - split.engine_bytes)
     assert split.usable_bytes <= 81_559 * 2**20
     assert split.weights_bytes * gpus >= weights
 
 
-def test_a_latent_cache_is_kept_whole_by_every_gpu():
+def test_every_gpu_holds_the_whole_latent_cache():
     model = models.find("DeepSeek-V3")
     # 61 layers of 512 + 64 elements in 16 bits.
     assert cache(model, "auto", 1).full_token_bytes == cache(model, "auto", 8).full_token_bytes == 61 * 576 * 2
     assert cache(model, "mla4", 1).full_token_bytes == cache(model, "mla4", 8).full_token_bytes == 61 * 324
 
 
-def test_latents_take_as_much_less_as_was_measured_on_an_h200():
+def test_the_gain_of_latents_equals_the_measurement_on_an_h200():
     runs = {run["dtype"]: run["kv_tokens"] for run in json.loads(MEASURED_LATENTS.read_text())}
     model = models.find("DeepSeek-V3")  # each layer has the size of DeepSeek-V2-Lite's
     tokens = {dtype: cache(model, dtype, 1).tokens(100 * GB, 66_560) for dtype in ("auto", "mla8", "mla4")}
@@ -230,7 +230,7 @@ def test_heads_of_80_elements_hold_as_many_tokens_as_those_of_96():
     assert cache(padded, "auto", 1).full_token_bytes * 6 == cache(native, "auto", 1).full_token_bytes * 5
 
 
-def test_what_engines_calibrate_themselves_is_planned_without_a_note():
+def test_dtypes_that_engines_calibrate_themselves_are_planned_without_a_note():
     rows = make(Request(models.find("Llama-3.1-8B"), find_gpu("H200"), dtypes=("k2v2",))).rows
     assert rows[0].notes == ()
     assert rows[0].capacities[0].capacity_tokens > 0

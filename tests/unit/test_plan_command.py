@@ -20,7 +20,7 @@ def test_the_worked_example_holds_67_sequences_of_llama_3_70b(capsys):
     assert sequences(document, "auto", 8192) == 67
 
 
-def test_what_the_documentation_shows_is_what_is_printed(capsys):
+def test_the_documented_output_is_the_printed_one(capsys):
     blocks = [block for page in DOCS for block in page.read_text().split("```\n")]
     shown = [block for block in blocks if block.startswith("$ kvpilot plan ")]
     assert len(shown) == 2
@@ -31,7 +31,7 @@ def test_what_the_documentation_shows_is_what_is_printed(capsys):
         assert [line for line in answer.splitlines() if line != "..." and line not in printed] == []
 
 
-def test_without_the_given_size_the_engine_and_the_utilization_cost_ten_of_the_67(capsys):
+def test_without_a_given_cache_size_engine_and_utilization_take_ten_of_the_67_sequences(capsys):
     document = planned(capsys, "Llama-3-70B", "--gpu", "H100-80GB", "--gpus", "4", "--context", "8192")
     assert sequences(document, "auto", 8192) == 57
     memory = document["memory_per_gpu"]
@@ -53,7 +53,7 @@ def test_the_recent_window_is_planned_for_and_can_be_chosen(capsys):
 
 
 @pytest.mark.parametrize("asked", ["100", "-64", "many", "1024"])
-def test_a_window_that_cannot_be_served_is_refused_with_those_that_can(capsys, asked):
+def test_an_unsupported_window_is_refused_with_the_supported_ones(capsys, asked):
     assert main(["Llama-3-70B", f"--recent-tokens={asked}"]) == 2
     assert capsys.readouterr().err == (
         f"kvpilot plan: --recent-tokens: '{asked}' is not a window that can be served; give one of 0, 64, 128, 256, "
@@ -94,7 +94,7 @@ def test_a_model_is_known_by_its_name_without_publisher_in_any_case(capsys):
         (["Llama-3.1-8B", "--requests-per-second", "2"], "--prompt-tokens and --generated-tokens: missing"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line_and_ends_with_2(capsys, argv, said):
+def test_an_error_is_one_line_with_exit_code_2(capsys, argv, said):
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -111,7 +111,7 @@ def test_every_model_of_the_table_prints_within_120_columns(capsys, model):
     assert any(line.startswith("auto") for line in lines)
 
 
-def test_a_load_is_priced_for_every_dtype_that_can_serve(capsys):
+def test_a_load_is_planned_for_every_dtype_that_can_serve(capsys):
     load = ["--requests-per-second", "8", "--prompt-tokens", "3000", "--generated-tokens", "1000"]
     document = planned(capsys, "Llama-3.1-8B", "--gpu", "A100-80GB", *load, "--max-ms-per-token", "40")
     cost = {row["dtype"]: row["cost"] for row in document["dtypes"]}

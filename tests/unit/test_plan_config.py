@@ -27,7 +27,7 @@ def folder(tmp_path, **changes):
     return str(tmp_path)
 
 
-def test_a_folder_with_a_config_and_no_weights_is_counted_from_its_shapes(capsys, tmp_path):
+def test_without_weights_their_size_is_computed_from_the_config(capsys, tmp_path):
     document = planned(capsys, folder(tmp_path))
     table = planned(capsys, "Llama-3-8B")
     assert any("counted from the shapes" in note for note in document["notes"])
@@ -36,7 +36,7 @@ def test_a_folder_with_a_config_and_no_weights_is_counted_from_its_shapes(capsys
     assert sequences(document, "k4v4", 8192) == sequences(table, "k4v4", 8192)
 
 
-def test_a_model_type_that_is_not_known_is_read_as_a_decoder_and_said_so(capsys, tmp_path):
+def test_an_unknown_model_type_is_read_as_a_decoder_and_reported(capsys, tmp_path):
     document = planned(capsys, folder(tmp_path, model_type="brand_new"))
     assert any("model_type 'brand_new' is not known" in note for note in document["notes"])
     assert not any("is not known" in note for note in planned(capsys, folder(tmp_path))["notes"])
@@ -52,7 +52,7 @@ DEEPSEEK_V41 = {
 }  # fmt: skip
 
 
-def test_a_cache_that_is_not_known_is_not_planned(capsys, tmp_path):
+def test_an_unknown_cache_is_not_planned(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V41))
     assert main([str(tmp_path), "--gpu", "H200", "--gpus", "8", "--kv-gb", "500"]) == 2
     said = capsys.readouterr().err
@@ -67,7 +67,7 @@ def test_a_model_whose_layers_all_have_a_window_has_bytes_a_token(capsys, tmp_pa
     assert auto["window_bytes_per_sequence"] == 4096 * auto["bytes_per_token"]
 
 
-def test_auto_is_planned_as_what_the_checkpoint_makes_of_it(capsys, tmp_path):
+def test_auto_is_planned_as_the_checkpoints_dtype(capsys, tmp_path):
     scheme = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
     document = planned(capsys, folder(tmp_path, quantization_config=scheme), "--kv-gb", "40")
     rows = {row["dtype"]: row for row in document["dtypes"]}
@@ -80,7 +80,7 @@ def test_auto_is_planned_as_what_the_checkpoint_makes_of_it(capsys, tmp_path):
     assert "compute capability 8.0" in old["dtypes"][0]["veto"]
 
 
-def test_weights_beside_the_config_are_taken_as_they_are(capsys, tmp_path):
+def test_weights_in_the_folder_count_with_their_file_size(capsys, tmp_path):
     name = folder(tmp_path)
     write_safetensors(tmp_path / "model.safetensors", 1_000_003)
     assert planned(capsys, name)["memory_per_gpu"]["weights_bytes"] == 1_000_003
@@ -88,7 +88,7 @@ def test_weights_beside_the_config_are_taken_as_they_are(capsys, tmp_path):
     assert planned(capsys, name)["memory_per_gpu"]["weights_bytes"] == 1_000_000
 
 
-def test_weights_that_are_cut_short_are_not_planned(capsys, tmp_path):
+def test_truncated_weights_are_refused(capsys, tmp_path):
     name = folder(tmp_path)
     write_safetensors(tmp_path / "model.safetensors", 1000)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-1])
@@ -102,7 +102,7 @@ def test_the_text_part_of_a_model_with_images_is_planned(capsys, tmp_path):
     assert planned(capsys, str(tmp_path))["dtypes"][0]["bytes_per_token"] == 4 * 8 * 128 * 2 * 2
 
 
-def test_a_window_as_long_as_the_longest_context_is_none(capsys, tmp_path):
+def test_a_window_as_long_as_the_longest_context_is_ignored(capsys, tmp_path):
     document = planned(capsys, folder(tmp_path, sliding_window=8192))
     assert document["dtypes"][0]["window_bytes_per_sequence"] == 0
 
@@ -154,7 +154,7 @@ FIELDS = [*LLAMA, "head_dim", "sliding_window", "sliding_window_pattern", "layer
 
 @settings(deadline=None, max_examples=200)
 @given(st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4))
-def test_whatever_a_config_holds_is_planned_or_refused(tmp_path_factory, changes):
+def test_any_config_is_either_planned_or_refused(tmp_path_factory, changes):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     assert main([str(folder), "--gpu", "H200"]) in (0, 2)

@@ -68,7 +68,7 @@ def test_efficiencies_at_head_dim_256_are_those_of_the_benchmark():
 
 @settings(deadline=None)
 @given(loads, dtypes)
-def test_what_is_found_carries_the_load_and_one_replica_less_does_not(load, dtype):
+def test_the_planned_replicas_carry_the_load_and_one_less_does_not(load, dtype):
     speed, kv = engine(dtype)
     found = cost(speed, kv, load)
     if found.replicas is None:
@@ -88,7 +88,7 @@ def test_what_is_found_carries_the_load_and_one_replica_less_does_not(load, dtyp
 
 @settings(deadline=None)
 @given(loads, dtypes)
-def test_the_sequences_that_run_obey_littles_law(load, dtype):
+def test_the_number_of_running_sequences_obeys_littles_law(load, dtype):
     speed, kv = engine(dtype)
     found = cost(speed, kv, load)
     if found.replicas is None:
@@ -116,19 +116,19 @@ def test_more_requests_or_less_patience_never_need_fewer_replicas(load, dtype, m
             assert needed is None or needed >= base
 
 
-def test_a_load_that_memory_binds_needs_fewer_gpus_with_fewer_bits():
+def test_a_memory_bound_load_needs_fewer_gpus_with_fewer_bits():
     load = Load(20, 12_000, 1_000, 0.2)
     replicas = {d: cost(*engine(d, gpu="L40S"), load).replicas for d in ("auto", "fp8", "k4v4")}
     assert cost(*engine("auto", gpu="L40S"), load).limit == "KV memory"
     assert replicas["k4v4"] < replicas["fp8"] < replicas["auto"]
 
 
-def test_a_load_of_long_prompts_and_short_answers_costs_the_same_in_every_dtype():
+def test_a_load_of_long_prompts_and_short_answers_needs_as_many_gpus_in_every_dtype():
     load = Load(10, 16_000, 20, 0.5)
     assert len({cost(*engine(d), load).replicas for d in ("auto", "fp8", "k8v4", "k4v4", "k4v2")}) == 1
 
 
-def test_a_load_of_short_requests_is_bound_by_what_vllm_runs_at_once():
+def test_a_load_of_short_requests_is_limited_by_max_num_seqs():
     speed, kv = engine(model="Qwen2.5-0.5B-Instruct", gpu="L4")
     found = cost(speed, kv, Load(1000, 10, 1_000, 0.2))
     assert found.limit == "sequences"
@@ -142,17 +142,17 @@ def test_past_its_window_a_sequence_slows_a_step_only_by_the_full_layers():
     assert slower == pytest.approx(full / (4.8e12 * speed.efficiency), rel=1e-6)
 
 
-def test_a_target_below_one_step_cannot_be_bought():
+def test_a_latency_target_below_one_step_cannot_be_reached():
     found = cost(*engine(), Load(1, 1_000, 100, 0.001))
     assert (found.replicas, found.limit) == (None, "time per token")
 
 
-def test_a_request_longer_than_the_cache_cannot_be_bought():
+def test_a_request_longer_than_the_cache_cannot_be_served():
     found = cost(*engine(), Load(1, 900_000, 100, 10.0))
     assert (found.replicas, found.limit) == (None, "KV memory")
 
 
-def test_a_mixture_of_experts_reads_more_experts_the_more_sequences_run():
+def test_a_mixture_of_experts_reads_more_experts_with_more_sequences():
     speed, _ = engine(model="Qwen3-30B-A3B")
     one, many = speed.step_seconds(1, 16), speed.step_seconds(256, 16)
     dense, _ = engine(model="Qwen3-32B")

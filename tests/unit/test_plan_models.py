@@ -60,12 +60,12 @@ def test_every_model_says_where_its_facts_come_from():
 
 
 @pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
-def test_weights_in_mxfp4_weigh_what_the_model_card_says(name, gib):
+def test_the_size_of_mxfp4_weights_equals_the_model_card(name, gib):
     model = models.find(name)
     assert weight_bytes(model, model.published) / 2**30 == pytest.approx(gib, abs=0.06)
 
 
-def test_a_smaller_weight_takes_less_and_embeddings_keep_16_bits():
+def test_smaller_weights_take_less_memory_and_embeddings_keep_16_bits():
     model = models.find("Qwen3-8B")
     sizes = [weight_bytes(model, dtype) for dtype in ("bfloat16", "fp8", "int4")]
     assert sizes == sorted(sizes, reverse=True)
@@ -78,7 +78,7 @@ def test_every_gpu_has_labels_of_its_own():
     assert all(by_product(label) is gpu for gpu in GPUS for label in gpu.products)
 
 
-def test_a_slice_of_a_gpu_is_not_taken_for_the_whole():
+def test_a_mig_slice_is_not_taken_for_the_whole_gpu():
     assert by_product("NVIDIA-H100-80GB-HBM3") is not None
     assert by_product("NVIDIA-H100-80GB-HBM3-MIG-1g.10gb") is None
     assert by_product("NVIDIA-H100-80GB-HBM3-SHARED") is None
@@ -86,7 +86,7 @@ def test_a_slice_of_a_gpu_is_not_taken_for_the_whole():
 
 
 @pytest.mark.parametrize("name", models.published())
-def test_a_model_of_the_docs_is_planned_under_its_own_name_or_its_cache_is_the_reason(name):
+def test_every_documented_model_can_be_planned_by_name_unless_its_cache_is_unknown(name):
     try:
         found = models.find(name)
     except PlanError as error:
@@ -103,13 +103,13 @@ def test_a_model_with_another_ones_facts_keeps_its_own_name(model):
         assert models.find(name.upper()).name == models.find(name.rpartition("/")[2]).name == called
 
 
-def test_a_name_that_is_not_known_is_never_answered_for_another_model():
+def test_an_unknown_name_never_selects_another_model():
     for name in ("meta-llama/Llama-3.3-71B", "acme/Qwen3-8B-tuned", "Qwen3", "Qwen/Qwen3-30B-A3B-Instruct-2507", "8B"):
         with pytest.raises(PlanError, match="neither a folder nor in the table"):
             models.find(name)
 
 
-def test_a_short_name_of_a_gpu_names_every_gpu_that_begins_so():
+def test_a_short_gpu_name_lists_every_gpu_that_begins_with_it():
     with pytest.raises(PlanError, match="use one of H100-80GB, H100-NVL, H100-PCIe, or"):
         find_gpu("h100")
     with pytest.raises(PlanError, match=r"use one of B200, H200, .*, T4, or"):

@@ -67,7 +67,7 @@ def test_options_of_the_command_line_replace_those_of_the_service(
     assert [one["context_tokens"] for one in row["capacities"]] == [4096]
 
 
-def test_nodes_are_planned_as_the_pipeline_that_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_are_planned_as_the_rendered_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     document = planned(capsys, "-f", ROOT / "examples/multi-node.yaml", "--gpu", "H100-80GB")
     assert (document["nodes"], document["gpus_per_replica"]) == (2, 16)
     model, gpu = find("meta-llama/Llama-3.1-405B-Instruct"), find_gpu("H100-80GB")
@@ -157,7 +157,7 @@ NUMBER = st.none() | st.integers() | st.text(max_size=3)
 
 
 @given(NUMBER, NUMBER, NUMBER, NUMBER, st.sampled_from(["hf://Qwen/Qwen3-8B", "hf://", "hf://-h", "", "x"]))
-def test_no_spec_of_whatever_shape_ends_in_an_error(
+def test_any_spec_is_handled_without_an_unexpected_error(
     gpus: Any, percent: Any, longest: Any, recent: Any, source: str
 ) -> None:
     spec = {
@@ -185,14 +185,12 @@ def test_a_model_without_a_name_is_planned_from_its_folder(tmp_path: Path, capsy
     assert planned(capsys, "-f", file, folder, "--gpu", "H200")["model"] == str(folder)
 
 
-def test_another_model_than_the_one_asked_for_is_never_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_service_never_gets_the_plan_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, {"model": {"source": "hf://someone/Qwen3-8B"}})
     assert "'someone/Qwen3-8B' is neither a folder nor in the table" in refused(capsys, "-f", file, "--gpu", "H200")
 
 
-def test_a_file_that_holds_no_plannable_service_is_said_with_the_remedy(
+def test_a_file_without_a_plannable_service_is_an_error_with_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "give a file with one" in refused(capsys, "-f", written(tmp_path, {}, {}), "--gpu", "H200")

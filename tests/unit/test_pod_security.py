@@ -127,19 +127,19 @@ def beyond_restricted_v2(template: Mapping[str, Any]) -> Iterator[str]:
 
 @pytest.mark.parametrize("dtype", ["auto", "k4v4"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_where_namespaces_have_users_of_their_own_a_pod_names_none(spec: dict[str, Any], dtype: str) -> None:
+def test_on_openshift_a_pod_names_no_user(spec: dict[str, Any], dtype: str) -> None:
     assert list(beyond_restricted_v2(template(spec, dtype, assigned_user=True))) == []
     assert list(beyond_restricted_v2(template(spec, dtype))) == ["runAsUser", "runAsGroup", "fsGroup"]
 
 
-def test_a_user_that_the_author_names_is_kept_where_namespaces_have_their_own() -> None:
+def test_on_openshift_a_user_in_the_pod_template_is_kept() -> None:
     engine = {"image": "i", "podTemplate": {"spec": {"securityContext": {"fsGroup": 1000650000}}}}
     found = template({"model": {"source": "file:///m"}, "engine": engine}, assigned_user=True)
     assert found["spec"]["securityContext"]["fsGroup"] == 1000650000
     assert "runAsUser" not in found["spec"]["securityContext"]
 
 
-def test_of_a_model_in_an_image_the_standard_refuses_the_volume_and_nothing_else() -> None:
+def test_restricted_refuses_only_the_image_volume_of_a_model_in_an_image() -> None:
     found = list(violations(template(spec_with("oci://example.org/models/qwen:1"))))
     assert found == ["volume type image"]
 
@@ -155,12 +155,12 @@ def test_the_rules_find_what_a_pod_without_security_context_breaks() -> None:
     }
 
 
-def test_an_engine_gets_no_token_of_the_api_server_unless_an_account_is_named() -> None:
+def test_an_engine_gets_no_api_token_unless_a_service_account_is_named() -> None:
     assert template(spec_with("file:///m"))["spec"]["automountServiceAccountToken"] is False
     assert template(EVERYTHING)["spec"]["automountServiceAccountToken"] is True
 
 
-def test_a_pod_names_secrets_and_holds_none() -> None:
+def test_a_pod_refers_to_secrets_and_contains_none() -> None:
     env = {one["name"]: one for one in template(EVERYTHING)["spec"]["containers"][0]["env"]}
     assert env["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}
     assert env["A"] == {"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}

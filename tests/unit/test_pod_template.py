@@ -65,7 +65,7 @@ def containers(template: Mapping[str, Json]) -> dict[str, Json]:
     return {one["name"]: one for one in template["spec"]["containers"]}
 
 
-def test_whatever_kubernetes_has_a_name_for_reaches_the_pod() -> None:
+def test_every_allowed_field_reaches_the_pod() -> None:
     assert faults(engine(FULL), ["capabilities"]) == ()
     template = rendered(FULL, resources={"limits": {"memory": "8Gi"}})
     pod, found = template["spec"], containers(template)
@@ -82,7 +82,7 @@ def test_whatever_kubernetes_has_a_name_for_reaches_the_pod() -> None:
     assert unknown("V1PodTemplateSpec", template, "template") == []
 
 
-def test_what_the_engine_may_do_is_added_to_or_replaced_and_the_rest_stays_as_restricted_has_it() -> None:
+def test_a_security_context_is_merged_over_the_restricted_defaults() -> None:
     template = rendered(FULL | {"spec": FULL["spec"] | {"securityContext": {"runAsUser": 1000}}})
     own = containers(template)["engine"]["securityContext"]
     assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
@@ -90,13 +90,13 @@ def test_what_the_engine_may_do_is_added_to_or_replaced_and_the_rest_stays_as_re
     assert template["spec"]["securityContext"] == plain | {"runAsUser": 1000}
 
 
-def test_a_manifest_without_a_template_and_one_with_an_empty_one_have_the_same_revision() -> None:
+def test_an_empty_pod_template_does_not_change_the_revision() -> None:
     old = pod_template(KEY.name, spec_of(manifest(engine={"image": "i"})), "k4v4")
     empty = {"metadata": {"labels": {}}, "spec": {"containers": [], "volumes": [], "securityContext": {}}}
     assert rendered({}) == rendered(empty) == old
 
 
-def test_a_change_of_the_template_is_a_new_revision_and_another_spelling_is_none() -> None:
+def test_a_changed_template_is_a_new_revision_and_another_spelling_is_not() -> None:
     first = {"spec": {"securityContext": {"runAsUser": 1000, "fsGroup": 1000}}}
     same = {"spec": {"securityContext": {"fsGroup": 1000, "runAsUser": 1000}}}
     other = {"spec": {"securityContext": {"runAsUser": 1001, "fsGroup": 1000}}}
@@ -117,7 +117,7 @@ def test_access_to_the_node_is_refused_unless_its_own_kind_is_allowed(bad) -> No
     assert faults(bad.manifest, set(KINDS) - {kind}) == (fault,)
 
 
-def test_what_this_operator_allows_is_what_its_services_are_judged_by() -> None:
+def test_the_operator_judges_services_by_its_allowed_host_access() -> None:
     about = {"namespace": "a", "name": "good", "uid": "u", "generation": 1, "resourceVersion": "1"}
     service = engine({"spec": {"hostIPC": True}}) | {"metadata": about}
     for allowed, accepted in (((), False), (("hostNetwork",), False), (("hostIPC",), True)):
@@ -144,7 +144,7 @@ PARTS = ("", ".", "..", "models", "adapters", "a", "compile-cache", "dev", "shm"
 @example(["", "models"])
 @example([".", "models"])
 @example(["dev", ".", "shm"])
-def test_no_spelling_of_a_path_gets_over_a_mount_of_kvpilots(parts: list[str]) -> None:
+def test_no_spelling_of_a_path_hides_a_mount_of_kvpilot(parts: list[str]) -> None:
     path = "/" + "/".join(parts)
     mounts = [{"name": "v", "mountPath": path}]
     found = refused(engine({"spec": {"containers": [{"name": "engine", "volumeMounts": mounts}]}}))
@@ -154,7 +154,7 @@ def test_no_spelling_of_a_path_gets_over_a_mount_of_kvpilots(parts: list[str]) -
     assert bool(found) == (over or not {".", ".."}.isdisjoint(parts))
 
 
-def test_a_field_that_a_pod_has_and_the_api_does_not_allow_is_unknown() -> None:
+def test_a_pod_field_that_the_api_does_not_allow_is_unknown() -> None:
     spec = SCHEMA["properties"]["spec"]["properties"]
     assert not {"hostUsers", "nodeName", "dnsPolicy", "restartPolicy"} & set(spec)
     assert not {"lifecycle", "volumeDevices"} & set(spec["containers"]["items"]["properties"])
@@ -216,9 +216,7 @@ def beyond_baseline(template: Mapping[str, Json]) -> Iterator[str]:
 @pytest.mark.slow
 @given(TEMPLATES, st.sets(st.sampled_from(KINDS)))
 @settings(max_examples=150, deadline=None)
-def test_whatever_is_accepted_takes_nothing_of_ours_from_a_pod_and_is_within_baseline_except_what_is_allowed(
-    given_template: Json, allowed: set[str]
-) -> None:
+def test_accepted_templates_keep_kvpilots_fields_and_satisfy_baseline(given_template: Json, allowed: set[str]) -> None:
     obj = engine(given_template, resources={"limits": {"cpu": 1}}) | {}
     obj["spec"]["cache"] = {"weightsClaimName": "w", "compileClaimName": "c"}
     obj["spec"]["model"]["adapters"] = [{"name": "sql", "source": "pvc://a/sql"}]

@@ -46,19 +46,19 @@ KEYS = ["tokens", "max_model_len", "choices", "error", "code", "text", "logprobs
         ({"token_id:3": float("nan")}, float("nan")),
     ],
 )
-async def test_logprobs_that_are_not_numbers_are_maximal_damage_in_a_candidate(top: object, logprob: object) -> None:
+async def test_nan_logprobs_of_a_candidate_are_maximal_damage(top: object, logprob: object) -> None:
     async with engine(completing(event("token_id:7777", top, logprob))) as url:
         found = await measure(url, "m", baseline(), settings=SETTINGS)
     assert found.mean_kl_micronats == round(MAX_KL * 1_000_000)
 
 
-async def test_a_baseline_is_never_made_of_logprobs_that_are_not_numbers() -> None:
+async def test_nan_logprobs_never_make_a_baseline() -> None:
     async with engine(completing(event("token_id:3", None, None))) as url:
         with pytest.raises(MalformedAnswer, match="not numbers"):
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
 
 
-async def test_tokens_that_cannot_occur_are_bounded_damage() -> None:
+async def test_the_damage_of_impossible_tokens_is_bounded() -> None:
     top = {"token_id:3": -0.1, "token_id:4": -1e300, "token_id:5": -9999.0}
     async with engine(completing(event("token_id:3", top))) as url:
         found = await measure(url, "m", baseline(1), settings=SETTINGS)
@@ -74,7 +74,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("top", "logprob", "said"), IMPOSSIBLE)
-async def test_logprobs_that_no_distribution_has_make_neither_a_baseline_nor_a_measurement(
+async def test_impossible_logprobs_make_neither_a_baseline_nor_a_measurement(
     top: object, logprob: object, said: str
 ) -> None:
     async with engine(completing(event("token_id:3", top, logprob))) as url:
@@ -99,7 +99,7 @@ async def test_an_answer_that_is_cut_short_makes_no_baseline(after: int, finish:
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
 
 
-async def test_an_answer_that_the_model_ends_is_a_baseline() -> None:
+async def test_an_answer_that_the_model_ends_early_can_be_a_baseline() -> None:
     async with engine(ending(5, "stop")) as url:
         kept = await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
     assert kept.positions == 5 * len(PROMPTS)
@@ -117,7 +117,7 @@ any_logprob = st.floats(-1e4, 1e4) | st.floats(-3, 0) | st.sampled_from([1e308, 
 
 
 @given(st.dictionaries(st.integers(0, 30), any_logprob, min_size=1, max_size=20), st.data())
-def test_logprobs_that_are_read_are_a_distributions(top: dict[int, float], data: st.DataObject) -> None:
+def test_accepted_logprobs_belong_to_a_distribution(top: dict[int, float], data: st.DataObject) -> None:
     chosen = data.draw(st.sampled_from(sorted(top)))
     named: dict[str, object] = {f"token_id:{token}": logprob for token, logprob in top.items()}
     with suppress(MalformedAnswer):
@@ -180,7 +180,7 @@ async def test_a_tokenizer_answer_without_tokens_or_length_is_a_typed_error(answ
             await capture(url, "m", PROMPTS, identity="i", dtype="auto", settings=SETTINGS)
 
 
-async def test_a_refusal_carries_its_status_and_the_start_of_what_the_engine_said() -> None:
+async def test_a_refusal_has_the_status_and_the_start_of_the_engines_message() -> None:
     async def handler(_path: str, _body: Body, writer: Writer) -> None:
         respond(writer, b'{"error": "The model does not exist."}' + b" " * 100 + b"y" * 100_000, "404 Not Found")
 
@@ -198,7 +198,7 @@ async def test_an_engine_that_fails_in_the_middle_of_a_stream_has_refused() -> N
             await measure(url, "m", baseline(), settings=SETTINGS)
 
 
-async def test_a_connection_that_breaks_once_is_tried_once_more() -> None:
+async def test_a_broken_connection_is_retried_once() -> None:
     broken: set[str] = set()
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
@@ -214,14 +214,14 @@ async def test_a_connection_that_breaks_once_is_tried_once_more() -> None:
     assert kept.positions == 32
 
 
-async def test_an_engine_that_is_not_there_is_unreachable_by_its_address() -> None:
+async def test_a_missing_engine_is_reported_as_unreachable_with_its_address() -> None:
     async with engine(counting) as url:
         pass
     with pytest.raises(EngineUnreachable, match=url):
         await measure(url, "m", baseline(), settings=SETTINGS)
 
 
-async def test_a_stream_that_breaks_after_its_first_token_is_unreachable_and_not_tried_in_silence() -> None:
+async def test_a_stream_that_breaks_after_its_first_token_is_not_silently_retried() -> None:
     async def handler(_path: str, _body: Body, writer: Writer) -> None:
         first = event("token_id:3", {"token_id:3": -0.1})
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n" + first)
@@ -272,7 +272,7 @@ async def test_more_tokens_than_a_prompt_can_have_are_not_read() -> None:
     ).map(lambda value: json.dumps(value).encode())
     | st.binary(max_size=60)
 )
-def test_whatever_an_engine_answers_is_read_or_a_typed_error(data: bytes) -> None:
+def test_any_answer_of_an_engine_is_either_read_or_a_typed_error(data: bytes) -> None:
     with suppress(MalformedAnswer, EngineRefused):
         for step in read_streamed("url", data).tokens:
             assert all(-30 <= value <= 0 for value in step.logprobs.top.values())
@@ -280,7 +280,7 @@ def test_whatever_an_engine_answers_is_read_or_a_typed_error(data: bytes) -> Non
         assert all(0 <= token <= MAX_TOKEN_ID for token in read_tokens("url", data).tokens)
 
 
-def test_quotes_and_signs_without_an_end_are_a_typed_error() -> None:
+def test_endless_quotes_and_signs_are_a_typed_error() -> None:
     for data in (b'"\\' * 40_000, b"-" * 80_000, b'"' * 80_000, b"-Infinit" * 10_000):
         with pytest.raises(MalformedAnswer):
             read_streamed("url", data)

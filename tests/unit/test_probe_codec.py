@@ -70,7 +70,7 @@ baselines = st.builds(
 
 
 @given(baselines)
-def test_a_kept_baseline_is_the_same_within_a_hair(baseline: Baseline) -> None:
+def test_a_stored_baseline_equals_the_original_up_to_rounding(baseline: Baseline) -> None:
     kept = decode(encode(baseline))
     assert encode(kept) == encode(baseline)
     assert (kept.identity, kept.model, kept.dtype, kept.left_out, kept.control) == (
@@ -90,7 +90,7 @@ def test_a_kept_baseline_is_the_same_within_a_hair(baseline: Baseline) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_baseline_are_refused_by_a_typed_error(data: bytes) -> None:
+def test_bytes_that_are_not_a_baseline_are_a_typed_error(data: bytes) -> None:
     for given_bytes in (data, zlib.compress(data)):
         with pytest.raises(MalformedBaseline, match="re-capture"):
             decode(given_bytes)
@@ -98,7 +98,7 @@ def test_bytes_that_are_no_baseline_are_refused_by_a_typed_error(data: bytes) ->
 
 @settings(max_examples=50)
 @given(baselines, st.data())
-def test_a_damaged_or_cut_baseline_is_refused_or_read(baseline: Baseline, data: st.DataObject) -> None:
+def test_a_damaged_or_truncated_baseline_is_either_refused_or_read(baseline: Baseline, data: st.DataObject) -> None:
     good = encode(baseline)
     raw = bytearray(zlib.decompress(good))
     at = data.draw(st.integers(0, len(raw) - 1))
@@ -108,13 +108,13 @@ def test_a_damaged_or_cut_baseline_is_refused_or_read(baseline: Baseline, data: 
             decode(bad)
 
 
-def test_a_stream_that_unpacks_without_end_is_refused_early() -> None:
+def test_a_decompression_bomb_is_refused_early() -> None:
     with pytest.raises(MalformedBaseline, match="unpacks to more"):
         decode(zlib.compress(bytes(200 * 1024 * 1024), 9))
 
 
 @pytest.mark.parametrize("part", [4, 1])
-def test_a_quarter_of_the_largest_baseline_fits_even_if_incompressible_and_a_whole_one_is_refused(part: int) -> None:
+def test_an_incompressible_baseline_fits_up_to_a_quarter_of_the_largest_size(part: int) -> None:
     rng = random.Random(1)
     prompts = 64
     per_prompt = MAX_POSITIONS // prompts // part
@@ -149,7 +149,7 @@ def test_a_quarter_of_the_largest_baseline_fits_even_if_incompressible_and_a_who
 
 
 @pytest.mark.parametrize(("tokens", "positions"), [(MAX_PROMPT_TOKENS + 1, 1), (1, MAX_POSITIONS + 1)])
-def test_more_than_the_largest_is_refused_with_the_numbers(tokens: int, positions: int) -> None:
+def test_a_baseline_above_the_largest_size_is_refused_with_the_numbers(tokens: int, positions: int) -> None:
     answer = (Logprobs(1, {1: -0.1}),) * positions
     with pytest.raises(BaselineTooLarge, match=r"at most \d+"):
         encode(Baseline("i", "m", "auto", (BaselinePrompt("p", "", "", (1,) * tokens, answer),)))
@@ -174,7 +174,7 @@ def test_the_identity_changes_with_everything_that_a_capture_depends_on() -> Non
     assert all(c in "0123456789abcdef" for c in one) and len(one) == 10
 
 
-def test_a_baseline_that_was_kept_of_impossible_logprobs_is_refused() -> None:
+def test_a_stored_baseline_with_impossible_logprobs_is_refused() -> None:
     """Logits above 0 were once kept as probabilities of 1."""
     answer = (Logprobs(4, {4: 0.0, 5: 0.0, 6: -3.0}),)
     kept = encode(Baseline("i", "m", "auto", (BaselinePrompt("p", "", "", (1, 2), answer),)))
@@ -187,7 +187,7 @@ FIGURES = ("captured", "prompts", "positions", "mean_kl_micronats", "p99_kl_micr
 
 @pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("figure", [-1, 2**32, True, "7", None, 1.5])
-def test_a_control_that_is_no_control_is_refused(figure: object, name: str) -> None:
+def test_an_invalid_control_run_is_refused(figure: object, name: str) -> None:
     good = encode(Baseline("i", "m", "auto", (), control=Control(datetime.now(UTC), 1, 2, 3, 4, 5)))
     stored = msgspec.msgpack.decode(zlib.decompress(good))
     stored["control"][name] = figure
@@ -208,7 +208,7 @@ NOT_LENGTHS = {
 
 
 @pytest.mark.parametrize("wrong", NOT_LENGTHS.values(), ids=NOT_LENGTHS)
-def test_arrays_of_another_length_than_announced_are_refused(wrong: dict[str, object]) -> None:
+def test_arrays_of_another_length_than_declared_are_refused(wrong: dict[str, object]) -> None:
     answer = (Logprobs(4, {4: -0.5, 5: -2.0}),)
     good = encode(Baseline("i", "m", "auto", (BaselinePrompt("p", "", "", (1, 2), answer),)))
     stored = msgspec.msgpack.decode(zlib.decompress(good))

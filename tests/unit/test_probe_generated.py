@@ -36,7 +36,7 @@ def test_generated_prompts_fit_any_context_and_are_the_same_each_time(context: i
     assert all(name == f"length-{length}" for name, length in lengths.items())
 
 
-def test_a_service_of_131072_tokens_is_asked_after_an_eighth_a_half_and_all_of_them() -> None:
+def test_prompts_fill_an_eighth_a_half_and_all_of_131072_tokens() -> None:
     found = [r for r in made(load(["builtin/long-context"]), MAX_CONTEXT) if r.prompt.bucket != HIT]
     most = MAX_CONTEXT - ANSWER
     assert [len(r.tokens) for r in found] == [most // 8] * 5 + [most // 2] * 5 + [most] * 5
@@ -53,7 +53,7 @@ def baseline_of(found: list[Rendered]) -> Baseline:
     return Baseline("i", "m", "auto", tuple(BaselinePrompt(r.prompt.name, "", "", r.tokens, answer) for r in found))
 
 
-def test_each_question_asks_for_a_fact_that_only_a_context_of_its_length_has() -> None:
+def test_each_question_needs_a_fact_of_its_own_context() -> None:
     found = [r for r in made(load(["builtin/long-context"]), 8192) if r.prompt.bucket != HIT]
     for r in found:
         locker = re.findall(r"\d+", r.prompt.messages[0].content)[0]
@@ -66,7 +66,7 @@ def test_each_question_asks_for_a_fact_that_only_a_context_of_its_length_has() -
 @pytest.mark.parametrize("percent", [0, 5, 50, 90])
 @pytest.mark.parametrize("depth", [0, 30, 90])
 @pytest.mark.parametrize("context", [512, 40_000])
-def test_an_own_prompt_is_filled_to_its_length_with_the_fact_at_its_depth(
+def test_a_users_prompt_is_filled_to_its_length_with_the_fact_at_its_depth(
     percent: int, depth: int, context: int
 ) -> None:
     text = (
@@ -79,7 +79,7 @@ def test_an_own_prompt_is_filled_to_its_length_with_the_fact_at_its_depth(
     assert at == pytest.approx(context * percent * depth / 10_000, abs=40)
 
 
-def test_every_length_modulo_64_and_lengths_beyond_a_chunk_are_asked_of_an_engine_that_has_not_read_them() -> None:
+def test_prompts_of_every_length_modulo_64_and_beyond_a_chunk_are_sent_without_prefix_hits() -> None:
     found = made(load(["builtin/paths"]), 16_384)
     by = {b: [r for r in found if r.prompt.bucket == b] for b in ("residue", "chunk")}
     assert {len(r.tokens) % RESIDUES for r in by["residue"]} == set(range(64))
@@ -91,14 +91,14 @@ def test_every_length_modulo_64_and_lengths_beyond_a_chunk_are_asked_of_an_engin
     assert list(sent_first("general", (1, 2, 3, 4))) == [1, 2]
 
 
-def test_each_fact_of_one_text_is_asked_for_twice_so_that_requests_share_its_pages() -> None:
+def test_each_fact_of_a_text_is_requested_twice_so_that_requests_share_its_pages() -> None:
     hits = [r for r in made(load(["builtin/long-context"]), 4096) if r.prompt.bucket == HIT]
     assert len(hits) >= QUESTIONS
     assert len({tuple(r.tokens[:SHARED_TOKENS]) for r in hits}) == 1
     assert all(list(sent_first(HIT, r.tokens)) == list(r.tokens) for r in hits)
 
 
-def test_damage_behind_a_chunk_fails_an_engine_that_reads_chunks_of_any_usual_size() -> None:
+def test_damage_after_a_prefill_chunk_is_found_for_usual_chunk_sizes() -> None:
     found = made(load(["builtin/paths"]), 16_384)
     allowed = Allowed(kl=0.02, disagreement=1.0)
     for size in CHUNKS:
@@ -112,7 +112,7 @@ def test_all_built_in_packs_fit_into_one_baseline_of_the_longest_context() -> No
     codec.check_limits([r.tokens for r in found], sum(r.answer for r in found))
 
 
-async def test_damage_beyond_an_eighth_of_the_context_is_seen_in_its_buckets_alone() -> None:
+async def test_damage_beyond_an_eighth_of_the_context_shows_only_in_its_buckets() -> None:
     """The mean over all prompts dilutes it, but the buckets of long contexts do not."""
     context = 4096
 
@@ -137,7 +137,7 @@ async def test_damage_beyond_an_eighth_of_the_context_is_seen_in_its_buckets_alo
     }  # fmt: skip
 
 
-def test_an_own_prompt_that_exceeds_the_context_is_an_error_and_a_built_in_one_is_left_out() -> None:
+def test_a_users_prompt_beyond_the_context_is_an_error_and_a_built_in_one_is_left_out() -> None:
     text = f"prompts: [{{name: long, messages: [{{role: user, content: {'word ' * 300}}}]}}]"
     prompts = load(["builtin/general", "configmap/mine"], {"mine": {"prompts.yaml": text}})
     with pytest.raises(NothingFits, match=r"configmap/mine/long and the 32 tokens .* context \(512 tokens\)"):
@@ -154,7 +154,7 @@ def test_an_engine_whose_tokens_do_not_follow_the_text_is_an_error() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.integers(0, 20), st.lists(st.integers(0, 9), max_size=9), st.data())
-def test_joined_tokens_are_read_like_an_array(
+def test_joined_tokens_are_parsed_like_an_array(
     document: list[int], size: int, tail: list[int], data: st.DataObject
 ) -> None:
     size = min(size, len(document))
@@ -166,7 +166,7 @@ def test_joined_tokens_are_read_like_an_array(
     assert list(reversed(joined)) == list(reversed(plain))
 
 
-async def test_a_candidate_with_another_tokenizer_or_a_shorter_context_is_an_error_and_no_damage() -> None:
+async def test_another_tokenizer_or_a_shorter_context_is_an_error_and_not_damage() -> None:
     async with engine(reading(4096)) as url:
         kept = await capture(url, "m", load(["builtin/general"]), identity="i", dtype="auto", settings=SETTINGS)
         assert (await measure(url, "m", kept, settings=SETTINGS)).mean_kl_micronats == 0

@@ -99,7 +99,7 @@ async def test_rests_are_bounded_and_report_progress(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("running", "rests"), [(0.0, True), (7.0, True), (7.0, False)])
-async def test_only_a_run_beside_users_that_asks_for_rests_rests_after_each_request(
+async def test_a_run_rests_only_if_requested_and_while_users_requests_run(
     monkeypatch: pytest.MonkeyPatch, running: float, rests: bool
 ) -> None:
     clock = Clock(monkeypatch)
@@ -113,7 +113,7 @@ async def test_only_a_run_beside_users_that_asks_for_rests_rests_after_each_requ
     assert len(clock.rests) >= found.requests - 1 if running and rests else not clock.rests
 
 
-async def test_a_run_that_waits_for_users_no_longer_sees_that_they_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_run_continues_once_users_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, loads = Clock(monkeypatch), [(5.0, 7.0)]
 
     async def load() -> tuple[float, float]:

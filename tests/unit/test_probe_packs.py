@@ -61,18 +61,18 @@ def test_all_built_in_packs_together_are_within_the_bounds() -> None:
     assert len(load([f"builtin/{name}" for name in BUILTIN])) <= MAX_PROMPTS
 
 
-def test_every_multi_turn_chat_has_answers_to_look_back_to() -> None:
+def test_every_multi_turn_chat_has_earlier_answers() -> None:
     assert all(sum(m.role == "assistant" for m in p.messages) >= 2 for p in load(["builtin/multi-turn"]))
 
 
 @given(st.integers(0, 90), st.integers(0, 90), st.integers(0, 2**20))
-def test_a_filled_prompt_says_how_long_it_gets_and_where_its_fact_lies(fill: int, depth: int, context: int) -> None:
+def test_a_filled_prompt_has_a_length_and_the_depth_of_its_fact(fill: int, depth: int, context: int) -> None:
     (prompt,) = load_text(needle(fill, depth), context)
     assert (prompt.fill, prompt.context) == (Fill(fill, depth, "The key is blue."), context)
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_a_generated_pack_awaits_the_engine_that_says_how_long_its_context_is(name: str) -> None:
+def test_a_generated_pack_waits_for_the_engines_context_length(name: str) -> None:
     (pack,) = load([f"builtin/{name}"], context_tokens=512)
     assert (pack.pack, pack.bucket, pack.messages, pack.context) == (f"builtin/{name}", name, (), 512)
 
@@ -84,13 +84,13 @@ def test_a_users_pack_is_read_in_order_and_a_set_named_twice_counts_once() -> No
 
 
 @pytest.mark.parametrize("name", ["builtin/nothing", "general", "configmap/", "", "builtin/../errors", "x" * 5000])
-def test_an_unknown_set_is_refused_with_what_there_is(name: str) -> None:
+def test_an_unknown_pack_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(PackError, match="builtin/general") as caught:
         load([name])
     assert len(str(caught.value)) < 400
 
 
-def test_a_config_map_that_is_not_there_or_has_no_prompts_key_is_refused_by_name() -> None:
+def test_a_missing_config_map_or_key_is_refused_by_name() -> None:
     with pytest.raises(PackError, match="'mine'"):
         load([USER], {})
     with pytest.raises(PackError, match=r"prompts\.yaml"):
@@ -103,7 +103,7 @@ def test_a_pack_without_prompts_is_refused(text: str) -> None:
         load_text(text)
 
 
-def test_no_set_at_all_is_refused() -> None:
+def test_an_empty_list_of_packs_is_refused() -> None:
     with pytest.raises(PackError, match="probeSets"):
         load([])
 
@@ -185,14 +185,14 @@ def test_a_pack_that_would_cost_too_much_is_refused_with_the_limit() -> None:
 
 
 @given(st.text(max_size=300))
-def test_any_text_is_a_pack_or_a_typed_error(text: str) -> None:
+def test_any_text_is_either_a_pack_or_a_typed_error(text: str) -> None:
     try:
         assert load_text(text)
     except PackError as error:
         assert USER in str(error)
 
 
-def test_tools_are_kept_as_the_json_that_an_engine_takes() -> None:
+def test_tools_are_stored_as_the_json_that_engines_accept() -> None:
     schema = "{type: object, properties: {city: {type: string, enum: [Oslo, Bergen]}}, required: [city]}"
     (prompt,) = load_text(tool(f"[{{name: t, description: d, parameters: {schema}}}]"))
     (function,) = json.loads(prompt.tools)
@@ -218,12 +218,12 @@ def test_the_built_in_tool_calls_have_tools_with_typed_arguments() -> None:
     ],
     ids=lambda text: ascii(text)[:40],
 )
-def test_an_odd_pack_is_a_typed_error_that_names_it(text: str) -> None:
+def test_a_malformed_pack_is_a_typed_error_that_names_it(text: str) -> None:
     with pytest.raises(PackError, match=USER):
         load_text(text)
 
 
-def test_a_pack_of_the_greatest_size_is_read() -> None:
+def test_a_pack_of_the_largest_size_is_read() -> None:
     (prompt, *_) = load_text(short_prompts(MAX_PROMPTS) + "#" * (MAX_PACK_BYTES - len(short_prompts(MAX_PROMPTS))))
     assert prompt.name == "p0"
 
@@ -237,7 +237,7 @@ YAML_WORDS = (
 
 
 @given(st.lists(st.sampled_from(YAML_WORDS), max_size=40), st.sampled_from(["", " ", "\n", "\n- "]))
-def test_any_yaml_is_read_in_proportion_or_refused(words: list[str], between: str) -> None:
+def test_any_yaml_is_read_in_linear_time_or_refused(words: list[str], between: str) -> None:
     text = between.join(words)
     indented = "\n".join(f"        {line}" for line in text.split("\n"))
     prompt_with_tool = (

@@ -28,7 +28,7 @@ async def hangs(_path: str, _body: Body, _writer: Writer) -> None:
     await asyncio.sleep(60)
 
 
-async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hanging_periodic_probes_take_no_permits_of_canaries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHECK", replace(CHECK, permits=1))
     async with opened() as bench, engine(hangs) as stuck, sound() as (url, _):
         bench.cluster.keep(NAME, codec.encode(await captured(bench)))
@@ -40,7 +40,7 @@ async def test_checks_that_hang_hold_no_place_of_a_canary(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("serving", [False, True])
 @pytest.mark.parametrize("namespace", ["good", "hostile"])
-async def test_however_many_engines_hang_a_good_one_is_probed(
+async def test_an_engine_is_probed_even_if_any_number_of_others_hang(
     monkeypatch: pytest.MonkeyPatch, serving: bool, namespace: str
 ) -> None:
     limits = replace(CANARY_PROBE, permits=4, share=2)
@@ -60,7 +60,7 @@ async def test_however_many_engines_hang_a_good_one_is_probed(
         assert all(one is not None and one.outcome is None for one in running)
 
 
-async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_others_hang(
+async def test_a_slow_engine_is_eventually_probed_even_if_others_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The probe loses its permit. That is not a failure: it retries with a longer timeout."""
@@ -83,7 +83,7 @@ async def test_an_engine_that_is_slow_to_begin_is_probed_in_the_end_although_oth
     assert isinstance(found.outcome, Measurement)
 
 
-async def test_a_probe_that_nobody_counts_is_tried_again_later_and_later(
+async def test_failures_of_uncounted_probes_are_retried_with_growing_pauses(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []

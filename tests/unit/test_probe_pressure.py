@@ -53,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure, "LOOK_SECONDS", 0.01)
 
 
-async def test_prompts_are_judged_while_long_ones_hold_the_pool() -> None:
+async def test_prompts_are_judged_while_long_ones_fill_the_kv_cache() -> None:
     one = Engine()
     filled = await one.fill()
     assert filled.context == len(one.long[0]) == CONTEXT - FILL_ANSWER_TOKENS
@@ -67,7 +67,7 @@ async def test_prompts_are_judged_while_long_ones_hold_the_pool() -> None:
     assert decide(filled.seen, [PRESSURE], ALLOWED).answer == Answer.PASSED
 
 
-async def test_damage_that_only_a_full_pool_shows_fails_the_canary_by_that_name() -> None:
+async def test_damage_that_only_a_full_cache_shows_fails_the_bucket_pressure() -> None:
     async def garbage(_path: str, body: Body, writer: Writer) -> None:
         stream(writer, *[event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0})] * body["max_tokens"])
 
@@ -76,7 +76,7 @@ async def test_damage_that_only_a_full_pool_shows_fails_the_canary_by_that_name(
     assert (outcome.answer, outcome.failed) == (Answer.FAILED, PRESSURE)
 
 
-async def test_logprobs_that_are_not_numbers_are_counted_under_pressure_too() -> None:
+async def test_nan_logprobs_are_counted_under_pressure_too() -> None:
     async def broken(_path: str, body: Body, writer: Writer) -> None:
         steps = range(len(body["prompt"]), len(body["prompt"]) + body["max_tokens"])
         stream(writer, *(event(f"token_id:{i}", {f"token_id:{i}": None}) for i in steps))
@@ -86,13 +86,13 @@ async def test_logprobs_that_are_not_numbers_are_counted_under_pressure_too() ->
 
 
 @pytest.mark.parametrize("room", [0, pressure.MAX_POOL_TOKENS + 1])
-async def test_a_pool_of_unknown_or_very_large_size_is_not_filled(room: int) -> None:
+async def test_a_cache_of_unknown_or_very_large_size_is_not_filled(room: int) -> None:
     one = Engine(room=room)
     assert (await one.fill()).seen == ()
     assert len(one.long) == 1
 
 
-async def test_a_pool_that_does_not_get_full_shows_nothing_and_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cache_that_does_not_get_full_ends_the_test_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure, "FULL", 2.0)
     one = Engine()
     assert (await one.fill()).seen == ()
@@ -100,7 +100,7 @@ async def test_a_pool_that_does_not_get_full_shows_nothing_and_ends_soon(monkeyp
     assert len(one.long) <= 1 + 3 * pressure.MAX_TURNS
 
 
-async def test_a_pool_that_fills_too_slowly_shows_nothing_and_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cache_that_fills_too_slowly_ends_the_test_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Engine):
         async def look(self) -> Pool:
             return Pool(self.room, 1e-6)
@@ -114,7 +114,7 @@ async def test_a_pool_that_fills_too_slowly_shows_nothing_and_ends_soon(monkeypa
     assert (await asyncio.wait_for(Slow().fill(), pressure.PRESSURE_SECONDS / 2)).seen == ()
 
 
-async def test_a_full_pool_ends_in_time_although_its_engine_answers_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_test_of_a_full_cache_ends_in_time_even_if_the_engine_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure, "PRESSURE_SECONDS", 0.5)
 
     async def silent(_path: str, _body: Body, _writer: Writer) -> None:
@@ -123,7 +123,7 @@ async def test_a_full_pool_ends_in_time_although_its_engine_answers_nobody(monke
     assert (await Engine(silent).fill()).seen == ()
 
 
-async def test_an_engine_that_dies_of_a_full_pool_does_not_hold_its_context() -> None:
+async def test_an_engine_that_dies_with_a_full_cache_fails() -> None:
     async def dies(_path: str, _body: Body, writer: Writer) -> None:
         writer.transport.abort()
 

@@ -19,7 +19,7 @@ async def bench() -> AsyncIterator[Bench]:
         yield one
 
 
-async def test_a_captured_baseline_carries_its_control(bench: Bench) -> None:
+async def test_a_captured_baseline_has_its_control_run(bench: Bench) -> None:
     baseline = await captured(bench)
     assert baseline.control is not None
     assert (baseline.control.prompts, baseline.control.top1_agreement_permille) == (8, 1000)
@@ -38,7 +38,7 @@ async def test_a_kept_baseline_is_adopted_without_asking_any_engine(bench: Bench
         assert found.outcome.baseline.control is not None
 
 
-async def test_a_baseline_of_an_engine_that_differs_from_itself_is_not_kept(bench: Bench) -> None:
+async def test_a_baseline_of_a_noisy_engine_is_not_stored(bench: Bench) -> None:
     async with engine(noisy) as url:
         found = await bench.ask(capture(url))
     assert isinstance(found.outcome, ProbeFailed)
@@ -46,7 +46,7 @@ async def test_a_baseline_of_an_engine_that_differs_from_itself_is_not_kept(benc
     assert found.outcome.message.startswith("pod p: the 16-bit engine differs from its own answers by a mean KL of ")
 
 
-async def test_a_baseline_of_an_engine_that_answers_nonsense_is_not_kept(bench: Bench) -> None:
+async def test_a_baseline_of_an_engine_that_answers_nonsense_is_not_stored(bench: Bench) -> None:
     async with engine(counting) as url:
         found = await bench.ask(capture(url), spec_of(manifest(accuracy={"probeSets": ["builtin/reasoning"]})))
     assert isinstance(found.outcome, ProbeFailed)
@@ -72,7 +72,7 @@ async def test_a_kept_baseline_whose_control_is_beyond_the_limits_is_captured_ag
 @pytest.mark.parametrize(
     "why", ["missing", "damaged", "another's", "without control", "not base64", "no data", "not ours"]
 )
-async def test_what_cannot_be_adopted_is_captured_again(bench: Bench, why: str) -> None:
+async def test_an_unusable_kept_baseline_is_captured_again(bench: Bench, why: str) -> None:
     good = await captured(bench)
     ours = baseline_config_map(KEY, "u-1", IDENTITY, codec.encode(good))
     if why == "damaged":
@@ -95,7 +95,7 @@ async def test_what_cannot_be_adopted_is_captured_again(bench: Bench, why: str) 
     assert not found.outcome.adopted
 
 
-async def test_nothing_is_measured_against_answers_that_somebody_else_has_written(bench: Bench) -> None:
+async def test_a_baseline_written_by_another_owner_is_never_used(bench: Bench) -> None:
     content = codec.encode(await captured(bench))
     bench.cluster.maps[NAME] = baseline_config_map(KEY, "u-2", IDENTITY, content)
     async with sound() as (url, asked):
@@ -106,14 +106,14 @@ async def test_nothing_is_measured_against_answers_that_somebody_else_has_writte
     assert asked == []
 
 
-async def test_a_lost_baseline_is_said_and_not_blamed_on_the_engine(bench: Bench) -> None:
+async def test_a_lost_baseline_is_reported_and_not_counted_against_the_engine(bench: Bench) -> None:
     found = await bench.ask(Measure("check/x", "p", "http://127.0.0.1:9", "m", "fp8", NAME, serving=True))
     assert isinstance(found.outcome, ProbeFailed)
     assert found.outcome.reason == "BaselineLost"
     assert NAME in found.outcome.message
 
 
-async def test_what_is_asked_is_told_while_it_is_asked(bench: Bench) -> None:
+async def test_a_running_probe_is_visible_as_such(bench: Bench) -> None:
     request = Find("find/x", IDENTITY, NAME)
     bench.of(KEY).ensure(SPEC, request)
     assert bench.of(KEY).result == ProbeResult(request, None)

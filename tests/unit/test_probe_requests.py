@@ -51,7 +51,7 @@ async def test_a_serving_engine_is_measured_one_request_at_a_time_and_a_canary_a
         assert found.outcome.top1_agreement_permille == 1000
 
 
-async def test_a_check_gets_figures_from_an_engine_whose_queue_never_ends(
+async def test_a_periodic_probe_finishes_on_an_engine_whose_queue_never_ends(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "GIVE_WAY_SECONDS", 0.0)
@@ -82,7 +82,9 @@ async def test_a_check_gets_figures_from_an_engine_whose_queue_never_ends(
         (["--other", "priority"], False),
     ],
 )
-def test_low_priority_is_requested_only_where_the_engine_schedules_by_it(arguments: list[str], expected: bool) -> None:
+def test_low_priority_is_requested_only_if_the_engine_schedules_by_priority(
+    arguments: list[str], expected: bool
+) -> None:
     engine = spec_of(manifest(engine={"extraArgs": arguments})).engine
     assert schedules_by_priority(engine) is expected
 
@@ -97,7 +99,7 @@ def test_low_priority_is_requested_only_where_the_engine_schedules_by_it(argumen
     ids=str,
 )
 @pytest.mark.parametrize("serving", [True, False])
-async def test_what_an_engine_that_offloads_is_judged_by_comes_back_from_host_memory(
+async def test_probes_of_an_engine_with_offloading_read_pages_from_host_memory(
     bench: Bench, spec: dict[str, Any], sent: object, serving: bool
 ) -> None:
     bench.cluster.keep(NAME, codec.encode(await captured(bench)))
@@ -146,7 +148,7 @@ async def test_a_run_takes_half_of_the_canarys_deadline_or_the_period_at_most(
     assert (found.outcome.prompts < 5) == cut
 
 
-async def test_probes_of_an_engine_with_priorities_come_after_everybody_elses(bench: Bench) -> None:
+async def test_probes_of_an_engine_with_priorities_run_after_all_other_requests(bench: Bench) -> None:
     bench.cluster.keep(NAME, codec.encode(await captured(bench)))
     seen: set[object] = set()
 

@@ -63,7 +63,7 @@ async def captured(handler: Handler, prompts: Sequence[ProbePrompt] = PROMPTS_EN
         return codec.with_control(kept, await control(url, "m", kept, settings=SETTINGS), NOW)
 
 
-async def test_damage_that_begins_late_in_an_answer_fails_the_bucket_of_long_answers_alone() -> None:
+async def test_damage_that_begins_late_in_an_answer_fails_only_the_bucket_of_long_answers() -> None:
     kept = await captured(reading(CONTEXT))
     sound, late = await found(reading(CONTEXT), kept), await found(damaged_after(LENGTH // 2), kept)
     assert judge(sound, described(kept), Accuracy()).verdict == "Passed"
@@ -75,7 +75,7 @@ async def test_damage_that_begins_late_in_an_answer_fails_the_bucket_of_long_ans
     assert GENERATION not in (await found(damaged_after(64), kept, Settings(tokens=8, brief=True))).planned
 
 
-async def test_a_long_answer_that_the_time_of_a_run_cuts_off_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_answer_cut_off_by_the_time_budget_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, now = await captured(reading(CONTEXT)), [0.0]
     monkeypatch.setattr("kvpilot_probes.run.time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -93,13 +93,13 @@ async def test_engines_write_long_answers_only_with_the_pack_of_long_contexts() 
     assert GENERATION not in (await found(damaged_after(64), kept)).planned
 
 
-async def test_a_16_bit_engine_whose_long_answers_are_damaged_is_no_reference() -> None:
+async def test_a_16_bit_engine_with_damaged_long_answers_gives_no_baseline() -> None:
     fault = control_fault(described(await captured(damaged_after(64))), Accuracy())
     assert fault is not None and fault.reason == "BaselineUnfit"
     assert control_fault(described(await captured(reading(CONTEXT))), Accuracy()) is None
 
 
-async def test_a_reading_finds_no_page_that_decoding_has_stored() -> None:
+async def test_a_rereading_uses_no_page_that_decoding_has_stored() -> None:
     bodies: list[Body] = []
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
@@ -116,7 +116,7 @@ async def test_a_reading_finds_no_page_that_decoding_has_stored() -> None:
     assert len(last["prompt"]) == max(len(body["prompt"]) for body in long) + LENGTH - 1
 
 
-async def test_logprobs_of_a_late_token_that_are_not_numbers_fail_a_candidate() -> None:
+async def test_nan_logprobs_of_a_late_token_fail_a_candidate() -> None:
     async def broken(_path: str, body: Body, writer: Writer) -> None:
         start = len(body["prompt"])
         stream(writer, *(event(f"token_id:{start + i}", {f"token_id:{start + i}": None if i > 300 else -0.1})

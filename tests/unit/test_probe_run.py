@@ -44,7 +44,7 @@ from support.services import NOW
 ALLOWED = Allowed(kl=0.02, disagreement=0.03)
 
 
-async def test_the_engine_that_was_captured_shows_no_damage_against_itself() -> None:
+async def test_the_captured_engine_shows_no_damage() -> None:
     async with engine(counting) as url:
         kept = await capture(url, "m", PROMPTS, identity="abc", dtype="auto", settings=SETTINGS)
         again = await control(url, "m", kept, settings=SETTINGS)
@@ -56,7 +56,7 @@ async def test_the_engine_that_was_captured_shows_no_damage_against_itself() -> 
     assert (again.prompts, again.positions, again.requests) == (4, 28, 9)
 
 
-async def test_a_prompts_bucket_stays_with_every_position_of_its_answer() -> None:
+async def test_every_position_of_an_answer_has_its_prompts_bucket() -> None:
     prompts = [ProbePrompt("p", f"{i}", (Message("user", f"q{i}"),), bucket=f"length-{i}") for i in range(2)]
     async with engine(counting) as url:
         captured = await capture(url, "m", prompts, identity="i", dtype="auto", settings=SETTINGS)
@@ -66,7 +66,7 @@ async def test_a_prompts_bucket_stays_with_every_position_of_its_answer() -> Non
     assert stats.compare(1, one.answer[0], one.answer[0], one.bucket).bucket == "length-1"
 
 
-async def test_after_a_different_token_the_candidate_is_put_back_on_the_baselines_path() -> None:
+async def test_after_a_different_token_the_candidate_continues_from_the_baselines() -> None:
     asked: list[list[int]] = []
 
     async def parts_at_six(path: str, body: Body, writer: Writer) -> None:
@@ -82,7 +82,7 @@ async def test_after_a_different_token_the_candidate_is_put_back_on_the_baseline
     assert found.sample is not None and found.sample.canary == "x" * 8
 
 
-async def test_an_engine_that_always_differs_is_total_damage_within_a_bounded_number_of_requests() -> None:
+async def test_an_engine_that_always_differs_has_total_damage_after_few_requests() -> None:
     garbage = completing(event("token_id:7777", {"token_id:7777": -0.01, "token_id:7778": -9.0}))
     async with engine(garbage) as url:
         found = await measure(url, "m", baseline(64), settings=Settings(tokens=64, max_resumes=12))
@@ -92,7 +92,7 @@ async def test_an_engine_that_always_differs_is_total_damage_within_a_bounded_nu
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "NaN"])
-async def test_one_logprob_that_is_not_a_number_fails_a_candidate(value: object) -> None:
+async def test_one_nan_logprob_fails_a_candidate(value: object) -> None:
     async def handler(path: str, body: Body, writer: Writer) -> None:
         start = len(body["prompt"])
         steps = range(start, start + body["max_tokens"])
@@ -115,7 +115,7 @@ async def test_one_logprob_that_is_not_a_number_fails_a_candidate(value: object)
     assert "logprobs that are not numbers" in judged.message
 
 
-async def test_the_order_of_logprobs_is_no_damage() -> None:
+async def test_another_order_of_logprobs_is_not_damage() -> None:
     async def handler(_path: str, body: Body, writer: Writer) -> None:
         start = len(body["prompt"])
         steps = range(start, start + body["max_tokens"])
@@ -128,7 +128,7 @@ async def test_the_order_of_logprobs_is_no_damage() -> None:
 
 
 @pytest.mark.parametrize("answered", [0, 3])
-async def test_a_stream_that_breaks_off_is_not_a_verdict(answered: int) -> None:
+async def test_a_broken_stream_gives_no_verdict(answered: int) -> None:
     async def handler(_path: str, body: Body, writer: Writer) -> None:
         start = len(body["prompt"])
         steps = range(start, start + answered)
@@ -139,7 +139,7 @@ async def test_a_stream_that_breaks_off_is_not_a_verdict(answered: int) -> None:
             await measure(url, "m", baseline(), allowed=ALLOWED, settings=SETTINGS)
 
 
-async def test_a_run_whose_time_is_over_is_judged_by_what_it_has_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_out_of_time_is_judged_by_the_compared_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     async def slow(path: str, body: Body, writer: Writer) -> None:
@@ -167,7 +167,7 @@ async def test_a_run_whose_time_is_over_is_judged_by_what_it_has_compared(monkey
     assert (whole.prompts, whole.cut, len(whole.tasks)) == (8, False, 2)
 
 
-async def test_a_run_without_time_is_not_a_verdict() -> None:
+async def test_a_run_without_time_gives_no_verdict() -> None:
     async with engine(counting) as url:
         found = await measure(url, "m", baseline(), settings=replace(SETTINGS, budget_seconds=0.0))
     assert (found.prompts, found.cut) == (0, True)
@@ -175,7 +175,7 @@ async def test_a_run_without_time_is_not_a_verdict() -> None:
     assert judge(found, control, Accuracy()).verdict == "Inconclusive"
 
 
-async def test_a_brief_run_skips_sound_buckets_and_begins_elsewhere_at_each_turn() -> None:
+async def test_a_periodic_run_skips_sound_buckets_and_starts_at_other_prompts_each_time() -> None:
     kept = replace(baseline(prompts=12), prompts=tuple(
         replace(p, bucket=("a", "b")[i % 2], tokens=(i, 2, 3)) for i, p in enumerate(baseline(prompts=12).prompts)
     ))  # fmt: skip
@@ -211,7 +211,7 @@ async def test_a_model_without_a_chat_template_is_asked_in_plain_text() -> None:
     assert kept.positions == 8
 
 
-async def test_an_engine_that_hangs_ends_at_the_deadline() -> None:
+async def test_a_probe_of_a_hanging_engine_ends_at_the_deadline() -> None:
     async def handler(_path: str, _body: Body, writer: Writer) -> None:
         respond(writer, event("token_id:3", {"token_id:3": -0.1}))
         await writer.drain()
@@ -223,7 +223,7 @@ async def test_an_engine_that_hangs_ends_at_the_deadline() -> None:
 
 
 @pytest.mark.slow
-async def test_a_run_has_as_long_as_its_tokens_need_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_deadline_of_a_run_grows_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "START_SECONDS", 1.0)
     monkeypatch.setattr(session, "DECODE_TOKENS_PER_SECOND", 8)
 
@@ -257,7 +257,7 @@ async def test_no_more_requests_are_in_flight_than_allowed() -> None:
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 600), st.integers(1, 200_000)), max_size=60), concurrency=st.integers(1, 64)
 )
-def test_long_prompts_run_by_two_and_short_ones_by_many(sizes: list[int], concurrency: int) -> None:
+def test_two_long_prompts_or_many_short_ones_run_at_once(sizes: list[int], concurrency: int) -> None:
     in_flight: list[int] = []
     started: list[int] = []
     half = TOKENS_IN_FLIGHT // 2
@@ -279,7 +279,7 @@ def test_long_prompts_run_by_two_and_short_ones_by_many(sizes: list[int], concur
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(100, 24), (500, 24), (4000, 3), (6000, 2), (200_000, 2)])
-async def test_as_many_prompts_of_one_size_run_as_fit(size: int, at_once: int) -> None:
+async def test_the_number_of_prompts_in_flight_follows_from_their_size(size: int, at_once: int) -> None:
     flying = most = 0
 
     async def work(_: int) -> None:
@@ -293,7 +293,7 @@ async def test_as_many_prompts_of_one_size_run_as_fit(size: int, at_once: int) -
     assert most == at_once
 
 
-async def test_what_the_engine_no_longer_needs_to_decode_is_cut_off() -> None:
+async def test_an_answer_is_closed_once_further_tokens_are_not_needed() -> None:
     """The prober disconnects after the first difference, so that the engine aborts the rest."""
     written: list[int] = []
 
@@ -324,7 +324,7 @@ async def test_prompts_that_do_not_fit_the_context_are_left_out_by_name() -> Non
             await capture(url, "m", [long], identity="i", dtype="auto", settings=SETTINGS)
 
 
-async def test_a_baseline_that_could_not_be_kept_is_refused_before_anything_is_decoded() -> None:
+async def test_a_baseline_too_large_to_store_is_refused_before_decoding() -> None:
     async def handler(path: str, body: Body, writer: Writer) -> None:
         assert path == "/tokenize"
         count = json.dumps(body).count("x") if "messages" in body else 1
@@ -343,7 +343,7 @@ def test_settings_out_of_bounds_are_refused_by_name_and_value(wrong: dict[str, i
         Settings(**wrong)
 
 
-async def test_text_that_a_terminal_or_an_object_would_choke_on_is_made_readable() -> None:
+async def test_unprintable_text_of_samples_is_made_readable() -> None:
     nasty = b'data: {"choices": [{"text": "a\\u001b[31m\\u0000b", "logprobs": {"tokens": ["token_id:3"], '
     nasty += b'"token_logprobs": [-0.1], "top_logprobs": [{"token_id:3": -0.1}]}}]}\n\n'
     async with engine(completing(nasty)) as url:
@@ -351,7 +351,7 @@ async def test_text_that_a_terminal_or_an_object_would_choke_on_is_made_readable
     assert kept.prompts[0].text == 8 * "a [31m b"
 
 
-async def test_a_prompt_is_prefilled_onto_cached_pages_as_the_next_turn_of_a_chat_is() -> None:
+async def test_a_prompts_second_half_is_prefilled_onto_cached_pages() -> None:
     asked: list[tuple[int, int]] = []
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
@@ -373,7 +373,7 @@ async def test_a_run_counts_the_tokens_that_it_asks_for() -> None:
     assert (found.tokens, found.requests) == (66, 6)
 
 
-async def test_a_priority_is_sent_only_where_one_is_given() -> None:
+async def test_a_priority_is_sent_only_if_one_is_given() -> None:
     seen: list[object] = []
 
     async def handler(path: str, body: Body, writer: Writer) -> None:

@@ -87,7 +87,7 @@ def test_a_bucket_at_the_limit_is_seldom_called_sound_and_seldom_lets_a_canary_p
 
 
 @pytest.mark.parametrize(("kl", "most"), [(0.0, MIN_PROMPTS), (0.005, 11), (0.100, 5), (1.0, 1)])
-def test_it_takes_as_few_prompts_as_the_damage_allows(kl: float, most: int) -> None:
+def test_the_number_of_needed_prompts_falls_with_the_damage(kl: float, most: int) -> None:
     answers = [decide([Seen("b", kl, 0.0)] * n, ["b"], LIMITS).answer for n in range(most + 1)]
     assert answers[-2:] == [Answer.GO_ON, Answer.PASSED if kl < LIMIT else Answer.FAILED]
 
@@ -96,7 +96,7 @@ def test_disagreement_alone_fails_a_canary() -> None:
     assert decide([Seen("b", 0.0, 0.30)] * 6, ["b"], LIMITS).answer == Answer.FAILED
 
 
-def test_garbage_in_one_prompt_of_a_bucket_fails_it_however_many_are_sound() -> None:
+def test_garbage_in_one_prompt_fails_a_bucket_with_any_number_of_sound_ones() -> None:
     seen = [Seen("residue", 0.0, 0.0)] * 60
     outcome = decide([*seen, Seen("residue", 1.2, 0.0)], ["general", "residue"], LIMITS, ended=True)
     assert (outcome.answer, outcome.failed) == (Answer.FAILED, "residue")
@@ -109,7 +109,7 @@ def test_a_bucket_with_few_prompts_stays_open_and_is_reported() -> None:
     assert decide(seen, ["a", "b", "c"], LIMITS).answer == Answer.GO_ON
 
 
-def test_a_doubted_bucket_of_few_prompts_holds_back_the_pass() -> None:
+def test_a_doubtful_bucket_of_few_prompts_prevents_a_pass() -> None:
     seen = [Seen("a", 0.001, 0.0)] * 20 + [Seen("b", 0.060, 0.0)] * 3
     assert decide(seen[:-1], ["a", "b"], LIMITS, ended=True).answer == Answer.PASSED
     assert decide(seen, ["a", "b"], LIMITS, ended=True).answer == Answer.GO_ON
@@ -119,7 +119,7 @@ damage = st.lists(st.builds(Seen, st.sampled_from(BUCKETS[:3]), st.floats(0, 30)
 
 
 @given(damage, damage)
-def test_a_failure_stands_whatever_follows(first: list[Seen], second: list[Seen]) -> None:
+def test_a_failure_is_final(first: list[Seen], second: list[Seen]) -> None:
     before = decide(first, BUCKETS[:3], LIMITS)
     after = decide([*first, *second], BUCKETS[:3], LIMITS)
     assert before.answer != Answer.FAILED or after == before

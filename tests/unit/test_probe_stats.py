@@ -51,7 +51,7 @@ compared = st.builds(
 
 
 @given(weights, weights)
-def test_damage_is_never_negative_and_never_more_than_the_whole_vocabularys(a: list[float], b: list[float]) -> None:
+def test_damage_is_between_0_and_the_kl_over_the_whole_vocabulary(a: list[float], b: list[float]) -> None:
     p, q = normalised(a), normalised(b)
     damage = kl_nats(top(p), top(q))
     assert 0 <= damage <= full_kl(p, q) + 1e-4
@@ -88,7 +88,7 @@ def test_a_confident_garbage_answer_is_larger_damage_than_a_doubtful_one() -> No
     assert kl_nats(sure, confident) > kl_nats(sure, doubtful) > 1
 
 
-def test_logits_that_are_not_numbers_are_maximal_damage() -> None:
+def test_nan_logits_are_maximal_damage() -> None:
     assert kl_nats({1: -0.1}, {}) == MAX_KL
 
 
@@ -104,14 +104,14 @@ def test_a_position_agrees_when_the_greedy_tokens_are_equal() -> None:
 
 
 @given(weights, st.sampled_from([0.0, 1 / 4096, 1 / 512]))
-def test_what_an_engine_reports_of_a_distribution_is_possible(a: list[float], rounding: float) -> None:
+def test_reported_logprobs_of_a_real_distribution_are_accepted(a: list[float], rounding: float) -> None:
     """A logprob has these errors: 1e-7 from float32, 1/4096 nat from storage, and 1/512 of its value from bfloat16."""
     told = {token: lp + rounding for token, lp in top(normalised(a)).items()}
     assert impossible(told, next(iter(told))) is None
 
 
 @given(weights, st.floats(0.011, 1e308))
-def test_mass_that_no_distribution_has_is_named(a: list[float], more: float) -> None:
+def test_an_impossible_probability_mass_is_reported(a: list[float], more: float) -> None:
     told = top(normalised(a), VOCABULARY)
     assert impossible({token: lp + 0.02 for token, lp in told.items()}, 0) is not None
     assert "add up to 1.8" in (impossible({1: math.log(0.9), 2: math.log(0.9)}, 1) or "")
@@ -150,7 +150,7 @@ def test_a_thousand_permille_means_that_every_position_agreed() -> None:
     assert summarise(items).top1_agreement_permille == 999
 
 
-def test_the_standard_error_takes_a_prompts_positions_as_one_cluster() -> None:
+def test_the_standard_error_treats_a_prompts_positions_as_one_cluster() -> None:
     """A hundred equal positions of one prompt count as one observation."""
     clustered = [Compared(p, float(p), True) for p in (0, 1) for _ in range(100)]
     spread = [Compared(i, float(i % 2), True) for i in range(200)]
@@ -158,7 +158,7 @@ def test_the_standard_error_takes_a_prompts_positions_as_one_cluster() -> None:
     assert summarise(spread).stderr_kl_micronats < 50_000
 
 
-def test_nothing_measured_is_no_position_and_no_claim() -> None:
+def test_without_measurements_there_are_no_positions_and_no_verdict() -> None:
     whole = summarise([])
     assert (whole.positions, whole.prompts, whole.sample) == (0, 0, None)
     assert worst_prompt([]) is None
@@ -177,7 +177,7 @@ def test_the_worst_prompt_is_the_one_with_the_largest_mean_not_the_largest_sum()
         max_size=6,
     )
 )
-def test_packed_answers_are_what_they_were_packed_of(positions: list[Logprobs]) -> None:
+def test_unpacking_restores_packed_answers(positions: list[Logprobs]) -> None:
     packed = Answers(positions)
     assert list(packed) == positions
     assert [packed[-i] for i in range(1, len(packed) + 1)] == positions[::-1]

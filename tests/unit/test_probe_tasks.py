@@ -37,7 +37,7 @@ def call(name: str = "refund") -> Task:
         REFUND.replace("arguments", "parameters"),
     ],
 )
-def test_a_valid_call_is_found_however_the_model_wraps_it(text: str) -> None:
+def test_a_valid_call_is_found_in_any_surrounding_text(text: str) -> None:
     assert checked(call(), text)
 
 
@@ -55,7 +55,7 @@ def test_a_call_with_a_wrong_name_number_type_or_argument_is_not_valid(text: str
 
 
 @given(st.integers(0, 2**32))
-def test_each_task_is_solved_by_its_own_answer_alone(seed: int) -> None:
+def test_each_task_is_solved_only_by_its_own_answer(seed: int) -> None:
     found = reasoning.tasks(seed)
     assert found == reasoning.tasks(seed)
     assert len({name for name, _, _ in found}) == len(found) == 3 * reasoning.EACH
@@ -67,7 +67,7 @@ def test_each_task_is_solved_by_its_own_answer_alone(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 9))
-def test_each_decisive_request_is_solved_by_the_call_that_the_rounds_show(seed: int, many: int) -> None:
+def test_each_decisive_request_is_solved_by_the_call_shown_in_earlier_rounds(seed: int, many: int) -> None:
     for request, task in agent.decisive(seed, many):
         wanted = json.loads(task.wanted)
         assert matches(wanted["schema"], wanted["arguments"])
@@ -78,7 +78,7 @@ def test_each_decisive_request_is_solved_by_the_call_that_the_rounds_show(seed: 
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40))
-def test_only_a_difference_beyond_chance_condemns_an_engine(asked: int, ours: int, theirs: int) -> None:
+def test_only_a_difference_beyond_chance_fails_an_engine(asked: int, ours: int, theirs: int) -> None:
     assume(ours <= asked and theirs <= asked)
     found = Tasks("agent", asked, ours, theirs)
     assert not (candidate_worse(found) and baseline_worse(found))
@@ -88,7 +88,7 @@ def test_only_a_difference_beyond_chance_condemns_an_engine(asked: int, ours: in
     assert candidate_worse(found) == baseline_worse(swapped)
 
 
-def test_sixteen_calls_condemn_an_engine_that_solves_a_quarter_of_what_the_baseline_does() -> None:
+def test_sixteen_calls_fail_an_engine_that_solves_a_quarter_of_the_baselines() -> None:
     assert candidate_worse(Tasks("agent", 16, 15, 4))
     assert not candidate_worse(Tasks("agent", 16, 12, 7))
     assert not candidate_worse(Tasks("agent", 16, 0, 0))
@@ -131,7 +131,7 @@ def speaking(right: bool, facts: str = FACTS) -> Handler:
     return reading(4096, handler)
 
 
-async def test_a_candidate_whose_own_calls_are_broken_is_distinguished_although_its_distributions_agree() -> None:
+async def test_a_candidate_with_broken_calls_fails_although_its_distributions_agree() -> None:
     settings = Settings(tokens=8, concurrency=8)
     prompts = load(["builtin/agent"])
     async with engine(speaking(right=True)) as url:

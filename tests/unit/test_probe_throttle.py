@@ -86,11 +86,11 @@ async def test_a_probe_and_the_scraper_read_one_queue() -> None:
         (b"x" * 400_000, "200 OK"),
     ],
 )
-async def test_an_engine_that_does_not_tell_its_queue_is_taken_for_idle(page: bytes, status: str) -> None:
+async def test_an_engine_without_a_queue_metric_counts_as_idle(page: bytes, status: str) -> None:
     assert await load(page, status) == (0.0, 0.0)
 
 
-async def test_an_engine_that_is_too_busy_to_tell_its_queue_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_too_busy_to_send_its_metrics_counts_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpilot_operator.observe.scrape.TIMEOUT_SECONDS", 0.05)
 
     async def handler(_path: str, _body: Body, _writer: Writer) -> None:
@@ -108,7 +108,7 @@ async def test_a_probe_lets_queued_users_go_first() -> None:
     assert found.positions == 21
 
 
-async def test_a_queue_that_does_not_end_holds_a_probe_up_for_a_time_only() -> None:
+async def test_an_endless_queue_delays_a_probe_only_for_a_time() -> None:
     asked: list[str] = []
     found = await gently(queueing(0.0, 5.0, asked=asked), 3, 0.1)
     assert found.positions == 21
@@ -116,7 +116,7 @@ async def test_a_queue_that_does_not_end_holds_a_probe_up_for_a_time_only() -> N
     assert asked[last + 1 :] == ["/v1/completions"] * 3  # two prompts, and the answer to show
 
 
-async def test_a_probe_that_is_not_served_at_its_low_priority_continues_like_a_user(
+async def test_a_starved_low_priority_probe_continues_at_normal_priority(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvpilot_probes.client.RETRY_PAUSE_SECONDS", 0.0)
@@ -136,7 +136,7 @@ async def test_a_probe_that_is_not_served_at_its_low_priority_continues_like_a_u
     assert seen == [9, 9, None, None, None, None]
 
 
-async def test_a_capture_goes_on_in_the_end() -> None:
+async def test_a_capture_eventually_continues() -> None:
     prompts = [ProbePrompt("p", f"n{i}", (Message("user", "hello"),)) for i in range(3)]
     async with engine(queueing(5.0)) as url, scraping() as scraper:
         give_way = GiveWay(partial(scraper.load, KEY, url), 0.05)
@@ -145,7 +145,7 @@ async def test_a_capture_goes_on_in_the_end() -> None:
     assert captured.positions == 24
 
 
-async def test_what_is_waited_is_bounded_over_the_whole_run() -> None:
+async def test_the_total_waiting_time_of_a_run_is_bounded() -> None:
     asked: list[str] = []
     looks = [v for _ in range(500) for v in (1.0, 1.0, 1.0, 0.0)]
     found = await gently(queueing(*looks, asked=asked), 200, 0.2)

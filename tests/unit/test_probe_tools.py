@@ -16,7 +16,7 @@ async def _rendered(handler: Handler) -> str:
     return bytes(list(kept.prompts[0].tokens)).decode()
 
 
-async def test_tools_go_through_the_chat_template_that_knows_them() -> None:
+async def test_tools_use_a_chat_template_that_supports_them() -> None:
     async def handler(path: str, body: Body, writer: Writer) -> None:
         if path == "/tokenize":
             respond(writer, tokens_of({"messages": [body.get("tools"), body.get("messages")]}))
@@ -28,14 +28,14 @@ async def test_tools_go_through_the_chat_template_that_knows_them() -> None:
     assert "call one" not in text
 
 
-async def test_tools_are_told_in_words_where_the_template_ignores_them() -> None:
+async def test_tools_are_described_in_text_if_the_template_ignores_them() -> None:
     text = await _rendered(counting)
     (message,) = json.loads(text)
     assert TOOLS in message["content"]
     assert message["content"].endswith("2 + 2?")
 
 
-async def test_tools_are_told_in_words_where_the_template_refuses_them() -> None:
+async def test_tools_are_described_in_text_if_the_template_refuses_them() -> None:
     async def handler(path: str, body: Body, writer: Writer) -> None:
         if path == "/tokenize" and "tools" in body:
             respond(writer, b'{"error": "no tools"}', "400 Bad Request")

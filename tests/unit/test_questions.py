@@ -31,13 +31,13 @@ def said(decision: Decision) -> tuple[str, str, str]:
     return condition.status, condition.reason, condition.message
 
 
-def test_a_reconcile_in_which_every_question_is_answered_has_nothing_to_say():
+def test_a_reconcile_without_failed_questions_reports_none():
     decision = decide(running(manifest(), OLD))
     assert said(decision)[1] != "ReconcileIncomplete"
     assert decision.unanswered == ()
 
 
-def test_every_question_of_a_decision_goes_through_the_one_place():
+def test_every_question_of_a_decision_runs_through_fold():
     asked: set[Question] = set()
     with failing((), asked):
         decide(running(manifest(), OLD))
@@ -45,7 +45,7 @@ def test_every_question_of_a_decision_goes_through_the_one_place():
 
 
 @pytest.mark.parametrize("question", DECIDED)
-def test_the_question_and_the_type_of_its_error_are_said_and_no_value(question):
+def test_a_failed_question_is_reported_with_the_errors_type_and_without_values(question):
     with failing([question]):
         decision = decide(running(manifest(), OLD, samples={}))
     status, reason, message = said(decision)
@@ -57,7 +57,7 @@ def test_the_question_and_the_type_of_its_error_are_said_and_no_value(question):
 
 
 @pytest.mark.parametrize("question", DECIDED)
-def test_the_serving_revision_is_repaired_and_scaled_whatever_question_fails(question):
+def test_the_serving_revision_is_repaired_and_scaled_if_any_question_fails(question):
     cluster = ModelCluster(service(OLD, 2), unanswered=(question,))
     with failing(()):
         cluster.settle()
@@ -87,7 +87,7 @@ def reached(where: str, *, routed: bool = False) -> ModelCluster:
 
 @pytest.mark.parametrize("question", DECIDED)
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting", "RollingBack"])
-def test_a_trial_continues_to_its_end_after_a_question_could_not_be_answered_for_a_while(question, where):
+def test_a_trial_ends_normally_after_a_temporarily_failed_question(question, where):
     cluster = copied(reached(where))
     cluster.unanswered = (question,)
     before = set(cluster.deployments)
@@ -100,7 +100,7 @@ def test_a_trial_continues_to_its_end_after_a_question_could_not_be_answered_for
     assert end_of(status) == ("RolledBack" if where == "RollingBack" else "Promoted")
 
 
-def test_a_new_service_whose_first_questions_fail_starts_when_they_do_not():
+def test_a_new_service_starts_once_its_questions_no_longer_fail():
     for question in DECIDED:
         cluster = ModelCluster(service(OLD, 2), unanswered=(question,))
         with failing([question]):
@@ -109,7 +109,7 @@ def test_a_new_service_whose_first_questions_fail_starts_when_they_do_not():
         assert parse_status(cluster.status).condition("Ready").status == "True", question
 
 
-def test_nothing_that_runs_is_deleted_although_a_lost_status_cannot_be_recreated():
+def test_nothing_that_runs_is_deleted_if_a_lost_status_cannot_be_recreated():
     cluster = ModelCluster(service(OLD, 2), unanswered=(Question.TRIAL,))
     cluster.settle()
     before = dict(cluster.deployments)
@@ -175,7 +175,7 @@ def moments() -> tuple[Snapshot, ...]:
 
 @given(st.data(), st.sets(st.sampled_from(DECIDED), min_size=1, max_size=4))
 @settings(max_examples=150, deadline=None)
-def test_for_random_failing_questions_the_answers_of_the_others_are_as_without_the_failure(data, failed):
+def test_failed_questions_do_not_change_the_answers_of_others(data, failed):
     moment = data.draw(st.integers(0, len(moments()) - 1))
     s = moments()[moment]
     undisturbed = decide(s)
@@ -200,7 +200,7 @@ def unread(question: Question, s: Snapshot) -> Snapshot:
 
 
 @pytest.mark.parametrize("question", NEEDED)
-def test_what_cannot_be_read_is_said_and_starts_no_canary(question):
+def test_a_failed_observation_is_reported_and_starts_no_canary(question):
     spec = {"routeRef": {"name": "web"}} if question == Question.ROUTE else {}
     cluster = on_trial(2, cluster={"rules": ROUTE if spec else None}, **spec)
     s = cluster.snapshot()
@@ -213,7 +213,7 @@ def test_what_cannot_be_read_is_said_and_starts_no_canary(question):
     assert replicas_of(decision) == {s.status.stable.revision: 2}
 
 
-def test_that_nobody_may_say_why_pods_of_groups_are_missing_is_said_and_keeps_nothing():
+def test_unreadable_events_of_groups_are_reported_and_delay_nothing():
     s = on_trial(2).snapshot()
     decision = decide(unread(Question.GROUPS, s))
     assert said(decision)[:2] == ("False", "ReconcileIncomplete")
@@ -222,7 +222,7 @@ def test_that_nobody_may_say_why_pods_of_groups_are_missing_is_said_and_keeps_no
 
 @pytest.mark.parametrize("question", OBSERVED)
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting", "RollingBack"])
-def test_a_trial_under_way_is_neither_ended_nor_spoilt_by_what_cannot_be_read_for_a_while(question, where):
+def test_temporarily_failed_observations_neither_end_nor_damage_a_trial(question, where):
     cluster = copied(reached(where, routed=True))
     canary = cluster.parsed().canary
     cluster.watch = lambda c: at_no_moment_without_engines(c)
@@ -259,7 +259,7 @@ def test_an_unread_route_in_a_rollback_keeps_the_pods_that_it_may_still_send_to(
     assert not any(ref["name"].endswith("-canary") for ref in cluster.rules[0]["backendRefs"])
 
 
-def test_probe_sets_that_cannot_be_read_cancel_no_probe_and_say_nothing_new_of_accuracy():
+def test_unreadable_probe_sets_cancel_no_probe_and_do_not_change_accuracy():
     s = running(manifest(), OLD, samples={"x": samples(usage=0.1, waiting=0)})
     known = decide(s)
     decision = decide(unread(Question.PROBE_SETS, replace(s, status=known.status)))

@@ -31,22 +31,22 @@ def of(program: str) -> list[Command]:
     return [one for one in COMMANDS if one.words[0] == program]
 
 
-def test_it_is_short_and_has_few_links() -> None:
+def test_the_readme_is_short_and_has_few_links() -> None:
     assert len(README.splitlines()) <= 150
     assert len(re.findall(r"\]\((?!#)", BELOW)) <= 10
 
 
-def test_its_first_screen_has_a_picture_a_number_and_the_state() -> None:
+def test_the_first_screen_has_a_picture_a_figure_and_the_project_status() -> None:
     assert re.search(r"!\[[^\]]{20,}\]\(docs/images/\w+\.svg\)", TOP)
     assert re.search(r"\*\*[^*]*\d[^*]*\*\*", TOP)
     assert "not released" in TOP
 
 
-def test_every_command_is_of_a_program_that_is_checked_here() -> None:
+def test_the_options_of_every_command_are_checked() -> None:
     assert {one.words[0] for one in COMMANDS} == {"make", "docker", "helm", "kubectl", "pip"}
 
 
-def test_make_demo_runs_the_program_that_the_end_to_end_test_runs_and_make_test_what_ci_runs() -> None:
+def test_make_demo_and_make_test_run_the_same_programs_as_ci() -> None:
     assert [one.words for one in of("make")] == [("make", "demo"), ("make", "test")]
     plan = {
         name: subprocess.run(["make", "--dry-run", name], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -58,14 +58,14 @@ def test_make_demo_runs_the_program_that_the_end_to_end_test_runs_and_make_test_
     assert (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()[-1] == "make test"
 
 
-def test_programs_that_the_local_build_needs_are_all_named() -> None:
+def test_the_readme_names_all_programs_that_the_local_build_needs() -> None:
     assert {"make", "dpkg-dev", "patch", "xz-utils", "openssl", "python3-venv"} <= set(
         re.findall(r"`([\w-]+)`", section("Try it"))
     )
 
 
 @pytest.mark.parametrize("program", ["kubectl", "helm"])
-def test_kubectl_and_helm_have_the_options_that_they_get(program: str) -> None:
+def test_kubectl_and_helm_have_the_options_of_the_readme(program: str) -> None:
     at = Path({"kubectl": kubectl, "helm": helm}[program]())
     asked = [one for one in of(program) if one.words[1] != "kvpilot"]
     assert asked
@@ -104,7 +104,7 @@ def service() -> dict:
     return yaml.safe_load(apply.given)
 
 
-def test_its_service_is_accepted_and_takes_one_gpu_at_most() -> None:
+def test_the_readmes_service_is_valid_and_uses_at_most_one_gpu() -> None:
     assert faults(service()) == ()
     spec = parse(apply_defaults(service()))
     assert spec.kv_cache.mode == "Recommend"
@@ -120,7 +120,7 @@ def test_the_programs_in_the_support_matrix_exist() -> None:
     assert all((ROOT / path).is_file() for path in named)
 
 
-def test_figures_are_those_of_the_benchmarks_page() -> None:
+def test_figures_equal_those_of_the_benchmarks_page() -> None:
     page = (ROOT / "docs/benchmarks/h200-engine-window.md").read_text(encoding="utf-8")
     rows = [line for line in section("On a GPU").splitlines() if line.startswith(("| bf16", "| fp8", "| `k"))]
     assert len(rows) == 5
@@ -130,7 +130,7 @@ def test_figures_are_those_of_the_benchmarks_page() -> None:
             assert figure in page, figure
 
 
-def test_users_are_the_last_level_that_held_and_the_next_level_missed() -> None:
+def test_the_numbers_of_users_are_the_last_level_within_the_limits_and_the_next_one() -> None:
     runs = json.loads((ROOT / "docs/benchmarks/h200-users.json").read_text())["one host"]
     claim = re.search(
         r"serves (\d+) users .*?, (\d+) with `fp8` and (\d+) with bf16.*?\((\d+), (\d+), (\d+)\)", README, re.S

@@ -200,7 +200,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 @settings(deadline=None, max_examples=30)
-def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
+def test_only_existing_services_have_a_record(
     steps: list[tuple[str, str, float]],
 ) -> None:
     async def play(world: World) -> None:
@@ -235,7 +235,7 @@ def test_living_services_are_remembered_and_nobody_else_whatever_comes_and_goes(
     asyncio.run(story())
 
 
-async def test_a_service_that_takes_the_name_of_another_starts_afresh() -> None:
+async def test_a_new_service_with_the_name_of_an_old_one_gets_a_new_record() -> None:
     """The new service has the same spec, and no event reported that the first one was deleted."""
     world = World()
 
@@ -258,7 +258,7 @@ async def test_a_service_that_takes_the_name_of_another_starts_afresh() -> None:
     assert {uid for _, uid in world.remembered()} == {world.decided[-1].uid}
 
 
-async def test_a_probe_that_is_under_way_ends_with_its_service() -> None:
+async def test_a_running_probe_ends_with_its_service() -> None:
     world = World()
 
     async def play() -> None:

@@ -14,7 +14,7 @@ def engine(**spec):
     return template["spec"], template["spec"]["containers"][0]
 
 
-def test_the_revision_follows_the_content_of_the_pod():
+def test_the_revision_is_a_hash_of_the_pod_template():
     spec = spec_of(manifest())
     assert revision(pod_template("chat", spec, "auto")) == revision(pod_template("chat", spec, "auto"))
     assert revision(pod_template("chat", spec, "auto")) != revision(pod_template("chat", spec, "k4v4"))
@@ -36,18 +36,18 @@ def test_a_recent_window_that_is_requested_reaches_the_engines_that_have_one_and
     ("skipped", "told"),
     [(["sliding_window"], None), (["sliding_window", "3"], "--kv-cache-dtype-skip-layers=3"), ([], None)],
 )
-def test_a_model_with_latents_is_told_of_no_windows_to_skip(skipped, told):
+def test_a_latent_model_gets_no_sliding_window_to_skip(skipped, told):
     template = pod_template("chat", spec_of(manifest(kvCache={"skipLayers": skipped})), "mla4")
     found = [a for a in template["spec"]["containers"][0]["args"] if "skip" in a]
     assert found == ([] if told is None else [told])
 
 
-def test_a_recent_window_that_nobody_asks_for_is_left_to_the_engine():
+def test_without_recent_tokens_the_engine_chooses_the_window():
     _, container = engine()
     assert not [argument for argument in container["args"] if "recent" in argument]
 
 
-def test_a_recent_window_of_0_is_told_to_the_engine():
+def test_a_recent_window_of_0_is_passed_to_the_engine():
     _, container = engine(kvCache={"recentTokens": 0})
     assert "--recent-tokens=0" in container["args"]
 
@@ -121,7 +121,7 @@ def test_tensor_parallelism_takes_all_gpus_of_a_pod_unless_the_user_says_otherwi
     assert ("--pipeline-parallel-size=2" in container["args"]) == (nodes == 2 or len(arguments) == 1)
 
 
-def test_scaling_and_pressure_are_no_part_of_the_revision():
+def test_scaling_and_pressure_do_not_change_the_revision():
     one = spec_of(manifest())
     other = spec_of(manifest(replicas=3, scaling={"maxReplicas": 5}, kvCache={"pressure": {"highPercent": 70}}))
     assert revision(pod_template("chat", one, "auto")) == revision(pod_template("chat", other, "auto"))
@@ -156,7 +156,7 @@ def test_a_model_on_a_claim_is_mounted_and_named_by_its_path():
     assert {"name": "model", "persistentVolumeClaim": {"claimName": "weights"}} in pod["volumes"]
 
 
-def test_users_arguments_come_last_and_untouched():
+def test_users_arguments_come_last_and_unchanged():
     _, container = engine(engine={"extraArgs": ["--max-num-seqs=8", "--chat-template=a b"]})
     assert container["args"][-2:] == ["--max-num-seqs=8", "--chat-template=a b"]
 
@@ -168,7 +168,7 @@ def test_everything_owned_names_its_owner_so_that_deletion_cleans_up():
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("QuantizedLLMService", "u-1", True)
 
 
-def test_a_pending_pod_carries_what_a_scheduler_and_a_maker_of_nodes_go_by():
+def test_a_pending_pod_has_the_fields_that_schedulers_and_node_autoscalers_read():
     spread = {"topologyKey": "topology.kubernetes.io/zone", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}
     expressions = [{"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-H100", "NVIDIA-H200"]}]
     terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
@@ -198,7 +198,7 @@ def test_a_pending_pod_carries_what_a_scheduler_and_a_maker_of_nodes_go_by():
     assert claims == ["weights"]
 
 
-def test_every_volume_of_a_pod_can_be_moved_so_that_none_keeps_an_autoscaler_from_a_node():
+def test_no_volume_of_a_pod_prevents_a_node_autoscaler_from_removing_a_node():
     for source in ("hf://Qwen/Qwen3-8B", "pvc://weights/llama", "oci://example.org/m:1", "file:///m"):
         pod, _ = engine(model={"source": source}, cache={"weightsClaimName": "w", "compileClaimName": "c"})
         for volume in pod["volumes"]:
@@ -207,6 +207,6 @@ def test_every_volume_of_a_pod_can_be_moved_so_that_none_keeps_an_autoscaler_fro
             assert volume.get("emptyDir", {}).get("medium", "Memory") == "Memory"
 
 
-def test_what_is_not_asked_for_is_not_in_the_pod():
+def test_optional_parts_are_in_the_pod_only_if_requested():
     pod, _ = engine()
     assert not {"affinity", "topologySpreadConstraints", "nodeSelector", "tolerations"} & set(pod)

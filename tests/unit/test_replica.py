@@ -66,7 +66,7 @@ async def life(fence: WriteFence, start: Callable[[], Awaitable[Any]], stop: asy
         await one.end()
 
 
-async def test_an_api_server_that_refuses_at_first_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_retries_if_the_api_server_refuses_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_module, "_PAUSE_SECONDS", 0.05)
     began = time.monotonic()
     leader = await led(WriteFence(), [ClusterError("GET", "/version", code, "starting") for code in (500, 429, 0)])
@@ -74,7 +74,7 @@ async def test_an_api_server_that_refuses_at_first_is_asked_again(monkeypatch: p
     assert time.monotonic() - began >= 0.15
 
 
-async def test_one_that_is_told_to_stop_before_it_leads_stops() -> None:
+async def test_a_standby_that_is_told_to_stop_stops() -> None:
     stop = asyncio.Event()
 
     async def refused() -> Any:
@@ -85,19 +85,19 @@ async def test_one_that_is_told_to_stop_before_it_leads_stops() -> None:
         await life(WriteFence(), refused, stop)
 
 
-async def test_after_it_was_told_to_stop_it_may_not_write() -> None:
+async def test_a_stopping_replica_may_not_write() -> None:
     fence = WriteFence()
     await led(fence, [])
     with pytest.raises(NotLeader), fence.write("PATCH", "/x"):
         pass
 
 
-async def test_what_is_no_answer_of_the_api_server_ends_it() -> None:
+async def test_an_unexpected_error_ends_the_replica() -> None:
     with pytest.raises(KeyError):
         await led(WriteFence(), [KeyError("a defect")])
 
 
-def test_no_collection_of_garbage_goes_through_what_the_operator_has_at_its_start() -> None:
+def test_garbage_collection_skips_objects_from_the_start() -> None:
     before = len(gc.get_objects())
     prepare()
     try:

@@ -14,12 +14,12 @@ REPOSITORY = "https://github.com/kvpilot/kvpilot/"
 
 
 @pytest.mark.parametrize("name", ["SECURITY", "CODE_OF_CONDUCT", "ROADMAP", "SCOPE", "CONTRIBUTING", "CHANGELOG"])
-def test_a_page_that_newcomers_look_for_is_at_the_root(name: str) -> None:
+def test_pages_that_newcomers_look_for_are_at_the_root(name: str) -> None:
     assert (ROOT / f"{name}.md").read_text(encoding="utf-8").startswith("# ")
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
-def test_an_issue_form_has_what_github_asks_for(form: Path) -> None:
+def test_an_issue_form_has_the_fields_that_github_requires(form: Path) -> None:
     read: dict[str, Any] = yaml.safe_load(form.read_text(encoding="utf-8"))
     assert set(read) == {"name", "description", "labels", "body"}
     fields = [one for one in read["body"] if one["type"] != "markdown"]

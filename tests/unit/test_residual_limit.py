@@ -39,7 +39,7 @@ def test_a_longer_step_never_raises_the_share(before, later, step, more):
 
 
 @given(history, seconds, st.integers(1, 1000), st.integers(1, 1000))
-def test_equal_steps_count_the_same_together_and_apart(before, took, first, second):
+def test_equal_steps_count_the_same_at_once_or_one_by_one(before, took, first, second):
     start = after(before)
     together, apart = start.after(took, first + second), start.after(took, first).after(took, second)
     assert together.fast == pytest.approx(apart.fast, abs=1e-9)
@@ -47,7 +47,7 @@ def test_equal_steps_count_the_same_together_and_apart(before, took, first, seco
 
 
 @given(history)
-def test_slack_gives_back_everything_and_steps_at_the_objective_take_everything(before):
+def test_fast_steps_return_the_whole_share_and_steps_at_the_objective_take_it(before):
     assert after([*before, (FULL * 0.06 * 0.99, 30 * SLOW)]).share == 1.0
     assert after([*before, (0.06, FAST)]).share == 0.0
 
@@ -67,7 +67,7 @@ def test_one_long_prefill_does_not_lower_the_share():
 
 
 @pytest.mark.parametrize(("took", "share"), [(0.01, 0.75), (0.06, 2 * FLOOR * 64 / 1280)])
-def test_an_engine_reads_its_floor_at_8_bits_under_any_limit(took, share):
+def test_the_floor_is_read_at_8_bits_under_any_limit(took, share):
     engine = Elastic(load_profile(), Limits(), inf, Limit(0.06).after(took, SLOW))
     for number in range(2):
         engine.decoding.add(Request(number, 0.0, 640, 64, computed=640))
@@ -85,7 +85,7 @@ def test_an_engine_measures_its_decoding_steps():
 
 
 @pytest.mark.parametrize(("firm", "floor"), [(FLOOR, 1.0), (1, 0.5), (0, 0.0)])
-def test_only_firm_residuals_take_pages_of_cached_prefixes(firm, floor):
+def test_only_residuals_marked_firm_take_pages_of_cached_prefixes(firm, floor):
     engine = Elastic(load_profile(), Limits(), inf, firm=firm)
     pool: Pool = engine.blocks
     pool.take(pool.total)
@@ -97,7 +97,7 @@ def test_only_firm_residuals_take_pages_of_cached_prefixes(firm, floor):
     assert pool.kept(7) == pool.total - 10 * firm
 
 
-def test_the_limit_spares_the_requests_that_8_bits_would_cost():
+def test_the_limit_keeps_requests_good_that_8_bits_would_make_late():
     """Check one row of the page: at this load, an engine without the limit loses more than half of its requests."""
     plain, limited = (simulate(load_profile(), Case("agents", 0.8, row)) for row in ("k4v4", "elastic-limit"))
     assert limited["good"] >= 0.98 * plain["good"]

@@ -76,7 +76,7 @@ def test_a_part_that_fails_stops_no_other_and_all_are_summed_up(
     assert summary[-1] == "4 passed, 3 failed"
 
 
-def test_where_nothing_fails_the_exit_code_is_0(
+def test_without_failures_the_exit_code_is_0(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(script, monkeypatch, "chart", "check") == 0
@@ -90,7 +90,7 @@ def test_a_part_that_ran_no_test_has_failed(
     assert capfd.readouterr().out.splitlines()[-1] == "0 passed, 1 failed"
 
 
-def test_a_part_that_there_is_not_is_refused_before_any_runs(
+def test_an_unknown_part_is_refused_before_any_part_runs(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -30,7 +30,7 @@ def selected(cluster: ModelCluster) -> Counter[str]:
 @pytest.mark.parametrize(("bad", "end"), [((), "Promoted"), ((NEW,), "RolledBack")])
 @pytest.mark.parametrize("policy", ["Surge", "ReplaceOne"])
 @pytest.mark.parametrize("replicas", [2, 10])
-def test_a_trial_is_not_a_reason_for_an_autoscaler_to_change_the_number(replicas, policy, bad, end):
+def test_a_trial_does_not_make_an_autoscaler_change_the_replicas(replicas, policy, bad, end):
     cluster = on_trial(replicas, capacityPolicy=policy, cluster={"bad": frozenset(bad)})
     seen: Counter[int] = Counter()
     for _ in range(300):
@@ -58,7 +58,7 @@ def test_an_autoscaler_averages_over_the_pods_that_get_requests_and_no_others():
     assert selected(cluster) == {new: 3}
 
 
-def test_replicas_that_have_still_to_come_up_count_as_replicas():
+def test_starting_replicas_count_as_replicas():
     cluster = ModelCluster(service(OLD, 1), start_ticks=10)
     cluster.settle()
     cluster.edit(service(OLD, 4))
@@ -68,7 +68,7 @@ def test_replicas_that_have_still_to_come_up_count_as_replicas():
     assert cluster.answering() == 1
 
 
-def test_zero_takes_every_engine_away_and_a_number_brings_them_back_on_the_same_revision():
+def test_scaling_to_0_stops_all_engines_and_scaling_up_restores_the_same_revision():
     cluster = ModelCluster(service(OLD, 2))
     cluster.settle()
     before = parse_status(cluster.status).stable
@@ -86,7 +86,7 @@ def test_zero_takes_every_engine_away_and_a_number_brings_them_back_on_the_same_
 
 
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting"])
-def test_scaling_to_zero_in_the_middle_of_a_trial_leaves_no_pod_and_holds_nothing_against_the_dtype(where):
+def test_scaling_to_0_during_a_trial_leaves_no_pod_and_denies_no_dtype(where):
     cluster = on_trial(3)
     cluster.until(stage(where))
     cluster.edit(service(NEW, 0))
@@ -100,7 +100,7 @@ def test_scaling_to_zero_in_the_middle_of_a_trial_leaves_no_pod_and_holds_nothin
     assert set(cluster.shares()) == {revision_of(cluster.obj, NEW)}
 
 
-def test_a_change_at_zero_waits_for_replicas_and_then_comes_as_a_canary():
+def test_a_change_at_0_replicas_waits_and_then_starts_as_a_canary():
     cluster = ModelCluster(service(OLD, 2), requests=BUSY)
     cluster.settle()
     cluster.edit(service(OLD, 0))
@@ -117,7 +117,7 @@ def test_a_change_at_zero_waits_for_replicas_and_then_comes_as_a_canary():
     assert cluster.answering() == 2
 
 
-def test_a_stopped_service_is_recommended_to_stay_so_and_the_last_replica_to_stay():
+def test_at_0_replicas_the_recommendation_is_0_and_at_1_it_is_never_0():
     cluster = ModelCluster(service(OLD, 1))
     assert cluster.settle().scaling.recommended_replicas == 1
     cluster.edit(service(OLD, 0))
@@ -139,14 +139,14 @@ def test_an_autoscaler_beside_kvpilot_is_named_with_the_remedy(scaler, remedy, p
 
 @pytest.mark.parametrize("mode", ["Operator", "External"])
 @pytest.mark.parametrize(("replicas", "kept"), [(2, 3), (50, 8), (0, 3)])
-def test_a_number_of_replicas_beyond_the_bounds_is_reported_with_the_number_that_counts(mode, replicas, kept):
+def test_replicas_outside_the_limits_are_reported_with_the_effective_number(mode, replicas, kept):
     ready = told(replicas=replicas, scaling={"mode": mode, "minReplicas": 3, "maxReplicas": 8})
     assert f"spec.replicas is {replicas}, but kvpilot runs {kept}," in ready
     assert "minReplicas 3 and maxReplicas 8" in ready
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 8])
-def test_a_number_within_the_bounds_or_the_default_is_not_remarked_on(replicas):
+def test_replicas_within_the_limits_are_not_reported(replicas):
     assert "spec.replicas" not in told(replicas=replicas, scaling={"minReplicas": 3, "maxReplicas": 8})
 
 

@@ -35,7 +35,7 @@ def test_each_claim_names_tests_that_exist(cells: tuple[str, ...]) -> None:
         assert test in functions_of(file), f"{name} is no test"
 
 
-def test_there_are_claims_about_everybody_who_is_trusted_with_something() -> None:
+def test_there_are_claims_about_every_trusted_party() -> None:
     assert len(CLAIMS) >= 20
     assert re.findall(r"^\*\*(.+?)\*\*", SECTION, re.MULTILINE) == [
         "A tenant",

@@ -31,7 +31,7 @@ def test_a_wrong_call_ends_with_the_remedy_and_installs_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lock_has_the_versions_that_the_installer_asks_for() -> None:
+def test_the_lock_has_the_versions_that_the_installer_requires() -> None:
     (asked,) = re.findall(r"(?m)^site=\((.+)\)$", (ROOT / "scripts/install.sh").read_text(encoding="utf-8"))
     locked = (ROOT / "scripts/site.lock").read_text(encoding="utf-8")
     for package in asked.split():

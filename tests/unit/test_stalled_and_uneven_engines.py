@@ -75,7 +75,7 @@ def judged(pages: Pages, **more: object) -> Workload:
     return classify(samples(pages), PRESSURE, NOW, **more)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_hangs_full_and_with_a_queue_is_stalled_and_nothing_is_changed() -> None:
+def test_a_hanging_engine_with_a_full_cache_is_stalled_and_changes_nothing() -> None:
     window = samples(lambda i: {"chat-0": HUNG})
     kinds = {classify(window, PRESSURE, NOW - timedelta(seconds=5 * back)).kind for back in range(SCRAPES)}
     assert "MemoryBound" not in kinds
@@ -85,7 +85,7 @@ def test_an_engine_that_hangs_full_and_with_a_queue_is_stalled_and_nothing_is_ch
     assert choose_step(policy_input(verdict)).chosen.action == "Stay"
 
 
-def test_an_engine_that_hung_under_pressure_is_stalled_once_the_pressure_is_past() -> None:
+def test_an_engine_that_hung_under_pressure_counts_as_stalled_afterwards() -> None:
     def pages(i: int) -> dict[str, PodMetrics]:
         return {"chat-0": full(min(i, 90))}
 
@@ -95,7 +95,7 @@ def test_an_engine_that_hung_under_pressure_is_stalled_once_the_pressure_is_past
 
 
 @pytest.mark.parametrize("hung", [1, 2, 5])
-def test_engines_that_hang_neither_hide_nor_outvote_one_under_pressure(hung: int) -> None:
+def test_hanging_engines_do_not_hide_an_engine_under_pressure(hung: int) -> None:
     def pages(i: int) -> dict[str, PodMetrics]:
         return {f"hung-{n}": HUNG for n in range(hung)} | {"works": full(i)}
 
@@ -105,14 +105,14 @@ def test_engines_that_hang_neither_hide_nor_outvote_one_under_pressure(hung: int
     assert replace(verdict, stalled=()) == replace(alone, message=verdict.message)
 
 
-def test_an_engine_that_hangs_beside_calm_ones_puts_them_under_no_pressure_and_gives_none_of_them_back() -> None:
+def test_a_hanging_engine_beside_calm_ones_causes_neither_pressure_nor_a_scale_in() -> None:
     verdict = judged(lambda i: {"a": calm(i), "b": calm(i), "hung": HUNG})
     assert (verdict.kind, verdict.calm) == ("Relaxed", False)
     assert choose_step(policy_input(verdict, replicas=3, ready=3)).chosen.action == "Stay"
     assert judged(lambda i: {"a": calm(i), "b": calm(i)}).calm
 
 
-def test_a_stalled_engine_says_how_long_and_with_how_much_work() -> None:
+def test_a_stalled_engine_is_reported_with_duration_and_requests() -> None:
     (told,) = samples(lambda i: {"chat-0": HUNG})[-1].stalled
     assert told.startswith("chat-0: 24 requests run and 15 wait, and for 595 s no token was generated")
 
@@ -124,7 +124,7 @@ def test_an_engine_that_works_again_is_judged_again() -> None:
     assert judged(pages).kind == "MemoryBound"
 
 
-def test_a_queue_that_grows_before_an_engine_that_hangs_is_no_load_that_runs_away() -> None:
+def test_the_growing_queue_of_a_hanging_engine_is_not_a_surge() -> None:
     def pages(i: int) -> dict[str, PodMetrics]:
         return {"chat-0": page(engine(0.9, 24, 15 + 4 * i, 0))}
 
@@ -132,26 +132,26 @@ def test_a_queue_that_grows_before_an_engine_that_hangs_is_no_load_that_runs_awa
     assert (verdict.kind, verdict.surge) == ("EnginesStalled", None)
 
 
-def test_use_that_moves_while_no_counter_does_is_no_pressure_either() -> None:
+def test_changing_cache_use_without_progress_is_not_pressure() -> None:
     verdict = judged(lambda i: {"chat-0": page(engine(0.9 + i % 2 / 100, 24, 15, 0))})
     assert verdict.kind == "EnginesStalled"
 
 
-def test_a_long_prompt_that_fills_blocks_and_counts_no_token_yet_is_no_stall() -> None:
+def test_a_long_prompt_that_fills_blocks_is_not_a_stall() -> None:
     window = samples(lambda i: {"chat-0": page(engine(0.01 * i, 1, 0, 0))}, 60)
     assert {(s.pods, s.stalled) for s in window} == {(1, ())}
 
 
-def test_an_idle_engine_is_no_stall() -> None:
+def test_an_idle_engine_is_not_stalled() -> None:
     verdict = judged(lambda i: {"chat-0": page(engine(0.0, 0, 0, 0))})
     assert (verdict.kind, verdict.stalled) == ("Idle", ())
 
 
-def test_requests_that_wait_before_an_engine_that_runs_none_are_stalled() -> None:
+def test_an_engine_with_waiting_but_no_running_requests_is_stalled() -> None:
     assert judged(lambda i: {"chat-0": page(engine(0.0, 0, 15, 0))}).kind == "EnginesStalled"
 
 
-def test_a_rank_that_hangs_beside_one_that_works_stalls_its_pod_and_is_named() -> None:
+def test_a_hanging_rank_makes_its_pod_stalled_and_is_named() -> None:
     def pages(i: int) -> dict[str, PodMetrics]:
         return {"chat-0": page(engine(0.9, 24, 15, 0, 0), engine(0.3, 8, 0, 900 * i, 1))}
 
@@ -170,7 +170,7 @@ def test_a_replica_is_as_full_as_its_fullest_rank() -> None:
     assert (uneven(0).running, uneven(0).waiting, uneven(0).capacity_tokens) == (29, 12, 128_000)
 
 
-def test_one_full_rank_beside_one_with_room_is_reported_as_an_imbalance_and_nothing_is_changed() -> None:
+def test_one_full_rank_beside_a_roomy_one_is_an_imbalance_and_changes_nothing() -> None:
     verdict = judged(lambda i: {"chat-0": uneven(i)})
     assert (verdict.kind, verdict.usage_percent) == ("Imbalanced", 97)
     assert "chat-0 engine 0 is 97% full and 12 requests wait for it" in verdict.message
@@ -190,7 +190,7 @@ def test_a_full_rank_is_seen_among_any_number_of_idle_ones(count: int) -> None:
 @pytest.mark.parametrize(
     ("full_ones", "count", "kind"), [(2, 4, "Imbalanced"), (4, 8, "Imbalanced"), (7, 8, "MemoryBound")]
 )
-def test_several_full_ranks_are_an_imbalance_where_an_even_share_would_leave_room(
+def test_several_full_ranks_are_an_imbalance_if_an_even_load_would_leave_room(
     full_ones: int, count: int, kind: str
 ) -> None:
     def pages(i: int) -> dict[str, PodMetrics]:
@@ -200,7 +200,7 @@ def test_several_full_ranks_are_an_imbalance_where_an_even_share_would_leave_roo
     assert judged(pages).kind == kind
 
 
-def test_a_full_rank_beside_one_that_is_nearly_full_is_a_lack_of_memory() -> None:
+def test_a_full_rank_beside_a_nearly_full_one_is_memory_bound() -> None:
     verdict = judged(lambda i: {"chat-0": page(engine(0.97, 24, 12, 900 * i, 0), engine(0.8, 20, 3, 900 * i, 1))})
     assert verdict.kind == "MemoryBound"
 
@@ -217,7 +217,7 @@ def test_a_page_with_a_series_for_each_process_is_judged_by_the_fullest_one() ->
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_one_full_replica_beside_others_with_room_is_an_imbalance(count: int) -> None:
+def test_one_full_replica_beside_roomy_ones_is_an_imbalance(count: int) -> None:
     verdict = judged(lambda i: {"z": full(i)} | {f"idle-{n}": calm(i) for n in range(1, count)})
     assert verdict.kind == "Imbalanced"
     assert "; z is 9" in verdict.message
@@ -230,7 +230,7 @@ def test_one_full_replica_does_not_hide_requests_that_wait_for_the_others() -> N
     assert judged(lambda i: {"z": full(i), "a": prompts(i), "b": prompts(i)}).kind == "ComputeBound"
 
 
-def test_an_imbalance_has_to_last_as_any_pressure_has() -> None:
+def test_an_imbalance_must_last_for_sustained_seconds() -> None:
     assert classify(samples(lambda i: {"chat-0": uneven(i)}, 20), PRESSURE, NOW).kind == "Warming"
     assert judged(lambda i: {"chat-0": uneven(i) if i % 3 else calm(i)}).kind != "Imbalanced"
 
@@ -240,15 +240,13 @@ def test_more_engines_than_a_page_can_have_are_refused() -> None:
         page(*(engine(0.5, 1, 0, 0, n) for n in range(MOST_RANKS + 1)))
 
 
-def test_labels_that_are_not_numbers_make_no_ranks() -> None:
+def test_labels_that_are_not_numbers_do_not_make_ranks() -> None:
     text = engine(0.5, 1, 0, 0).replace('engine="0"', 'engine="\x1b[31m"')
     assert page(text, text).ranks == ()
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 50)), min_size=2, max_size=9), st.randoms())
-def test_the_order_of_ranks_says_nothing_and_none_is_fuller_than_its_replica(
-    ranks: list[tuple[float, int]], rng: object
-) -> None:
+def test_a_replicas_use_is_that_of_its_fullest_rank_in_any_order(ranks: list[tuple[float, int]], rng: object) -> None:
     one = page(*(engine(usage, 4, waiting, 0, n) for n, (usage, waiting) in enumerate(ranks)))
     assert one.usage == max(usage for usage, _ in ranks)
     assert one.waiting == sum(waiting for _, waiting in ranks)
@@ -263,7 +261,7 @@ def test_the_order_of_ranks_says_nothing_and_none_is_fuller_than_its_replica(
     st.integers(1, 3),
 )
 @settings(max_examples=30)
-def test_no_even_share_of_the_load_is_told_as_an_imbalance(ranks: list[tuple[float, int]], pods: int) -> None:
+def test_an_even_load_is_never_an_imbalance(ranks: list[tuple[float, int]], pods: int) -> None:
     usage, waiting = ranks[0]
 
     def pages(i: int) -> dict[str, PodMetrics]:
@@ -281,7 +279,7 @@ PRESSED = Condition(
 
 
 @pytest.mark.parametrize("pages", [lambda i: {"chat-0": HUNG}, lambda i: {"chat-0": uneven(i)}])
-def test_no_event_says_that_a_pressure_has_ended_where_that_is_not_known(pages: Pages) -> None:
+def test_no_event_reports_the_end_of_a_pressure_that_is_unknown(pages: Pages) -> None:
     before = Status(conditions=(PRESSED,), kv_cache=KVCache(usage_percent=97))
     decision = decide(running(OBJ, "auto", status=before, samples={revision_of(OBJ, "auto"): samples(pages)}))
     assert "MemoryRelaxed" not in {one.reason for one in decision.events}
@@ -300,7 +298,9 @@ def test_no_event_says_that_a_pressure_has_ended_where_that_is_not_known(pages: 
         ),
     ],
 )
-def test_conditions_say_it(pages: Pages, pressured: tuple[str, str], metrics: tuple[str, str]) -> None:
+def test_conditions_report_stalled_and_uneven_engines(
+    pages: Pages, pressured: tuple[str, str], metrics: tuple[str, str]
+) -> None:
     decision = decide(running(OBJ, "auto", samples={revision_of(OBJ, "auto"): samples(pages)}))
     found = {one.type: (one.status, one.reason) for one in decision.status.conditions}
     assert (found["MemoryPressured"], found["MetricsAvailable"]) == (pressured, metrics)

@@ -33,7 +33,7 @@ def template(**cache: Any) -> dict[str, Any]:
     return pod_template("chat", spec_of(manifest(cache=cache)), "k4v4")
 
 
-def test_without_it_pods_are_what_they_were() -> None:
+def test_without_cache_weights_pods_do_not_change() -> None:
     assert "kvpilot.io/claim" not in template()["metadata"]["labels"]
     assert "affinity" not in template(weightsClaimName="models")["spec"]
 
@@ -96,7 +96,7 @@ def without_a_word(seconds: int, claims: bool) -> PodView:
         (False, 60, "Unschedulable", "check that the pod's scheduler runs"),
     ],
 )
-def test_a_pod_of_which_the_scheduler_says_nothing_waits_for_a_volume_if_it_has_a_claim(
+def test_a_pod_without_a_scheduler_message_waits_for_a_volume_if_it_has_a_claim(
     claims: bool, seconds: int, reason: str, words: str
 ) -> None:
     obj = manifest(cache={"weights": {"size": "1Gi", "storageClassName": "efs"}}, kvCache=FIXED)
@@ -107,7 +107,7 @@ def test_a_pod_of_which_the_scheduler_says_nothing_waits_for_a_volume_if_it_has_
     assert words in found.message
 
 
-def test_where_some_nodes_have_no_room_and_others_no_volume_room_may_help() -> None:
+def test_if_some_nodes_lack_room_and_others_a_volume_free_capacity_may_help() -> None:
     obj = manifest(cache={"weights": {"size": "1Gi"}}, kvCache=FIXED)
     words = "0/2 nodes are available: 1 Insufficient nvidia.com/gpu, 1 node(s) didn't find available persistent volumes"
     waits = services.pod(revision_of(obj, "auto"), ready=False, node=None, ip=None, unschedulable=f"{words} to bind.")
@@ -120,7 +120,7 @@ def variables(pod: dict[str, Any]) -> dict[str, str]:
     return {one["name"]: one["value"] for one in pod["spec"]["containers"][0]["env"]}
 
 
-def test_engines_download_to_the_claim_that_is_made_as_to_one_that_was_there() -> None:
+def test_engines_download_to_a_created_claim_as_to_an_existing_one() -> None:
     made, named = template(weights={"size": "100Gi"}), template(weightsClaimName="chat-weights")
     assert made["spec"]["volumes"] == named["spec"]["volumes"]
     (volume,) = (one for one in made["spec"]["volumes"] if one["name"] == "model")
@@ -129,7 +129,7 @@ def test_engines_download_to_the_claim_that_is_made_as_to_one_that_was_there() -
     assert variables(made) == {"HF_HOME": "/models", compiled.VARIABLE: "/models/kvpilot-compiled"}
 
 
-def test_what_engines_compiled_is_kept_on_their_own_claim_or_on_the_one_that_is_named_for_it_alone() -> None:
+def test_compiled_code_is_kept_on_kvpilots_claim_or_on_the_named_one() -> None:
     own = {"weights": {"size": "100Gi"}}
     assert compiled.VARIABLE not in variables(template())
     assert compiled.VARIABLE not in variables(template(weightsClaimName="models"))
@@ -142,19 +142,19 @@ def test_what_engines_compiled_is_kept_on_their_own_claim_or_on_the_one_that_is_
     assert variables(pod_template("chat", local, "auto"))[compiled.VARIABLE] == "/compile-cache"
 
 
-def test_the_user_may_turn_that_off() -> None:
+def test_users_may_turn_the_archive_of_compiled_code_off() -> None:
     spec = spec_of(manifest(cache={"weights": {"size": "100Gi"}}, engine={"env": [{"name": compiled.VARIABLE}]}))
     env = pod_template("chat", spec, "auto")["spec"]["containers"][0]["env"]
     assert [one for one in env if one["name"] == compiled.VARIABLE] == [{"name": compiled.VARIABLE, "value": ""}]
 
 
-def test_its_size_and_class_are_no_part_of_a_revision_and_its_access_is() -> None:
+def test_a_claims_access_mode_changes_the_revision_but_its_size_and_class_do_not() -> None:
     plain = template(weights={"size": "100Gi"})
     assert plain == template(weights={"size": "200Gi", "storageClassName": "nfs"})
     assert plain != template(weights={"size": "100Gi", "accessMode": "ReadWriteOnce"})
 
 
-def test_pods_that_share_a_disk_are_kept_on_one_node_with_whatever_else_the_spec_says_of_nodes() -> None:
+def test_pods_that_share_a_disk_run_on_one_node_beside_other_node_rules() -> None:
     asked = {"weights": {"size": "100Gi", "accessMode": "ReadWriteOnce"}}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}]}
     where = {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}
@@ -177,9 +177,7 @@ def test_pods_that_share_a_disk_are_kept_on_one_node_with_whatever_else_the_spec
     mode=st.sampled_from(["ReadWriteMany", "ReadWriteOnce"]),
     storage_class=st.none() | st.just("fast"),
 )
-def test_whatever_size_is_accepted_is_requested_as_it_was_written(
-    number: int, unit: str, mode: str, storage_class: str | None
-) -> None:
+def test_an_accepted_size_is_requested_unchanged(number: int, unit: str, mode: str, storage_class: str | None) -> None:
     size = f"{number}{unit}"
     asked = {"size": size, "accessMode": mode, **({"storageClassName": storage_class} if storage_class else {})}
     obj = manifest(cache={"weights": asked})
@@ -218,7 +216,7 @@ async def served(operator: Operator) -> None:
     assert operator.condition("Ready").status == "True"
 
 
-async def test_the_claim_is_the_services_own_and_is_there_before_the_engines(operator: Operator) -> None:
+async def test_the_service_owns_the_claim_which_is_created_before_the_engines(operator: Operator) -> None:
     await operator.reconcile()
     (owner,) = operator.api.objects[CLAIM]["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["uid"]) == (KIND, "u-1")
@@ -226,7 +224,7 @@ async def test_the_claim_is_the_services_own_and_is_there_before_the_engines(ope
     assert kinds.index("PersistentVolumeClaim") < kinds.index("Deployment")
 
 
-async def test_a_pass_in_which_nothing_changes_asks_for_no_claim(operator: Operator) -> None:
+async def test_a_reconcile_without_changes_sends_no_request_for_the_claim(operator: Operator) -> None:
     await served(operator)
     operator.api.asked.clear()
     for _ in range(20):
@@ -244,7 +242,7 @@ async def test_a_larger_size_is_requested_and_restarts_no_engine(operator: Opera
     assert operator.condition("Reconciling").status == "False"
 
 
-async def test_a_claim_that_is_requested_no_more_is_not_deleted(operator: Operator) -> None:
+async def test_a_claim_removed_from_the_spec_is_not_deleted(operator: Operator) -> None:
     await served(operator)
     operator.edit(manifest(kvCache=FIXED))
     for _ in range(5):
@@ -254,7 +252,7 @@ async def test_a_claim_that_is_requested_no_more_is_not_deleted(operator: Operat
     assert not [one for one in operator.api.asked if one[0] == "delete" and one[1] == CLAIM[0]]
 
 
-async def test_a_claim_of_somebody_elses_is_left_alone_and_told(operator: Operator) -> None:
+async def test_another_owners_claim_is_not_changed_and_is_reported(operator: Operator) -> None:
     theirs = {"kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": {"resources": {"requests": {"storage": "1Gi"}}}}
     before = operator.api.put(theirs)
     for _ in range(3):
@@ -267,7 +265,7 @@ async def test_a_claim_of_somebody_elses_is_left_alone_and_told(operator: Operat
         assert "spec.cache.weightsClaimName" in condition.message
 
 
-async def test_engines_start_once_somebody_elses_claim_has_given_way(operator: Operator) -> None:
+async def test_engines_start_once_another_owners_claim_is_gone(operator: Operator) -> None:
     operator.api.put({"kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": {}})
     for _ in range(3):
         await operator.reconcile()
@@ -277,7 +275,7 @@ async def test_engines_start_once_somebody_elses_claim_has_given_way(operator: O
     assert operator.condition("Stalled").status == "False"
 
 
-async def test_no_engine_is_added_once_the_claim_has_become_somebody_elses(operator: Operator) -> None:
+async def test_no_engine_is_added_once_the_claim_has_another_owner(operator: Operator) -> None:
     """Replace the claim by another owner's between two reconciles. The operator may still remove running replicas."""
     await served(operator)
     operator.api.drop(*CLAIM)
@@ -311,13 +309,13 @@ async def test_no_engine_starts_while_its_claim_is_refused(operator: Operator) -
     assert "exceeded quota: disks" in told.message
 
 
-async def test_a_claim_that_the_user_names_is_the_users_whatever_it_is_called(operator: Operator) -> None:
+async def test_a_claim_named_by_the_user_is_never_kvpilots(operator: Operator) -> None:
     operator.api.put({"kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": {}})
     operator.edit(manifest(kvCache=FIXED, cache={"weightsClaimName": CLAIM[1]}))
     await served(operator)
 
 
-async def test_a_claim_that_is_refused_keeps_no_engine_from_being_mended(operator: Operator) -> None:
+async def test_a_refused_claim_does_not_prevent_repairs_of_engines(operator: Operator) -> None:
     await served(operator)
 
     def refuse(written: Any) -> Rejected | None:
@@ -337,9 +335,7 @@ async def test_a_claim_that_is_refused_keeps_no_engine_from_being_mended(operato
 
 
 @pytest.mark.parametrize("last", ["create", "apply"])
-async def test_an_operator_that_ends_at_any_write_of_the_claim_continues_where_it_was(
-    operator: Operator, last: str
-) -> None:
+async def test_an_operator_killed_at_any_write_of_the_claim_continues(operator: Operator, last: str) -> None:
     def dies(method: str, what: tuple[str, str]) -> None:
         if method == last and what == CLAIM:
             raise Conflict("PATCH", what[1], 409, "the process has ended")

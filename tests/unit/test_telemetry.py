@@ -183,13 +183,13 @@ LAST_CANARY = {"dtype": "k8v4", "verdict": "Failed", "reason": "AccuracyRegresse
         ("kvpilot_decisions_total", {"action": "DtypeDown", "reason": "MemoryBound"}, 1),
     ],
 )
-def test_what_a_pass_found_and_decided_is_shown(name: str, labels: dict[str, str], value: float | None) -> None:
+def test_metrics_show_the_result_of_a_reconcile(name: str, labels: dict[str, str], value: float | None) -> None:
     telemetry = Shown()
     decided(telemetry, STATUS)
     assert read(telemetry, name, KEY, **labels) == value
 
 
-def test_when_the_engines_were_scraped_and_the_pods_that_lie_or_are_silent_are_shown() -> None:
+def test_metrics_show_the_time_of_the_scrape_and_implausible_and_silent_pods() -> None:
     telemetry = Shown()
     old = Sample(
         NOW - timedelta(seconds=40), 1, 0.5, 1, 0, 8000, "auto", implausible=("a: why", "b: why"), unanswered=1
@@ -204,7 +204,7 @@ def test_when_the_engines_were_scraped_and_the_pods_that_lie_or_are_silent_are_s
     assert read(telemetry, "kvpilot_scrape_backoff_pods") == 2
 
 
-def test_what_is_no_longer_so_is_no_longer_shown() -> None:
+def test_outdated_series_disappear() -> None:
     telemetry = Shown()
     decided(telemetry, STATUS)
     decided(telemetry, Status(kv_cache=KVCache(recommended_dtype="fp8")))
@@ -219,7 +219,7 @@ def test_what_is_no_longer_so_is_no_longer_shown() -> None:
     assert read(telemetry, "kvpilot_canary_stage", stage="Shifting", dtype="k4v4") is None
 
 
-def test_a_service_whose_spec_is_refused_is_still_shown() -> None:
+def test_a_service_with_a_refused_spec_keeps_its_series() -> None:
     telemetry = Shown()
     decided(telemetry, STATUS, spec=None)
     assert read(telemetry, "kvpilot_kv_usage_ratio") == 0.91
@@ -242,21 +242,21 @@ def test_every_series_of_a_service_ends_with_it_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(("given", "shown"), [("536870912", 2**29), (None, math.nan)])
-def test_the_limit_of_memory_is_that_of_the_container_if_the_pod_tells_it(monkeypatch, given, shown) -> None:
+def test_the_memory_limit_is_the_containers_if_the_environment_has_it(monkeypatch, given, shown) -> None:
     monkeypatch.delenv("MEMORY_LIMIT_BYTES", raising=False)
     if given is not None:
         monkeypatch.setenv("MEMORY_LIMIT_BYTES", given)
     assert Telemetry().registry.get_sample_value("kvpilot_memory_limit_bytes") == pytest.approx(shown, nan_ok=True)
 
 
-def test_who_leads_is_shown() -> None:
+def test_metrics_show_the_leader() -> None:
     telemetry = Shown()
     for leads in (False, True, False):
         telemetry.leader.set(leads)
         assert telemetry.registry.get_sample_value("kvpilot_leader") == leads
 
 
-def test_an_engine_that_makes_up_reasons_makes_no_series() -> None:
+def test_invented_reasons_of_an_engine_add_no_series() -> None:
     telemetry, known = Shown(), set()
     for number in range(30):
         reason = f"Excuse{number}"
@@ -298,7 +298,7 @@ def test_a_busy_service_has_at_most_seventy_series() -> None:
     assert 50 < series(telemetry, KEY) <= 70
 
 
-def test_counters_have_no_series_of_when_they_began() -> None:
+def test_counters_have_no_created_series() -> None:
     telemetry = Shown()
     decided(telemetry, STATUS)
     assert b"_created" not in generate_latest(telemetry.registry)

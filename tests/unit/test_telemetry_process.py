@@ -19,7 +19,7 @@ from kvpilot_operator.errors import ClusterError, Conflict
         (ClusterError("GET", "/x", 500, ""), "error"),
     ],
 )
-def test_how_a_pass_ended_is_counted(error: Exception | None, result: str) -> None:
+def test_reconciles_are_counted_by_result(error: Exception | None, result: str) -> None:
     telemetry = Telemetry()
     with contextlib.suppress(ClusterError), telemetry.timed_reconcile():
         if error is not None:
@@ -32,7 +32,7 @@ def test_how_a_pass_ended_is_counted(error: Exception | None, result: str) -> No
     assert telemetry.registry.get_sample_value("kvpilot_reconcile_duration_seconds_count") == 1
 
 
-def test_the_queue_is_as_long_as_it_is_when_it_is_read() -> None:
+def test_the_queue_depth_is_computed_when_it_is_read() -> None:
     telemetry, waiting = Telemetry(), ["a", "b"]
     telemetry.queue.set_function(lambda: len(waiting))
     for _ in range(3):
@@ -40,7 +40,7 @@ def test_the_queue_is_as_long_as_it_is_when_it_is_read() -> None:
         waiting.append("c")
 
 
-def test_requests_to_the_api_server_are_counted_by_what_came_of_them() -> None:
+def test_requests_to_the_api_server_are_counted_by_result() -> None:
     telemetry = Telemetry()
     telemetry.api_request("PATCH", "Deployment", 409, 0.02)
     telemetry.api_request("PATCH", "Deployment", 0, 15.0)
@@ -55,7 +55,7 @@ def test_requests_to_the_api_server_are_counted_by_what_came_of_them() -> None:
     assert telemetry.registry.get_sample_value("kvpilot_api_request_duration_seconds_sum", method) == 15.02
 
 
-def test_a_cycle_and_its_scrapes_are_shown() -> None:
+def test_metrics_show_a_scrape_cycle_and_its_scrapes() -> None:
     telemetry = Telemetry()
     assert telemetry.registry.get_sample_value("kvpilot_scrape_cycle_timestamp_seconds") == 0
     before = time.time()
@@ -68,7 +68,7 @@ def test_a_cycle_and_its_scrapes_are_shown() -> None:
         assert telemetry.registry.get_sample_value("kvpilot_engine_scrapes_total", {"result": result}) == 1
 
 
-def test_the_version_and_the_process_are_shown() -> None:
+def test_metrics_show_the_version_and_the_process() -> None:
     registry = Telemetry().registry
     assert registry.get_sample_value("kvpilot_build_info", {"version": version("kvpilot")}) == 1
     assert registry.get_sample_value("process_resident_memory_bytes") > 1e6

@@ -87,7 +87,7 @@ def pod(text: str) -> dict[str, Any]:
 
 
 @given(TEXT)
-def test_what_kubelets_schedulers_and_controllers_say(text: str) -> None:
+def test_messages_of_kubelets_schedulers_and_controllers_become_printable(text: str) -> None:
     said = pod(text)
     check(pod_view(said))
     del said["status"]["containerStatuses"][0]["lastState"]["terminated"]["message"]
@@ -100,7 +100,7 @@ def test_what_kubelets_schedulers_and_controllers_say(text: str) -> None:
 
 
 @given(TEXT, st.sampled_from(["cache_dtype", "num_gpu_blocks", "hash", "tokens", "le"]))
-def test_what_a_page_says(text: str, label: str) -> None:
+def test_texts_of_metrics_pages_become_printable(text: str, label: str) -> None:
     for series in (
         f'vllm:cache_config_info{{{label}="{text}"}} 1',
         f'kvpilot_calibration_info{{{label}="{text}"}} 1',
@@ -114,7 +114,7 @@ def test_what_a_page_says(text: str, label: str) -> None:
 
 
 @given(TEXT)
-def test_what_a_probe_is_answered(text: str) -> None:
+def test_answers_to_probes_become_printable(text: str) -> None:
     said = json.dumps(
         {"error": {"message": text, "code": 500}, "tokens": text, "data": [{"name": text}]}, ensure_ascii=False
     )
@@ -126,7 +126,7 @@ def test_what_a_probe_is_answered(text: str) -> None:
 
 
 @given(TEXT)
-def test_errors_and_messages(text: str) -> None:
+def test_errors_and_messages_become_printable(text: str) -> None:
     check(clip(text), str(KvpilotError(text)), str(ToolError(text)), fields.text(text))
     error = Rejected("PATCH", "/x", 422, text)
     check(str(error), error.message)
@@ -134,7 +134,7 @@ def test_errors_and_messages(text: str) -> None:
 
 
 @given(TEXT)
-def test_lines_of_the_log(text: str) -> None:
+def test_lines_of_the_log_become_printable(text: str) -> None:
     try:
         raise ValueError(text)
     except ValueError as error:
@@ -146,7 +146,7 @@ def test_lines_of_the_log(text: str) -> None:
 
 
 @given(TEXT)
-def test_the_last_words_of_kvpilot_serve(text: str) -> None:
+def test_refusals_of_kvpilot_serve_become_printable(text: str) -> None:
     words = io.StringIO()
     with contextlib.redirect_stderr(words):
         assert serve.main(["--model=m", f"--max-model-len={text}"]) == serve.REFUSED
@@ -156,7 +156,7 @@ def test_the_last_words_of_kvpilot_serve(text: str) -> None:
 
 @settings(max_examples=20)
 @given(TEXT, st.booleans())
-def test_whatever_is_observed_status_and_events_are_readable(text: str, starting: bool) -> None:
+def test_status_and_events_are_printable_for_any_observation(text: str, starting: bool) -> None:
     s = settled().snapshot()
     refused = json.dumps({"kvpilot": "refused", "reason": "DoesNotFit", "message": text})
     views = tuple(
@@ -169,7 +169,7 @@ def test_whatever_is_observed_status_and_events_are_readable(text: str, starting
     check(decision.status.as_written(), decision.events)
 
 
-async def test_what_an_engine_sends_over_http() -> None:
+async def test_http_answers_of_engines_become_printable() -> None:
     async def refuse(_: web.Request) -> web.Response:
         return web.Response(status=500, text=NASTY, headers={"Content-Encoding": "x"})
 
@@ -184,7 +184,7 @@ async def test_what_an_engine_sends_over_http() -> None:
 
 
 @pytest.mark.parametrize("code", [400, 404, 409, 422, 429, 500])
-async def test_what_an_api_server_answers(code: int) -> None:
+async def test_answers_of_the_api_server_become_printable(code: int) -> None:
     async with Server.up() as server:
         server.answer = status(code, NASTY)
         with pytest.raises(ClusterError) as caught:

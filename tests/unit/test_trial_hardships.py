@@ -66,7 +66,7 @@ def undisturbed(name: str) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     return end(cluster), tuple(stage for stage in STAGES if stage in seen)
 
 
-def test_the_stories_go_through_every_stage():
+def test_the_simulated_trials_pass_through_every_stage():
     assert {stage for name in STORIES for stage in undisturbed(name)[1]} == set(STAGES)
 
 

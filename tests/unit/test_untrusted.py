@@ -54,7 +54,7 @@ def test_credentials_in_an_address_are_not_shown(text: str, expected: str) -> No
         "pod chat-1: HTTP 500: mail admin@example.org",
     ],
 )
-def test_what_is_no_credential_stays(text: str) -> None:
+def test_text_without_credentials_is_unchanged(text: str) -> None:
     assert without_credentials(text) == text
 
 
@@ -63,7 +63,7 @@ SECRET = st.text(st.characters(codec="ascii", categories=["L"]), min_size=8, max
 
 
 @given(st.sampled_from(["http", "https", "s3", "hf", "oci", "socks5h", "grpc+tls"]), NAME, SECRET, TEXT, TEXT)
-def test_a_password_in_an_address_is_never_shown_whatever_stands_around_it(
+def test_a_password_in_an_address_is_never_shown_in_any_text(
     scheme: str, user: str, secret: str, before: str, after: str
 ) -> None:
     secret = f"Zq{secret}qZ"

@@ -21,11 +21,11 @@ def test_a_whole_number_is_ascii_digits_within_its_bound_and_anything_else_is_no
 
 
 @pytest.mark.parametrize("text", ["9" * 10_000, "0" * 10_000 + "7" * 9, None, 3, True])
-def test_what_int_would_choke_on_is_not_a_number(text):
+def test_text_that_int_refuses_is_not_a_number(text):
     assert whole(text, 10**6) is None
 
 
-def test_leading_zeros_however_many_change_no_number():
+def test_any_number_of_leading_zeros_changes_nothing():
     assert whole("0" * 10_000 + "42", 100) == 42
 
 
@@ -52,12 +52,12 @@ def test_leading_zeros_however_many_change_no_number():
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_the_budget_of_a_step_is_read_as_vllm_reads_it(arguments, tokens):
+def test_the_token_budget_of_a_step_is_parsed_as_by_vllm(arguments, tokens):
     assert step_tokens(spec_of(manifest(engine={"extraArgs": arguments})), NodeFacts()) == tokens
 
 
 @given(st.text(DIGITS + "kKmMgGtT", max_size=40))
-def test_no_argument_keeps_the_budget_of_a_step_from_being_a_number(text):
+def test_the_token_budget_of_a_step_is_a_number_for_any_argument(text):
     spec = spec_of(manifest(engine={"extraArgs": [f"--max-num-batched-tokens={text}"]}))
     assert 0 < step_tokens(spec, NodeFacts()) < 2**31
 
@@ -74,6 +74,6 @@ def test_a_nodes_label_that_is_not_a_number_is_not_known(odd):
 
 
 @given(st.lists(st.text(DIGITS, max_size=6) | st.just("sliding_window"), max_size=5))
-def test_layers_are_counted_by_number_whatever_stands_in_the_list(layers):
+def test_skipped_layers_are_counted_for_any_list(layers):
     model = ModelFacts(head_dim=128, kv_heads=8, layers=32, window_layers=4, mla=False)
     assert 0 <= kept_layers(model, layers) <= 32

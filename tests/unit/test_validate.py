@@ -46,7 +46,7 @@ def test_every_example_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not judged: whether named Secrets" in out
 
 
-def test_many_files_lists_and_documents_are_judged_and_other_kinds_left_out(
+def test_all_files_lists_and_documents_are_judged_and_other_kinds_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = {**GOOD, "metadata": {"name": "bad", "namespace": "models"}, "spec": {**GOOD["spec"], "replicas": -1}}
@@ -69,7 +69,7 @@ def test_stdin_is_read_in_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().out.startswith("accepted  good (-)\n1 accepted, 0 refused\n")
 
 
-def test_a_field_that_kubectl_would_refuse_is_named_with_its_neighbour() -> None:
+def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:
     engine = {**GOOD["spec"]["engine"], "env": [{"nmae": "A", "value": "hunter2"}]}
     found = {one.field: one.message for one in judge({**GOOD, "spec": {**GOOD["spec"], "engine": engine, "modle": 1}})}
     assert found["spec.modle"] == "is no field of the API: did you mean model?"
@@ -93,7 +93,7 @@ def test_a_field_that_kubectl_would_refuse_is_named_with_its_neighbour() -> None
         (None, "cannot be read"),
     ],
 )
-def test_what_cannot_be_judged_is_one_line_on_stderr(
+def test_an_unreadable_file_is_one_line_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
 ) -> None:
     file = tmp_path / "a.yaml"
@@ -155,7 +155,7 @@ JSON = st.recursive(
 
 @given(field=st.sampled_from(sorted(schema.root_schema()["properties"]["spec"]["properties"])), value=JSON)
 @settings(max_examples=40, deadline=None)
-def test_whatever_a_file_holds_there_is_a_verdict(field: str, value: Any) -> None:
+def test_any_file_gets_a_verdict(field: str, value: Any) -> None:
     for obj in ({**GOOD, "spec": {**GOOD["spec"], field: value}}, {**GOOD, "spec": value}, {**GOOD, "metadata": value}):
         for fault in judge(obj):
             assert fault.message

@@ -26,7 +26,7 @@ def outputs() -> list[tuple[str, str]]:
     return list(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_the_page_is_the_scripts_with_the_outputs_of_one_run() -> None:
+def test_the_page_equals_the_scripts_output_of_one_run() -> None:
     day, vllm = re.findall(r"one real run on ([\d-]+): .* vLLM ([\d.]+) on", PAGE, re.DOTALL)[0]
     assert worked_example.page([text for _, text in outputs()], day, vllm) == PAGE
     assert all(text for _, text in outputs())
@@ -41,7 +41,7 @@ def test_a_path_that_a_command_reads_is_a_field_of_the_status(command: str) -> N
             here = here[name].get("properties", {})
 
 
-def test_the_table_of_kubectl_has_todays_columns() -> None:
+def test_the_table_of_kubectl_has_the_present_columns() -> None:
     columns = load_crd()["spec"]["versions"][0]["additionalPrinterColumns"]
     shown = [one["name"].upper() for one in columns if not one.get("priority")]
     heads = [text.splitlines()[0].split() for command, text in outputs() if command == "kubectl get qllm smollm2"]

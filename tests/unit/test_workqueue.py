@@ -68,7 +68,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BACKOFF", Backoff(60.0, 60.0))
 
 
-async def test_a_service_that_is_asked_for_many_times_waits_once() -> None:
+async def test_a_service_added_many_times_waits_once() -> None:
     log = Log()
     queue = queue_of(log)
     for _ in range(100):
@@ -79,7 +79,7 @@ async def test_a_service_that_is_asked_for_many_times_waits_once() -> None:
     assert log.done == ["x"]
 
 
-async def test_what_changes_during_a_pass_is_looked_at_after_it_and_never_beside_it() -> None:
+async def test_a_change_during_a_reconcile_starts_another_one_afterwards() -> None:
     log = Log(0.05)
     queue = queue_of(log)
     log.begin = lambda one: queue.add(one) if not log.done else None
@@ -89,7 +89,7 @@ async def test_what_changes_during_a_pass_is_looked_at_after_it_and_never_beside
     assert log.most == 1
 
 
-async def test_changes_come_first_and_looks_are_not_starved() -> None:
+async def test_changed_services_come_first_and_due_ones_are_not_starved() -> None:
     log = Log()
     queue = queue_of(log)
     for i in range(40):
@@ -106,7 +106,7 @@ async def test_changes_come_first_and_looks_are_not_starved() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_failed_pass_backs_off_and_a_look_does_not_shorten_that() -> None:
+async def test_a_due_reconcile_does_not_shorten_the_back_off() -> None:
     log = Log()
     log.error = REFUSED
     queue = queue_of(log)
@@ -120,7 +120,7 @@ async def test_a_failed_pass_backs_off_and_a_look_does_not_shorten_that() -> Non
     assert len(log.done) == 2
 
 
-async def test_a_pause_that_the_server_asks_for_is_kept_even_when_something_changes() -> None:
+async def test_a_pause_requested_by_the_server_is_kept_even_after_a_change() -> None:
     log = Log()
     log.error = Throttled("PATCH", "/x", 429, "too many", 0.6)
     queue = queue_of(log)
@@ -133,7 +133,7 @@ async def test_a_pause_that_the_server_asks_for_is_kept_even_when_something_chan
 
 
 @pytest.mark.usefixtures("patient")
-async def test_conflicts_are_repeated_at_once_and_then_with_a_pause() -> None:
+async def test_conflicts_are_retried_at_once_and_then_with_a_pause() -> None:
     log = Log()
     log.error = Conflict("PATCH", "/x", 409, "changed")
     queue = queue_of(log)
@@ -143,7 +143,7 @@ async def test_conflicts_are_repeated_at_once_and_then_with_a_pause() -> None:
 
 
 @pytest.mark.parametrize(("status", "longest"), [(0, 5.0), (500, 60.0)])
-async def test_a_server_that_cannot_be_reached_is_tried_more_often(
+async def test_an_unreachable_server_is_retried_more_often(
     status: int, longest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Log()
@@ -166,7 +166,7 @@ async def test_a_server_that_cannot_be_reached_is_tried_more_often(
     assert max(waits) == longest
 
 
-async def test_a_pass_that_breaks_on_a_bug_stops_nobody() -> None:
+async def test_an_unexpected_error_in_a_reconcile_stops_no_other_service() -> None:
     log = Log()
     log.error = ZeroDivisionError()
     queue = queue_of(log)
@@ -229,7 +229,7 @@ class Counted(Backoff):
         return 0.0
 
 
-async def test_pauses_grow_while_the_same_request_fails_and_begin_again_where_a_service_has_got_further(
+async def test_pauses_grow_while_the_same_request_fails_and_restart_after_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Counted, "seen", [])
