@@ -85,7 +85,7 @@ STEPS = (
         ),
     ),
     Step(
-        "See what it gained",
+        "See what the service gained",
         "One replica now holds more tokens in the same memory.",
         (
             "kubectl get qllm smollm2 -o jsonpath='{.status.kvCache.capacityTokens}{\"\\n\"}'",

@@ -175,7 +175,7 @@ class Format:
         """Return the layout of a ring's page, which is as large as a page of `block_size` tokens (see `layouts`)."""
         page = self.page_layout(head_dim, block_size)
         if not self.has_ring:
-            raise FormatError(f"kv-cache dtype {self.name!r} has 8 bits everywhere: set recentTokens to 0")
+            raise FormatError(f"kv-cache dtype {self.name!r} stores every token in 8 bits: set recentTokens to 0")
         return layouts.ring(self.key.bits, self.value.bits, self.row_dim(head_dim), self.groups(head_dim), page.size)
 
     def ring_blocks(self, recent: int, head_dim: int, block_size: int) -> int:

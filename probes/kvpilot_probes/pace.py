@@ -1,7 +1,8 @@
 """Rest between requests, so that users of the engine seldom wait for a probe's prefill.
 
-All users wait for a step with a prefill, which takes longer than a step without. So if prefills take at most SHARE of
-the time, they lengthen at most that share of the users' steps. Below 5%, users' p95 between tokens hardly changes.
+An engine computes in steps, and a step with a prefill takes longer than others. All users wait for it. So if the
+probe's prefills take at most SHARE of the time, they lengthen at most that share of the users' steps. Below 5%, the
+95th percentile of the users' time between tokens hardly changes.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
 """Compare long answers of an engine with a new reading of the same tokens by the same engine.
 
-A teacher-forced answer continues from the baseline's token after each difference, so no engine decodes far on its own.
-Here it does, and then reads the tokens up to some positions like a prompt, without a cached page. Both times, a sound
-engine has the same distribution of the next token. An engine whose decoding has stored or read a wrong page has not.
+In the other probes, an answer continues from the baseline's token after each difference (teacher forcing), so no engine
+decodes far on its own. Here the engine writes a long answer on its own. It then reads the tokens up to some positions
+of that answer like a prompt, without a cached page. Both times, a sound engine has the same distribution of the next
+token. An engine has not if its decoding has stored or read a wrong page.
 """
 
 from array import array

@@ -20,7 +20,7 @@ def fault(schema: object, where: str = "parameters") -> str | None:
     kinds = schema.get("type", [])
     unknown = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in list(_TYPES)]
     if unknown:
-        return f"{where}.type: {str(unknown[0])[:40]!r} is no type of JSON Schema; use {', '.join(_TYPES)}"
+        return f"{where}.type: {str(unknown[0])[:40]!r} is not a type of JSON Schema; use {', '.join(_TYPES)}"
     if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
         return f"{where}.enum must be a list of values"
     properties = schema.get("properties", {})

@@ -1,6 +1,7 @@
 """Decide after each prompt, and in each bucket, if a cache has passed, has failed or needs more prompts. Pure.
 
-Every test is a bet against "the mean damage is healthy". Each prompt multiplies the wealth of the bet:
+Every test is a bet against the statement "the mean damage is healthy". Its *wealth* begins at 1, and each prompt
+multiplies it by a factor, so that a large wealth is evidence against a healthy cache:
 
     wealth = product of (1 + x / m) / 2,    x: mean damage of a prompt,    m: largest mean that counts as healthy.
 

@@ -106,7 +106,7 @@ def test_a_deployment_is_replaced_and_its_clients_keep_their_address(world: Worl
     (world.shell.folder / "service.yaml").write_text(yaml.safe_dump(asked))
     world.shell("kubectl -n $NAMESPACE apply -f deployment.yaml")
     until(lambda: world.answering("chat-vllm") == {"chat-vllm"}, "the Deployment answers")
-    for title in ("Start it beside the Deployment", "Move the clients"):
+    for title in ("Start kvpilot's engines beside the Deployment", "Move the clients"):
         world.shell(blocks(section("migrate.md", title))[0])
     revision = world.service("chat")["status"]["stable"]["revision"]
     until(lambda: world.answering("chat-vllm") == {f"chat-{revision}"}, "clients reach the new engine")

@@ -61,7 +61,7 @@ def test_only_a_default_window_is_cut_to_fit_the_context(name: str, context: int
 def test_a_format_of_8_bits_has_no_ring_and_a_negative_window_is_refused() -> None:
     int8 = formats.parse("int8")
     assert not int8.has_ring and int8.ring_blocks(64, 128, 64) == 0
-    with pytest.raises(FormatError, match="'int8' has 8 bits everywhere: set recentTokens to 0"):
+    with pytest.raises(FormatError, match="'int8' stores every token in 8 bits: set recentTokens to 0"):
         int8.ring_layout(128, 64)
     with pytest.raises(FormatError, match="recentTokens -1 "):
         formats.parse("k4v4").ring_blocks(-1, 128, 64)

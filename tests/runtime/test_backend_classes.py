@@ -77,7 +77,7 @@ def test_one_row_of_the_table_is_enough_to_serve_a_token(
     rng = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(tokens, n, dim, generator=rng) for n in (heads, kv_heads, kv_heads))
     factors = Factors.identity(kv_heads, dim)
-    factors.key_first.add_(5.0)  # This term is added only to the key at position 0, which the layer must recognize.
+    factors.key_first.add_(5.0)  # The layer adds this term only to the key at position 0, so it must know positions.
     impl.set_factors(layer, factors)
     config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=made_up.name), kv_transfer_config=None)
     builder = cls.get_builder_cls()(spec, ["x"], config, torch.device("cpu"))

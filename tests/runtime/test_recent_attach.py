@@ -1,4 +1,4 @@
-"""Some layers get a ring, whose spec is checked here. For other layers there are reasons why they get none."""
+"""Rings, which keep a request's recent tokens at 8 bits: their size, and the layers that get none, with the reason."""
 
 import logging
 from collections.abc import Sequence

@@ -58,7 +58,7 @@ class Held:
                 self.by[tenant] -= 1
 
     def hanging(self, count: int, tenant: str | None = None, patience: float = math.inf) -> list[asyncio.Task[None]]:
-        """Begin work that hangs, of one tenant or of one each."""
+        """Start `count` tasks that hang. All belong to `tenant`, or if it is None, each to a tenant of its own."""
         return [asyncio.create_task(self.hang(tenant or f"hangs-{i}", patience)) for i in range(count)]
 
 

@@ -158,7 +158,7 @@ def test_a_dtype_denied_with_another_recent_window_may_be_tried():
     assert outcome({}, "k4v4") == "Denied"
     assert outcome({"recentTokens": 256}, "k4v4") is None
     assert outcome({"recentTokens": 256}, "k4v4", recent_tokens=256) == "Denied"
-    # This one has no recent window, so nothing changes.
+    # fp8 has no recent window, so another window changes nothing.
     assert outcome({"recentTokens": 256}, "fp8") == "Denied"
 
 

@@ -29,7 +29,7 @@ ITL = Objective("ITL", 95, 50)
 
 
 def at(seconds: float, count: float = 10) -> Histogram:
-    """Return so many observations in the bucket of one value."""
+    """Return a histogram of `count` observations that are all equal to `seconds`."""
     counts = [0.0] * (len(BOUNDS) + 1)
     counts[sum(bound < seconds for bound in BOUNDS)] = count
     return Histogram(BOUNDS, tuple(counts), seconds * count)

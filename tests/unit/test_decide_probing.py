@@ -154,7 +154,7 @@ def test_a_16_bit_replica_of_the_new_model_is_borrowed_even_if_the_old_model_ser
 
 
 def test_a_new_image_is_judged_by_the_baseline_of_the_old_one():
-    """The operator neither captures again nor starts another GPU for that."""
+    """To judge the new image, the operator neither captures answers again nor uses another GPU."""
     cluster = Archive(fixed("auto"))
     served(cluster, "auto")
     cluster.edit(fixed("k8v4"))

@@ -22,7 +22,7 @@ def test_the_counted_models_match_the_table() -> None:
     }
     found = re.search(
         r"has (\d+) published.*: (\d+) take.*For (\d+) of them it is multi-head latent attention",
-        section("Does it serve my model?"),
+        section("Does kvpilot serve my model?"),
         re.DOTALL,
     )
     assert found is not None

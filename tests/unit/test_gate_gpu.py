@@ -25,7 +25,7 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def judged(args: Any, canary: Handler) -> dict[str, Any]:
-    """Run one gate between a sound engine and this one, and return what the file then has of it."""
+    """Run one gate between a sound engine and the engine `canary`, and return the gate's entry in the output file."""
 
     async def story() -> None:
         async with engine(reading(2048)) as stable, engine(reading(2048, canary)) as other:

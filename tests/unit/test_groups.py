@@ -186,7 +186,7 @@ def test_a_canarys_group_starts_again_without_a_gate_before_it_gets_requests(ste
     cluster.until(ended)
     serves = cluster.settle().stable.revision
     assert serves == cluster.status["history"][0]["revision"]
-    # An apply alone cannot remove the gate that the claim has set.
+    # A server-side apply cannot remove the readiness gate, because another field manager has set it, too.
     name = ("LeaderWorkerSet", f"chat-{serves}")
     without = {"leaderTemplate": {"spec": {"readinessGates": None}}}
     assert next(filter(None, removed)) == {name: {"leaderWorkerTemplate": without}}

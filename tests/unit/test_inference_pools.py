@@ -256,7 +256,7 @@ def test_a_canarys_pool_keeps_its_picker_after_the_spec_drops_it(asked, keeps):
     placed = decide(s).objects
     made = {one["metadata"]["name"]: one["spec"] for one in placed.apply if one["kind"] == "InferencePool"}
     assert made["chat-canary"].get("endpointPickerRef") == (picker if keeps else None)
-    # An apply alone cannot remove the picker that the claim has set.
+    # A server-side apply cannot remove the picker, because another field manager has set it, too.
     assert placed.removed == ({} if keeps else {key: {"endpointPickerRef": None} for key in there})
     assert made["chat"].get("endpointPickerRef", {}).get("name") == asked.get("endpointPickerRef", {}).get("name")
 

@@ -54,12 +54,12 @@ class Server:
         self.streams: set[web.StreamResponse] = set()
 
     def put(self, name: str) -> None:
-        """Delete it without an event, as if the watch were disconnected."""
+        """Create or change a service without an event, as if the watch were disconnected."""
         self.version += 1
         self.services[name] = self.version
 
     async def tell(self, kind: str, name: str) -> None:
-        """Make a change, and send it to the open watches."""
+        """Create, change or delete a service, and send the event to the open watches."""
         self.version += 1
         if kind == "DELETED":
             del self.services[name]

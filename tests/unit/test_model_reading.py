@@ -158,8 +158,8 @@ def test_every_dtype_of_vllm_has_a_size_whatever_the_model(kind):
         ({"hidden_size": 16}, "which leaves nothing for each"),
         ({"layer_types": ["full_attention"] * 31}, "layer_types in config.json has 31 entries"),
         ({"layer_types": [1] * 32}, "layer_types in config.json holds 1, which names no kind of layer"),
-        ({"layer_types": "full_attention"}, "layer_types in config.json is 'full_attention' and no list"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures in config.json is 'LlamaForCausalLM' and no list"),
+        ({"layer_types": "full_attention"}, "layer_types in config.json is 'full_attention', but must be a list"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures in config.json is 'LlamaForCausalLM', but must be"),
         ({"num_kv_shared_layers": 32}, "num_kv_shared_layers in config.json is 32 of 32 layers"),
     ],
 )

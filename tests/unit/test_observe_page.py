@@ -237,7 +237,7 @@ def test_a_page_gives_the_same_result_in_any_chunks(lines: list[str], chunk: int
 
 
 def test_ranks_that_report_different_dtypes_are_reported_as_such() -> None:
-    """Without a mark, only the last rank's dtype would show."""
+    """If the ranks' dtypes were not joined, only the dtype of the last rank would be seen."""
     config = 'vllm:cache_config_info{{cache_dtype="{}",engine="{}",num_gpu_blocks="10",block_size="16"}} 1.0\n'
     for reported, told in (
         (("k4v4", "k4v4"), "k4v4"),

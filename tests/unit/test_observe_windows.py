@@ -116,7 +116,7 @@ def test_increments_are_merged_and_never_lost(
 
 @pytest.mark.parametrize("running", [8, 1e6])
 def test_the_newest_scrape_of_a_bucket_gives_the_dtype(running: float) -> None:
-    """This also holds for implausible pages, on which more requests run than there are blocks."""
+    """The dtype counts even if the page is implausible: in the second case, more requests run than there are blocks."""
     windows = Windows(KEY)
     windows.retention = SampleRetention(bucket=1000.0)
     windows.add("r", at(0), {"p": page(1)})

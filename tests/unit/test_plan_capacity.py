@@ -30,7 +30,7 @@ def test_capacities_are_within_half_a_percent_of_those_measured_on_an_h200():
     runs = [run for run in json.loads(MEASURED.read_text()) if run["shape"] == "llama3-8b"]
     dtypes = tuple(run["dtype"] for run in runs)
     assert {"auto", "fp8", "int8", "k8v4", "k4v4", "k4v2"} == set(dtypes)
-    # This measurement is older than the recent window.
+    # This measurement was made before engines had a recent window.
     request = Request(models.find("Llama-3-8B"), find_gpu("H200"), dtypes=dtypes, recent_tokens=0)
     planned = {row.dtype: row.capacities[-1].capacity_tokens for row in make(request).rows}
     for run in runs:

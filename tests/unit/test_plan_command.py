@@ -79,7 +79,7 @@ def test_a_model_is_known_by_its_name_without_publisher_in_any_case(capsys):
         (["/nonexistent/model"], "the folder does not exist"),
         ([], "MODEL is missing"),
         (["Llama-3.1-8B", "--gpu", "H300"], "--gpu 'H300' is not in the table; use one of H200"),
-        (["Llama-3.1-8B", "--gpus", "3"], "--gpus 3: 32 heads with 8 KV heads cannot be cut into 3 parts"),
+        (["Llama-3.1-8B", "--gpus", "3"], "--gpus 3: 32 heads with 8 KV heads cannot be divided among 3 GPUs"),
         (["Llama-3.1-8B", "--gpus", "0"], "--gpus: '0' is not a positive whole number"),
         (["Llama-3.1-8B", "--context", "8K"], "--context: '8K' is not a positive whole number"),
         (["Llama-3.1-8B", "--utilization", "1.5"], "--utilization: '1.5' is more than the whole GPU"),

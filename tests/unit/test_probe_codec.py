@@ -31,7 +31,7 @@ ids = st.integers(0, MAX_TOKEN_ID)
 
 
 def _possible(top: dict[int, float]) -> dict[int, float]:
-    """Return them as probabilities that add up to 1 at most."""
+    """Lower the logprobs so far that the probabilities add up to at most 1, and return them."""
     over = math.log(max(1.0, math.fsum(map(math.exp, top.values()))))
     return {token: max(-30.0, lp - over) for token, lp in top.items()}
 

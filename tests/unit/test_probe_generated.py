@@ -40,7 +40,7 @@ def test_prompts_fill_an_eighth_a_half_and_all_of_131072_tokens() -> None:
     found = [r for r in made(load(["builtin/long-context"]), MAX_CONTEXT) if r.prompt.bucket != HIT]
     most = MAX_CONTEXT - ANSWER
     assert [len(r.tokens) for r in found] == [most // 8] * 5 + [most // 2] * 5 + [most] * 5
-    # The engine reads one document, and the baseline keeps one.
+    # All prompts share one document, so the engine computes it only once, and the baseline stores it only once.
     assert sum(len(r.tokens) for r in found) - sum(p.size for p in prefixes([r.tokens for r in found])) < 1.02 * most
     kept = baseline_of(found)
     data = codec.encode(kept)
@@ -84,7 +84,7 @@ def test_prompts_of_every_length_modulo_64_and_beyond_a_chunk_are_sent_without_p
     by = {b: [r for r in found if r.prompt.bucket == b] for b in ("residue", "chunk")}
     assert {len(r.tokens) % RESIDUES for r in by["residue"]} == set(range(64))
     assert [len(r.tokens) for r in by["chunk"]] == [c + more for c in CHUNKS for more in CHUNKS[c]]
-    # No two begin with the same block, so none is found in a prefix cache.
+    # No two prompts begin with the same block, so the prefix cache has no block of any of them.
     fresh = [*by["residue"], *by["chunk"]]
     assert len({tuple(r.tokens[:32]) for r in fresh}) == len(fresh)
     assert all(not sent_first(r.prompt.bucket, r.tokens) for r in fresh)
@@ -113,7 +113,7 @@ def test_all_built_in_packs_fit_into_one_baseline_of_the_longest_context() -> No
 
 
 async def test_damage_beyond_an_eighth_of_the_context_shows_only_in_its_buckets() -> None:
-    """The mean over all prompts dilutes it, but the buckets of long contexts do not."""
+    """In the mean over all prompts this damage is too small to be seen. The buckets of long contexts show it."""
     context = 4096
 
     async def damaged(path: str, body: Body, writer: Writer) -> None:

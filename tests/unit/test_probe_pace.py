@@ -57,7 +57,7 @@ async def test_prefills_take_at_most_their_share_of_the_users_time(prefills: lis
 async def test_a_probe_of_217_requests_changes_less_than_1_in_20_of_the_users_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The run without rests of decision 111: steps of 5 ms, and of 15 ms with a prefill."""
+    """The figures are those of the run without rests in decision 111: a step takes 5 ms, and with a prefill 15 ms."""
     clock, one = Clock(monkeypatch), beside_users()
     for _ in range(217):
         await clock.ask(one, 3 * STEP)

@@ -164,7 +164,10 @@ async def test_probes_of_an_engine_with_priorities_run_after_all_other_requests(
 
 
 def context_of(seen: list[int], fails: Callable[[Writer], None] | None = None) -> Handler:
-    """Return a sound engine that records lengths of prompts, and `fails` at one that fills its context of 2,048."""
+    """Return a sound engine with a context of 2,048 tokens.
+
+    It records the length of each prompt. A prompt that fills the context is answered by `fails`.
+    """
 
     async def handler(path: str, body: Body, writer: Writer) -> None:
         if path == "/v1/completions":

@@ -146,7 +146,7 @@ PARTS = {
 
 
 def by_name(manifests: list[object]) -> list[object]:
-    """Return manifests sorted by name, because another question defines their order."""
+    """Return manifests sorted by name. Their order is not what the test is about: another rule defines it."""
     return sorted(manifests, key=lambda one: one["metadata"]["name"])
 
 

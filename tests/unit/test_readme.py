@@ -125,7 +125,7 @@ def test_figures_equal_those_of_the_benchmarks_page() -> None:
     rows = [line for line in section("On a GPU").splitlines() if line.startswith(("| bf16", "| fp8", "| `k"))]
     assert len(rows) == 5
     for row in rows:
-        measured = row.rsplit(" | ", 2)[0] + " |"  # the rest, users and KL, is of other pages
+        measured = row.rsplit(" | ", 2)[0] + " |"  # users and KL are from other pages
         for figure in re.findall(r"\d[\d,.]*(?= ms| tokens/s| \|)", measured):
             assert figure in page, figure
 

@@ -129,7 +129,7 @@ def test_scaling_and_pressure_do_not_change_the_revision():
 
 def test_the_grace_period_covers_leaving_the_service_and_finishing_requests():
     pod, container = engine()
-    # An AWS spot node goes 120 s after its notice, which takes some seconds to become a drain.
+    # AWS ends a spot node 120 s after a notice, and some seconds pass between the notice and the node's drain.
     assert pod["terminationGracePeriodSeconds"] == 115
     assert "--shutdown-timeout=90" in container["args"]
     pod, container = engine(drain={"preStopSeconds": 20, "timeoutSeconds": 80})

@@ -15,7 +15,7 @@ from kvpilot_operator.errors import ClusterError, NotLeader
 
 
 class FakeLeader:
-    """Leader until it is silenced."""
+    """Stand-in for the operator's leader, which records what it is told."""
 
     def __init__(self, fence: WriteFence) -> None:
         self._fence = fence

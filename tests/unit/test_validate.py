@@ -72,7 +72,7 @@ def test_stdin_is_read_in_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:
     engine = {**GOOD["spec"]["engine"], "env": [{"nmae": "A", "value": "hunter2"}]}
     found = {one.field: one.message for one in judge({**GOOD, "spec": {**GOOD["spec"], "engine": engine, "modle": 1}})}
-    assert found["spec.modle"] == "is no field of the API: did you mean model?"
+    assert found["spec.modle"] == "is not a field of the API: did you mean model?"
     assert "did you mean name?" in found["spec.engine.env[0].nmae"]
     assert "hunter2" not in str(found)
 

@@ -1,9 +1,12 @@
 """Step durations and cache capacity of an engine, from constants fitted to measurements of each dtype.
 
-A step decodes n sequences over K cached tokens in total, and prefills p tokens. c is the sum, over these p tokens, of
-the context tokens before each. The step takes
+A step takes
 
     base + per_sequence * n + per_kv_token * K + per_prefill_token * p + per_prefill_pair * c      seconds.
+
+- n: number of sequences that the step decodes, and K: number of their cached tokens in total.
+- p: number of tokens that the step prefills, and c: the sum of the numbers of context tokens before each of them.
+- base, per_sequence, ...: the fitted constants (`Costs`).
 
 Decode reads every cached token once, so its time is linear in K. Prefill computes each token once, and its attention to
 each token before it.

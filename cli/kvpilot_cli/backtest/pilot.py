@@ -46,7 +46,7 @@ def load_spec(path: Path | None) -> Spec:
     except (OSError, yaml.YAMLError) as error:
         raise BacktestError(f"service: {path} cannot be read ({error}); give a QuantizedLLMService manifest") from error
     if not isinstance(raw, dict):
-        raise BacktestError(f"service: {path} holds no object; give one QuantizedLLMService manifest")
+        raise BacktestError(f"service: {path} does not contain a YAML mapping; give one QuantizedLLMService manifest")
     judged = judge({**raw, "metadata": {"name": "backtest", **(raw.get("metadata") or {})}})
     if not isinstance(judged, Spec):
         raise BacktestError("service: " + "; ".join(f"{f.field}: {f.message}" for f in judged))

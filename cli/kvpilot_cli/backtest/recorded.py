@@ -72,7 +72,7 @@ class Recorded:
         return (
             f"{self.name}: {len(self.arrival)} requests in {self.seconds / 3600:.2f} h, mean prompt "
             f"{self.prompt.mean():.0f} and answer {self.output.mean():.0f} tokens; "
-            f"left out, without any: {self.left_out}"
+            f"left out because they have no tokens: {self.left_out}"
         )
 
 

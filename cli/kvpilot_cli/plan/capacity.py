@@ -68,7 +68,7 @@ def kv_heads_per_gpu(model: Model, gpus: int) -> int:
     """
     if model.heads % gpus or (model.kv_heads % gpus and gpus % model.kv_heads):
         fits = [n for n in (1, 2, 4, 8, 16, 32) if not model.heads % n and not (model.kv_heads % n and n % model.kv_heads)]  # fmt: skip  # noqa: E501
-        raise PlanError(f"--gpus {gpus}: {model.heads} heads with {model.kv_heads} KV heads cannot be cut into {gpus} parts; use one of {', '.join(map(str, fits))}")  # fmt: skip  # noqa: E501
+        raise PlanError(f"--gpus {gpus}: {model.heads} heads with {model.kv_heads} KV heads cannot be divided among {gpus} GPUs; use one of {', '.join(map(str, fits))}")  # fmt: skip  # noqa: E501
     return max(1, model.kv_heads // gpus)
 
 

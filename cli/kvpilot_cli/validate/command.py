@@ -77,7 +77,7 @@ def _all(obj: Mapping[str, Any], allowed: Collection[str]) -> Iterator[Fault]:
     for path, known in unknown_fields(obj.get("spec"), root_schema()["properties"]["spec"], "spec"):
         close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
         hint = f"did you mean {close[0]}?" if close else "remove it"
-        yield Fault(path, f"is no field of the API: {hint}", "schema")
+        yield Fault(path, f"is not a field of the API: {hint}", "schema")
     wrong = schema_faults(obj)
     yield from (Fault(field, message, "schema") for field, message in wrong)
     if not wrong:

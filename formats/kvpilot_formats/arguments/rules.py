@@ -156,14 +156,15 @@ RESERVED = (
     Reserved(
         ("--nnodes", "--node-rank", "--data-parallel-rank", "--data-parallel-start-rank", "--data-parallel-external-lb",
          "--data-parallel-hybrid-lb", "--data-parallel-multi-port-external-lb"),
-        "it makes a pod one part of an engine, and kvpilot takes every pod for an engine of its own: remove it",
+        "it makes a pod only a part of an engine, but kvpilot expects a whole engine in every pod: remove it",
     ),
     Reserved(
         ("--logprobs-mode",),
         "it may change the logprobs, and kvpilot measures accuracy on the model's own logprobs: remove it",
     ),
     Reserved(
-        ("--hf-token",), "arguments are no place for a secret: remove it and use model.tokenSecretRef"
+        ("--hf-token",),
+        "whoever may read the service also reads a secret in its arguments: remove it and use model.tokenSecretRef",
     ),
     Reserved(
         ("--config",),

@@ -58,7 +58,7 @@ def _object(file: Path) -> dict[str, Any]:
             raise
         raise ConfigError(f"{file.name} cannot be read ({error}); download it again") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file.name} holds no object; download it again")
+        raise ConfigError(f"{file.name} does not contain a JSON object; download it again")
     return raw
 
 
@@ -147,7 +147,7 @@ class Fields:
         """Return the field's list, or None if it is missing, null or empty."""
         value = self.get(field)
         if value is not None and not isinstance(value, list):
-            raise ConfigError(f"{field} in config.json is {shown(value)} and no list; correct it or download the file again")  # fmt: skip  # noqa: E501
+            raise ConfigError(f"{field} in config.json is {shown(value)}, but must be a list; correct it or download the file again")  # fmt: skip  # noqa: E501
         return value or None
 
 

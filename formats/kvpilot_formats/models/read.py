@@ -190,7 +190,7 @@ def _in_order(counted: Counter[Group]) -> list[tuple[Group, int]]:
 def _architectures(raw: Mapping[str, Any]) -> tuple[str, ...]:
     found = raw.get("architectures")
     if found is not None and not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
-        raise ConfigError(f"architectures in config.json is {shown(found)} and no list of class names; correct it or download the file again")  # fmt: skip  # noqa: E501
+        raise ConfigError(f"architectures in config.json is {shown(found)}, but must be a list of class names; correct it or download the file again")  # fmt: skip  # noqa: E501
     return tuple(found or ())
 
 

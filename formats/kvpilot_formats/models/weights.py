@@ -31,7 +31,7 @@ def weight_files(folder: Path) -> list[Path]:
         if found:
             return found
         break
-    raise ConfigError("the folder holds no weights (*.safetensors)" + _DAMAGED, missing=True)
+    raise ConfigError("the folder contains no weights (*.safetensors)" + _DAMAGED, missing=True)
 
 
 def weight_bytes(folder: Path) -> int:
