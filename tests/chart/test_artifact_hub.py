@@ -36,7 +36,7 @@ def test_metadata_that_artifact_hub_refuses_is_a_fault(about: Any, name: str, va
     assert fault in "\n".join(chart_faults(about))
 
 
-def test_its_description_of_the_api_matches_the_crd(root: Path, about: Any) -> None:
+def test_artifact_hubs_description_of_the_api_matches_the_crd(root: Path, about: Any) -> None:
     (known,) = yaml.safe_load(about["annotations"]["artifacthub.io/crds"])
     definition = yaml.safe_load((root / f"crds/kvpilot.io_{known['name'].partition('.')[0]}.yaml").read_text())
     assert known["name"] == definition["metadata"]["name"]

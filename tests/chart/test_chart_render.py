@@ -120,7 +120,7 @@ def test_the_engines_pod_monitor_drops_the_same_series_as_the_documented_scrape_
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_everything_carries_the_standard_labels(rendered, name):
+def test_every_object_of_the_chart_has_the_standard_labels(rendered, name):
     for one in rendered(name):
         labels = one["metadata"]["labels"]
         for label in ("name", "instance", "version", "component", "part-of", "managed-by"):
@@ -186,7 +186,7 @@ def test_a_namespaced_operator_gets_nothing_cluster_wide_but_nodes(rendered):
     assert [one for one in arguments if one.startswith("--namespace")] == ["--namespace=team-a", "--namespace=team-b"]
 
 
-def test_only_the_named_namespaces_reach_the_operator(chart, rendered):
+def test_the_network_policy_admits_only_the_named_namespaces_to_the_operator(chart, rendered):
     def peers(objects):
         (policy,) = find(objects, "NetworkPolicy")
         assert "Ingress" in policy["spec"]["policyTypes"]

@@ -68,7 +68,7 @@ def test_a_container_waits_for_a_missing_configmap(tenant: Tenant) -> None:
     tenant.delete("early", grace=1)
 
 
-def test_the_last_words_of_a_failed_container_are_in_its_status(tenant: Tenant) -> None:
+def test_the_end_of_a_failed_containers_log_is_in_its_status(tenant: Tenant) -> None:
     script = "for i in $(seq 200); do echo line $i; done; echo the reason >&2; exit 78"
     tenant.run(
         "words",

@@ -105,7 +105,7 @@ async def test_an_account_without_the_right_is_told_which_one_it_lacks(plane: Co
 
 
 @pytest.mark.parametrize("header", [None, "Bearer made-up", "Basic cHJvbWV0aGV1czp4"])
-async def test_nobody_else_reads_metrics(port: int, header: str | None) -> None:
+async def test_without_a_valid_token_nobody_reads_metrics(port: int, header: str | None) -> None:
     status, text = await get(port, "/metrics", header)
     assert (status, "kvpilot_leader" in text) == (401, False)
 

@@ -49,7 +49,7 @@ def test_the_operator_says_why_it_chose_k4v4(record):
     assert "would hold" in record["decision"]
 
 
-def test_capacity_grows_by_at_least_3_6(record):
+def test_the_canarys_dtype_holds_at_least_3_6_times_the_tokens(record):
     # 22 blocks of 128 tokens become 85. Of the 17 blocks of a sequence of 2,048 tokens, one is the ring of its recent
     # window.
     assert record["capacity_ratio"] >= 3.6

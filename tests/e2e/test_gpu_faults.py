@@ -21,7 +21,7 @@ IMAGE = "kvpilot/story-engine:dev"
 USERS = Users(8, 200, 100, Talk(asked=20, turns=2, thought=0.1))
 
 
-async def test_faults_end_and_are_counted(tmp_path):
+async def test_a_service_recovers_from_injected_faults_and_each_fault_is_counted(tmp_path):
     table = tmp_path / "table.yaml"
     table.write_text(yaml.safe_dump({"images": [story_engine.image(tmp_path / "engine", IMAGE)]}))
     example = manifest(gpus.manifest(imagined=True))

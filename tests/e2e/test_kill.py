@@ -72,7 +72,7 @@ async def kill_at_each_moment(world: World, killed: list[str]) -> None:
             world.start_operator()
 
 
-async def test_a_killed_operator_ends_the_story_in_the_same_state(tmp_path):
+async def test_if_the_operator_is_killed_a_service_reaches_the_same_state(tmp_path):
     killed: list[str] = []
     async with World.up(tmp_path, lambda label, fraction: None) as world:
         killer = asyncio.create_task(kill_at_each_moment(world, killed))

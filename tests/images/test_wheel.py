@@ -70,7 +70,7 @@ def test_the_operator_starts_from_the_wheel(operator_env: Path) -> None:
     assert "--http-port" in done.stdout
 
 
-def test_the_operator_judges_a_spec_from_the_wheel(operator_env: Path) -> None:
+def test_the_operator_that_is_installed_from_the_wheel_judges_a_spec(operator_env: Path) -> None:
     code = "from kvpilot_operator.api.faults import faults; print([f.field for f in faults({'spec': {}})])"
     done = subprocess.run(
         [operator_env / "bin/python", "-c", code], capture_output=True, text=True, check=True, cwd="/"

@@ -142,7 +142,7 @@ def test_a_bad_store_names_the_field_and_writes_nothing(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", BAD_READS)
-def test_a_bad_read_names_the_field(what: str) -> None:
+def test_the_error_about_a_bad_read_names_the_field(what: str) -> None:
     field, call = BAD_READS[what]
     with pytest.raises(BadInputError, match=f"^{field} .*; .+") as caught:
         call(filled()[0])

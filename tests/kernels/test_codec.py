@@ -150,7 +150,7 @@ def test_a_padded_head_reads_back_like_a_head_that_was_padded_and_cut_explicitly
 
 @pytest.mark.parametrize("dim", PADDED)
 @pytest.mark.parametrize("name", formats.own_names())
-def test_padding_takes_its_share_of_the_error(name: str, dim: int) -> None:
+def test_the_elements_of_a_padded_head_share_the_error_with_its_padding(name: str, dim: int) -> None:
     fmt, wide = formats.parse(name), formats.stored_dim(dim)
     errors = []
     for size in (dim, wide):

@@ -69,7 +69,7 @@ def test_every_spelling_of_a_refused_option_is_refused(parser: FlexibleArgumentP
     assert slipped == []
 
 
-def test_no_other_option_is_refused(parser: FlexibleArgumentParser) -> None:
+def test_no_option_besides_the_reserved_ones_is_refused(parser: FlexibleArgumentParser) -> None:
     others = [(name, action) for name, action in options(parser).items() if action.dest not in REFUSED]
     assert len(others) > 200
     assert [name for name, action in others if name != "-h" and refused(set_to(name, action))] == []

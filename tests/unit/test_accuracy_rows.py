@@ -22,7 +22,7 @@ def test_a_ring_is_counted_in_whole_pages_over_4096_tokens():
     assert bits("int8+self", 128) == 8.25
 
 
-def test_tokens_in_16_bits_are_counted_for_ours_and_for_kvarn():
+def test_tokens_kept_in_16_bits_count_in_the_size_of_our_rows_and_of_kvarns():
     assert bits("k4v4+self+w128+first128", 128) - bits("k4v4+self+w128", 128) == pytest.approx(128 * 11.75 / 4096)
     assert bits("kvarn_k4v4+exact", 128) - bits("kvarn_k4v4", 128) == pytest.approx(256 * 11.625 / 4096)
 
@@ -38,7 +38,7 @@ def test_every_row_of_the_table_can_be_read():
 
 
 @pytest.mark.parametrize("name", ["k4v4+", "k4v4+w64+self", "k9v9", "k4v4+other"])
-def test_an_unknown_row_is_refused(name):
+def test_an_unknown_row_of_the_accuracy_table_is_refused(name):
     with pytest.raises(ValueError, match=r"row 'k4v4|not known"):
         reading(name, {0: Factors.identity(2, 64)})
 
@@ -50,7 +50,7 @@ def test_an_unknown_row_is_refused(name):
     ("int8+self", "int8", {}),
     ("fp8_e4m3", "fp8_e4m3", {}),
 ])  # fmt: skip
-def test_a_row_becomes_the_arguments_of_an_engine(name, dtype, variables):
+def test_a_row_of_the_accuracy_table_becomes_dtype_and_variables_of_an_engine(name, dtype, variables):
     assert engine(name) == (dtype, variables)
 
 

@@ -39,7 +39,7 @@ def test_an_event_names_the_service_the_reporter_and_the_time():
     assert made["firstTimestamp"] == made["lastTimestamp"] == "2026-11-21T12:00:00Z"
 
 
-async def test_each_event_is_one_object_and_a_refused_one_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_event_is_one_object_and_a_refused_event_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     board = Board()
     await post(board, S, PRESSURED)  # type: ignore[arg-type]
     board.broken = True

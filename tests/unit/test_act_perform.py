@@ -143,7 +143,7 @@ async def test_changing_figures_are_written_at_most_twice_a_minute():
     assert one.s.status == figures(100)
 
 
-async def test_a_decision_is_written_at_once_with_the_figures_of_its_moment():
+async def test_a_decision_is_written_to_the_status_at_once_with_the_figures_of_its_moment():
     one = Written()
     await one.perform(figures(1))
     await one.perform(figures(2))
@@ -202,7 +202,7 @@ async def test_a_deployment_changed_by_others_is_repaired_at_once(generation, wr
     assert len(recorder.writes) == writes
 
 
-def test_a_service_and_its_budget_select_one_revision_or_every_one():
+def test_a_service_and_its_disruption_budget_select_one_revision_or_all():
     for name in ("abc", ""):
         selector = service(KEY, "u-1", "chat", name)["spec"]["selector"]
         assert selector.get(REVISION_LABEL, "") == name

@@ -46,7 +46,7 @@ def test_a_claim_of_several_adapters_is_mounted_once() -> None:
     assert [one["name"] for one in pod["volumes"]] == ["shm", "model", "adapters-0"]
 
 
-def test_an_adapter_of_the_hub_is_named_as_the_hub_does() -> None:
+def test_an_engine_gets_the_hubs_own_name_of_an_adapter() -> None:
     obj = manifest(model={"adapters": [{"name": "sql", "source": "hf://org/sql"}]})
     assert faults(obj) == ()
     arguments = pod_template(KEY.name, spec_of(obj), "auto")["spec"]["containers"][0]["args"]

@@ -63,7 +63,7 @@ ALL = [*nodes(SPEC, "spec"), *nodes(root_schema()["properties"]["status"], "stat
 RULES = [(path, rule) for path, node in nodes(root_schema(), "") for rule in node.get("x-kubernetes-validations", ())]
 
 
-def test_every_field_is_bounded_and_described() -> None:
+def test_every_field_of_the_crd_is_bounded_and_described() -> None:
     for path, node in ALL:
         is_bounded_and_described(path, node)
 

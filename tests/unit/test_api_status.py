@@ -72,7 +72,7 @@ def test_an_empty_status_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(("path", "limit"), [("decisions", MAX_DECISIONS), ("kvCache.denied", MAX_DENIED)])
-def test_the_operator_keeps_no_more_than_the_crd_holds(path: str, limit: int) -> None:
+def test_the_operator_keeps_no_list_longer_than_the_crd_allows(path: str, limit: int) -> None:
     here = SCHEMA
     for name in path.split("."):
         here = here["properties"][name]

@@ -74,7 +74,7 @@ def test_every_request_ends_once_and_blocks_are_never_overdrawn(
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), blocks=st.sampled_from([70, 200, 2000]), rate=st.sampled_from([0.5, 3.0, 20.0]))
-def test_steps_computed_together_equal_single_steps(seed: int, blocks: int, rate: float) -> None:
+def test_simulating_several_steps_at_once_equals_simulating_each_alone(seed: int, blocks: int, rate: float) -> None:
     class OneByOne(Engine):
         def alike(self, until: float) -> int:
             return 1
@@ -108,7 +108,7 @@ def test_a_request_is_preempted_in_the_step_that_finds_no_block() -> None:
     assert [r.preempted for r in engine.done] == [0, 1]
 
 
-def test_no_preemption_where_the_longest_contexts_fit_together() -> None:
+def test_no_request_is_preempted_if_the_longest_contexts_fit_together() -> None:
     made = [Request(i, 0.0, 100, 100) for i in range(10)]
     assert drained(Engine(costs(10 * 13), Limits()), made).preemptions == 0
     assert drained(
@@ -156,7 +156,7 @@ def test_the_same_requests_give_the_same_samples() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_the_pool_counts_every_block_once(data: st.DataObject) -> None:
+def test_the_pool_counts_every_kv_block_once(data: st.DataObject) -> None:
     pool, held = Blocks(50), 0
     for _ in range(30):
         if data.draw(st.booleans()) and pool.available:
@@ -191,7 +191,7 @@ COSTS = asdict(costs(100))
         ({"costs": None}, r"`\$\.costs`; give name, gpu"),
     ],
 )
-def test_a_broken_profile_is_refused_by_field(change: dict[str, object], told: str) -> None:
+def test_a_broken_cost_profile_is_refused_with_the_name_of_the_field(change: dict[str, object], told: str) -> None:
     raw = {"name": "x", "gpu": "NVIDIA-H200", "gpus_per_replica": 1, "costs": {},
            "model": {"head_dim": 128, "kv_heads": 8, "layers": 32, "window_layers": 0}}  # fmt: skip
     with pytest.raises(BacktestError, match=told):

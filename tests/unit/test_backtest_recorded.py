@@ -58,7 +58,7 @@ def test_requests_come_in_order_from_the_first_on_and_those_without_tokens_are_c
 
 
 @given(some_rows.filter(lambda rows: any(p and o for _, p, o in rows)), st.floats(0.1, 5), st.integers(0, 9))
-def test_a_scaled_load_has_each_request_as_often_as_asked_and_copies_within_a_minute(
+def test_a_scaled_load_repeats_each_request_as_often_as_requested_within_a_minute(
     rows: Rows, size: float, seed: int
 ) -> None:
     load = parse(io.StringIO(written(rows), newline=""), "load")

@@ -69,7 +69,7 @@ def test_a_replica_costs_from_its_request_until_its_last_answer() -> None:
     assert len(service.ready("auto")) == 2
 
 
-def test_a_run_is_the_same_for_the_same_seed() -> None:
+def test_a_simulated_run_is_the_same_for_the_same_seed() -> None:
     spec, profile = load_spec(None), load_profile()
     load = cut(synthetic("agents", 1, 2, 0.3), 0, 1800)
     first, second = (run(load, "pilot", by_pilot, spec, profile, Objective()) for _ in range(2))
@@ -96,7 +96,7 @@ def test_parallel_runs_return_rows_in_order_and_report_each_end(capsys: pytest.C
     assert run_all(jobs[:1])[0].policy == "max"
 
 
-def test_the_terminal_shows_a_table_that_fits() -> None:
+def test_the_table_of_the_backtest_fits_the_terminal() -> None:
     text = report.terminal([row("pilot", 10, 1000), row("max", 20, 1000)], Objective())
     assert max(map(len, text.splitlines())) <= 120
     assert "A good request has its first token within 5 s and on average at most 60 ms" in text
@@ -119,7 +119,7 @@ def test_the_limits_of_a_good_request_become_the_pilots_objectives() -> None:
     assert [(one.metric, one.percentile, one.milliseconds) for one in asked] == [("TTFT", 99, 2500), ("ITL", 95, 40)]
 
 
-def test_the_command_writes_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_backtest_command_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.json"
     arguments = ["--trace", "rag", "--days", "0.01", "--size", "0.1", "--policies", "pilot"]
     assert main([*arguments, "--json", str(out)]) == 0

@@ -40,7 +40,7 @@ def test_a_recommendation_takes_effect_after_four_minutes() -> None:
     assert told[-1] == 3
 
 
-def test_one_quiet_minute_keeps_a_replica_from_being_added() -> None:
+def test_one_quiet_minute_prevents_the_addition_of_a_replica() -> None:
     wva = Wva(minimum=1, maximum=8, sync_seconds=15)
     full, fair = [(0.9, 6.0), (0.9, 6.0)], [(0.5, 0.0), (0.5, 0.0)]
     assert {wva.judge(full if i % 16 >= 4 else fair, 2) for i in range(60)} == {2}

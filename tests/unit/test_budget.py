@@ -120,7 +120,7 @@ async def test_work_that_continues_keeps_its_permit() -> None:
     await close(*hanging)
 
 
-async def test_an_error_of_the_work_is_raised_unchanged() -> None:
+async def test_an_error_of_work_with_a_permit_is_raised_unchanged() -> None:
     held = Held()
     with pytest.raises(TimeoutError, match="of the engine"):
         async with held.permits.of("a", PATIENCE):

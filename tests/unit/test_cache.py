@@ -39,7 +39,7 @@ class Seen:
         return ServiceKey(obj["metadata"]["namespace"], obj["service"]) if obj["service"] else None
 
 
-def test_only_changed_views_are_reported() -> None:
+def test_only_objects_whose_view_changed_are_reported() -> None:
     seen = Seen()
     for version, value in ((1, 5), (2, 5), (3, 6)):
         seen.store.put(thing(version, value))

@@ -78,7 +78,7 @@ def test_a_bet_wins_nothing_on_average_if_half_of_the_slices_are_far_off(wealth,
     assert (bet(wealth, n, True) + bet(wealth, n, False)) / 2 == pytest.approx(wealth + 1 / (n * (n + 1)))
 
 
-def test_the_parts_added_to_the_wealth_sum_to_one():
+def test_the_parts_into_which_a_bet_divides_its_wealth_sum_to_one():
     assert sum(1 / (n * (n + 1)) for n in range(1, 10**5)) == pytest.approx(1, abs=1e-4)
 
 
@@ -86,12 +86,12 @@ GOOD, ODD = flows(12.0), flows(12.0, tokens=2000.0, stopped=0.0)
 
 
 @given(st.lists(st.sampled_from((GOOD, ODD)), max_size=24))
-def test_fewer_than_25_slices_never_fail_a_canary(scrapes):
+def test_fewer_than_25_slices_of_time_never_fail_a_canary(scrapes):
     assert difference(side(*scrapes), side(*[GOOD] * len(scrapes))) is None
 
 
 @given(st.lists(st.floats(0.0, 60.0), min_size=1, max_size=60), st.floats(1.0, 4000.0), st.floats(0.0, 1.0))
-def test_equal_sides_never_differ(requests, tokens, stopped):
+def test_equal_answers_of_canary_and_stable_never_differ(requests, tokens, stopped):
     same = side(*(flows(one, tokens=tokens, stopped=stopped) for one in requests))
     assert difference(same, same) is None
 
@@ -110,7 +110,7 @@ def test_answers_that_differ_beyond_chance_fail_the_canary_with_the_figures_of_b
     assert all(word in found for word in words), found
 
 
-def test_a_difference_of_half_is_not_far_off():
+def test_answers_half_as_long_are_not_far_off():
     milder = {"tokens": 200.0, "stopped": 0.75}
     assert difference(side(*[flows(50.0, **milder)] * 200), side(*[flows(50.0)] * 200)) is None
 

@@ -157,7 +157,7 @@ def test_values_of_options_that_may_be_secret_are_not_shown() -> None:
     assert "old-secret" not in said
 
 
-def test_without_changes_nothing_is_reported() -> None:
+def test_without_changes_of_the_spec_nothing_is_reported() -> None:
     s = serving_old(OLD)
     assert s.spec is not None
     assert s.status.stable is not None

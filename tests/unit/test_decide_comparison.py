@@ -103,13 +103,13 @@ def outcomes(runs, **case):
     return Counter(judged(seed, **case).outcome for seed in range(runs))
 
 
-def test_equal_sides_are_not_called_slower():
+def test_a_canary_equal_to_stable_is_not_called_slower():
     assert outcomes(100, requests=400)["Failed"] == 0
     assert outcomes(40, requests=400, apart=True)["Failed"] <= 1
 
 
 @pytest.mark.slow
-def test_exactly_at_the_limit_each_verdict_is_as_rare_as_promised():
+def test_a_canary_exactly_at_the_limit_rarely_passes_and_rarely_fails():
     """If 2.5% of verdicts are wrong, the probability of 12 or more wrong ones in 200 is 1 in 500."""
     for apart in (False, True):
         seen = outcomes(200, slow=1.1, requests=400, apart=apart)
@@ -127,17 +127,17 @@ def test_a_regression_within_one_wide_bucket_is_found():
     assert outcomes(20, slow=1.3, first=0.14, spread=0.15)["Failed"] >= 19
 
 
-def test_equal_sides_pass_once_there_are_enough_requests_over_enough_time():
+def test_a_canary_equal_to_stable_passes_after_enough_requests_and_time():
     assert outcomes(20, requests=6000, length=240)["Passed"] >= 15
 
 
-def test_more_failed_requests_fail():
+def test_a_canary_with_more_failed_requests_fails():
     verdict = judged(1, failing=0.06, requests=2000, slow=1.0)
     assert (verdict.outcome, verdict.reason) == ("Failed", "ErrorsIncreased")
     assert "points" in verdict.message
 
 
-def test_fewer_requests_than_min_requests_are_inconclusive():
+def test_a_step_with_fewer_requests_than_min_requests_is_inconclusive():
     verdict = judged(1, requests=60, slow=3.0)
     assert (verdict.outcome, verdict.reason) == ("Inconclusive", "TooFewSamples")
     assert "100" in verdict.message
@@ -217,7 +217,7 @@ def test_engines_without_a_bucket_in_common_are_an_error():
     assert (verdict.outcome, verdict.reason) == ("Error", "TooFewSamples")
 
 
-def test_a_figure_that_one_side_lacks_is_not_skipped():
+def test_a_canary_does_not_pass_while_one_side_lacks_a_figure():
     verdict = compare(steady(), steady(itl=Histogram()), LIMITS, *span(20), 0.025)
     assert verdict.outcome == "Inconclusive"
     assert "ITL p95 not known" in verdict.message
@@ -237,7 +237,7 @@ def test_scrapes_before_the_window_and_after_it_do_not_count():
     assert "TTFT p95 +0%" in verdict.message
 
 
-def test_both_sides_load_is_reported():
+def test_the_verdict_reports_the_load_of_both_sides():
     assert "running a pod" in judged(2).message
 
 
@@ -246,7 +246,7 @@ def test_both_sides_load_is_reported():
 
 @example(0.9995, 4)
 @given(st.floats(0.9, 0.9995), st.integers(4, 1000))
-def test_students_quantiles_equal_scipys(level, freedom):
+def test_our_quantiles_of_students_t_equal_scipys(level, freedom):
     # The expansion is least accurate at the corner (0.9995, 4), where it is 1.3% too small.
     assert student(level, freedom) == pytest.approx(scipy.stats.t.ppf(level, freedom), rel=0.014)
 
@@ -289,7 +289,7 @@ def test_an_interval_for_the_p95_covers_the_true_change_as_often_as_it_should():
 
 
 @given(st.lists(st.integers(0, 50), min_size=3, max_size=8), st.floats(0.01, 0.99))
-def test_quantiles_rise_with_the_share(counts, q):
+def test_a_quantile_rises_with_its_share(counts, q):
     h = Histogram(tuple(0.1 * 2**i for i in range(len(counts) - 1)), tuple(map(float, counts)), 1.0)
     if h.count:
         assert log_quantile(h, q / 2) <= log_quantile(h, q)
@@ -304,7 +304,7 @@ def test_a_canary_measured_beyond_the_limit_never_passes(slow, requests):
         assert verdict.outcome != "Failed"
 
 
-def test_no_samples_are_inconclusive():
+def test_a_comparison_without_samples_is_inconclusive():
     assert compare((), (), LIMITS, NOW, NOW + SCRAPE, 0.05).outcome == "Inconclusive"
     empty = tuple(replace(s, flows=Flows()) for s in steady())
     assert compare(empty, empty, LIMITS, *span(20), 0.05).outcome == "Inconclusive"

@@ -68,7 +68,7 @@ def test_with_on_failure_report_a_drift_only_causes_one_warning():
     assert parse_status(cluster.status).kv_cache.active_dtype == "k8v4"
 
 
-def test_nothing_is_denied_if_denials_are_turned_off():
+def test_a_drifting_dtype_is_not_denied_if_denials_are_turned_off():
     cluster = serving(rollout={"denySeconds": 0})
     cluster.bad_pods = frozenset("0")
     decision = cluster.run_on(1)
@@ -95,7 +95,7 @@ def test_a_drift_counts_only_when_it_repeats_as_often_as_the_limit_says():
     ]
 
 
-def test_a_recovery_resets_the_count_and_is_reported():
+def test_a_passed_probe_after_failed_ones_resets_their_count_and_is_reported():
     cluster = serving(accuracy={"onFailure": "Report"})
     cluster.outcomes = {0: GARBAGE}
     cluster.run_on(1)
@@ -139,7 +139,7 @@ def test_only_a_failed_run_shows_both_answers() -> None:
         assert all(len(one) <= MAX_MESSAGE and "\x1b" not in one for one in told)
 
 
-def test_a_new_dtype_starts_with_counts_of_its_own():
+def test_failed_probes_of_the_former_dtype_do_not_count_for_a_new_one():
     cluster = serving(accuracy={"onFailure": "Report"})
     cluster.bad_pods = frozenset("0")
     cluster.run_on(2)
@@ -184,7 +184,7 @@ def test_a_deleted_baseline_is_not_a_failure_and_is_searched_again():
 @pytest.mark.slow
 @given(cuts=st.dictionaries(st.integers(0, 120), st.integers(0, 4), max_size=25), bad=st.booleans())
 @settings(max_examples=25)
-def test_restarts_neither_lose_a_count_nor_count_a_run_twice(cuts, bad):
+def test_a_restarted_operator_neither_loses_the_count_of_failed_probes_nor_counts_one_twice(cuts, bad):
     cluster = serving(accuracy={"onFailure": "Report", "failureLimit": 100})
     cluster.bad_pods = frozenset("0") if bad else frozenset()
     before = cluster.accuracy

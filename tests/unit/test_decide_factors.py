@@ -59,7 +59,7 @@ def test_engines_with_other_factors_are_named_with_field_and_remedy_and_an_event
     assert [event.reason for event in decision.events] == ["MixedFactors"]
 
 
-def test_an_event_is_posted_once_for_as_long_as_it_lasts():
+def test_differing_factors_cause_one_event_for_as_long_as_they_differ():
     s = serving(MIXED)
     first = decide(s)
     assert [event.reason for event in decide(replace(s, status=first.status)).events] == []
@@ -71,7 +71,7 @@ def test_engines_with_equal_factors_are_not_reported():
     assert "calibration factors" not in told(decision, "Ready").message
 
 
-def test_a_deleted_or_terminating_pod_is_no_longer_named():
+def test_the_message_about_differing_factors_does_not_name_deleted_or_terminating_pods():
     for pods in ((pod(NAME),), (pod(NAME), pod(NAME, name="odd", terminating=True))):
         assert told(decide(replace(serving(MIXED), pods=pods)), "AccuracyVerified").reason != "MixedFactors"
 

@@ -56,12 +56,12 @@ def test_our_formats_are_not_tried_on_a_gpu_without_their_instructions():
     assert "needs compute capability 8.0 or newer; Tesla-V100 has 7.0" in (hardware_fault("k4v4", VOLTA) or "")
 
 
-def test_unknown_facts_rule_nothing_out():
+def test_an_unknown_gpu_or_model_rules_no_dtype_out():
     assert reason("fp8", hardware=NodeFacts("unlabelled-gpu"), model=None) is None
     assert reason("k4v4", hardware=NodeFacts("unlabelled-gpu"), model=None) is None
 
 
-def test_latent_attention_has_dtypes_of_its_own():
+def test_of_our_dtypes_only_those_for_latents_serve_a_model_with_latent_attention():
     mla = replace(LLAMA, mla=True)
     against = infeasible("k4v4", SPEC, HOPPER, mla)
     assert "its own dtypes (mla8 or mla4)" in (against or "")
@@ -162,7 +162,7 @@ def test_a_dtype_denied_with_another_recent_window_may_be_tried():
     assert outcome({"recentTokens": 256}, "fp8") == "Denied"
 
 
-def test_the_gain_counts_only_layers_that_shrink():
+def test_the_gain_of_a_dtype_counts_only_layers_that_it_shrinks():
     half = replace(LLAMA, window_layers=16)
     assert gain("auto", "fp8") == 2.0
     assert gain("auto", "fp8", half, ("sliding_window",)) == pytest.approx(1 / (0.5 + 0.25))

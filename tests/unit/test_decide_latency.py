@@ -83,7 +83,7 @@ def trial(verdict, days, percent):
     )  # fmt: skip
 
 
-def test_canaries_with_another_model_or_gpu_do_not_count():
+def test_verdicts_on_canaries_with_another_model_or_gpu_do_not_count():
     seen = Experience(
         revision="r",
         dtype="k4v4", from_dtype="auto", model="hf://another/model", image="kvpilot/runtime:1", gpu="NVIDIA-H200",
@@ -103,7 +103,7 @@ def test_canaries_with_another_model_or_gpu_do_not_count():
         ({"workload": replace(FULL, itl_seconds=None)}, "no token was generated"),
     ],
 )
-def test_without_a_fact_the_message_names_the_unknown_fact(changes, why):
+def test_if_a_fact_for_the_forecast_is_unknown_the_message_names_it(changes, why):
     found = expected(**changes)
     assert found.percent is None
     assert why in found.message

@@ -71,7 +71,7 @@ def test_an_objective_is_missed_if_both_halves_of_the_window_miss_it() -> None:
     assert held.state == "Held"
 
 
-def test_a_burst_in_one_half_of_the_window_misses_nothing() -> None:
+def test_a_burst_in_one_half_of_the_window_does_not_miss_the_objective() -> None:
     (seen,) = judge_objectives([TTFT], window(*[at(0.2)] * 5, *[at(2.0)] * 5), sustained=True)
     assert seen.state == "Unsettled"
 
@@ -85,7 +85,7 @@ def test_a_percentile_of_too_few_requests_is_not_judged(percentile, each, state)
     assert seen.state == state
 
 
-def test_an_incompletely_observed_window_is_not_judged() -> None:
+def test_an_objective_is_not_judged_over_a_window_with_missing_scrapes() -> None:
     (seen,) = judge_objectives([TTFT], window(*[at(2.0)] * 10), sustained=False)
     assert (seen.state, seen.seconds) == ("NoSamples", None)
 
@@ -189,7 +189,7 @@ def test_observed_latencies_are_in_metrics_condition_and_journal() -> None:
     assert "ScaleOutObjectiveMissed" in [event.reason for event in decision.events]
 
 
-def test_the_status_is_valid_for_any_metrics_of_engines() -> None:
+def test_any_metrics_of_engines_give_a_status_that_the_crd_accepts() -> None:
     s = late_service()
     huge = Histogram((1e-300, 1e300), (0, 5, 0), 1e300)
     seen = tuple(replace(one, flows=replace(one.flows, ttft=huge)) for one in s.samples[s.traffic])

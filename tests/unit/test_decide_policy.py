@@ -28,7 +28,7 @@ def test_the_safest_sufficient_dtype_is_chosen_before_another_gpu():
     }
 
 
-def test_more_demand_chooses_a_smaller_dtype():
+def test_a_larger_demand_leads_to_a_smaller_dtype():
     assert step(choose_step(policy_input(workload(demand=2000))))[1] == "k8v4"
     assert step(choose_step(policy_input(workload(demand=3000))))[1] == "k4v4"
 
@@ -58,7 +58,7 @@ def test_after_a_rollback_the_next_dtype_waits():
     assert step(choose_step(replace(s, now=NOW + timedelta(minutes=2))))[0] == "DtypeDown"
 
 
-def test_a_delayed_step_reports_what_it_would_be_and_when():
+def test_a_delayed_step_is_reported_with_the_time_at_which_it_may_happen():
     s = policy_input(workload(demand=1500), dtype_changed=NOW, spec=spec(scaling={"maxReplicas": 1}))
     decision = choose_step(s)
     assert step(decision) == ("Stay", "auto", 1)
@@ -122,7 +122,7 @@ def test_in_mode_fixed_replicas_change_but_the_dtype_does_not():
     assert not any(o.action.startswith("Dtype") for o in decision.options)
 
 
-def test_insufficient_metrics_change_nothing():
+def test_without_enough_metrics_the_policy_takes_no_step():
     for kind in ("NoMetrics", "Warming"):
         assert step(choose_step(policy_input(workload(kind)))) == ("Stay", "auto", 1)
 
@@ -150,7 +150,7 @@ def test_the_capacity_measured_by_a_canary_replaces_the_estimate_from_bits():
     assert step(decision)[1] == "k8v4"
 
 
-def test_measurements_with_another_recent_window_do_not_count():
+def test_a_capacity_measured_with_another_recent_window_does_not_count():
     found = experience(capacity_percent=120, itl_p95_change_percent=25, recent_tokens=64)
     decision = choose_step(policy_input(workload(demand=1500), history=(found,)))
     assert step(decision)[1] == "fp8"

@@ -173,7 +173,7 @@ def test_a_smaller_dtype_needs_memory_pressure_and_a_removal_needs_calm(s):
 
 @given(situations(), st.floats(1, 50))
 @settings(max_examples=200)
-def test_more_demand_never_chooses_less_capacity(s, times):
+def test_a_larger_demand_never_leads_to_less_capacity(s, times):
     s = replace(s, workload=replace(s.workload, kind="MemoryBound"))
     more = replace(s, workload=replace(s.workload, demand_tokens=int(s.workload.demand_tokens * times)))
     before, after = choose_step(s).chosen, choose_step(more).chosen

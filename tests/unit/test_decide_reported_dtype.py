@@ -106,7 +106,7 @@ def test_a_16_bit_engine_that_reports_8_bits_gives_no_baseline():
     assert decision.probe is None
 
 
-def test_earlier_answers_of_such_an_engine_are_no_baseline_either():
+def test_answers_captured_earlier_from_an_engine_with_8_bits_are_not_used_as_baseline():
     canary = decide(at_stage("Probing", "k4v4", KEPT, stable="fp8")).status.canary
     assert canary is not None
     assert canary.reason == "BaselineUnfit"
@@ -175,7 +175,7 @@ def test_a_canary_that_serves_16_bits_instead_gets_no_requests_and_is_not_retrie
     assert (settled.kv_cache.active_dtype, settled.canary, settled.kv_cache.denied) == (OLD, None, ())
 
 
-def test_an_implausible_page_still_reports_the_dtype():
+def test_the_dtype_on_an_implausible_metrics_page_still_counts():
     s = at_stage("Probing", None)
     empty = Sample(NOW, 0, 0.0, 0, 0, 0, "auto", implausible=("p: held",))
     canary = decide(replace(s, samples={**s.samples, OURS: (empty,)})).status.canary

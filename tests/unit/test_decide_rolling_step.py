@@ -53,7 +53,7 @@ def test_a_replica_that_does_not_answer_yet_delays_the_replacement():
     assert rolling_step(Counts(2, 1), 4, Counts(3, 3), total=5, floor=1, both_serve=True) == (2, 3)
 
 
-def test_a_replica_that_stops_answering_stays():
+def test_a_replica_of_the_growing_side_that_stops_answering_stays():
     assert rolling_step(Counts(3, 1), 4, Counts(2, 2), total=5, floor=1, both_serve=True) == (3, 2)
 
 

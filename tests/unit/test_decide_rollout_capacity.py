@@ -51,7 +51,7 @@ def test_no_replica_is_removed_for_a_canary_whose_claim_has_no_volume():
     assert "unbound immediate" in status.last_trial.message
 
 
-def test_surge_waits_for_spare_capacity():
+def test_with_capacity_policy_surge_the_canary_waits_for_a_spare_gpu():
     cluster = on_trial(cluster={"places": 3}, capacityPolicy="Surge")
     for _ in range(40):
         cluster.tick()
@@ -134,7 +134,7 @@ def test_with_when_idle_a_busy_service_is_stalled_after_the_deadline():
     assert list(cluster.deployments.values()) == [(NEW, 1)]
 
 
-def test_with_when_idle_a_canary_with_wrong_answers_returns_the_place():
+def test_with_when_idle_a_canary_with_wrong_answers_gives_the_place_back_to_a_replica():
     cluster = on_trial(1, cluster={"places": 1, "bad": frozenset([NEW])}, capacityPolicy="WhenIdle")
     cluster.requests, cluster.watch = 0.0, in_place
     assert cluster.until(ended).last_trial.reason == "AccuracyRegressed"

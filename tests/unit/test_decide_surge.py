@@ -156,7 +156,7 @@ def test_a_trial_that_a_surge_may_abort_does_not_delay_new_replicas():
     assert choose_step(replace(busy, workload=replace(busy.workload, surge=None, kind="ComputeBound"))).reason == "Busy"
 
 
-def test_a_surge_at_max_replicas_is_reported():
+def test_a_surge_that_max_replicas_keeps_from_being_served_is_reported():
     decision = choose_step(replace(surging(8)))
     assert (decision.chosen.action, decision.hold) == ("Stay", None)
     assert "maxReplicas" in decision.message

@@ -64,7 +64,7 @@ def test_if_pods_cannot_give_any_steps_share_the_probes_alone_decide():
     assert "routeRef" in plan.message
 
 
-def test_the_stable_side_keeps_one_pod():
+def test_a_canarys_share_leaves_the_stable_revision_at_least_one_pod():
     assert splits(planned([80], 4)) == [(0, 80, 4)]
     assert splits(planned([99], 4)) == [(0, 80, 4)]
 
@@ -123,7 +123,7 @@ def test_the_share_of_a_rule_with_one_backend_is_its_weights():
     assert rule["backendRefs"] == [{**OURS, "weight": 60}, {"name": "chat-canary", "port": 80, "weight": 40}]
 
 
-def test_other_backends_keep_their_part_of_the_traffic():
+def test_other_backends_of_a_rule_keep_their_part_of_the_traffic():
     (rule,) = split([{"backendRefs": [{**OURS, "weight": 3}, {"name": "other", "port": 80}]}], 10)
     weights = {ref["name"]: ref["weight"] for ref in rule["backendRefs"]}
     assert weights["other"] / sum(weights.values()) == 1 / 4
@@ -141,7 +141,7 @@ def test_rules_of_other_services_and_filters_are_not_changed():
     assert other["backendRefs"] == [{"name": "other"}]
 
 
-def test_a_backend_with_weight_0_keeps_it():
+def test_a_backend_of_the_route_with_weight_0_keeps_that_weight():
     assert split([{"backendRefs": [{**OURS, "weight": 0}]}], 50)[0]["backendRefs"] == [{**OURS, "weight": 0}]
 
 

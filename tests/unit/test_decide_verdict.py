@@ -14,7 +14,7 @@ from support.services import baseline, manifest, measurement, spec_of
 LIMITS: Accuracy = spec_of(manifest(accuracy={"maxExcessKLMillinats": 20, "minTop1AgreementPercent": 97})).accuracy
 
 
-def test_damage_within_the_limits_passes() -> None:
+def test_a_canary_with_damage_within_the_limits_passes() -> None:
     judged = judge(measurement(5_000, 980), baseline(), LIMITS)
     assert (judged.verdict, judged.covered) == ("Passed", "general; 0 tokens in 1 s")
 
@@ -36,14 +36,14 @@ def test_damage_beyond_the_limit_in_too_few_prompts_is_inconclusive() -> None:
     assert judged.message.endswith("too few to decide about general: name more or longer probe sets")
 
 
-def test_disagreement_beyond_the_limit_fails() -> None:
+def test_a_canary_with_disagreement_beyond_the_limit_fails() -> None:
     judged = judge(measurement(1_000, 900), baseline(), LIMITS)
     assert judged.verdict == "Failed"
     assert "top-1 agreement 90.0% (limit 97.0%)" in judged.message
 
 
 @given(agreement=st.integers(970, 1000), prompts=st.integers(5, 64))
-def test_agreement_at_the_limit_passes(agreement: int, prompts: int) -> None:
+def test_a_canary_whose_agreement_is_exactly_at_the_limit_passes(agreement: int, prompts: int) -> None:
     assert judge(measurement(1_000, agreement, prompts), baseline(), LIMITS).verdict == "Passed"
 
 
@@ -116,11 +116,11 @@ def test_a_control_as_noisy_as_sound_engines_is_fit_under_any_limits(mean, agree
     assert judge(measurement(100, 1000), control, strict).verdict == verdict
 
 
-def test_too_few_prompts_are_inconclusive() -> None:
+def test_a_probe_with_too_few_prompts_is_inconclusive() -> None:
     assert judge(measurement(0, 1000, prompts=4), baseline(), LIMITS).verdict == "Inconclusive"
 
 
-def test_garbage_fails_by_its_first_prompt() -> None:
+def test_a_canary_that_answers_garbage_fails_at_its_first_prompt() -> None:
     assert judge(measurement(8_000_000, 0, prompts=1), baseline(), LIMITS).verdict == "Failed"
 
 

@@ -134,7 +134,7 @@ def test_one_low_scrape_in_a_long_window_does_not_hide_the_pressure():
     assert kind(window) == "MemoryBound"
 
 
-def test_old_metrics_change_nothing():
+def test_old_metrics_are_not_judged():
     later = NOW + timedelta(seconds=STALE_SECONDS + 1)
     assert classify(samples(usage=0.99, waiting=9), PRESSURE, later).kind == "NoMetrics"
 
@@ -191,7 +191,7 @@ def test_unanswered_pods_are_assumed_to_have_the_load_of_the_others():
     assert (verdict.pods, verdict.capacity_tokens, verdict.demand_tokens, verdict.running) == (4, 12_000, 6000, 40.0)
 
 
-def test_calm_needs_the_whole_time_every_pod_and_no_queue():
+def test_a_load_is_calm_only_with_metrics_of_every_pod_for_the_whole_time_and_no_queue():
     quiet = series(usage=0.2, waiting=0, seconds=600)
     assert classify(quiet, PRESSURE, NOW).calm
     assert not classify(quiet, PRESSURE, NOW, calm_seconds=900).calm
@@ -201,13 +201,13 @@ def test_calm_needs_the_whole_time_every_pod_and_no_queue():
     assert not classify(series(usage=0.6, waiting=0, seconds=600), PRESSURE, NOW).calm
 
 
-def test_calm_remembers_the_peak():
+def test_the_peak_of_the_calm_time_is_remembered():
     quiet = list(series(usage=0.2, waiting=0, seconds=600))
     quiet[3] = replace(quiet[3], usage=0.45, pods=2)
     assert classify(quiet, PRESSURE, NOW).peak_load == pytest.approx(0.9)
 
 
-def test_a_new_replica_starts_the_window_again():
+def test_a_new_replica_starts_a_new_window_of_measurement():
     window = series(usage=0.97, waiting=9)
     grown = [replace(s, pods=2) if (NOW - s.time).total_seconds() < 100 else s for s in window]
     assert kind(grown) == "Warming"
@@ -226,7 +226,7 @@ def test_the_rate_of_a_replica_is_its_best_rate_before_the_queue():
 
 
 @given(usage=st.floats(0, 0.84), waiting=st.floats(0, 1e6), flows=st.sampled_from([Flows(), CHAT, RAG, EMBED]))
-def test_below_the_limit_nothing_is_ever_memory_bound(usage, waiting, flows):
+def test_a_service_below_high_percent_is_never_memory_bound(usage, waiting, flows):
     assert kind(series(flows, usage=usage, waiting=waiting)) != "MemoryBound"
 
 
@@ -241,7 +241,7 @@ GAUGES = st.floats(0, 1e9)
 )
 @example([(1, 0, 0, 1.0, 5e-324, 1.0, 1)], False, 0)
 @example([(1, 0, 0, 0.0, 5e-324, 1.0, 0)], False, 0)
-def test_every_series_of_samples_has_a_verdict(rows, was_bound, spacing):
+def test_any_series_of_samples_is_judged_without_an_error(rows, was_bound, spacing):
     window = [
         replace(
             s, time=NOW - timedelta(seconds=spacing * (len(rows) - i)), pods=pods, implausible=("x: y",) * doubted,

@@ -46,7 +46,7 @@ def demo(tools: Path, cache: Path, *options: str, **variables: str) -> subproces
     )  # fmt: skip
 
 
-def test_missing_tools_are_named_with_their_packages(tools: Path, tmp_path: Path) -> None:
+def test_an_error_names_missing_tools_and_their_packages(tools: Path, tmp_path: Path) -> None:
     done = demo(tools, tmp_path / "cache")
     assert done.returncode != 0
     assert "demo: not on PATH: " in done.stderr
@@ -54,7 +54,7 @@ def test_missing_tools_are_named_with_their_packages(tools: Path, tmp_path: Path
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_python_that_is_too_old_is_named(tools: Path, tmp_path: Path) -> None:
+def test_an_error_names_a_python_that_is_too_old(tools: Path, tmp_path: Path) -> None:
     (tools / "python3.11").unlink()
     (tools / "python3").write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 && exit\nexit 1\n')
     (tools / "python3").chmod(0o755)
@@ -87,7 +87,7 @@ def test_a_disk_with_too_little_room_is_named_before_anything_is_written(tmp_pat
     assert causes.no_room(tmp_path / "cache", 0) == ""
 
 
-def test_a_disk_that_fills_up_is_named() -> None:
+def test_an_error_names_a_disk_that_fills_up() -> None:
     done = subprocess.run(
         ["dd", "if=/dev/zero", "of=/dev/full", "count=1"], capture_output=True, text=True, check=False
     )
@@ -124,7 +124,7 @@ def test_the_last_line_of_a_log_is_the_cause_of_an_unknown_failure() -> None:
     assert causes.cause("compiling\nkube.go:7: undefined: x\n\n", {}) == "kube.go:7: undefined: x"
 
 
-def test_nothing_runs_after_a_stage_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_runs_after_a_stage_of_the_demo_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPILOT_CACHE", str(tmp_path))
     pids = tmp_path / "pids"
     forever = ["bash", "-c", f"sleep 600 & echo $! >>{pids}; echo $$ >>{pids}; wait"]
@@ -141,7 +141,7 @@ def test_nothing_runs_after_a_stage_has_failed(tmp_path: Path, monkeypatch: pyte
         assert not _runs(pid)
 
 
-def test_stages_run_in_order_and_their_output_is_shown(
+def test_stages_of_the_demo_run_in_order_and_their_output_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVPILOT_CACHE", str(tmp_path))

@@ -24,7 +24,7 @@ def three(**changes: Any) -> list[Gpu]:
     return [FREE, dataclasses.replace(FREE, index=1, **changes), dataclasses.replace(FREE, index=2)]
 
 
-def test_three_free_gpus_and_a_torch_for_the_driver_are_enough() -> None:
+def test_three_free_gpus_and_a_torch_that_fits_the_driver_are_enough() -> None:
     assert gpus.faults(three(), "13.0", TORCH) == []
 
 
@@ -34,7 +34,7 @@ def test_three_free_gpus_and_a_torch_for_the_driver_are_enough() -> None:
     ({"used": 40_000}, "memory.used is 40000 MiB .*unknown to nvidia-smi.*end these processes"),
     ({"processes": (4711,)}, "processes: 4711"),
 ])  # fmt: skip
-def test_a_gpu_that_cannot_be_used_is_named(changes: dict[str, Any], words: str) -> None:
+def test_an_error_names_a_gpu_that_cannot_be_used(changes: dict[str, Any], words: str) -> None:
     (fault,) = gpus.faults(three(**changes), "13.0", TORCH)
     with pytest.raises(RuntimeError, match=words):
         raise RuntimeError(fault)
@@ -46,7 +46,7 @@ def test_a_gpu_that_cannot_be_used_is_named(changes: dict[str, Any], words: str)
     (("2.11.0+cu130", "13.0", 1), "CUDA_VISIBLE_DEVICES: torch sees 1 of 3 GPUs"),
     ("ModuleNotFoundError: No module named 'vllm'", "No module named 'vllm': install kvpilot and the CUDA builds"),
 ])  # fmt: skip
-def test_a_torch_that_cannot_use_the_driver_is_named(torch: Any, words: str) -> None:
+def test_an_error_names_a_torch_that_cannot_use_the_driver(torch: Any, words: str) -> None:
     (fault,) = gpus.faults(three(), "12.2", torch)
     with pytest.raises(RuntimeError, match=words):
         raise RuntimeError(fault)
@@ -62,7 +62,7 @@ def test_fewer_gpus_are_enough_if_their_memory_is_enough_for_several_engines() -
     )
 
 
-def test_a_machine_without_gpus_is_named_before_anything_starts(tmp_path: Path) -> None:
+def test_a_machine_without_gpus_is_refused_before_anything_starts(tmp_path: Path) -> None:
     env = {**os.environ, "PATH": str(tmp_path), "KVPILOT_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "kvpilot_demo", "--gpu", "--plain"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
@@ -71,7 +71,7 @@ def test_a_machine_without_gpus_is_named_before_anything_starts(tmp_path: Path) 
     assert not (tmp_path / "cache" / "runs").exists()
 
 
-def test_a_relative_python_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_a_relative_python_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/opt/vllm:demo")
     (fault,) = gpus._programs()
     assert fault.startswith("PYTHONPATH: demo is relative")

@@ -130,7 +130,7 @@ async def test_an_unusable_answer_counts_as_one_failure_with_its_reason(answer: 
     assert re.search(words, load.stats.failures[0])
 
 
-async def test_a_connection_cut_in_the_middle_is_a_failure() -> None:
+async def test_a_request_whose_connection_is_cut_counts_as_failed() -> None:
     async def handler(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n" + events(2, 2))
         await writer.drain()
@@ -169,7 +169,7 @@ async def test_stopping_lets_requests_in_flight_finish_and_counts_those_it_cuts(
     assert "stopped" in hasty.stats.failures[0]
 
 
-async def test_users_come_and_go_while_it_runs() -> None:
+async def test_users_can_be_added_and_removed_while_the_load_runs() -> None:
     async with engine(sound) as (url, _):
         load = Load(url, "m", users=1, prompt_tokens=10, output_tokens=TOKENS)
         await load.start()

@@ -22,7 +22,7 @@ def pod(name: str, *, ready: bool = False) -> Object:
     return {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": str(ready)}]}}
 
 
-def test_a_step_is_stuck_only_after_a_long_time_without_progress() -> None:
+def test_a_step_of_the_demo_fails_only_after_a_long_time_without_progress() -> None:
     patience = Patience(seconds=10)
     assert not patience.ended("a", 100)
     assert not patience.ended("a", 109)
@@ -58,7 +58,7 @@ def test_new_pods_and_work_of_engines_count_as_progress() -> None:
     assert Observation(STATUS, [pod("a")], 11).sign != before.sign
 
 
-def test_a_fluctuating_figure_does_not_count_as_progress() -> None:
+def test_a_fluctuating_figure_of_the_status_does_not_count_as_progress_of_the_demo() -> None:
     later = deepcopy(STATUS)
     later["kvCache"]["usagePercent"] = 41
     assert Observation(later).sign == Observation(STATUS).sign
@@ -89,7 +89,7 @@ def test_plain_lines_are_not_repeated_for_fluctuating_figures(capsys: pytest.Cap
     assert capsys.readouterr().out.count("SERVICE smollm2") == 1
 
 
-def test_an_event_takes_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_event_takes_one_line_of_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
     Screen(plain=True).event("CanaryStarted", "auto -> k4v4:\n" + "memory " * 100)
     (line,) = capsys.readouterr().out.splitlines()
     assert "CanaryStarted: auto -> k4v4: memory" in line

@@ -22,5 +22,5 @@ def test_a_value_beyond_a_limit_is_a_fault_with_field_value_and_remedy() -> None
     assert silent == []
 
 
-def test_every_field_of_the_spec_has_a_case() -> None:
+def test_a_case_of_this_test_exists_for_every_field_of_the_spec() -> None:
     assert set(leaves()) <= {case.field for case in derived()}

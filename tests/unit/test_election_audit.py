@@ -40,7 +40,7 @@ def faults(tmp_path, *events):
     return misplaced(writes(log), LEASE, lambda write: write.user)
 
 
-def test_terms_follow_the_resource_versions(tmp_path):
+def test_the_terms_of_leaders_follow_the_leases_resource_versions(tmp_path):
     log = tmp_path / "audit.log"
     refused = lease("z", 5, 3, code=409)
     log.write_text("".join(json.dumps(one) + "\n" for one in [*reversed(TERMS), refused]))
@@ -52,12 +52,12 @@ def test_terms_follow_the_resource_versions(tmp_path):
 
 
 @pytest.mark.parametrize(("user", "at"), [("a", 1.5), ("a", 9.9), ("b", 12.5), ("b", 29.5), ("c", 31)])
-def test_a_write_within_its_term_is_no_fault(tmp_path, user, at):
+def test_a_write_within_its_leaders_term_is_not_a_fault(tmp_path, user, at):
     assert faults(tmp_path, event(user, at)) == []
 
 
 @pytest.mark.parametrize(("user", "at"), [("a", 0.5), ("a", 10.5), ("a", 13), ("b", 11), ("b", 30.5), ("d", 20)])
-def test_a_write_outside_its_term_is_a_fault(tmp_path, user, at):
+def test_a_write_outside_its_leaders_term_is_a_fault(tmp_path, user, at):
     (fault,) = faults(tmp_path, event(user, at))
     assert fault.endswith(f"{user}: patch /apis/apps/v1/namespaces/a/deployments/b: 200")
 
@@ -66,11 +66,11 @@ def test_a_write_that_ends_after_the_next_claim_is_a_fault(tmp_path):
     assert faults(tmp_path, event("b", 29, until=30.5))
 
 
-def test_an_answer_logged_after_the_own_release_is_no_fault(tmp_path):
+def test_an_answer_that_is_logged_after_its_leaders_release_is_not_a_fault(tmp_path):
     assert faults(tmp_path, event("a", 9.999, until=10.001)) == []
 
 
-def test_a_refused_write_counts_too(tmp_path):
+def test_a_refused_write_outside_its_leaders_term_is_a_fault_too(tmp_path):
     assert faults(tmp_path, event("b", 1.5, code=409))
 
 

@@ -35,7 +35,7 @@ def passes(fence):
         return False
 
 
-def test_a_new_fence_is_closed_and_an_opened_one_open_forever():
+def test_a_new_write_fence_is_closed_and_without_an_election_it_stays_open():
     assert not passes(WriteFence())
     with WriteFence.opened().write("PATCH", "/x") as seconds:
         assert seconds == float("inf")
@@ -67,7 +67,7 @@ def test_a_renewal_opens_a_fence_that_had_closed(fence, clock):
     assert passes(fence)
 
 
-async def test_drained_waits_for_the_write_under_way(fence):
+async def test_drained_waits_until_running_writes_have_ended(fence):
     written = asyncio.Event()
 
     async def write():

@@ -77,7 +77,7 @@ def chosen(answer: ProcessingResponse) -> str:
     return str(metadata[CHOICE][DESTINATION])
 
 
-async def test_header_and_metadata_name_the_same_endpoint_each_in_turn(pool: Pool) -> None:
+async def test_header_and_metadata_name_the_same_endpoint_and_endpoints_take_turns(pool: Pool) -> None:
     picked = [chosen((await told(pool, headers()))[0]) for _ in range(4)]
     assert picked == [A, B, A, B]
     pool.endpoints = (C,)
@@ -150,7 +150,7 @@ async def test_a_response_without_the_serving_endpoint_ends_the_stream_with_an_e
     assert refused.value.status is Status.INVALID_ARGUMENT
 
 
-async def test_health_is_ready_once_the_pool_is_known_and_alive_before(pool: Pool) -> None:
+async def test_the_picker_is_alive_at_once_and_ready_once_it_knows_the_pool(pool: Pool) -> None:
     async def asked() -> list[int]:
         stub = HealthStub(pool.channel)
         names = ("liveness", "readiness", PROCESSOR)
@@ -164,7 +164,7 @@ async def test_health_is_ready_once_the_pool_is_known_and_alive_before(pool: Poo
         await HealthStub(pool.channel).Check(HealthCheckRequest(service="chat"))
 
 
-async def test_grpcs_own_client_understands_it(pool: Pool) -> None:
+async def test_grpcs_own_client_understands_the_picker(pool: Pool) -> None:
     def ask() -> list[ProcessingResponse]:
         with grpc.insecure_channel(f"127.0.0.1:{pool.port}") as channel:
             return list(ExternalProcessorSyncStub(channel).process(whole_request(DUPLEX)))

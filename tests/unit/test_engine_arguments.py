@@ -32,12 +32,12 @@ def test_every_full_name_of_a_reserved_option_is_a_fault(option: str) -> None:
             assert faults(f"{spelled}=1") == ["spec.engine.extraArgs[0]"], spelled
 
 
-def test_no_other_option_is_a_fault() -> None:
+def test_no_option_besides_the_reserved_ones_is_a_fault() -> None:
     assert len(OTHERS) > 150
     assert [option for option in OTHERS if faults(written(option))] == []
 
 
-def test_rules_name_only_options_that_vllm_has() -> None:
+def test_rules_about_arguments_name_only_options_that_vllm_has() -> None:
     switches = (*rules.BESIDE_OURS, *rules.BESIDE_LATENT, *rules.BESIDE_DRAFT_MODELS, *rules.BESIDE_CONNECTORS)
     named = {option for switch in switches for option in switch.options} | set(RESERVED) | set(rules.SEVERAL_ENGINES)
     assert named - set(KVPILOT) <= set(TABLE)
@@ -69,7 +69,7 @@ def test_arguments_that_vllm_accepts_have_no_fault(arguments: list[str]) -> None
 
 
 @pytest.mark.parametrize("arguments", [["--max-num-seqs s3cret"], ["s3cret"], ["--api-k=s3cret"], ["--max-n=s3cret"]])
-def test_a_fault_repeats_no_value(arguments: list[str]) -> None:
+def test_the_message_about_a_refused_argument_repeats_no_value(arguments: list[str]) -> None:
     spec = {**GOOD["spec"], "engine": {**GOOD["spec"]["engine"], "extraArgs": arguments}}
     (fault,) = api.faults({**GOOD, "spec": spec})
     assert "s3cret" not in fault.message

@@ -40,7 +40,7 @@ def test_a_service_without_its_own_values_gets_the_installations_image_pull_secr
     assert pod["nodeSelector"] == {"zone": "a"}
 
 
-def test_a_services_own_values_win() -> None:
+def test_a_services_own_values_replace_the_installations_defaults() -> None:
     own = {"imagePullSecrets": [{"name": "mine"}], "tolerations": []}
     pod = rendered({"image": "my/runtime:1", "podTemplate": {"spec": own}})
     assert pod["containers"][0]["image"] == "my/runtime:1"

@@ -94,7 +94,7 @@ async def test_a_page_in_chunks_of_one_byte_with_trailers_is_read() -> None:
         assert (await scraper.scrape(KEY, url, ignore)).running == 8
 
 
-async def test_the_error_names_the_exceeded_limit() -> None:
+async def test_the_error_about_an_engines_answer_names_the_exceeded_limit() -> None:
     async with serving(ENDLESS["one trailer"]()) as url, http_client() as http:
         with pytest.raises(aiohttp.ClientError, match="bytes around a body of 0"):
             async with http.get(url) as response:

@@ -60,7 +60,7 @@ def test_every_feature_that_people_turn_on_has_a_row(what: str) -> None:
     assert any(what in row[0] for row in ROWS)
 
 
-def test_everything_named_outside_the_table_exists() -> None:
+def test_tests_named_outside_the_table_exist() -> None:
     named = TEST.findall(SECTION)
     assert len(named) > len(ROWS) / 2
     assert all(name in defined_in(file) for file, name in named)

@@ -53,7 +53,7 @@ async def test_an_engine_that_answers_garbage_fails_and_the_output_shows_where(
     assert "0.0%" in said
 
 
-async def test_noise_of_the_baseline_does_not_count_as_damage(
+async def test_the_baselines_own_noise_does_not_count_as_damage_of_the_candidate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loose = ("--max-excess-kl-millinats", "1000", "--min-top1-agreement-percent", "80")
@@ -77,7 +77,7 @@ async def test_a_baseline_with_noise_beyond_the_limits_gives_no_verdict(
     assert verdict.startswith("Inconclusive: BaselineUnfit: the 16-bit engine differs from its own answers")
 
 
-async def test_too_few_positions_are_inconclusive(tmp_path: Path) -> None:
+async def test_a_gate_with_too_few_positions_is_inconclusive(tmp_path: Path) -> None:
     pack = tmp_path / "one.yaml"
     pack.write_text("prompts:\n- name: only\n  messages:\n  - {role: user, content: What is the capital of France?}\n")
     async with engine(counting) as one, engine(counting) as other:
@@ -85,14 +85,14 @@ async def test_too_few_positions_are_inconclusive(tmp_path: Path) -> None:
         assert await probe("--baseline", one, "--candidate", other, *named, "--prompts", str(pack)) == 3
 
 
-async def test_the_limits_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_options_set_the_gates_limits(capsys: pytest.CaptureFixture[str]) -> None:
     async with engine(serving(counting, "m")) as one, engine(serving(noisy, "m")) as other:
         loose = ("--max-excess-kl-millinats", "30000", "--min-top1-agreement-percent", "50")
         assert await probe("--baseline", one, "--candidate", other, "--json", *loose, *GENERAL) == 0
     assert document(capsys)["limits"] == {"max_excess_kl_millinats": 30_000, "min_top1_agreement_percent": 50}
 
 
-async def test_the_keys_of_the_json_are_stable(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_gates_json_keeps_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     async with engine(serving(counting, "m")) as one, engine(serving(counting, "n")) as other:
         await probe("--baseline", f"{one}/v1/", "--candidate", other, "--json", *GENERAL)
     found = document(capsys)

@@ -28,7 +28,7 @@ def test_equal_tokens_count_only_up_to_the_first_difference():
     assert found["answers_equal"] == 0
 
 
-def test_nan_is_counted_and_hides_in_no_mean():
+def test_positions_with_nan_are_counted_and_left_out_of_means():
     broken = answer([5, 6, 7])
     broken["logprobs"][1] = {"6": math.nan, "0": math.nan}
     found = agreement([answer([5, 6, 7])], [broken])

@@ -26,7 +26,7 @@ SOUND = {
 }
 
 
-def test_answers_of_the_weights_and_of_the_codec_are_right() -> None:
+def test_answers_equal_to_those_of_transformers_are_judged_right() -> None:
     assert verdict(SOUND) == RIGHT
 
 
@@ -42,7 +42,7 @@ def test_answers_of_the_weights_and_of_the_codec_are_right() -> None:
         ("k4v4/crowded from oracle auto", 0.3, "window and factors do harm"),
     ],
 )
-def test_missing_results_are_named(name: str, value: object, missing: str) -> None:
+def test_the_judgement_names_missing_results(name: str, value: object, missing: str) -> None:
     assert verdict({**SOUND, name: value}) == f"served, not shown right: {missing}"
 
 
@@ -97,5 +97,5 @@ def test_an_engine_whose_answers_change_after_sleep_fails() -> None:
         ("[]", False),
     ],
 )
-def test_a_text_is_checked_against_the_schema(text: str, held: bool) -> None:
+def test_an_answer_is_checked_against_its_json_schema(text: str, held: bool) -> None:
     assert fits(text) is held

@@ -198,7 +198,7 @@ def test_the_columns_of_kubectl_get_show_a_canary(name: str) -> None:
 
 
 @pytest.mark.parametrize("question", sorted({rule.question for rule in decide.RULES}))
-def test_after_any_failed_question_a_service_is_neither_current_nor_stalled(
+def test_if_any_part_of_a_reconcile_fails_a_service_is_neither_current_nor_stalled(
     question: Question,
 ) -> None:
     cluster = settled(unanswered=(question,))

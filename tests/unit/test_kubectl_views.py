@@ -27,7 +27,7 @@ def listed(*objects: Any, everywhere: bool = False) -> list[dict[str, str]]:
     return [{name: row[bounds[i] : bounds[i + 1]].strip() for i, name in enumerate(names)} for row in rows]
 
 
-def test_a_line_has_dtype_revision_replicas_load_and_the_stage_of_the_canary() -> None:
+def test_the_line_of_a_service_has_dtype_revision_replicas_load_and_canary_stage() -> None:
     obj = story()["trial"]
     (row,) = listed(obj)
     assert row["NAME"] == "chat"
@@ -173,7 +173,7 @@ def test_unknown_words_of_a_newer_operator_are_shown_unchanged() -> None:
 
 
 @given(st.datetimes(timezones=st.just(UTC)), st.timedeltas())
-def test_every_span_has_at_most_two_units(then: datetime, span: timedelta) -> None:
+def test_every_duration_is_shown_with_at_most_two_units(then: datetime, span: timedelta) -> None:
     assert re.fullmatch(r"0s|(\d+d)?(\d+h)?(\d+m)?(\d+s)?", fields.duration(span))
     assert len(re.findall(r"\d+", fields.duration(span))) <= 2
     assert fields.moment(fields.stamp(then)) == then.replace(microsecond=0) or then.year < 1000
@@ -183,5 +183,5 @@ def test_every_span_has_at_most_two_units(then: datetime, span: timedelta) -> No
     ("seconds", "text"),
     [(0, "0s"), (59, "59s"), (60, "1m"), (330, "5m30s"), (7260, "2h1m"), (7205, "2h"), (273600, "3d4h"), (-5, "0s")],
 )
-def test_spans_are_written_as_kubectl_writes_ages(seconds: int, text: str) -> None:
+def test_durations_are_written_as_kubectl_writes_ages(seconds: int, text: str) -> None:
     assert fields.duration(timedelta(seconds=seconds)) == text

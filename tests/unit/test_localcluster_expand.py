@@ -49,7 +49,7 @@ def variables(**container: Any) -> dict[str, str]:
         ("$(A", "$(A"),
     ],
 )
-def test_references_are_expanded(text: str, expected: str) -> None:
+def test_references_to_variables_are_expanded(text: str, expected: str) -> None:
     assert expand(text, {"A": "1"}) == expected
 
 
@@ -63,11 +63,11 @@ def test_variables_may_refer_to_earlier_and_to_inherited_ones() -> None:
     assert variables(env=env) == {"X": "o$(Y)", "Y": "o$(Y)!"}
 
 
-def test_whole_configmaps_come_with_a_prefix_and_without_impossible_names() -> None:
+def test_variables_of_a_whole_configmap_get_its_prefix_and_impossible_names_are_left_out() -> None:
     assert variables(envFrom=[{"configMapRef": {"name": "c"}, "prefix": "P_"}]) == {"P_A": "1"}
 
 
-def test_own_variables_win_over_whole_configmaps() -> None:
+def test_a_containers_own_variables_replace_those_of_whole_configmaps() -> None:
     assert variables(envFrom=[{"configMapRef": {"name": "c"}}], env=[{"name": "A", "value": "own"}]) == {"A": "own"}
 
 
@@ -80,30 +80,30 @@ def test_own_variables_win_over_whole_configmaps() -> None:
         ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.no"}}}]}, "spec.no"),
     ],
 )
-def test_a_reference_to_nothing_is_reported(container: dict[str, Any], words: str) -> None:
+def test_a_reference_to_a_missing_key_is_reported(container: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidPod, match=words):
         variables(**container)
 
 
-def test_optional_references_to_nothing_are_left_out() -> None:
+def test_optional_references_to_missing_keys_are_left_out() -> None:
     ref = {"name": "no", "key": "k", "optional": True}
     assert variables(env=[{"name": "A", "valueFrom": {"secretKeyRef": ref}}], envFrom=[{"secretRef": ref}]) == {}
 
 
-def test_fields_by_path() -> None:
+def test_variables_get_fields_of_the_pod_by_their_path() -> None:
     assert field_value(POD, "status.podIP") == "127.0.1.9"
     assert field_value(POD, "metadata.labels['a.io/b']") == "c"
     assert field_value(POD, "metadata.labels") == 'a.io/b="c"'
 
 
-def test_a_missing_limit_is_the_nodes_capacity() -> None:
+def test_a_variable_with_a_containers_missing_limit_has_the_nodes_capacity() -> None:
     env = [{"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}}]
     assert variables(env=env) == {"CPU": "2"}
     assert limit_or_allocatable({}, "requests.cpu", {"cpu": "2"}) == "0"
 
 
 @given(st.integers(0, 10**15), st.sampled_from(["1", "1k", "1Mi"]))
-def test_a_divided_quantity_is_rounded_up(value: int, divisor: str) -> None:
+def test_a_quantity_divided_by_a_divisor_is_rounded_up(value: int, divisor: str) -> None:
     units = int(divided(str(value), divisor))
     assert (units - 1) * parse_quantity(divisor) < value <= units * parse_quantity(divisor)
 
@@ -127,7 +127,7 @@ def test_container_paths_are_mapped_to_paths_of_the_machine(text: str, expected:
     assert rewrite(text, FOLDERS) == expected
 
 
-def test_services_are_announced_in_their_namespace() -> None:
+def test_variables_name_the_services_of_the_pods_namespace() -> None:
     def service(name: str, namespace: str, ip: str) -> dict[str, Any]:
         return {"metadata": {"name": name, "namespace": namespace}, "spec": {"clusterIP": ip, "ports": [{"port": 80}]}}
 
@@ -141,7 +141,7 @@ def test_services_are_announced_in_their_namespace() -> None:
     }
 
 
-def test_the_table_knows_the_runtime_and_gives_it_the_pods_address() -> None:
+def test_the_table_of_programs_gives_the_runtime_the_pods_address() -> None:
     image = find(load(DEFAULT_TABLE), "kvpilot/runtime-smollm2:dev")
     assert image is not None
     assert image.entrypoint == ("kvpilot-serve",)

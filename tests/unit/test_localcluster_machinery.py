@@ -38,14 +38,14 @@ def test_only_the_debian_archive_is_used_and_its_suite_replaced() -> None:
     )
 
 
-def test_sources_of_one_line_each_are_understood() -> None:
+def test_package_sources_in_the_one_line_format_are_read() -> None:
     lines = "deb [signed-by=/k.gpg] http://m.example/debian trixie main\ndeb http://m.example/s trixie-security main\n"
     assert "URIs: http://m.example/debian\nSuites: bookworm\n" in debian.with_suite(lines, "bookworm")
     assert "Signed-By: /k.gpg" in debian.with_suite(lines, "bookworm")
     assert "example/s" not in debian.with_suite(lines, "bookworm")
 
 
-def test_a_machine_without_a_debian_archive_has_none() -> None:
+def test_on_a_machine_without_debians_archive_no_archive_is_found() -> None:
     assert debian.with_suite("deb http://ubuntu.example noble main", "sid") == ""
 
 
@@ -55,14 +55,16 @@ def test_missing_tools_are_named_with_their_packages(monkeypatch: pytest.MonkeyP
         debian.check_tools()
 
 
-def test_assets_without_an_api_server_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_given_programs_without_an_api_server_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
     (tmp_path / "etcd").touch()
     with pytest.raises(MissingTool, match="kube-apiserver"):
         build.find()
 
 
-def test_assets_are_used_and_what_they_lack_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_given_programs_of_the_control_plane_are_used_and_missing_ones_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
     (tmp_path / "etcd").touch()
     (tmp_path / "kube-apiserver").write_text("#!/bin/sh\necho Kubernetes v1.33.2\n")

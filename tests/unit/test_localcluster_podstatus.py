@@ -99,7 +99,7 @@ def test_a_pod_without_restarts_succeeds_when_all_containers_do() -> None:
     assert phase("Always", [], [FINE]) == "Running"
 
 
-def test_restart_policies_decide_which_containers_restart() -> None:
+def test_the_restart_policy_decides_if_an_ended_container_restarts() -> None:
     assert [restarts(policy, code) for policy in ("Always", "OnFailure", "Never") for code in (0, 1)] == [
         *(True, True),
         *(False, True),

@@ -62,7 +62,7 @@ async def test_a_run_returns_its_exit_code_and_last_output(tmp_path: Path) -> No
     assert (run.exit_code, run.message) == (5, "out\nerr\n")
 
 
-async def test_a_signal_becomes_an_exit_code_above_128(tmp_path: Path) -> None:
+async def test_a_process_ended_by_a_signal_has_an_exit_code_above_128(tmp_path: Path) -> None:
     process = Process(tmp_path / "uid/c/0", tmp_path / "log")
     process.start(shell("kill -9 $$"))
     run = await process.wait()
@@ -167,7 +167,7 @@ async def test_the_processes_of_an_exec_probe_end_with_it(tmp_path: Path) -> Non
     await until_running(tmp_path, 0)
 
 
-async def test_whoever_waits_for_a_cancelled_task_can_itself_be_cancelled() -> None:
+async def test_a_task_that_waits_for_a_cancelled_task_can_be_cancelled_itself() -> None:
     async def slow() -> None:
         try:
             await asyncio.Event().wait()

@@ -30,7 +30,7 @@ def test_a_line_has_time_level_logger_message_and_service():
     }
 
 
-def test_only_listed_fields_are_logged():
+def test_a_log_line_has_only_the_listed_fields():
     assert "secret" not in json.dumps(line("x", token="secret", kubeconfig="secret"))
 
 

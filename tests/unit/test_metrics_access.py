@@ -59,21 +59,21 @@ async def test_a_header_without_a_bearer_token_is_refused_without_a_review(
     assert api.asked == []
 
 
-async def test_each_request_is_reviewed(access: MetricsAccess, api: FakeCluster) -> None:
+async def test_the_token_of_each_request_is_reviewed(access: MetricsAccess, api: FakeCluster) -> None:
     for _ in range(2):
         assert await status(access, "Bearer good") == 200
         assert await status(access, "bearer other") == 403
     assert api.asked == ["TokenReview", "SubjectAccessReview"] * 4
 
 
-async def test_a_failed_review_denies_access(access: MetricsAccess, api: FakeCluster) -> None:
+async def test_a_failed_token_review_denies_access(access: MetricsAccess, api: FakeCluster) -> None:
     api.away = True
     assert await status(access, "Bearer good") == 503
     api.away = False
     assert await status(access, "Bearer good") == 200
 
 
-async def test_a_client_that_tries_many_tokens_asks_for_few_reviews_at_once(
+async def test_a_client_that_tries_many_tokens_causes_few_reviews_at_once(
     access: MetricsAccess, api: FakeCluster
 ) -> None:
     api.answers.clear()
@@ -84,7 +84,7 @@ async def test_a_client_that_tries_many_tokens_asks_for_few_reviews_at_once(
     assert set(await asyncio.gather(*flood)) == {401}
 
 
-async def test_reviews_of_many_peers_are_limited_too(access: MetricsAccess, api: FakeCluster) -> None:
+async def test_token_reviews_of_many_clients_are_limited_too(access: MetricsAccess, api: FakeCluster) -> None:
     api.answers.clear()
     flood = [asyncio.create_task(status(access, f"Bearer bad-{n}", f"10.0.1.{n}")) for n in range(50)]
     await turns()
@@ -119,7 +119,7 @@ async def scraped(http: aiohttp.ClientSession, url: str, token: str) -> int:
 
 
 @pytest.mark.parametrize("answered", [False, True])
-async def test_many_bad_tokens_do_not_block_another_peer(
+async def test_a_client_with_many_bad_tokens_blocks_no_other_client(
     access: MetricsAccess, api: FakeCluster, answered: bool
 ) -> None:
     """Send sixty scrapes with fresh tokens from one address, while eight connections from another one guess tokens."""

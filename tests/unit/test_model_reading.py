@@ -98,7 +98,7 @@ def test_layers_that_read_another_layers_cache_have_none():
     assert unsupported(found) is None
 
 
-def test_full_layers_may_have_a_head_dim_of_their_own():
+def test_full_attention_layers_may_have_another_head_dim_than_window_layers():
     text = {"model_type": "gemma4_text", "num_hidden_layers": 30}
     found = read({"model_type": "gemma4", "text_config": text})
     assert {group.kind: group.head_dim for group in found.groups} == {Kind.FULL: 512, Kind.WINDOW: 256}
@@ -108,7 +108,7 @@ def test_full_layers_may_have_a_head_dim_of_their_own():
     )
 
 
-def test_a_latent_cache_is_one_entry_a_layer_and_an_index_comes_on_top():
+def test_a_latent_cache_has_one_entry_a_layer_and_a_sparse_index_is_added():
     assert read({"model_type": "deepseek_v3"}).token_bytes("auto") == 61 * 576 * 2
     assert read({"model_type": "deepseek_v3"}).token_bytes("fp8") == 61 * 576
     assert read({"model_type": "deepseek_v32"}).token_bytes("auto") == 61 * (576 * 2 + 132)
@@ -171,7 +171,7 @@ def test_an_impossible_value_is_reported_with_its_field(changes, said):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_blocks_of_a_config_are_like_the_others():
+def test_layers_without_a_block_config_have_the_usual_number_of_heads():
     block = {"attention": {"no_op": False, "n_heads_in_group": 8}}
     base = {"model_type": "nemotron-nas", "num_attention_heads": 64, "hidden_size": 8192, "num_hidden_layers": 3}
     found = read({**base, "block_configs": [block, {"attention": {"no_op": True}}, block]})

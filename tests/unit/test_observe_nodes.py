@@ -164,7 +164,7 @@ def test_a_node_keeps_its_gpus_name_when_the_gpu_operator_is_installed() -> None
 
 
 @pytest.mark.parametrize("name", ["AMD", "Intel", "GKE, TPU"])
-def test_without_cuda_only_our_dtypes_are_ruled_out(name: str) -> None:
+def test_an_accelerator_without_cuda_rules_only_our_dtypes_out(name: str) -> None:
     labels, allocatable, _ = NODES[name]
     facts = node_facts(node(labels, allocatable))
     for dtype in ("int8", "k8v4", "k4v4", "k4v2", "k2v2"):
@@ -175,7 +175,7 @@ def test_without_cuda_only_our_dtypes_are_ruled_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GKE, a GPU that is not in the table", "device plugin alone"])
-def test_an_unknown_gpu_rules_nothing_out(name: str) -> None:
+def test_an_unknown_gpu_rules_no_dtype_out(name: str) -> None:
     labels, allocatable, _ = NODES[name]
     facts = node_facts(node(labels, allocatable))
     assert [dtype for dtype in ("fp8", "k4v4", "int4_per_token_head") if hardware_fault(dtype, facts)] == []

@@ -113,7 +113,7 @@ def test_the_max_tokens_of_requests_are_added_up() -> None:
     assert parse_page(PAGE + asked).totals.asked_tokens == 8192
 
 
-def test_missing_metrics_are_empty_and_not_an_error() -> None:
+def test_metrics_missing_on_a_page_are_empty_and_not_an_error() -> None:
     page = parse_page('vllm:kv_cache_usage_perc{engine="0"} 0.5\n')
     assert (page.running, page.capacity_tokens, page.dtype, page.process_start, page.model) == (0, 0, "", None, None)
     assert page.totals.ttft.count == 0
@@ -174,7 +174,7 @@ def test_an_invalid_hash_or_window_is_ignored(text: str) -> None:
         (PAGE + TTFT.replace(" 4.5", " NaN"), "_sum"),
     ],
 )
-def test_an_impossible_page_is_refused(page: str, word: str) -> None:
+def test_a_page_with_impossible_numbers_is_refused(page: str, word: str) -> None:
     with pytest.raises(ScrapeError, match=word):
         parse_page(page)
 

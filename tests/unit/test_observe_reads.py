@@ -67,7 +67,7 @@ async def test_packs_are_read_again_after_an_edit_of_their_inputs(
     assert last != first
 
 
-async def test_an_edited_pack_makes_a_new_plan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_edited_probe_pack_gives_another_probe_plan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     real = probe_packs.probe_plan
     monkeypatch.setattr(probe_packs, "probe_plan", lambda spec, maps: read.append(spec) or real(spec, maps))
@@ -114,7 +114,7 @@ async def test_unreadable_packs_are_requested_again_in_the_next_reconcile(world:
     assert world.cluster.asked.count(path) == 2
 
 
-async def test_only_the_plan_of_a_pack_is_kept_in_memory(world: World) -> None:
+async def test_the_texts_of_a_probe_pack_are_not_kept_in_memory(world: World) -> None:
     names = [f"m{i}" for i in range(16)]
     world.put(edited(accuracy={"probeSets": [f"configmap/{name}" for name in names]}))
     for i, name in enumerate(names):
@@ -156,7 +156,9 @@ ODD_READS = [
 
 @pytest.mark.parametrize("error", ODD_READS, ids=repr)
 @pytest.mark.parametrize("kind", ["HTTPRoute", "ConfigMap", "Node"])
-async def test_an_unreadable_object_fails_only_its_question(kind: str, error: Exception, world: World) -> None:
+async def test_an_unreadable_object_fails_only_the_part_of_a_decision_that_needs_it(
+    kind: str, error: Exception, world: World
+) -> None:
     world.put(edited(canary={"routeRef": {"name": "chat-route"}}, accuracy={"probeSets": ["configmap/mine"]}))
     world.cluster.objects[path_of(HTTP_ROUTE_API, "HTTPRoute", KEY.namespace, "chat-route")] = route()
     world.cluster.broken = {kind: error}

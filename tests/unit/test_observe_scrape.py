@@ -105,7 +105,7 @@ async def test_concurrent_scrapes_of_a_namespace_are_limited() -> None:
         await asyncio.gather(*hanging, return_exceptions=True)
 
 
-async def test_a_busy_loop_lets_no_scrape_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_busy_event_loop_makes_no_scrape_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     now = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now)  # a fake clock, so that the machine's load does not matter
@@ -180,7 +180,7 @@ async def test_other_tasks_run_between_two_steps_of_a_page() -> None:
     assert turns >= number // METRICS_STEP_LINES
 
 
-async def test_the_work_of_a_refused_page_is_counted() -> None:
+async def test_the_work_of_reading_a_refused_page_is_counted() -> None:
     spent, words, _ = await answer(HEAD, USAGE + b"\n" * 5000 + b"vllm:num_requests_running -1\n" + b"\n" * 5000)
     assert "negative" in words
     assert 5000 < spent[0] < 5000 + METRICS_STEP_LINES + 11_000 // METRICS_WORK_BYTES

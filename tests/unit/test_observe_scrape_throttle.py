@@ -37,7 +37,7 @@ def test_an_answering_engine_is_scraped_in_every_cycle() -> None:
     assert asked(ScrapeThrottle(), 20, ".") == list(range(20))
 
 
-def test_one_failure_changes_nothing() -> None:
+def test_one_failed_scrape_does_not_make_scrapes_rarer() -> None:
     assert asked(ScrapeThrottle(), 20, "x.") == list(range(20))
 
 
@@ -47,7 +47,7 @@ def test_each_further_failure_doubles_the_pause_up_to_the_longest() -> None:
     assert {later - one for one, later in pairwise(found[5:])} == {BACKOFF.last}
 
 
-def test_the_first_valid_page_resets_the_failures() -> None:
+def test_the_first_valid_page_ends_the_pauses_between_scrapes() -> None:
     throttle = ScrapeThrottle()
     for now in (0.0, 1.0, 3.0, 7.0):
         assert throttle.due(("a",), now) == ["a"]
@@ -71,7 +71,7 @@ def test_failures_of_one_pod_do_not_slow_others() -> None:
                 throttle.answered(pod)
 
 
-def test_a_deleted_pod_is_forgotten() -> None:
+def test_failed_scrapes_of_a_deleted_pod_are_forgotten() -> None:
     throttle = ScrapeThrottle()
     for now in (0.0, 1.0):
         throttle.failed("a", now, "no")

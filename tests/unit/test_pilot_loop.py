@@ -122,14 +122,14 @@ async def test_every_service_is_reconciled_after_its_scrape() -> None:
 
 
 @pytest.mark.parametrize("error", [Conflict("PATCH", "/x", 409, "changed"), NotFound("PATCH", "/x", 404, "gone")])
-async def test_a_conflict_refreshes_the_cache(error: Exception) -> None:
+async def test_a_conflict_makes_the_cache_reload_the_service(error: Exception) -> None:
     world = World(1, scrape_seconds=10)
     world.errors = [error]
     await world.run(lambda: bool(world.refreshed) and world.performed >= 2)
     assert [key.name for key in world.refreshed] == ["s0"]
 
 
-async def test_a_failed_question_is_counted_and_logged_once_and_does_not_end_the_reconcile(
+async def test_a_failed_part_of_a_decision_is_counted_and_logged_once_and_ends_no_reconcile(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World(1, scrape_seconds=0.05)

@@ -97,7 +97,7 @@ def test_a_sequence_past_its_windows_grows_only_in_the_full_layers(model, dtype,
 
 
 @given(st.sampled_from(WINDOWS), st.integers(1, 2**17))
-def test_windows_never_hold_more_than_full_attention_would(model, context):
+def test_layers_with_a_window_never_hold_more_than_with_full_attention(model, context):
     everywhere = replace(model, sliding_layers=0, window=0)
     few, many = sorted((model.full_layers, model.sliding_layers))
     padded = -(-many // few) * few / many
@@ -107,14 +107,14 @@ def test_windows_never_hold_more_than_full_attention_would(model, context):
 
 
 @given(st.sampled_from(models.table()), st.sampled_from(EVERY), st.integers(1, 2**17), st.integers(0, 2**17))
-def test_longer_sequences_never_fit_more_often(model, dtype, context, longer):
+def test_the_cache_never_holds_more_sequences_if_they_are_longer(model, dtype, context, longer):
     if infeasible(model, dtype, find_gpu("H200")):
         return
     assert fits(model, 60 * GB, dtype, context + longer) <= fits(model, 60 * GB, dtype, context)
 
 
 @given(st.sampled_from(PLAIN), st.integers(1, 1000), st.integers(1, 200), st.data())
-def test_fewer_bits_never_hold_less(model, blocks, gigabytes, data):
+def test_a_dtype_with_fewer_bits_never_holds_fewer_tokens(model, blocks, gigabytes, data):
     dtypes = [d for d in DTYPES if not infeasible(model, d, find_gpu("H200"))]
     by_size = sorted(dtypes, key=lambda d: formats.parse(d).row_bytes(model.head_dim))
     at = data.draw(st.integers(0, len(by_size) - 2))
@@ -156,7 +156,7 @@ def test_only_full_layers_have_a_recent_window():
 
 
 @given(st.sampled_from(PLAIN), st.sampled_from(DTYPES), st.integers(1, 2**17), st.data())
-def test_a_longer_recent_window_never_holds_more(model, dtype, context, data):
+def test_the_cache_never_holds_more_tokens_with_a_longer_recent_window(model, dtype, context, data):
     if infeasible(model, dtype, find_gpu("H200")):
         return
     at = data.draw(st.integers(0, len(formats.RECENT_CHOICES) - 2))
@@ -210,7 +210,7 @@ def test_the_gain_of_latents_equals_the_measurement_on_an_h200():
         ("DeepSeek-V3", "mla4", "T4", "compute capability 8.0"),
     ],
 )
-def test_a_veto_has_its_reason(name, dtype, gpu, reason):
+def test_a_dtype_that_is_ruled_out_has_a_reason(name, dtype, gpu, reason):
     assert reason in infeasible(models.find(name), dtype, find_gpu(gpu))
 
 

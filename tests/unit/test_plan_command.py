@@ -151,7 +151,7 @@ def test_a_model_with_latents_is_planned_in_dtypes_of_latents(capsys):
     assert [row["bytes_per_token"] for row in rows] == [8 * 61 * size for size in (1152, 576, 580, 324)]
 
 
-def test_the_keys_of_the_json_are_stable(capsys):
+def test_the_plans_json_keeps_its_keys(capsys):
     load = ["--requests-per-second", "1", "--prompt-tokens", "1000", "--generated-tokens", "100"]
     document = planned(capsys, "Llama-3.1-8B", *load)
     assert set(document) == {
@@ -170,13 +170,13 @@ def test_the_keys_of_the_json_are_stable(capsys):
     assert set(row["cost"]["operating"]) == {"sequences", "token_seconds", "fill", "prompt_share", "binds"}
 
 
-def test_a_number_that_is_infinite_is_null_in_json(capsys):
+def test_an_infinite_number_of_the_plan_is_null_in_json(capsys):
     load = ["--requests-per-second", "100000000", "--prompt-tokens", "100000", "--generated-tokens", "1"]
     (row,) = planned(capsys, "Llama-3.1-8B", "--dtype", "auto", *load)["dtypes"]
     assert (row["cost"]["replicas"], row["cost"]["operating"]["token_seconds"]) == (None, None)
 
 
-def test_the_list_shows_models_and_gpus(capsys):
+def test_the_option_list_shows_models_and_gpus(capsys):
     assert command.main(["plan", "--list"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 120

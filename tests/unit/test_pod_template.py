@@ -90,7 +90,7 @@ def test_a_security_context_is_merged_over_the_restricted_defaults() -> None:
     assert template["spec"]["securityContext"] == plain | {"runAsUser": 1000}
 
 
-def test_an_empty_pod_template_does_not_change_the_revision() -> None:
+def test_an_empty_pod_template_gives_the_same_revision_as_none() -> None:
     old = pod_template(KEY.name, spec_of(manifest(engine={"image": "i"})), "k4v4")
     empty = {"metadata": {"labels": {}}, "spec": {"containers": [], "volumes": [], "securityContext": {}}}
     assert rendered({}) == rendered(empty) == old
@@ -240,7 +240,7 @@ MAPS = st.recursive(
 
 
 @given(MAPS, MAPS)
-def test_a_merge_has_every_field_of_the_patch_and_leaves_its_arguments_alone(base: Json, patch: Json) -> None:
+def test_a_merged_template_has_every_field_of_the_users_and_changes_neither_input(base: Json, patch: Json) -> None:
     before = copy.deepcopy((base, patch))
     merged = strategic_merge(base, patch)
     assert (base, patch) == before

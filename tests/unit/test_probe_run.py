@@ -128,7 +128,7 @@ async def test_another_order_of_logprobs_is_not_damage() -> None:
 
 
 @pytest.mark.parametrize("answered", [0, 3])
-async def test_a_broken_stream_gives_no_verdict(answered: int) -> None:
+async def test_an_answer_whose_stream_breaks_gives_no_verdict(answered: int) -> None:
     async def handler(_path: str, body: Body, writer: Writer) -> None:
         start = len(body["prompt"])
         steps = range(start, start + answered)
@@ -167,7 +167,7 @@ async def test_a_run_out_of_time_is_judged_by_the_compared_prompts(monkeypatch: 
     assert (whole.prompts, whole.cut, len(whole.tasks)) == (8, False, 2)
 
 
-async def test_a_run_without_time_gives_no_verdict() -> None:
+async def test_a_probe_run_without_time_gives_no_verdict() -> None:
     async with engine(counting) as url:
         found = await measure(url, "m", baseline(), settings=replace(SETTINGS, budget_seconds=0.0))
     assert (found.prompts, found.cut) == (0, True)
@@ -373,7 +373,7 @@ async def test_a_run_counts_the_tokens_that_it_asks_for() -> None:
     assert (found.tokens, found.requests) == (66, 6)
 
 
-async def test_a_priority_is_sent_only_if_one_is_given() -> None:
+async def test_a_probe_sends_a_priority_only_if_one_is_given() -> None:
     seen: list[object] = []
 
     async def handler(path: str, body: Body, writer: Writer) -> None:

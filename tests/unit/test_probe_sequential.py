@@ -87,12 +87,12 @@ def test_a_bucket_at_the_limit_is_seldom_called_sound_and_seldom_lets_a_canary_p
 
 
 @pytest.mark.parametrize(("kl", "most"), [(0.0, MIN_PROMPTS), (0.005, 11), (0.100, 5), (1.0, 1)])
-def test_the_number_of_needed_prompts_falls_with_the_damage(kl: float, most: int) -> None:
+def test_larger_damage_needs_fewer_prompts_for_a_verdict(kl: float, most: int) -> None:
     answers = [decide([Seen("b", kl, 0.0)] * n, ["b"], LIMITS).answer for n in range(most + 1)]
     assert answers[-2:] == [Answer.GO_ON, Answer.PASSED if kl < LIMIT else Answer.FAILED]
 
 
-def test_disagreement_alone_fails_a_canary() -> None:
+def test_disagreement_without_other_damage_fails_a_canary() -> None:
     assert decide([Seen("b", 0.0, 0.30)] * 6, ["b"], LIMITS).answer == Answer.FAILED
 
 
@@ -119,7 +119,7 @@ damage = st.lists(st.builds(Seen, st.sampled_from(BUCKETS[:3]), st.floats(0, 30)
 
 
 @given(damage, damage)
-def test_a_failure_is_final(first: list[Seen], second: list[Seen]) -> None:
+def test_a_test_that_has_failed_a_canary_never_passes_it_later(first: list[Seen], second: list[Seen]) -> None:
     before = decide(first, BUCKETS[:3], LIMITS)
     after = decide([*first, *second], BUCKETS[:3], LIMITS)
     assert before.answer != Answer.FAILED or after == before

@@ -58,7 +58,7 @@ def test_damage_is_between_0_and_the_kl_over_the_whole_vocabulary(a: list[float]
 
 
 @given(weights)
-def test_the_same_answer_is_no_damage(a: list[float]) -> None:
+def test_two_equal_answers_have_no_damage(a: list[float]) -> None:
     assert kl_nats(top(normalised(a)), top(normalised(a))) == 0
 
 
@@ -111,7 +111,7 @@ def test_reported_logprobs_of_a_real_distribution_are_accepted(a: list[float], r
 
 
 @given(weights, st.floats(0.011, 1e308))
-def test_an_impossible_probability_mass_is_reported(a: list[float], more: float) -> None:
+def test_probabilities_that_add_up_to_more_than_1_are_reported(a: list[float], more: float) -> None:
     told = top(normalised(a), VOCABULARY)
     assert impossible({token: lp + 0.02 for token, lp in told.items()}, 0) is not None
     assert "add up to 1.8" in (impossible({1: math.log(0.9), 2: math.log(0.9)}, 1) or "")
@@ -177,7 +177,7 @@ def test_the_worst_prompt_is_the_one_with_the_largest_mean_not_the_largest_sum()
         max_size=6,
     )
 )
-def test_unpacking_restores_packed_answers(positions: list[Logprobs]) -> None:
+def test_packed_answers_are_restored_unchanged(positions: list[Logprobs]) -> None:
     packed = Answers(positions)
     assert list(packed) == positions
     assert [packed[-i] for i in range(1, len(packed) + 1)] == positions[::-1]

@@ -97,7 +97,7 @@ def test_sixteen_calls_fail_an_engine_that_solves_a_quarter_of_the_baselines() -
 
 
 @pytest.mark.parametrize("schema", [{}, {"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}])
-def test_a_schema_of_the_usual_form_has_no_fault(schema: object) -> None:
+def test_a_json_schema_of_the_usual_form_has_no_fault(schema: object) -> None:
     assert fault(schema) is None
 
 

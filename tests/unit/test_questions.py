@@ -31,13 +31,13 @@ def said(decision: Decision) -> tuple[str, str, str]:
     return condition.status, condition.reason, condition.message
 
 
-def test_a_reconcile_without_failed_questions_reports_none():
+def test_a_reconcile_without_failed_rules_reports_none():
     decision = decide(running(manifest(), OLD))
     assert said(decision)[1] != "ReconcileIncomplete"
     assert decision.unanswered == ()
 
 
-def test_every_question_of_a_decision_runs_through_fold():
+def test_fold_catches_the_errors_of_every_rule_of_a_decision():
     asked: set[Question] = set()
     with failing((), asked):
         decide(running(manifest(), OLD))
@@ -45,7 +45,7 @@ def test_every_question_of_a_decision_runs_through_fold():
 
 
 @pytest.mark.parametrize("question", DECIDED)
-def test_a_failed_question_is_reported_with_the_errors_type_and_without_values(question):
+def test_a_failed_rule_is_reported_with_the_errors_type_and_without_values(question):
     with failing([question]):
         decision = decide(running(manifest(), OLD, samples={}))
     status, reason, message = said(decision)
@@ -57,7 +57,7 @@ def test_a_failed_question_is_reported_with_the_errors_type_and_without_values(q
 
 
 @pytest.mark.parametrize("question", DECIDED)
-def test_the_serving_revision_is_repaired_and_scaled_if_any_question_fails(question):
+def test_the_serving_revision_is_repaired_and_scaled_if_any_rule_fails(question):
     cluster = ModelCluster(service(OLD, 2), unanswered=(question,))
     with failing(()):
         cluster.settle()
@@ -87,7 +87,7 @@ def reached(where: str, *, routed: bool = False) -> ModelCluster:
 
 @pytest.mark.parametrize("question", DECIDED)
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting", "RollingBack"])
-def test_a_trial_ends_normally_after_a_temporarily_failed_question(question, where):
+def test_a_trial_ends_normally_after_a_rule_has_failed_for_a_while(question, where):
     cluster = copied(reached(where))
     cluster.unanswered = (question,)
     before = set(cluster.deployments)
@@ -100,7 +100,7 @@ def test_a_trial_ends_normally_after_a_temporarily_failed_question(question, whe
     assert end_of(status) == ("RolledBack" if where == "RollingBack" else "Promoted")
 
 
-def test_a_new_service_starts_once_its_questions_no_longer_fail():
+def test_a_new_service_starts_once_its_rules_no_longer_fail():
     for question in DECIDED:
         cluster = ModelCluster(service(OLD, 2), unanswered=(question,))
         with failing([question]):
@@ -175,7 +175,7 @@ def moments() -> tuple[Snapshot, ...]:
 
 @given(st.data(), st.sets(st.sampled_from(DECIDED), min_size=1, max_size=4))
 @settings(max_examples=150, deadline=None)
-def test_failed_questions_do_not_change_the_answers_of_others(data, failed):
+def test_failed_rules_do_not_change_the_results_of_other_rules(data, failed):
     moment = data.draw(st.integers(0, len(moments()) - 1))
     s = moments()[moment]
     undisturbed = decide(s)
@@ -200,7 +200,7 @@ def unread(question: Question, s: Snapshot) -> Snapshot:
 
 
 @pytest.mark.parametrize("question", NEEDED)
-def test_a_failed_observation_is_reported_and_starts_no_canary(question):
+def test_a_failed_read_of_the_cluster_is_reported_and_no_canary_starts(question):
     spec = {"routeRef": {"name": "web"}} if question == Question.ROUTE else {}
     cluster = on_trial(2, cluster={"rules": ROUTE if spec else None}, **spec)
     s = cluster.snapshot()
@@ -222,7 +222,7 @@ def test_unreadable_events_of_groups_are_reported_and_delay_nothing():
 
 @pytest.mark.parametrize("question", OBSERVED)
 @pytest.mark.parametrize("where", ["Starting", "Probing", "Shifting", "Promoting", "RollingBack"])
-def test_temporarily_failed_observations_neither_end_nor_damage_a_trial(question, where):
+def test_reads_of_the_cluster_that_fail_for_a_while_neither_end_nor_damage_a_trial(question, where):
     cluster = copied(reached(where, routed=True))
     canary = cluster.parsed().canary
     cluster.watch = lambda c: at_no_moment_without_engines(c)
@@ -241,7 +241,7 @@ def at_no_moment_without_engines(cluster: ModelCluster) -> None:
     assert cluster.answering() >= 2
 
 
-def test_an_unread_route_in_a_rollback_keeps_the_pods_that_it_may_still_send_to():
+def test_if_the_route_cannot_be_read_a_rollback_keeps_the_pods_that_it_may_send_to():
     cluster = on_trial(3, cluster={"rules": ROUTE, "slow": {NEW: 3.0}}, routeRef={"name": "web"})
     cluster.until(stage("Shifting", 0))
     cluster.until(lambda s: s.canary is not None and s.canary.step_time is not None)

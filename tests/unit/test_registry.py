@@ -200,7 +200,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 @settings(deadline=None, max_examples=30)
-def test_only_existing_services_have_a_record(
+def test_the_operator_keeps_a_record_only_of_existing_services(
     steps: list[tuple[str, str, float]],
 ) -> None:
     async def play(world: World) -> None:

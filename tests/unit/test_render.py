@@ -42,7 +42,7 @@ def test_a_latent_model_gets_no_sliding_window_to_skip(skipped, told):
     assert found == ([] if told is None else [told])
 
 
-def test_without_recent_tokens_the_engine_chooses_the_window():
+def test_without_recent_tokens_in_the_spec_the_engine_chooses_the_recent_window():
     _, container = engine()
     assert not [argument for argument in container["args"] if "recent" in argument]
 
@@ -145,7 +145,7 @@ def test_liveness_waits_for_the_startup_probe_as_long_as_the_spec_says(seconds):
     assert seconds <= probe["failureThreshold"] * probe["periodSeconds"] < seconds + 5
 
 
-def test_a_secret_is_referenced_and_never_read():
+def test_the_pod_refers_to_a_secret_and_the_operator_never_reads_it():
     _, container = engine(model={"tokenSecretRef": {"name": "hf", "key": "token"}})
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}} in container["env"]
 
@@ -156,12 +156,12 @@ def test_a_model_on_a_claim_is_mounted_and_named_by_its_path():
     assert {"name": "model", "persistentVolumeClaim": {"claimName": "weights"}} in pod["volumes"]
 
 
-def test_users_arguments_come_last_and_unchanged():
+def test_a_users_extra_args_come_last_and_unchanged():
     _, container = engine(engine={"extraArgs": ["--max-num-seqs=8", "--chat-template=a b"]})
     assert container["args"][-2:] == ["--max-num-seqs=8", "--chat-template=a b"]
 
 
-def test_everything_owned_names_its_owner_so_that_deletion_cleans_up():
+def test_every_object_names_the_service_as_owner_so_that_it_is_deleted_with_it():
     template = pod_template(KEY.name, spec_of(manifest()), "auto")
     for made in (workload(KEY, "u-1", template, 1, 600), service(KEY, "u-1", "chat", "abc")):
         (owner,) = made["metadata"]["ownerReferences"]

@@ -74,7 +74,7 @@ async def test_a_replica_retries_if_the_api_server_refuses_at_first(monkeypatch:
     assert time.monotonic() - began >= 0.15
 
 
-async def test_a_standby_that_is_told_to_stop_stops() -> None:
+async def test_a_standby_replica_stops_when_told_to() -> None:
     stop = asyncio.Event()
 
     async def refused() -> Any:
@@ -92,12 +92,12 @@ async def test_a_stopping_replica_may_not_write() -> None:
         pass
 
 
-async def test_an_unexpected_error_ends_the_replica() -> None:
+async def test_an_unexpected_error_ends_the_operators_replica() -> None:
     with pytest.raises(KeyError):
         await led(WriteFence(), [KeyError("a defect")])
 
 
-def test_garbage_collection_skips_objects_from_the_start() -> None:
+def test_pythons_garbage_collector_skips_objects_that_exist_from_the_start() -> None:
     before = len(gc.get_objects())
     prepare()
     try:

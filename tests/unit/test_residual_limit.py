@@ -27,19 +27,19 @@ def after(steps, objective=0.06):
 
 
 @given(history, st.floats(0.001, 10.0))
-def test_the_share_is_between_none_and_all(steps, objective):
+def test_the_share_of_the_cache_at_8_bits_is_between_0_and_1(steps, objective):
     assert 0.0 <= after(steps, objective).share <= 1.0
 
 
 @given(history, history, st.tuples(seconds, st.integers(1, 100_000)), seconds)
-def test_a_longer_step_never_raises_the_share(before, later, step, more):
+def test_a_longer_step_never_raises_the_share_at_8_bits(before, later, step, more):
     took, count = step
     short, long = (after([*before, (took + extra, count), *later]).share for extra in (0.0, more))
     assert long <= short + 1e-9
 
 
 @given(history, seconds, st.integers(1, 1000), st.integers(1, 1000))
-def test_equal_steps_count_the_same_at_once_or_one_by_one(before, took, first, second):
+def test_equal_steps_change_the_share_alike_if_counted_at_once_or_one_by_one(before, took, first, second):
     start = after(before)
     together, apart = start.after(took, first + second), start.after(took, first).after(took, second)
     assert together.fast == pytest.approx(apart.fast, abs=1e-9)
@@ -47,12 +47,12 @@ def test_equal_steps_count_the_same_at_once_or_one_by_one(before, took, first, s
 
 
 @given(history)
-def test_fast_steps_return_the_whole_share_and_steps_at_the_objective_take_it(before):
+def test_fast_steps_raise_the_share_to_1_and_steps_at_the_latency_objective_lower_it_to_0(before):
     assert after([*before, (FULL * 0.06 * 0.99, 30 * SLOW)]).share == 1.0
     assert after([*before, (0.06, FAST)]).share == 0.0
 
 
-def test_the_share_falls_at_once_and_returns_slowly():
+def test_the_share_at_8_bits_falls_at_once_and_rises_slowly():
     calm = after([(0.01, SLOW)])
     assert calm.share == 1.0
     busy = calm.after(0.06, FAST)
@@ -62,12 +62,12 @@ def test_the_share_falls_at_once_and_returns_slowly():
     assert long.after(0.01, 4 * SLOW).share == 1.0
 
 
-def test_one_long_prefill_does_not_lower_the_share():
+def test_one_long_prefill_does_not_lower_the_share_at_8_bits():
     assert after([(0.01, SLOW), (0.2, 1)]).share == 1.0
 
 
 @pytest.mark.parametrize(("took", "share"), [(0.01, 0.75), (0.06, 2 * FLOOR * 64 / 1280)])
-def test_the_floor_is_read_at_8_bits_under_any_limit(took, share):
+def test_the_newest_blocks_are_read_at_8_bits_under_any_limit(took, share):
     engine = Elastic(load_profile(), Limits(), inf, Limit(0.06).after(took, SLOW))
     for number in range(2):
         engine.decoding.add(Request(number, 0.0, 640, 64, computed=640))
@@ -85,7 +85,7 @@ def test_an_engine_measures_its_decoding_steps():
 
 
 @pytest.mark.parametrize(("firm", "floor"), [(FLOOR, 1.0), (1, 0.5), (0, 0.0)])
-def test_only_residuals_marked_firm_take_pages_of_cached_prefixes(firm, floor):
+def test_only_residuals_that_are_marked_firm_may_take_the_pages_of_cached_prefixes(firm, floor):
     engine = Elastic(load_profile(), Limits(), inf, firm=firm)
     pool: Pool = engine.blocks
     pool.take(pool.total)
@@ -97,7 +97,7 @@ def test_only_residuals_marked_firm_take_pages_of_cached_prefixes(firm, floor):
     assert pool.kept(7) == pool.total - 10 * firm
 
 
-def test_the_limit_keeps_requests_good_that_8_bits_would_make_late():
+def test_the_limit_keeps_requests_in_time_that_would_be_late_with_all_blocks_at_8_bits():
     """Check one row of the page: at this load, an engine without the limit loses more than half of its requests."""
     plain, limited = (simulate(load_profile(), Case("agents", 0.8, row)) for row in ("k4v4", "elastic-limit"))
     assert limited["good"] >= 0.98 * plain["good"]

@@ -50,7 +50,7 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_part_that_fails_stops_no_other_and_all_are_summed_up(
+def test_a_failed_part_of_the_tests_stops_no_other_part_and_all_are_summed_up(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], jobs: str
 ) -> None:
     assert run(script, monkeypatch, "--jobs", jobs, "e2e", "unit", "chart", "cluster", "check") == 1
@@ -76,14 +76,14 @@ def test_a_part_that_fails_stops_no_other_and_all_are_summed_up(
     assert summary[-1] == "4 passed, 3 failed"
 
 
-def test_without_failures_the_exit_code_is_0(
+def test_without_failed_tests_the_exit_code_is_0(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(script, monkeypatch, "chart", "check") == 0
     assert capfd.readouterr().out.splitlines()[-1] == "3 passed, 0 failed"
 
 
-def test_a_part_that_ran_no_test_has_failed(
+def test_a_part_of_the_tests_that_ran_no_test_has_failed(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(script, monkeypatch, "scale") == 1

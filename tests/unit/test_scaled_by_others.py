@@ -58,7 +58,7 @@ def test_an_autoscaler_averages_over_the_pods_that_get_requests_and_no_others():
     assert selected(cluster) == {new: 3}
 
 
-def test_starting_replicas_count_as_replicas():
+def test_replicas_that_still_start_count_as_replicas_for_an_autoscaler():
     cluster = ModelCluster(service(OLD, 1), start_ticks=10)
     cluster.settle()
     cluster.edit(service(OLD, 4))

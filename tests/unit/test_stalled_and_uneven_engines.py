@@ -235,12 +235,12 @@ def test_an_imbalance_must_last_for_sustained_seconds() -> None:
     assert judged(lambda i: {"chat-0": uneven(i) if i % 3 else calm(i)}).kind != "Imbalanced"
 
 
-def test_more_engines_than_a_page_can_have_are_refused() -> None:
+def test_a_page_with_metrics_of_too_many_engines_is_refused() -> None:
     with pytest.raises(ScrapeError, match=f"more than {MOST_RANKS} engines"):
         page(*(engine(0.5, 1, 0, 0, n) for n in range(MOST_RANKS + 1)))
 
 
-def test_labels_that_are_not_numbers_do_not_make_ranks() -> None:
+def test_engine_labels_that_are_not_numbers_do_not_count_as_ranks() -> None:
     text = engine(0.5, 1, 0, 0).replace('engine="0"', 'engine="\x1b[31m"')
     assert page(text, text).ranks == ()
 

@@ -204,7 +204,7 @@ def test_metrics_show_the_time_of_the_scrape_and_implausible_and_silent_pods() -
     assert read(telemetry, "kvpilot_scrape_backoff_pods") == 2
 
 
-def test_outdated_series_disappear() -> None:
+def test_series_of_the_operator_that_are_out_of_date_disappear() -> None:
     telemetry = Shown()
     decided(telemetry, STATUS)
     decided(telemetry, Status(kv_cache=KVCache(recommended_dtype="fp8")))
@@ -231,7 +231,7 @@ def series(telemetry: Telemetry, key: ServiceKey) -> int:
     return sum(s.labels.get("namespace") == key.namespace and s.labels.get("name") == key.name for s in samples)
 
 
-def test_every_series_of_a_service_ends_with_it_and_no_other() -> None:
+def test_when_a_service_is_deleted_only_its_own_series_disappear() -> None:
     telemetry = Shown()
     decided(telemetry, STATUS)
     decided(telemetry, STATUS, OTHER)
@@ -249,7 +249,7 @@ def test_the_memory_limit_is_the_containers_if_the_environment_has_it(monkeypatc
     assert Telemetry().registry.get_sample_value("kvpilot_memory_limit_bytes") == pytest.approx(shown, nan_ok=True)
 
 
-def test_metrics_show_the_leader() -> None:
+def test_metrics_show_which_replica_leads() -> None:
     telemetry = Shown()
     for leads in (False, True, False):
         telemetry.leader.set(leads)

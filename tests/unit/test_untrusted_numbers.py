@@ -15,7 +15,7 @@ DIGITS = "0123456789²³٣४½Ⅷ+-_. \n"
 
 
 @given(st.text(DIGITS, max_size=30) | st.text(max_size=10), st.integers(0, 10**12))
-def test_a_whole_number_is_ascii_digits_within_its_bound_and_anything_else_is_none(text, most):
+def test_only_ascii_digits_up_to_a_bound_are_read_as_a_whole_number(text, most):
     plain = bool(text) and all(digit in "0123456789" for digit in text)
     assert whole(text, most) == (int(text) if plain and int(text) <= most else None)
 
@@ -25,7 +25,7 @@ def test_text_that_int_refuses_is_not_a_number(text):
     assert whole(text, 10**6) is None
 
 
-def test_any_number_of_leading_zeros_changes_nothing():
+def test_leading_zeros_do_not_change_a_number():
     assert whole("0" * 10_000 + "42", 100) == 42
 
 

@@ -63,7 +63,9 @@ def test_all_files_lists_and_documents_are_judged_and_other_kinds_skipped(
     assert document["leftOut"] == 1
 
 
-def test_stdin_is_read_in_json_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_in_json_is_read_from_stdin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(GOOD)))
     assert command.main(["validate", "-f", "-"]) == 0
     assert capsys.readouterr().out.startswith("accepted  good (-)\n1 accepted, 0 refused\n")
@@ -105,7 +107,9 @@ def test_an_unreadable_file_is_one_line_on_stderr(
     assert said in line
 
 
-def test_a_folder_or_no_file_is_named_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_names_a_folder_or_missing_file_and_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = validate(capsys, "-f", tmp_path)
     assert (code, f"{tmp_path}/*.yaml" in err) == (2, True)
     code, _, err = validate(capsys)
@@ -155,7 +159,7 @@ JSON = st.recursive(
 
 @given(field=st.sampled_from(sorted(schema.root_schema()["properties"]["spec"]["properties"])), value=JSON)
 @settings(max_examples=40, deadline=None)
-def test_any_file_gets_a_verdict(field: str, value: Any) -> None:
+def test_any_file_is_judged_without_an_error(field: str, value: Any) -> None:
     for obj in ({**GOOD, "spec": {**GOOD["spec"], field: value}}, {**GOOD, "spec": value}, {**GOOD, "metadata": value}):
         for fault in judge(obj):
             assert fault.message

@@ -14,7 +14,7 @@ PROGRAMS = {
 }
 
 
-def test_the_commands_are_the_known_ones() -> None:
+def test_the_project_installs_exactly_these_four_commands() -> None:
     assert SCRIPTS == ["kubectl-kvpilot", "kvpilot", "kvpilot-operator", "kvpilot-serve"]
 
 

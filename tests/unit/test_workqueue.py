@@ -143,7 +143,7 @@ async def test_conflicts_are_retried_at_once_and_then_with_a_pause() -> None:
 
 
 @pytest.mark.parametrize(("status", "longest"), [(0, 5.0), (500, 60.0)])
-async def test_an_unreachable_server_is_retried_more_often(
+async def test_a_reconcile_is_retried_at_shorter_intervals_while_the_server_is_unreachable(
     status: int, longest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Log()
@@ -203,7 +203,7 @@ async def test_a_namespace_with_many_slow_services_leaves_the_next_worker_to_ano
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_namespace_alone_gets_all_workers() -> None:
+async def test_if_services_of_one_namespace_alone_wait_they_get_all_workers() -> None:
     log = Log(0.01)
     queue = queue_of(log)
     for i in range(2 * WORKERS):

@@ -148,7 +148,10 @@ def by_columns(x, Q: gl.constexpr):
 
 @gluon.jit
 def by_queries(x, WIDE: gl.constexpr, Q: gl.constexpr):
-    """Return a second product, [WIDE, 8] or for 16 queries [WIDE, 16], as [WIDE, Q] with one column per query."""
+    """Return the product of values and probabilities as [WIDE, Q], with one column per query.
+
+    `x` is this product as the MMA returns it: [WIDE, 8], or for 16 queries [WIDE, 16].
+    """
     if Q == 4:
         first, last = gl.split(gl.reshape(x, [WIDE, 4, 2]))
         x = first + last

@@ -182,7 +182,7 @@ def classify(
 
 def step_tokens(spec: Spec, node: NodeFacts) -> int:
     """Return max_num_batched_tokens: the value in spec.engine.extraArgs, else the default of vLLM 0.32's server."""
-    with suppress(ValueError):  # Ignore a value that is no number: vLLM refuses it.
+    with suppress(ValueError):  # Ignore a value that is not a number, because vLLM refuses it.
         asked = whole_number(spec.engine.arguments.value("--max-num-batched-tokens") or "")
         if 0 < asked <= _MAX_TOKENS:
             return asked
