@@ -49,7 +49,10 @@ class ControlPlane:
         folder: the run folder. Its content is replaced at start.
         kubeconfig: path of the administrator's kubeconfig, which exists after the start.
         audit_log: the API server's log of every write, if `audit` is on.
+        rest: blocking client of the API server, with an administrator's rights. It exists after the start.
     """
+
+    rest: Rest
 
     def __init__(
         self,
@@ -77,11 +80,6 @@ class ControlPlane:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    @property
-    def rest(self) -> Rest:
-        """Blocking client of the API server, with an administrator's rights."""
-        return Rest.of_kubeconfig(self.kubeconfig)
 
     def user(self, name: str) -> Path:
         """Create an administrator whose name in the audit log is `name`. Return the path of its kubeconfig."""
@@ -201,6 +199,7 @@ class ControlPlane:
         server = f"https://127.0.0.1:{port}"
         for name in _CLIENTS:
             certs.kubeconfig(folder, name, server)
+        self.rest = Rest.of_kubeconfig(self.kubeconfig)
         self._spawn(
             "kube-apiserver",
             str(self._binaries.kube_apiserver),

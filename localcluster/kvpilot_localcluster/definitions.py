@@ -1,6 +1,5 @@
 """Custom resource definitions: create them, and route them from an older core to a newer server."""
 
-import http.client
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -128,7 +127,7 @@ class Aggregation:
                 version = listed["metadata"]["resourceVersion"]
                 for _ in newer.watch(DEFINITIONS, version):
                     self._sync(newer, newer.get(DEFINITIONS)["items"], port)
-            except (ApiError, OSError, ValueError, http.client.HTTPException) as error:
+            except (ApiError, OSError, ValueError) as error:
                 log.debug("definitions are not followed: %s", error)
                 self._stopped.wait(0.2)
 

@@ -3,13 +3,14 @@
 import json
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import urllib3
 import yaml
 
 HANGS = 300.0
@@ -55,6 +56,11 @@ class Rest:
         files = (cluster["certificate-authority"], user["client-certificate"], user["client-key"])
         return cls.of_files(cluster["server"], *(Path(file) for file in files))
 
+    @cached_property
+    def _connections(self) -> urllib3.PoolManager:
+        # Tests ask many times a second, and a TLS handshake costs several times as much as a request.
+        return urllib3.PoolManager(ssl_context=self.context, retries=False, maxsize=10)
+
     def call(
         self, method: str, path: str, body: Any = None, *, content: str = "application/json", timeout: float = 30
     ) -> Any:
@@ -71,15 +77,13 @@ class Rest:
             ApiError: the server answered with an error status.
             OSError: the server cannot be reached.
         """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(  # noqa: S310
-            self.server + path, data=data, method=method, headers={"Content-Type": content}
-        )
-        try:
-            with urllib.request.urlopen(request, context=self.context, timeout=timeout) as answer:  # noqa: S310
-                text = answer.read().decode()
-        except urllib.error.HTTPError as error:
-            raise ApiError(error.code, error.read().decode(errors="replace")) from None
+        data = None if body is None else json.dumps(body)
+        headers = {"Content-Type": content}
+        with _reaching():
+            answer = self._connections.request(method, self.server + path, body=data, headers=headers, timeout=timeout)
+        text = answer.data.decode(errors="replace")
+        if answer.status >= 300:
+            raise ApiError(answer.status, text)
         try:
             return json.loads(text)
         except ValueError:
@@ -113,17 +117,15 @@ class Rest:
             ApiError: the server no longer has this version.
             OSError: the connection broke, or nothing arrived for 90 s.
         """
-        query = f"watch=1&resourceVersion={version}&timeoutSeconds=60"
-        request = urllib.request.Request(f"{self.server}{path}?{query}")  # noqa: S310
-        try:
-            with urllib.request.urlopen(request, context=self.context, timeout=90) as answer:  # noqa: S310
-                for line in answer:
-                    event = json.loads(line)
-                    if event["type"] == "ERROR":
-                        raise ApiError(event["object"].get("code", 500), str(event["object"].get("message")))
-                    yield event
-        except urllib.error.HTTPError as error:
-            raise ApiError(error.code, error.read().decode(errors="replace")) from None
+        url = f"{self.server}{path}?watch=1&resourceVersion={version}&timeoutSeconds=60"
+        with _reaching(), self._connections.request("GET", url, preload_content=False, timeout=90) as answer:
+            if answer.status != 200:
+                raise ApiError(answer.status, answer.data.decode(errors="replace"))
+            for line in answer:
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise ApiError(event["object"].get("code", 500), str(event["object"].get("message")))
+                yield event
 
     def ready(self) -> bool:
         """Return True if the server answers its readiness check."""
@@ -131,6 +133,15 @@ class Rest:
             return bool(self.call("GET", "/readyz", timeout=2) == "ok")
         except (ApiError, OSError):
             return False
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    """Raise OSError for a server that cannot be reached."""
+    try:
+        yield
+    except urllib3.exceptions.HTTPError as error:
+        raise OSError(str(error)) from error
 
 
 def until(question: Callable[[], Any], what: str, *, seconds: float = HANGS, pause: float = 0.05) -> Any:
