@@ -9,7 +9,7 @@ Json = dict[str, Any]
 
 def engine(**more: Any) -> Json:
     """Return spec.engine with an image that no node has, so that no engine starts."""
-    return {"engine": {"image": "kvpilot/runtime:1", **more}}
+    return {"engine": {"image": "example.org/runtime:1", **more}}
 
 
 def placed(**pod: Any) -> Json:
