@@ -23,9 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -33,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.gpu_options import tokenizer
-from benchmarks.engine.gpu_engine_process import say, versions
+from benchmarks.engine.gpu_engine_process import say
 from benchmarks.engine.gpu_engine_shapes import SHAPES, write
 from benchmarks.engine.gpu_users import server, started
 from benchmarks.engine.users import ARRIVAL_SECONDS, Crowd, Load, Turn, pauses, quantiles
+from benchmarks.gate.record import Record, figures
 from kvpilot_operator.api.rollout import Accuracy, Canary
 from kvpilot_operator.api.words import Verdict
 from kvpilot_operator.control.prober import GIVE_WAY_SECONDS, LOW_PRIORITY, SHORTEST_BUDGET_SECONDS
@@ -46,7 +45,7 @@ from kvpilot_operator.observe.scrape import Scraper
 from kvpilot_operator.state.snapshot import ServiceKey
 from kvpilot_probes import codec, packs, pressure, prose, run
 from kvpilot_probes.client import http_client
-from kvpilot_probes.codec import Baseline, BaselinePrompt
+from kvpilot_probes.codec import Baseline
 from kvpilot_probes.errors import ProbeError
 from kvpilot_probes.packs import ProbePrompt
 from kvpilot_probes.pressure import Pool
@@ -94,46 +93,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8200, help="of the first server (default: 8200)")
     parser.add_argument("--out", type=Path, default=Path("gate-gpu.json"))
     return parser.parse_args()
-
-
-class Record:
-    """The figures so far, in a JSON file that is written after each stage."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._out, self._began = args.out, time.monotonic()
-        self.gates: list[dict[str, Any]] = []
-        self.facts: dict[str, Any] = {
-            "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
-            "command": " ".join(["python", "-m", "benchmarks.gate.gpu", *sys.argv[1:]]), **versions(),
-            "model": args.model.name if args.model else args.shape, "dtype": args.dtype,
-            "max_model_len": args.max_model_len, "packs": list(args.packs), "users": args.users,
-            "error": "interrupted", "gates": self.gates,
-        }  # fmt: skip
-
-    @property
-    def verdicts(self) -> Counter[str]:
-        """Return how many gates ended with each verdict."""
-        return Counter(str(gate["verdict"]) for gate in self.gates if "verdict" in gate)
-
-    @contextmanager
-    def stage(self, into: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-        """Time a block, and yield the dictionary of its figures, which `into` then has under `name`."""
-        row: dict[str, Any] = {}
-        into[name] = row
-        began = time.monotonic()
-        try:
-            yield row
-        finally:
-            row["seconds"] = round(time.monotonic() - began, 1)
-            self.write()
-            say(f"{self._out.stem}: {name}: {row}")
-
-    def write(self) -> None:
-        """Write the file, with the seconds since the program's start."""
-        self.facts["seconds_in_all"] = round(time.monotonic() - self._began, 1)
-        self.facts["verdicts"] = dict(self.verdicts)
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        self._out.write_text(json.dumps(self.facts, indent=1) + "\n")
 
 
 class Pair:
@@ -236,32 +195,6 @@ class Pair:
         return found
 
 
-def figures(found: Measurement, kept: Baseline, judged: Judgement) -> dict[str, Any]:
-    """Return the verdict, and the damage of all prompts and of each bucket. Damage is KL divergence in millinats.
-
-    `bounds` is the interval of 95% around the excess, from the spread between prompts.
-    """
-    assert kept.control is not None  # noqa: S101 - `_measured` has added it
-    noise, excess = kept.control.mean_kl_micronats, found.mean_kl_micronats - kept.control.mean_kl_micronats
-    half = 1.96 * found.stderr_kl_micronats
-    groups: dict[str, list[float]] = defaultdict(list)
-    for one in found.seen:
-        groups[one.bucket].append(1000 * one.kl)
-    lengths = buckets(kept)
-    return {
-        "verdict": judged.verdict, "reason": judged.reason, "message": judged.message, "covered": judged.covered,
-        "prompts": len(found.seen), "excess_kl_millinats": round(excess / 1000, 2),
-        "bounds": [round((excess + side) / 1000, 2) for side in (-half, half)],
-        "control_kl_millinats": round(noise / 1000, 2),
-        "agreement_percent": found.top1_agreement_permille / 10,
-        "buckets": {
-            name: {"judged": len(all_), "kl_millinats": round(sum(all_) / len(all_), 2),
-                   "worst_millinats": round(max(all_), 1), **lengths.get(name, {})}
-            for name, all_ in groups.items()
-        },
-    }  # fmt: skip
-
-
 def seeded(prompts: Sequence[ProbePrompt], seed: int) -> list[ProbePrompt]:
     """Put a text of the seed at the start of each written prompt, so that each gate has other prompts."""
     text = next(prose.chapters(seed, 12)).text
@@ -281,15 +214,6 @@ def different(kept: Baseline, every: int) -> Baseline:
         return Answers(Logprobs(list(one.top)[1], one.top) if at % every == 0 else one for at, one in pairs)
 
     return replace(kept, prompts=tuple(replace(p, answer=changed(p.answer)) for p in kept.prompts))
-
-
-def buckets(kept: Baseline) -> dict[str, dict[str, int]]:
-    """Return the number of prompts of each bucket, their tokens without answers, and the tokens of the longest one."""
-    found: dict[str, list[BaselinePrompt]] = defaultdict(list)
-    for prompt in kept.prompts:
-        found[prompt.bucket].append(prompt)
-    lengths = {bucket: [len(prompt.tokens) for prompt in prompts] for bucket, prompts in found.items()}
-    return {name: {"prompts": len(all_), "tokens": sum(all_), "longest": max(all_)} for name, all_ in lengths.items()}
 
 
 def conversation(context: int) -> Load:

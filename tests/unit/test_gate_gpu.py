@@ -11,15 +11,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.engine.users import Turn
-from benchmarks.gate import gpu
-from benchmarks.gate.gpu import Pair, Record, seeded
+from benchmarks.gate import gpu, record
+from benchmarks.gate.gpu import Pair, seeded
 from kvpilot_probes import packs
 from support.probe_engine import Body, Handler, Writer, counting, engine, noisy, reading
 
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setattr(gpu, "versions", dict)
+    monkeypatch.setattr(record, "versions", dict)
     monkeypatch.setattr(sys, "argv", ["gpu", "--model", "m", "--out", str(tmp_path / "gates.json")])
     return gpu.arguments()
 
@@ -29,7 +29,7 @@ def judged(args: Any, canary: Handler) -> dict[str, Any]:
 
     async def story() -> None:
         async with engine(reading(2048)) as stable, engine(reading(2048, canary)) as other:
-            pair = Pair(args, Record(args), stable, other)
+            pair = Pair(args, record.Record(args), stable, other)
             await pair.gate(22)
             await pair.scraper.close()
 
@@ -81,7 +81,7 @@ def test_a_serving_canary_is_probed_without_pressure_and_one_request_at_a_time(o
 
 
 async def test_latencies_are_those_of_the_answers_and_pauses_within_each_period(options: Any) -> None:
-    pair = Pair(options, Record(options), "", "")
+    pair = Pair(options, record.Record(options), "", "")
     pair.alone, pair.beside = [(0.0, 10.0)], [(10.0, 20.0)]
     turns = [Turn(sent=1.0, chunks=[1.5, 1.6, 1.7]), Turn(sent=11.0, chunks=[13.0, 14.0])]
     found = pair.latencies(turns)
