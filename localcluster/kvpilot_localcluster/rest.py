@@ -147,14 +147,14 @@ def _reaching() -> Iterator[None]:
 def until(question: Callable[[], Any], what: str, *, seconds: float = HANGS, pause: float = 0.05) -> Any:
     """Call `question` until its answer is true, and return that answer.
 
-    A 404 or an unreachable server counts as false.
+    A 404 or an unreachable server counts as false. Pauses begin with `pause`, and grow to 0.25 s within 5 s.
 
     Raises:
         TimeoutError: the answer was never true. The message has `what` and the last answer.
     """
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     last: object = None
-    while time.monotonic() < deadline:
+    while (waited := time.monotonic() - began) < seconds:
         try:
             last = question()
         except ApiError as error:
@@ -166,5 +166,5 @@ def until(question: Callable[[], Any], what: str, *, seconds: float = HANGS, pau
         else:
             if last:
                 return last
-        time.sleep(pause)
+        time.sleep(max(pause, min(0.25, waited / 20)))
     raise TimeoutError(f"not within {seconds:g} s: {what}; last answer: {last!r}")
