@@ -37,7 +37,7 @@ RECENT = "KVPILOT_RECENT_TOKENS"
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise PreflightError("BadArguments", f"{message}; kvpilot-serve --help lists what it takes")
+        raise PreflightError("BadArguments", f"{message}; kvpilot-serve --help lists its options")
 
 
 def _count(text: str) -> int:

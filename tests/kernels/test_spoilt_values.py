@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's minim
 RATIO, LENGTHS = 2, [50, 33]
 WITH_RING = [name for name in formats.own_names() if formats.parse(name).has_ring]
 broken, seeds = st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.integers(0, 2**31)
-# ((block size, tile), stages, wave)
+# Each entry: ((tokens of a block, tokens of a tile), tiles in shared memory at once, splits that run at the same time).
 cuts = st.sampled_from([((16, 16), 2, 1), ((64, 32), 3, 2), ((64, 64), 2, 4), ((48, 16), 4, 3)])
 counts = st.sampled_from([None, [1, 1], [4, 2], [7, 5]])
 

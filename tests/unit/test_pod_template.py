@@ -227,7 +227,7 @@ def test_accepted_templates_keep_kvpilots_fields_and_satisfy_baseline(given_temp
     plain["spec"] |= {name: obj["spec"][name] for name in ("cache", "model")}
     ours = pod_template(KEY.name, spec_of(plain), "k4v4")
     for one in (ours, found):
-        # The hash of everything else.
+        # This label is a hash of all other fields, so it differs.
         del one["metadata"]["labels"]["kvpilot.io/revision"]
     assert list(lost(ours, found, "template")) == []
 

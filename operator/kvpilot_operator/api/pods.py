@@ -139,8 +139,8 @@ class ValueFrom(Record, frozen=True):
         ".name",
         "!(self.name in ['KVPILOT_SERVE_HOST', 'KVPILOT_RECENT_TOKENS', 'VLLM_API_KEY', 'VLLM_PLUGINS', "
         "'VLLM_DP_RANK', 'VLLM_DP_RANK_LOCAL', 'VLLM_DP_SIZE', 'VLLM_DP_MASTER_IP', 'VLLM_DP_MASTER_PORT'])",
-        "env {self.name} would hide the engine from kvpilot, make a pod one part of an engine, or set what "
-        "spec.kvCache.recentTokens is for: remove it",
+        "env {self.name} would hide the engine from kvpilot, make the pod only a part of an engine, or override "
+        "spec.kvCache.recentTokens: remove it",
     ),
 )
 class EnvVar(Record, frozen=True):

@@ -125,10 +125,10 @@ def read_slots(row_ptr, live, slot, SIDE: tl.constexpr):
 
 @triton.jit
 def query_planes(slot, KEY: tl.constexpr):
-    """Return a factor and a flag for each slot of a query, which follow from decode's products (`mma.key_planes`).
+    """Return a factor and a flag for each slot of a query. Decode's product with keys (`mma.key_planes`) needs both.
 
-    Divide the query's element by the factor, float32, 1 or 4. The flag is True if the codes that the element multiplies
-    end at a byte's sign bit.
+    The query's element must be divided by the factor, which is 1 or 4 as float32. The flag is True if the codes that
+    the element multiplies end at a byte's sign bit.
     """
     first = slot // (KEY.slots * KEY.bits // 8) * KEY.bits
     above = first - slot // 64 * KEY.group // KEY.row * KEY.bits

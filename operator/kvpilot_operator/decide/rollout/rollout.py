@@ -79,7 +79,7 @@ def _take_back(c: Context) -> Context:
     there = max(selected, key=lambda view: len(s.answering_pods(view.revision)), default=None)
     if there is None or not s.answering_pods(there.revision):
         return c
-    text = f"{there.revision} ({there.dtype}) answers, but the status did not name it"
+    text = f"{there.revision} ({there.dtype}) answers, although the status did not name it as the serving revision"
     if stable is not None:
         if there.revision == stable.revision or s.ready_pods(stable.revision):
             return c

@@ -27,10 +27,10 @@ def start_fault(c: Context, target: Target | None = None) -> Cause | None:
     needed = (Question.POOLS, Question.PROBE_SETS, Question.NODE)
     unread = next((one for one in map(c.snapshot.unread, needed) if one is not None), None)
     if unread is not None:
-        return Cause(Reason.RECONCILE_INCOMPLETE, f"no canary starts while its needs are unknown: {unread}")
+        return Cause(Reason.RECONCILE_INCOMPLETE, f"no canary starts while facts that it needs are unknown: {unread}")
     broken = c.snapshot.probes.fault
     if broken is not None:
-        text = f"the probe sets cannot be used, and {canary} starts once they can: {broken}"
+        text = f"{canary} starts once the probe sets can be used: {broken}"
         return Cause(Reason.PROBE_SET_INVALID, text)
     if replicas == 0:
         return Cause(Reason.SCALED_TO_ZERO, f"spec.replicas is 0: {canary} starts once there are replicas again")
