@@ -31,7 +31,7 @@ def test_a_step_of_one_token_reads_the_window_after_any_earlier_steps(cuda: Any,
 
 
 @pytest.mark.parametrize(("name", "drafts"), [("int8", 0), ("k4v4", 3)])
-def test_a_layer_with_chunked_attention_sees_no_earlier_chunk(cuda: Any, name: str, drafts: int) -> None:
+def test_a_layer_with_chunked_attention_attends_to_no_earlier_chunk(cuda: Any, name: str, drafts: int) -> None:
     engine = Engine(cuda, name, blocks=24, width=7, drafts=drafts, chunk=2 * BLOCK)
     engine.step({"a": BLOCK}, padding=3)
     engine.step({"a": 2 * BLOCK - 1, "b": 4 * BLOCK + 7}, padding=0)  # This step has three chunks of b.
@@ -40,7 +40,7 @@ def test_a_layer_with_chunked_attention_sees_no_earlier_chunk(cuda: Any, name: s
     engine.step({"b": 2, "a": 1, "c": 1}, padding=2)  # The next token of b is in its next chunk.
 
 
-def test_pieces_of_chunks_beyond_the_decode_limit_are_prefilled(cuda: Any) -> None:
+def test_more_pieces_of_prompt_chunks_than_decode_has_room_for_are_prefilled(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4", blocks=24, chunk=BLOCK)
     most, names = engine.builder.plan.sequences, "abcdefgh"
     for name in names:
@@ -248,7 +248,7 @@ class Launches:
 
 
 @pytest.mark.parametrize(("drafts", "recent"), [(0, 0), (3, 64)])
-def test_launch_parameters_are_settled_at_start_for_every_kind_of_step(
+def test_launch_parameters_are_computed_at_start_for_every_kind_of_step(
     cuda: Any, drafts: int, recent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled: dict[int, Taken] = {}
@@ -304,7 +304,7 @@ def test_a_layer_that_reads_another_layers_cache_stores_nothing(cuda: Any, name:
     engine.step({"c": 1, "a": 1, "b": 1}, padding=0)
 
 
-def test_sinks_take_their_weight_in_prefill_and_decode(cuda: Any) -> None:
+def test_attention_sinks_take_their_weight_in_prefill_and_decode(cuda: Any) -> None:
     engine = Engine(cuda, "k4v4", blocks=24, sinks=torch.tensor([3.0, -2.0, 0.5, 6.0], dtype=torch.bfloat16))
     engine.step({"a": 40}, padding=0)
     engine.step({"a": 1, "b": 70}, padding=9)

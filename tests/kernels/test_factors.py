@@ -42,7 +42,7 @@ def stored(key: torch.Tensor, value: torch.Tensor, fmt: formats.Format, factors:
 
 @given(st.sampled_from(SERVED), st.sampled_from(DIMS), st.integers(1, 40), st.integers(0, 2**31))
 @settings(max_examples=25)
-def test_identity_factors_change_no_bit(name: str, dim: int, tokens: int, seed: int) -> None:
+def test_factors_of_mean_0_and_scale_1_change_no_bit(name: str, dim: int, tokens: int, seed: int) -> None:
     rng, fmt = draw(seed), formats.parse(name)
     key, value = (torch.randn(tokens, 2, dim, generator=rng) for _ in "kv")
     query = torch.randn(1, 6, dim, generator=rng)
@@ -84,7 +84,7 @@ def test_prefill_with_factors_equals_the_reference(name: str) -> None:
     assert torch.allclose(out.double(), prefill_reference(query, key, value, 30, fmt, 0.125, factors), atol=1e-3)
 
 
-def test_a_shared_mean_adds_no_error_once_factors_have_it() -> None:
+def test_a_mean_that_all_tokens_share_adds_no_error_if_the_factors_contain_it() -> None:
     fmt, rng = formats.parse("k4v4"), draw(5)
     offset = 10 * torch.randn(2, 64, generator=rng)
     x = torch.randn(200, 2, 64, generator=rng)
@@ -147,7 +147,7 @@ def test_channels_without_variance_or_cost_get_finite_positive_factors() -> None
 
 
 @pytest.mark.parametrize("bad", ["shape", "nan"])
-def test_moments_refuse_tensors_of_the_wrong_shape(bad: str) -> None:
+def test_the_sums_for_a_fit_refuse_tensors_of_the_wrong_shape_or_with_nan(bad: str) -> None:
     x, gradient = torch.ones(4, 2, 64), torch.ones(4, 2, 64)
     if bad == "shape":
         gradient = torch.ones(4, 3, 64)
@@ -251,7 +251,7 @@ def test_a_constant_channel_gets_a_finite_scale() -> None:
 
 @pytest.mark.parametrize(("which", "said"), [(0, "queries"), (1, "keys"), (2, "values")])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_are_an_error(which: int, said: str, bad: float) -> None:
+def test_a_fit_to_values_that_are_not_finite_is_an_error(which: int, said: str, bad: float) -> None:
     given_ = [torch.ones(9, heads, 8) for heads in (4, 2, 2)]
     given_[which][7, 1, 3] = bad
     seen = observed(*given_)
@@ -259,7 +259,7 @@ def test_values_that_are_not_finite_are_an_error(which: int, said: str, bad: flo
         seen.factors()
 
 
-def test_tensors_of_another_layer_and_an_empty_fit_are_refused() -> None:
+def test_a_fit_to_tensors_of_another_layer_or_to_none_is_refused() -> None:
     seen = Observed(2, 8)
     with pytest.raises(ValueError, match="no token was counted"):
         seen.factors()

@@ -23,7 +23,9 @@ block_sizes = st.sampled_from([16, 32, 48, 64, 128, 256])
     ("name", "bits"), [("int8", 8.25), ("k8v4", 6.25), ("k4v4", 4.25), ("k4v2", 3.25), ("k2v2", 2.25), ("auto", 16.0)]
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_bits_with_scales_are_the_same_at_every_multiple_of_64(name: str, bits: float, head_dim: int) -> None:
+def test_bits_per_element_with_scales_are_the_same_at_every_multiple_of_64(
+    name: str, bits: float, head_dim: int
+) -> None:
     assert formats.parse(name).bits_per_element(head_dim) == bits
 
 
@@ -69,7 +71,7 @@ def test_groups_divide_the_row_and_codes_fill_whole_bytes(name: str, head_dim: i
 
 
 @given(any_name)
-def test_parse_returns_the_format_of_that_name(name: str) -> None:
+def test_parse_returns_the_format_with_the_given_name(name: str) -> None:
     assert formats.parse(name).name == name
 
 
@@ -110,7 +112,7 @@ def test_a_padded_head_takes_the_bytes_of_its_stored_row(name: str, head_dim: in
         assert fmt.ring_layout(head_dim, block_size) == fmt.ring_layout(wide, block_size)
 
 
-def test_80_elements_in_k4v4_hold_three_times_the_tokens_of_16_bits() -> None:
+def test_heads_of_80_elements_hold_three_times_the_tokens_of_16_bits_in_k4v4() -> None:
     assert formats.parse("auto").row_bytes(80) / formats.parse("k4v4").row_bytes(80) == pytest.approx(320 / 104)
 
 

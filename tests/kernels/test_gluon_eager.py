@@ -38,7 +38,7 @@ def test_an_uncommitted_copy_takes_no_effect() -> None:
     assert (target.load(None) == -1).all()
 
 
-def test_starting_a_copy_invalidates_the_target() -> None:
+def test_starting_a_copy_invalidates_its_target_until_the_wait() -> None:
     copies, target = Copies(), Shared(np.arange(8, dtype=np.int32))
     copies.async_copy_global_to_shared(target, Pointer.of(WORDS) + np.arange(8))
     assert (target.load(None) == -1).all()
@@ -71,7 +71,7 @@ def test_a_view_ends_with_its_last_element() -> None:
         load(Pointer.of(view) + 10)
 
 
-def test_instructions_see_two_neighbours_in_a_register() -> None:
+def test_simulated_instructions_take_two_neighbouring_numbers_from_a_register() -> None:
     x = block(np.array([[0x1234, 0xABCD, 0x00FF, 0x0100]], np.uint16))
     masked = inline_asm_elementwise("and.b32 $0, $1, 0xf000f0;", "=r,r", [x], np.uint16, True, 2)
     assert masked.tolist() == [[0x0030, 0x00C0, 0x00F0, 0x0000]]
@@ -82,13 +82,13 @@ def test_instructions_see_two_neighbours_in_a_register() -> None:
         inline_asm_elementwise("xor.b32 $0, $1, 1;", "=r,r", [x], np.uint16, True, 2)
 
 
-def test_a_product_takes_subnormals_exactly() -> None:
+def test_a_simulated_matrix_product_takes_subnormals_exactly() -> None:
     a = block(np.full((16, 16), 3, np.uint16).view(np.float16))
     b = block(np.full((16, 8), 2.0, np.float16))
     assert (mma_v2(a, b, block(np.zeros((16, 8), np.float32))) == 16 * 6 * 2.0**-24).all()
 
 
-def test_a_product_of_integers_is_exact_and_needs_full_depths() -> None:
+def test_a_simulated_product_of_integers_is_exact_and_needs_full_depths() -> None:
     a, b = block(np.full((16, 32), -128, np.int8)), block(np.full((32, 8), 127, np.int8))
     assert (mma_v2(a, b, block(np.full((16, 8), 5, np.int32))) == 5 - 32 * 128 * 127).all()
     with pytest.raises(ValueError, match="mma of int8"):
@@ -97,7 +97,7 @@ def test_a_product_of_integers_is_exact_and_needs_full_depths() -> None:
         mma_v2(a, b, block(np.zeros((16, 8), np.float32)))
 
 
-def test_instructions_on_four_bytes_and_two_halves_of_a_register() -> None:
+def test_simulated_instructions_work_on_four_bytes_or_two_halves_of_a_register() -> None:
     x = block(np.array([0x03, 0x7F, 0x80, 0xFF], np.uint8).view(np.int8)[None])
     flipped = inline_asm_elementwise("lop3.b32 $0, $1, 0xc0c0c0c0, 0x80808080, 0x6a;", "=r,r", [x], np.int8, True, 4)
     assert flipped.tolist() == [[-128, -64, 0, 64]]
@@ -138,7 +138,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_in_decode_is_detected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_detects_a_mistake_in_decode(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = MISTAKES[what]
     batch = Batch("k4v4", 64, [70, 33, 10], seed=9, ratio=2)
     query = batch.queries()

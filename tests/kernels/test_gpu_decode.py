@@ -77,7 +77,7 @@ def test_soft_caps_equal_those_of_the_cpu(name: str, length: int, softcap: float
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0, 30.0])
 @pytest.mark.parametrize("sinking", [False, True])
-def test_caps_and_sinks_see_scores_that_include_the_keys_mean(softcap: float, sinking: bool) -> None:
+def test_soft_caps_and_sinks_apply_to_scores_that_include_the_keys_mean(softcap: float, sinking: bool) -> None:
     batch = Batch("k4v4", 64, [40, 0, 130], seed=3, ratio=3, softcap=softcap, calibrated=True)
     query, sinks = batch.queries(), torch.tensor([3.0, -2.0, 0.5, 6.0, 0.0, 1.0]) if sinking else None
     batch.pages = pages.GpuPages(batch.cache, batch.shape, batch.factors, sinks=sinks)
@@ -105,7 +105,7 @@ def test_the_first_keys_mean_is_added_before_the_soft_cap(softcap: float) -> Non
     assert off(out, batch.cpu.decode(query, batch.table, batch.lens, batch.scale, softcap)) > 10 * CLOSE
 
 
-def test_one_token_out_of_many_can_take_all_the_weight() -> None:
+def test_one_token_out_of_many_can_take_all_the_softmax_weight() -> None:
     batch = Batch("k4v4", 128, [200], seed=5, ratio=2, stages=3)
     query = batch.keys[0][130].repeat_interleave(2, 0)[None] * 20
     wanted = decode_reference(query[0], batch.keys[0], batch.values[0], batch.fmt, batch.scale)

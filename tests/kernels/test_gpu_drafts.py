@@ -52,7 +52,7 @@ def test_decode_with_drafts_equals_the_reference_in_every_format_at_every_head_d
     st.sampled_from([(16, 16), (32, 16), (48, 16), (64, 32), (64, 64)]), st.integers(2, 4), st.integers(1, 4),
     st.booleans(), st.integers(0, 3),
 )  # fmt: skip
-def test_each_token_attends_up_to_itself_for_every_division_into_splits(
+def test_each_draft_token_attends_up_to_itself_for_every_division_into_splits(
     name: str, dim: int, step: list[tuple[int, int]], seed: int, kv_heads: int, ratio: int, cut: tuple[int, int],
     stages: int, wave: int, calibrated: bool, padding: int,
 ) -> None:  # fmt: skip
@@ -62,12 +62,12 @@ def test_each_token_attends_up_to_itself_for_every_division_into_splits(
 
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
-def test_soft_caps_apply_to_each_token(softcap: float) -> None:
+def test_soft_caps_apply_to_each_draft_token(softcap: float) -> None:
     assert_equals_reference(Batch("k4v4", 64, [50, 17], seed=5, ratio=2, softcap=softcap), [5, 3], factor=3.0)
 
 
 @pytest.mark.parametrize("zero", [0.0, 1e-20])
-def test_a_token_that_attends_to_nothing_in_a_split_adds_nothing(zero: float) -> None:
+def test_a_draft_token_that_attends_to_no_token_of_a_split_adds_nothing_to_its_result(zero: float) -> None:
     """Let only the last token see the second tile. NaN scales and the largest codes follow the last token."""
     batch = Batch("k2v2", 64, [17], seed=8, ratio=3, wave=8)
     query = torch.randn(4, 6, 64, generator=batch.rng) * zero
@@ -88,7 +88,7 @@ def test_a_nan_query_changes_no_other_output() -> None:
     assert torch.equal(out, whole)
 
 
-def test_more_than_a_thousand_rows_are_split_and_merged() -> None:
+def test_more_than_a_thousand_query_tokens_are_split_and_merged() -> None:
     """Use as many sequences as a large engine has, with three tokens each. Most rows are padding."""
     lengths, counts = [20, *[0] * 350, 33], [3, *[0] * 350, 3]
     batch = Batch("k4v4", 64, [20, 33], seed=2, kv_heads=1, ratio=1, wave=4)

@@ -43,7 +43,7 @@ def test_a_chunk_of_every_context_equals_what_the_cpu_reads(
     st.sampled_from(formats.own_names()), st.sampled_from([64, 96]), st.sampled_from([16, 64]),
     st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=3), st.integers(0, 2**31),
 )  # fmt: skip
-def test_new_tokens_follow_their_context_unquantized(
+def test_gather_puts_new_tokens_unquantized_after_their_context(
     name: str, dim: int, block_size: int, sequences: list[tuple[int, int]], seed: int
 ) -> None:
     lengths, new = [sum(one) for one in sequences], [fresh for _, fresh in sequences]

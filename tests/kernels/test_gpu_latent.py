@@ -262,7 +262,7 @@ def test_a_chunk_of_every_context_is_gathered_as_the_cpu_reads_it(
     assert (out[rows[-1] :] == 7).all()
 
 
-def test_bad_input_is_refused_before_a_launch() -> None:
+def test_bad_input_for_latent_kernels_is_refused_before_a_launch() -> None:
     batch = LatentBatch("mla4", [20], 1)
     query, plan = batch.queries(), batch.plan()
     before, entry = batch.cache.clone(), torch.zeros(1, ENTRY)
@@ -310,7 +310,7 @@ def test_bad_input_is_refused_before_a_launch() -> None:
 
 @given(st.integers(1, 128), every, st.sampled_from([16, 32, 48, 64, 128]),
        st.sampled_from([(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]))  # fmt: skip
-def test_every_choice_covers_all_heads_and_fits_the_shared_memory(
+def test_every_chosen_launch_covers_all_heads_and_fits_the_shared_memory(
     heads: int, name: str, block_size: int, capability: tuple[int, int]
 ) -> None:
     fmt, take = parse(name), latent_tuning.program_heads(heads)

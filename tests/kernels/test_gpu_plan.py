@@ -65,7 +65,7 @@ def test_splits_cover_every_tile_once_and_in_order(lengths: list[int], tile: int
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 200))
-def test_no_split_is_longer_than_its_share(lengths: list[int], wave: int) -> None:
+def test_no_split_is_longer_than_the_plans_share_of_the_tiles(lengths: list[int], wave: int) -> None:
     splits, _ = cut(lengths, 16, wave)
     share = max(1, -(-sum(-(-n // 16) for n in lengths) // wave))
     for _ in range(4):

@@ -62,7 +62,7 @@ def assert_is_attention(
     ("causal", "softcap", "dtype"),
     [(True, 0.0, torch.float32), (True, 5.0, torch.float16), (False, 0.0, torch.float16), (False, 5.0, torch.float32)],
 )
-def test_outputs_and_log_sums_equal_the_definition(causal: bool, softcap: float, dtype: torch.dtype) -> None:
+def test_outputs_and_log_sums_of_prefill_equal_the_definition(causal: bool, softcap: float, dtype: torch.dtype) -> None:
     assert_is_attention([40, 1, 33], [70, 9, 0], 3, 512, 4, causal, softcap, dtype)
 
 
@@ -72,7 +72,7 @@ def test_outputs_and_log_sums_equal_the_definition(causal: bool, softcap: float,
     st.sampled_from([1, 2, 3, 8]), st.booleans(), st.sampled_from([0.0, 3.0]),
     st.sampled_from([(16, 16), (16, 32), (32, 16), (64, 32)]), st.sampled_from([64, 80, 384]),
 )  # fmt: skip
-def test_every_division_of_the_work_gives_the_same_result(
+def test_every_division_of_a_prefills_work_gives_the_same_result(
     sizes: list[tuple[int, int]], seed: int, ratio: int, causal: bool, softcap: float, block: tuple[int, int],
     dim: int,
 ) -> None:  # fmt: skip

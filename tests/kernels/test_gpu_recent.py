@@ -57,7 +57,7 @@ def assert_right(s: Sequences, at: GpuPages) -> None:
 
 @settings(max_examples=12)
 @given(names, st.sampled_from([64, 256]), st.sampled_from([16, 48, 64]), st.integers(1, 60), st.integers(1, 40), seeds)
-def test_ring_rows_equal_the_cpus_and_no_other_byte_changes(
+def test_store_writes_ring_rows_like_the_cpu_and_changes_no_other_byte(
     name: str, dim: int, block_size: int, recent: int, tokens: int, seed: int
 ) -> None:
     s = Sequences(name, dim, [tokens], recent, seed, block_size=block_size)
@@ -169,7 +169,7 @@ def test_no_byte_of_a_ring_is_read_before_the_step_is_stored(monkeypatch: pytest
     assert torch.equal(attend(s, at, query), wanted)
 
 
-def test_wrong_arguments_are_refused_before_a_launch() -> None:
+def test_wrong_arguments_for_a_window_are_refused_before_a_launch() -> None:
     s = Sequences("k4v4", 64, [20], 16, seed=8)
     at, before = gpu(s), s.cache.clone()
     x, slots, plan = torch.zeros(2, 2, 64), torch.arange(2), Plan(gpu(s).shape, 1)

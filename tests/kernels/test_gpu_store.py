@@ -85,7 +85,7 @@ def test_store_writes_the_references_bytes_and_changes_no_other(
 @settings(max_examples=8)
 @given(names, dims, block_sizes, st.integers(1, 40), st.booleans(), st.sampled_from([torch.float16, torch.float32]),
        seeds)  # fmt: skip
-def test_read_back_values_are_as_exact_as_the_cpus(
+def test_stored_tokens_read_back_are_as_exact_as_the_cpus(
     name: str, dim: int, block_size: int, tokens: int, calibrated: bool, dtype: torch.dtype, seed: int
 ) -> None:
     rng, fmt = generator(seed), formats.parse(name)

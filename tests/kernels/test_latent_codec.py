@@ -32,7 +32,7 @@ def test_the_error_stays_below_its_bound_with_outlier_channels(
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_shared_mean_adds_no_error_once_factors_have_it(name: str) -> None:
+def test_a_mean_that_all_latents_share_adds_no_error_if_the_factors_contain_it(name: str) -> None:
     rng, fmt = generator(4), parse(name)
     mean = 3 * torch.randn(ENTRY, generator=rng)
     x = torch.randn(128, ENTRY, generator=rng) + mean

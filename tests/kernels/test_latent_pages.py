@@ -30,7 +30,7 @@ def test_decode_equals_the_reference_over_ragged_poisoned_pages(
 
 @settings(max_examples=15)
 @given(st.sampled_from(names()), st.integers(1, 70), st.booleans(), st.integers(0, 2**31))
-def test_read_equals_the_reference(name: str, length: int, calibrated: bool, seed: int) -> None:
+def test_reading_latents_back_equals_the_reference(name: str, length: int, calibrated: bool, seed: int) -> None:
     batch = LatentBatch(name, [length], seed, calibrated=calibrated)
     wanted = round_trip(batch.entries[0], batch.fmt, batch.factors)
     read = batch.cpu.read(batch.table[0], length)

@@ -60,7 +60,7 @@ def test_triton_passes_the_same_arguments_to_a_compiled_kernel_as_we_do() -> Non
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_takes_pointers_then_numbers_then_constants(name: str) -> None:
+def test_a_kernels_arguments_are_pointers_then_numbers_then_constants(name: str) -> None:
     function = getattr(KERNELS[name], "fn", KERNELS[name])
     parameters = inspect.signature(function).parameters
     ranks = [

@@ -19,13 +19,13 @@ def new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> form
     return row
 
 
-def test_a_new_row_of_the_table_has_a_name_and_a_size(new: formats.Format) -> None:
+def test_a_dtype_that_is_added_to_the_table_has_a_name_and_a_size(new: formats.Format) -> None:
     assert formats.own_names()[-1] == new.name
     assert formats.parse(new.name).bits_per_element() == (new.key.bits + new.value.bits) / 2 + 0.25
 
 
 @pytest.mark.parametrize("dim", [64, 96])
-def test_cpu_and_gpu_store_and_decode_a_new_row_alike(new: formats.Format, dim: int) -> None:
+def test_cpu_and_gpu_store_and_decode_an_added_dtype_alike(new: formats.Format, dim: int) -> None:
     rng, ours, theirs = generator(4), poisoned(3, 2, 16, new, dim), poisoned(3, 2, 16, new, dim)
     key, value, query = (torch.randn(20, heads, dim, generator=rng) for heads in (2, 2, 4))
     slots, factors = 16 + torch.arange(20), Factors.identity(2, dim)

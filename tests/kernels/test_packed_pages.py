@@ -77,7 +77,7 @@ def test_prefill_reads_the_context_from_pages_and_the_chunk_unquantized(
     st.sampled_from(SERVED), st.integers(0, 40), st.integers(2, 20), st.sampled_from([1, 4]), st.booleans(),
     st.sampled_from([0.0, 3.0]), st.integers(0, 2**31),
 )  # fmt: skip
-def test_caps_and_sinks_equal_the_reference(
+def test_soft_caps_and_attention_sinks_equal_the_reference(
     name: str, context: int, tokens: int, ratio: int, sinking: bool, softcap: float, seed: int
 ) -> None:
     batch = Batch(name, 64, [context + tokens], 2, 16, seed)
@@ -98,7 +98,7 @@ def test_caps_and_sinks_equal_the_reference(
     st.sampled_from(SERVED), st.integers(0, 40), st.integers(4, 20), st.booleans(), st.sampled_from([0.0, 3.0]),
     st.lists(st.integers(0, 20), min_size=2, max_size=4, unique=True), st.integers(0, 2**31),
 )  # fmt: skip
-def test_tokens_of_a_span_attend_to_each_other_both_ways(
+def test_tokens_of_an_images_span_attend_to_each_other_both_ways(
     name: str, context: int, tokens: int, sinking: bool, softcap: float, cuts: list[int], seed: int
 ) -> None:
     batch = Batch(name, 64, [context + tokens], 2, 16, seed)
@@ -117,7 +117,7 @@ def test_tokens_of_a_span_attend_to_each_other_both_ways(
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("sinking", [False, True])
-def test_caps_and_sinks_see_scores_that_include_the_means(softcap: float, sinking: bool) -> None:
+def test_soft_caps_and_sinks_apply_to_scores_that_include_the_means(softcap: float, sinking: bool) -> None:
     batch = WithFactors("k4v4", 64, [200, 3], seed=3, ratio=2, calibrated=True)
     query, how = (
         batch.queries(),

@@ -102,7 +102,7 @@ def test_the_bytes_of_a_ring_row_match_the_layout() -> None:
 
 
 @given(st.sampled_from([2, 4, 8]), rows, seeds)
-def test_rows_of_another_token_have_other_tags(bits: int, dim: int, seed: int) -> None:
+def test_ring_rows_of_another_token_have_other_tags(bits: int, dim: int, seed: int) -> None:
     rng, group = generator(seed), formats.parse("k4v4").group_size(dim)
     codes, meta = encode(torch.randn(301, dim, generator=rng), bits, group)
     known = tags(pack(codes, bits), meta)
@@ -113,7 +113,7 @@ def test_rows_of_another_token_have_other_tags(bits: int, dim: int, seed: int) -
     assert split_ring_meta(ours, same_codes)[1].float().mean() < 0.02
 
 
-def test_stale_rows_pass_the_tag_check_no_more_often_than_its_bits_allow() -> None:
+def test_stale_ring_rows_pass_the_tag_check_no_more_often_than_its_bits_allow() -> None:
     """Compare 4 million pairs of rows. By tags of 14 bits, about 240 match in keys, 240 in values, and none in both."""
     rng = generator(11)
     sides = []
@@ -184,7 +184,7 @@ def test_a_nan_in_an_unused_ring_row_changes_no_output() -> None:
     assert out[1].isfinite().all()
 
 
-def test_the_window_is_what_makes_four_bits_accurate() -> None:
+def test_attention_in_4_bits_is_more_accurate_with_a_recent_window() -> None:
     """Attention prefers recent tokens, as in language models, so the window reduces the error by a large factor."""
     rng, fmt = generator(5), formats.parse("k4v4")
     key, value, query = (torch.randn(200, h, 128, generator=rng) for h in (1, 1, 1))

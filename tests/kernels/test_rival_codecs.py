@@ -38,7 +38,7 @@ def error(codec: Codec, x: torch.Tensor, side: str) -> float:
      (plain.fp8_e4m3(), 8.0, 8.0), (own(formats.parse("k4v4")), 4.25, 4.25), (own(formats.parse("k4v2")), 3.25, 3.25)],
     ids=lambda value: value.name if isinstance(value, Codec) else None,
 )  # fmt: skip
-def test_bits_count_every_scale_and_zero_point(codec: Codec, at_128: float, at_64: float) -> None:
+def test_a_codecs_bits_count_every_scale_and_zero_point(codec: Codec, at_128: float, at_64: float) -> None:
     assert codec.bits(128) == pytest.approx(at_128)
     assert codec.bits(64) == pytest.approx(at_64)
 

@@ -76,7 +76,7 @@ def existing(telemetry) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(("where", "expression"), EXPRESSIONS, ids=[where for where, _ in EXPRESSIONS])
-def test_every_metric_and_label_exists(where, expression, existing):
+def test_every_metric_and_label_in_a_query_exists(where, expression, existing):
     names = metric_names(expression)
     assert names, f"{where}: no metric found in {expression}"
     assert names <= existing.keys(), f"{where}: unknown metrics {sorted(names - existing.keys())}"
@@ -160,7 +160,7 @@ def test_the_check_finds_invalid_promql(tmp_path):
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_each_dashboard_is_complete(path):
+def test_each_dashboard_has_all_parts_that_grafana_needs(path):
     dashboard = load(path)
     assert dashboard["uid"] == f"kvpilot-{path.stem}"
     assert dashboard["schemaVersion"] >= 39

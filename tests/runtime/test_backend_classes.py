@@ -63,7 +63,7 @@ def test_a_name_of_another_dtype_is_an_attribute_error(name: str) -> None:
         resolve_obj_by_qualname(f"kvpilot_runtime.backends.cpu.{name}")
 
 
-def test_one_row_of_the_table_is_enough_to_serve_a_token(
+def test_a_dtype_that_is_added_to_the_table_can_serve_a_token(
     made_up: formats.Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "get_current_vllm_config", lambda: None)

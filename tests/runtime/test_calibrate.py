@@ -53,7 +53,7 @@ def test_a_saved_calibration_file_can_be_loaded(file: Path) -> None:
     assert loaded.for_layer("model.layers.2.self_attn.attn") is loaded.layers[2]
 
 
-def test_the_hash_includes_the_means_of_first_keys() -> None:
+def test_the_hash_of_the_factors_includes_the_means_of_first_keys() -> None:
     layers = some_layers(FACTS)
     other = [*layers[:2], dataclasses.replace(layers[2], key_first=layers[2].key_first + 1)]
     assert factors_file.digest(layers) == factors_file.digest(some_layers(FACTS))
@@ -77,7 +77,7 @@ def test_a_layer_that_was_not_calibrated_is_named(file: Path, name: str) -> None
         factors_file.load(file, FACTS).for_layer(name)
 
 
-def test_shards_have_every_head_once_or_copies_if_ranks_outnumber_heads(file: Path) -> None:
+def test_ranks_get_every_heads_factors_once_or_copies_if_there_are_more_ranks_than_heads(file: Path) -> None:
     whole = factors_file.load(file, FACTS)
     halves = [whole.shard(rank, 2) for rank in (0, 1)]
     assert torch.equal(torch.cat([h.layers[1].key_mean for h in halves]), whole.layers[1].key_mean)

@@ -53,7 +53,7 @@ def test_answers_are_those_of_the_calibrated_codec(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss"], ids=["soft cap", "attention sinks"])
-def test_sinks_and_caps_see_scores_that_include_the_keys_mean(family: str, tmp_path: Path) -> None:
+def test_sinks_and_soft_caps_apply_to_scores_that_include_the_keys_mean(family: str, tmp_path: Path) -> None:
     model, file = make(family, tmp_path / "model"), tmp_path / "factors.safetensors"
     layers = write_factors(model, file)
     rng = random.Random(6)

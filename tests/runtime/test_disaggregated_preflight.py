@@ -52,13 +52,13 @@ def transferring(transfer: dict[str, Any], *more: str, dtype: str = "k4v4", mode
 @pytest.mark.parametrize("transfer", [DECODE, PREFILL, {**DECODE, "kv_role": "kv_both"},
                                       {**DECODE, "kv_connector_extra_config": {"kv_lease_duration": 60}}, SHARE,
                                       {**SHARE, "kv_role": "kv_consumer"}])  # fmt: skip
-def test_tested_configurations_are_accepted(transfer: dict[str, Any]) -> None:
+def test_tested_configurations_of_connectors_are_accepted(transfer: dict[str, Any]) -> None:
     check(transferring(transfer))
     packed.refuse_unsupported_options(engine(transfer))
 
 
 @pytest.mark.parametrize("transfer", [DECODE, PREFILL])
-def test_options_with_dots_mean_the_same(transfer: dict[str, Any]) -> None:
+def test_options_of_a_connector_with_dots_in_their_names_mean_the_same(transfer: dict[str, Any]) -> None:
     dotted = [f"--kv-transfer-config.{key}={value}" for key, value in transfer.items() if isinstance(value, str)]
     check(serve.parse([f"--model={tiny_llama()}", "--kv-cache-dtype=k4v4", *dotted])[0])
 
@@ -234,7 +234,7 @@ def test_a_prompt_is_pulled_only_if_the_sender_has_exactly_its_blocks(params: di
     assert found is None if what is None else what in (found or "")
 
 
-def test_terms_as_text_differ_if_any_of_their_parts_differs() -> None:
+def test_the_text_of_an_engines_terms_differs_if_any_part_differs() -> None:
     terms = {"dtype": "k4v4", "page": 4352, "block": 16, "window": 64, "ring": 4, "ranks": 2, "layout": "BHLNC",
              "factors": "abc"}  # fmt: skip
     own = str(Terms(**terms))
