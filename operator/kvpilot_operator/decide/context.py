@@ -23,7 +23,7 @@ from kvpilot_operator.state.snapshot import Snapshot
 from kvpilot_operator.state.status import Canary, Denied, Option, Stable, Status, clip
 from kvpilot_operator.times import utc
 
-# Actions that have nothing to do with the wait of a rollout. `hold` skips their journal entries.
+# Actions that may be recorded while a rollout waits. `hold` looks past their journal entries.
 _BESIDE = (Action.SCALE_OUT, Action.SCALE_IN, Action.KEEP_BASELINE, Action.RECOMMEND)
 
 

@@ -16,7 +16,7 @@ from kvpilot_operator.decide.load.workload import Workload
 from kvpilot_operator.state.status import MAX_SATURATIONS, Saturation, ScaleInBackoff
 from kvpilot_operator.times import utc
 
-# Load a replica up to this share of the request rate at which its requests queued.
+# After requests have queued at some rate, load a replica with at most this share of that rate.
 SHARE = 0.7
 # A recorded rate applies only to requests whose mean lengths differ by at most this factor from the recorded ones.
 _SIMILAR = 2.0
