@@ -83,7 +83,7 @@ def _defaults(cls: type[PreTrainedConfig], config: Any) -> dict[str, Any]:
 
 
 def _made(cls: type[PreTrainedConfig], **arguments: Any) -> list[str] | None:
-    """Return the kinds of layers of the config that the class makes of these arguments, or None if it has none."""
+    """Create a config with these arguments. Return the kind of each layer, or None if the config lists no kinds."""
     try:
         config: Any = cls(**arguments)
     except Exception:

@@ -3,7 +3,7 @@
 A row's name is a codec's name, followed by options after `+`:
 
 - `self`: use factors that an engine computes at start.
-- `wN`: read a recent window of N tokens, as the ring keeps it.
+- `wN`: read the last N tokens (the recent window) at 8 bits.
 - `firstN`: keep a sequence's first N tokens in 16 bits, for comparison with engines that do so. Our engines never do.
 """
 

@@ -6,7 +6,8 @@ predictions with those of the oracle, for every token of every answer.
 
 With the default window and factors, answers of `k4v4` depend on a request's history: the tokens in the window, and the
 part of a prompt that was read back from pages. The oracle does not know this history. So the verdict compares the
-damage of `k4v4` with that of the bare codec, and its crowded run with its run alone.
+*damage* of `k4v4` (its divergence from the oracle without the codec) with that of the bare codec. It also compares the
+crowded run with the run alone.
 """
 
 import math

@@ -88,9 +88,9 @@ def adapter_row(model: Path, merged: Path, runs: Runs) -> dict[str, Any]:
 
 
 def spread_row(one: Runs, two: Runs) -> dict[str, Any]:
-    """Judge the run `two` on several GPUs. It may differ from the run `one` on one GPU by a fraction of the damage.
+    """Judge the run `two` on several GPUs by its divergence from the run `one` on one GPU.
 
-    The fraction is NEAR, and the damage is that of the codec.
+    The limit is NEAR times the divergence of `k4v4` from `auto` on one GPU.
     """
     if error := failed(one, two):
         return {"verdict": f"not served: {error}"}

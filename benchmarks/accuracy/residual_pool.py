@@ -56,9 +56,9 @@ class Case:
     """ITL objective in seconds."""
     seed: int = 0
     firm: int = FLOOR
-    """Number of residuals of a request's floor that also take pages of cached prefixes.
+    """Number of a running request's newest blocks whose residuals may evict any cached prefix.
 
-    The floor's other residuals take only pages that residuals of older blocks may take.
+    All other residuals get only empty pages and, by the row's rule, pages of idle prefixes.
     """
 
 
@@ -84,7 +84,7 @@ class Pool(Blocks):
         return min(1.0, self._empty / max(FLOOR * len(self._engine.running), 1))
 
     def take(self, count: int) -> None:
-        """Take pages for `count` base blocks, and for residuals as many of the other pages as they may take."""
+        """Take pages for `count` base blocks. Then let residuals evict idle prefixes, as far as the row allows."""
         newest = min(self._firm * len(self._engine.running), super().available - count)
         super().take(count + newest)
         self._empty += newest

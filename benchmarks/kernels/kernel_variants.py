@@ -182,10 +182,10 @@ def few_variants(capability: int) -> list[Variant]:
     - Decode has Llama-3-8B's shape in each format, with a window of 64, and Gemma's head_dim 256 in int8.
     - The other kernels have one or two shapes, because their resources hardly depend on the format.
     - Kernels for latents have 16 heads, and the dtype mla4.
-    - Three more head dims are included only for compute capabilities 8.6 and 9.0, with little and with much shared
-      memory. These are 80, which is padded, 192, whose rows are stored in two parts, and Gemma 4's 512.
-    - Store and gather need at most 152 registers and 9 KiB on every GPU, so they are far from any limit. They are
-      included only for these two, and the other head dims only for 9.0.
+    - Head dims 80 (padded), 192 (rows are stored in two parts) and 512 (Gemma 4) are included only for compute
+      capability 8.6, which has little shared memory, and 9.0, which has much.
+    - Store and gather need at most 152 registers and 9 KiB on every GPU, far below any limit. They are included only
+      for 8.6 and 9.0, and for these three head dims only for 9.0.
     """
     found = [*step_variants(), reduce_variant(128, 1, 32, 2), reduce_variant(128, 2, 8, 1, several=True)]
     for name in formats.own_names():

@@ -120,9 +120,9 @@ class PackedNixlConnector(NixlPullConnector):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do the same as vLLM, but with all blocks of rings.
+        """Tell vLLM's connector that a request has finished, and pass it all ring blocks of the request.
 
-        vLLM would leave out some, because it assumes that a ring page holds as many tokens as any other block.
+        vLLM passes too few ring blocks, because it assumes that a ring page holds as many tokens as any other block.
         """
         every = self._kv_cache_manager.get_block_ids(request.request_id)
         groups = self.kv_cache_config.kv_cache_groups

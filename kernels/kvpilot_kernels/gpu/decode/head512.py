@@ -54,8 +54,9 @@ fence = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.constexpr_function
 def ends_part(sub, bits, digits):
-    """Return True if a fence follows this sub-plane: every one with 8-bit codes and in the recent window, else every
-    second one.
+    """Return True if a fence follows this sub-plane.
+
+    With 8-bit codes or in the recent window, a fence follows each sub-plane, otherwise every second one.
     """
     return digits > 0 or bits == 8 or sub % 2 == 1
 

@@ -38,9 +38,9 @@ Attributes:
 
 @gluon.jit
 def digit_buffer(stage, i: gl.constexpr, SIDE: gl.constexpr, C: gl.constexpr):
-    """Return the buffer of digit i of the tile at `stage`.
+    """Return the shared-memory buffer for residual digit i of the tile at `stage`.
 
-    It is one of the buffers after the tile's own, which held tiles from before the recent window.
+    The digits use the buffers after the tile's own. These held tiles before the recent window, and are free by now.
     """
     return (stage + 1 + i) % buffers(SIDE, C.stages, True)
 
@@ -56,9 +56,9 @@ def block_of(ring, place, RING: gl.constexpr):
 
 @gluon.jit
 def fetch_digits(buffer, stage, ring, t, SIDE: gl.constexpr, SIZE: gl.constexpr, C: gl.constexpr):
-    """Start copying the ring's digits at the places of tokens [t, t + tile).
+    """Start copying the residual digits at the ring's places for tokens [t, t + tile).
 
-    The digits may belong to other tokens, which `is_refined` finds out.
+    A place may still hold another token's digits. `is_refined` detects that later.
     """
     DIGITS: gl.constexpr = SIDE.digits
     WIDTH: gl.constexpr = 2 * chunk_words(SIDE) // SIZE
