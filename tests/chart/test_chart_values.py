@@ -195,7 +195,7 @@ def test_the_schema_knows_every_value_and_no_other(chart):
             return
         # A parent chart may put anything into `global`.
         assert described.get("additionalProperties", True) is (path == "values.global"), path
-        # Helm defines the first, and only some users set the second.
+        # Helm defines `enabled`, and only some users set `claims`.
         optional = {*(["enabled"] if path == "values" else []), "claims"}
         assert known.keys() == described["properties"].keys() - optional, path
         for key, value in known.items():

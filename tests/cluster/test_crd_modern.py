@@ -1,4 +1,4 @@
-"""Each invalid manifest is refused by the judge that bad_manifests.yaml names: the API server or the operator."""
+"""The API server refuses each invalid manifest, or leaves it to the operator, as bad_manifests.yaml says."""
 
 import json
 import re

@@ -231,7 +231,7 @@ def test_simulated_gpus_are_scheduled_by_number(tenant: Tenant) -> None:
 
 
 def until_bound(tenant: Tenant) -> Json:
-    """Wait until one of the two pods is bound, and return `fits`."""
+    """Wait until one of the pods `fits` and `waits` is bound to a node, and return the pod `fits`."""
     until(lambda: any("nodeName" in tenant.pod(name)["spec"] for name in ("fits", "waits")), "one is bound")
     return tenant.pod("fits")
 

@@ -49,7 +49,7 @@ class World:
         self.cluster, self.rest, self.operator = cluster, cluster.rest, operator
         self.adapter = Adapter(cluster.rest, lambda: operator)
         self.load: dict[str, Json] = {}
-        """Metrics of each service in all. `_spread` divides them among its engines, as a Service would."""
+        """Total metrics of each service. `_spread` divides them among the service's engines."""
         self._rounds = 0
 
     def status(self, name: str) -> Json:
@@ -188,9 +188,8 @@ def test_an_hpa_on_running_and_waiting_requests_scales_a_service_during_a_canary
     (selector,) = set(world.adapter.asked["vllm_requests_in_flight"])
     assert f"{REVISION_LABEL}={stable}" in selector
 
-    # The test lets the canary continue. It replaces the four replicas while the autoscaler keeps polling. A replica
-    # that leaves may keep its last figures for a moment, so the autoscaler counts too many requests. Without its
-    # default window of 300 s, it corrects that at once.
+    # Let the canary replace the four replicas while the autoscaler polls. For a moment the autoscaler also counts the
+    # requests of replicas that leave, and may scale out. A window of 0 s lets it scale in again at once (default 300).
     world.rest.merge(f"{AUTOSCALERS}/{name}", {"spec": {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}})
     _post(probed, {"completions": ""})
     world.until(lambda: world.deployments(name) == {canary: 4}, "the canary has been promoted")

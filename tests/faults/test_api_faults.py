@@ -21,8 +21,8 @@ STORM_SECONDS = 6
 RECOVERS = 60
 """Seconds from a fault's end until the operator has acted on all changes.
 
-The limit is more than ten times the usual time on idle cores, which is mostly below 3 s. A silent watch is reopened
-after 75 s in any case, so a shorter limit shows if a watch was not reopened.
+The limit is more than ten times the usual time on idle cores, which is mostly below 3 s. It is below the 75 s after
+which the operator reopens any silent watch, so a test fails if a fault leaves a watch dead.
 """
 LATE = 900
 """Seconds until changes take effect during a fault, or when the operator notices the fault only after a minute."""

@@ -1,4 +1,4 @@
-"""Checks of the Dockerfiles' text that need no builder, and a linter's."""
+"""The text of the Dockerfiles passes a linter and checks that need no image builder."""
 
 import re
 import subprocess

@@ -56,7 +56,8 @@ PACKAGE = Path(kvpilot_kernels.__file__).parent
 RESOURCES = ("-m", "benchmarks.kernels.kernel_resources")
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 FULL = (86, 90)
-"""Compute capabilities for which `--few` has all kernels. The others lack store and gather, far below any limit."""
+"""Compute capabilities for which `--few` compiles all kernels. For others it skips store and gather, which are far
+below any limit."""
 
 
 def python(*arguments: str, cache: Path, timeout: int, package: Path = PACKAGE) -> subprocess.CompletedProcess[str]:

@@ -44,7 +44,7 @@ def test_store_writes_the_same_bytes_as_the_cpu(
     store(ours, name, entries, slots, factors)
     LatentPages(theirs, fmt, factors).store(entries[:, :RANK], entries[:, RANK:], slots)
     blank = poisoned(BLOCKS, block_size, fmt)
-    # None of the bytes of zeros is 255.
+    # Stored zeros contain no byte 255, so each byte that is still 255 (the poison) was never written.
     LatentPages(blank, fmt).store(0 * entries[:, :RANK], 0 * entries[:, RANK:], slots)
     assert (ours[blank == 255] == 255).all()
     # Another order of sums may move an element across a boundary. Rarely it changes a group's range, and so all its 64

@@ -85,7 +85,7 @@ def test_every_metric_and_label_in_a_query_exists(where, expression, existing):
 
 
 def words(label: str) -> set[str]:
-    """Return the words that expressions look for in a label of conditions."""
+    """Return all values of a label of `kvpilot_condition` that queries select."""
     return {
         word
         for _, expression in EXPRESSIONS
@@ -249,9 +249,9 @@ def moved(case: dict[str, Any], cluster: str) -> dict[str, Any]:
 
 
 def test_another_cluster_in_the_same_ruler_neither_fires_nor_hides_an_alert(tmp_path):
-    """Evaluate the series of two clusters together: one in which the alert fires, or none does, and a quiet one."""
+    """Evaluate the series of two clusters together: that of the test case, and a second one in which no alert fires."""
     cases = yaml.safe_load((HERE / "rules_test.yaml").read_text())
-    # Cases with words, with two clusters of their own, or without an operator at any time stay as they are.
+    # Skip cases that check only an alert's text, that already have two clusters, or in which no operator ever ran.
     alone = [
         case
         for case in cases["tests"]

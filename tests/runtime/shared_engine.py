@@ -6,7 +6,7 @@ import apart_engine
 
 
 class SharedEngine(apart_engine.Engine):
-    """Engine that records each rank's `moved` blocks after every step."""
+    """Engine that, after each step, records the blocks that each rank has stored in LMCache or loaded from it."""
 
     extension = "shared_worker.SharedWorker"
 
@@ -43,7 +43,7 @@ class SharedEngine(apart_engine.Engine):
                 self.rings.setdefault(request, []).append(block)
 
     def executed(self) -> None:
-        """Record the moved blocks after each step."""
+        """Record the blocks that each rank has stored or loaded since the last step."""
         ranks = self.workers("moved")
         self.steps += [{"moved": list(one)} for one in zip(*ranks, strict=True)]
 

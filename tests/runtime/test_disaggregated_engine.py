@@ -48,7 +48,7 @@ def room(dtype: str, recent: str = "") -> int:
 
 
 def window_of(dtype: str) -> int:
-    """Return the tokens of a dtype's default window in these engines."""
+    """Return the length in tokens of a dtype's default window in these engines."""
     return formats.parse(dtype).recent_tokens(None, LONGEST + 64)
 
 

@@ -108,7 +108,7 @@ def assert_refused(transfer: dict[str, Any], what: str) -> None:
 
 
 def engine(transfer: dict[str, Any], **more: Any) -> SimpleNamespace:
-    """Return the parts of a configuration with a connector that our backend reads."""
+    """Return a vLLM configuration with this KV connector, reduced to the fields that our backend reads."""
     same = {
         "cache_config": SimpleNamespace(cache_dtype="k4v4", kv_cache_dtype_skip_layers=[]),
         "compilation_config": SimpleNamespace(static_forward_context={}),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(1800)
 CHUNK = 48
 LONGEST = 128
 COUNT = 6
-"""Requests of a round."""
+"""Number of requests of a round."""
 EXACT = (
     "shared-kv-head", "gemma2", "gpt-oss", "gemma3n", "gemma4", "gemma4-26b", "llama-4", "granite-4", "qwen2",
     "qwen3-moe", "phi3", "stablelm", "heads-of-192",

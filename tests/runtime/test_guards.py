@@ -94,7 +94,7 @@ def test_layers_with_chunked_attention_have_the_same_pages_as_full_attention() -
 
 
 def engine(layers: dict[str, Any] | None = None, **transfer: Any) -> SimpleNamespace:
-    """Return the parts of a configuration with a connector that our backend reads."""
+    """Return a vLLM configuration with this KV connector, reduced to the fields that our backend reads."""
     return SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="k4v4"),
         compilation_config=SimpleNamespace(static_forward_context=layers or {}),

@@ -54,7 +54,7 @@ def room(dtype: str, recent: str) -> int:
 
 
 def window_of(dtype: str, recent: str = "") -> int:
-    """Return the tokens of the recent window in these engines."""
+    """Return the length of these engines' recent window in tokens."""
     return 0 if recent == "0" else formats.parse(dtype).recent_tokens(None, LONGEST + 64)
 
 

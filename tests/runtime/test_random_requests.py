@@ -146,8 +146,8 @@ def judge(
     wrong = list(itertools.islice(unsound, 3))
     assert not wrong, [(i, below[i]) for i in wrong]
 
-    # Control. With a 16-bit cache, 81 to 98 of 100 answers differ, depending on the model. With a misread block, 179 of
-    # 180 are not the best ones any more, and rounding does not explain them.
+    # Control: a wrong oracle must disagree. An oracle with a 16-bit cache disagrees with 81 to 98 of 100 answers,
+    # depending on the model. One that misreads a block disagrees with 179 of 180, by more than rounding explains.
     plain = Oracle(model, "auto")
     assert sum(max(plain.shortfalls(r.prompt, r.answer)) > SLACK for r in requests[:30]) > 15
     long = sorted((r for r in requests if len(r.prompt) > CHUNK), key=lambda r: len(r.prompt))[:6]

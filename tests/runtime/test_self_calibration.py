@@ -93,7 +93,7 @@ def test_the_text_repeats_to_the_requested_length_and_begins_like_a_prompt() -> 
     ids = text_ids(tokenizer, 10_000)
     assert len(ids) == 10_000
     assert ids[:90] == text_ids(tokenizer, 100)[:90]
-    # The last tokens are those that begin prompts, or any tokens of the text if the tokenizer has none.
+    # The last tokens stand for first tokens of prompts. This tokenizer has no special first token, so any may be one.
     assert ids[-lone(10_000) :] == [ids[i * 10_000 // 64] for i in range(64)]
     assert len(set(ids[-64:])) > 30
     assert len(set(ids[:4000])) > 800

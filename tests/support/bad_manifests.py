@@ -26,8 +26,8 @@ Judge = Literal["schema", "rule", "operator", "kubernetes", "administrator"]
 class Bad:
     """Test case: the manifest GOOD with `changes` is invalid, and `judge` must report the error at `field`.
 
-    `changes` maps a dotted path to a value; None removes the field. Messages of the judges "rule", "operator" and
-    "administrator" contain `word`. bad_manifests.yaml describes each judge.
+    `changes` maps a dotted path to a value; None removes the field. bad_manifests.yaml describes the five judges. Only
+    messages that kvpilot writes (judges "rule", "operator" and "administrator") must contain `word`.
     """
 
     name: str

@@ -50,7 +50,8 @@ def ask(module: str, asked: "DataclassInstance | list[Any] | dict[str, Any]", **
     """
     code, out, err = run(module, asked, **environment)
     if code:
-        raise RuntimeError(out[-2000:] + err[-10_000:])  # skip leak warnings, which come after the error message
+        # Take a long end of stderr, because leak warnings follow the error message.
+        raise RuntimeError(out[-2000:] + err[-10_000:])
     return json.loads(out.splitlines()[-1])
 
 

@@ -17,7 +17,7 @@ KNOWN = Flows(5.0, prompt_tokens=QUERIED, generation_tokens=200, finished=4, pre
 
 
 def service(gpu: float, host: float = 0.0, before: float = 0.9, **sections: Any) -> Snapshot:
-    """Return a full replica with a queue and the hit rates `gpu` and `host`; `before` is the earlier one."""
+    """Return a service whose only replica is full. Its prefix hit rate fell from `before` to `gpu` (plus `host`)."""
     known = [replace(KNOWN, prefix_queries=QUERIED, prefix_hits=before * QUERIED)] * 90
     late = replace(KNOWN, prefix_queries=QUERIED, prefix_hits=gpu * QUERIED, host_hits=host * QUERIED)
     seen = samples(usage=0.97, waiting=20, seconds=900)

@@ -9,8 +9,10 @@ SIZES = st.integers(1, 6)
 
 
 def rolled(replicas: int, surge: int, floor: int, late: list[int]) -> tuple[list[tuple[int, int, int]], int]:
-    """Promote with delays `late` of new pods. Return each (growing, shrinking, ready pods), and the shrinking ones
-    left."""
+    """Simulate a promotion. New pods become ready only in turns for which `late` has 0.
+
+    Return (growing pods, shrinking pods, ready pods) after each write, and the number of shrinking pods at the end.
+    """
     total = replicas + surge
     growing, shrinking, ready = 0, replicas, 0
     states = []

@@ -29,10 +29,10 @@ FAMILIES = {
     "OLMo", "Hunyuan", "Falcon", "SmolLM", "Whisper", "Jamba", "Mamba",
 }  # fmt: skip
 
-# transformers reads these models differently from vLLM. Each has the reason why we follow vLLM.
 COMPRESSED = {name for name in CONFIGS if "DeepSeek-V4" in name}
 SPARSE = {name for name in CONFIGS if "MiniMax-M3" in name}
-"""Models that are not counted, because their caches are compressed or have an additional index."""
+"""Models whose KV cache kvpilot does not compute, because it is compressed or has an additional index."""
+# Models whose kinds of layers transformers reads differently from vLLM. We follow vLLM.
 OTHER_KINDS = {
     *COMPRESSED,
     "stepfun-ai/Step-3.7-Flash-FP8",

@@ -1,4 +1,4 @@
-"""An engine's long answers agree with its own new reading of them, unless decoding is damaged."""
+"""An engine that reads its own long answers as prompts agrees with them, unless its decoding is damaged."""
 
 from collections.abc import Sequence
 from dataclasses import replace

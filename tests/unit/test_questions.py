@@ -122,7 +122,7 @@ def test_nothing_that_runs_is_deleted_if_a_lost_status_cannot_be_recreated():
     assert cluster.deployments == before
 
 
-# The inputs of each part of a decision.
+# Questions (steps of a reconcile) on which each part of a decision depends. All other failures leave it unchanged.
 _FIRST = {Question.WORKLOAD, Question.REPLICAS, Question.STEP, Question.TARGET, Question.TRIAL}
 _BEFORE_OBJECTS = _FIRST | {Question.ACCURACY}
 SUMMING_UP = ("Ready", "Reconciling", "Stalled")
