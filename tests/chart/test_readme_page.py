@@ -26,7 +26,10 @@ def shell(cluster: LocalCluster, installable: Path, tmp_path: Path) -> Iterator[
     yield shell
     shell("helm uninstall kvpilot --namespace kvpilot-system --ignore-not-found")
     shell("kubectl delete crd quantizedllmservices.kvpilot.io --ignore-not-found")
-    shell("kubectl delete namespace models kvpilot-system")
+    # A namespace that is being deleted gets no new pods. Its engine need not drain for a minute.
+    shell("kubectl delete namespace models kvpilot-system --wait=false")
+    shell("kubectl -n models delete pods --all --grace-period=1")
+    shell("kubectl delete namespace models kvpilot-system --ignore-not-found")
 
 
 def test_pasted_commands_install_the_operator_and_explain_a_ready_service(shell: Shell) -> None:
