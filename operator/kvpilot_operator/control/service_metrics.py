@@ -40,7 +40,7 @@ FAMILIES = (
     Family("kvpilot_refused_objects", "Objects and pods of the service that the API server refuses.", ("reason",)),
     Family("kvpilot_kv_usage_ratio", "Share of the KV cache in use, 0 to 1."),
     Family("kvpilot_kv_capacity_tokens", "KV cache capacity, in tokens, of all replicas."),
-    Family("kvpilot_recent_tokens", "Newest tokens of each sequence that engines read at 8 bits; 0 without them."),
+    Family("kvpilot_recent_tokens", "Number of each sequence's last tokens that engines read at 8 bits; 0 for none."),
     Family(
         "kvpilot_prefix_hit_ratio",
         "Share of prompt tokens that were found in a cache tier, 0 to 1; only with kvCache.offload.",
@@ -64,10 +64,14 @@ FAMILIES = (
     Family("kvpilot_doubted_pods", "Pods with implausible metrics."),
     Family("kvpilot_unanswered_pods", "Ready pods without metrics in the last scrape."),
     Family("kvpilot_scrape_backoff_pods", "Ready pods that are scraped less often, after several failed scrapes."),
-    Family("kvpilot_option_replicas", "Replicas after a step that was compared last.", ("action", "dtype", "outcome")),
+    Family(
+        "kvpilot_option_replicas",
+        "Number of replicas after each step that the last decision considered.",
+        ("action", "dtype", "outcome"),
+    ),
     Family(
         "kvpilot_option_capacity_tokens",
-        "KV cache capacity, in tokens, after a step that was compared last.",
+        "KV cache capacity, in tokens, after each step that the last decision considered.",
         ("action", "dtype", "outcome"),
     ),
     Family("kvpilot_canary_stage", "1 for the current stage of a canary.", ("stage", "dtype")),
@@ -75,7 +79,11 @@ FAMILIES = (
     Family("kvpilot_canary_weight_ratio", "Share of the requests that the canary gets, 0 to 1."),
     Family("kvpilot_last_canary_timestamp_seconds", "Time when the last canary ended.", ("dtype", "verdict", "reason")),
     Family("kvpilot_probe_excess_kl_nats", "Mean KL divergence of the last probe minus the control run's.", ("dtype",)),
-    Family("kvpilot_probe_top1_agreement_ratio", "Share of positions with the same top token, 0 to 1.", ("dtype",)),
+    Family(
+        "kvpilot_probe_top1_agreement_ratio",
+        "Share of positions at which the last probe and the baseline have the same most likely token, 0 to 1.",
+        ("dtype",),
+    ),
     Family("kvpilot_probe_failures", "Number of periodic probes in a row that failed."),
     Family("kvpilot_probe_errors", "Number of periodic probes in a row without a verdict."),
     Family("kvpilot_decisions", "Decisions that were written to status.decisions.", ("action", "reason"), counts=True),

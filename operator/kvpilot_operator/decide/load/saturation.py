@@ -92,7 +92,10 @@ def backoff(
 
 
 def backing_off(now: datetime, dtype: str, replicas: int, known: ScaleInBackoff | None) -> str | None:
-    """Return the reason not to try so few replicas now, or None. Its text stays the same until the wait ends."""
+    """Return the reason why the service must not go down to `replicas` now, or None.
+
+    The text stays the same until the wait ends.
+    """
     if known is None or known.dtype != dtype or replicas > known.replicas or now >= known.time + HOLD:
         return None
     return f"{known.replicas} replicas of {dtype} were too few at {utc(known.time)}: they are not tried again for a day"
