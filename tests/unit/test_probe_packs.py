@@ -144,7 +144,7 @@ def test_an_empty_list_of_packs_is_refused() -> None:
         (tool("[{name: t, description: d, parameters: [1]}]"), r"tools\[0\]\.parameters"),
         (
             tool("[{name: t, description: d, parameters: {type: text}}]"),
-            r"tools\[0\]\.parameters\.type: 'text' is no type",
+            r"tools\[0\]\.parameters\.type: 'text' is not a type",
         ),
         (
             tool("[{name: t, description: d, parameters: {properties: [a]}}]"),
