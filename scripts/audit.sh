@@ -16,7 +16,7 @@ trap 'rm -rf "$work"' EXIT
 import importlib.metadata
 
 for found in importlib.metadata.distributions():
-    if found.name != "kvpilot":  # our own is on no index
+    if found.name != "kvpilot":  # no index has our own package
         print(f"{found.name}=={found.version}")
 PYTHON
 "$tools/bin/pip-audit" --no-deps --disable-pip --progress-spinner off --requirement "$work/pins" \

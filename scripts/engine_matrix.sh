@@ -20,9 +20,9 @@ done
 [[ ${1:-} == -- ]] && shift
 ((${#versions[@]})) || { sed -n '2,5s/^# \?//p' "$0" >&2; exit 2; }
 
-scripts/install.sh # brings uv and torch's CPU build
+scripts/install.sh # installs uv, and downloads torch's CPU build
 
-# Print the pinned packages that this requirement of vLLM's CPU build needs beside ours.
+# Print the pinned packages of an environment with ours and this version of vLLM's CPU build.
 resolve() {
   printf '%s\n' "$1" |
     "$uv" pip compile -q --python-version 3.11 --find-links "$cache/wheels" --override requirements.overrides \

@@ -119,8 +119,8 @@ def _rule(kind: str, cls: type[PreTrainedConfig]) -> dict[str, Any] | None:
     rule: dict[str, Any] = {"period": period}
     for field in LENGTHS:
         for odd in (0, -1):
-            # The field sets the period if its value 7 gives a period of seven layers, whose only layer of the other
-            # kind is the first (odd = 0) or the last (odd = -1).
+            # Try the value 7. The field sets the period if the layers then repeat every seven, and only the first
+            # (odd = 0) or the last (odd = -1) of the seven is of the other kind.
             seven = [period[1 if odd == 0 else 0]] * 7 if len(period) > 1 else period * 7
             seven[odd] = period[odd]
             if len(set(period)) == 2 and _made(cls, **base, **{field: 7}) == [seven[i % 7] for i in range(LAYERS)]:

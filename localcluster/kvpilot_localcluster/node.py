@@ -70,7 +70,7 @@ class Options:
         table: the image table.
         resources: allocatable resources to add or change, e.g. {"nvidia.com/gpu": "4"}. They need not exist. Without an
             entry for GPUs, the node has the machine's GPUs.
-        gpu_devices: number of devices as which the node offers the machine's GPUs, if it is larger than their number.
+        gpu_devices: number of GPU devices that the node offers, if this is more than the machine has.
             Pods then share GPUs, as with time slicing.
         labels: additional labels of the Node.
         backoff: back-off of container restarts.
