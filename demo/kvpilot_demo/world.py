@@ -78,7 +78,7 @@ class World(DemoService):
                 together.
             example: the service's manifest; by default that of examples/smollm2.yaml.
             resources: additional resources of the node, such as GPUs. They need not exist.
-            gpu_devices: number of devices as which the node offers the machine's GPUs, if there are fewer GPUs.
+            gpu_devices: number of GPU devices that the node offers, if this is more than the machine has.
         """
         local = await asyncio.to_thread(
             LocalCluster, folder, table=table, resources=resources, gpu_devices=gpu_devices, report=report, newer=newer

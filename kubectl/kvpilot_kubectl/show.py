@@ -1,4 +1,4 @@
-"""Print text by the library rich: coloured and folded on a terminal, otherwise plain lines of any length."""
+"""Print text with the library rich: coloured and folded on a terminal, otherwise plain lines of any length."""
 
 import copy
 import re

@@ -2,7 +2,7 @@
 
 - `packs` loads the prompts, `generated` makes those that depend on the engine, and `client` sends them.
 - `run` captures a 16-bit baseline, and measures a candidate against it by teacher-forced decode.
-- `reread` compares long answers of an engine with its own new reading, and `pace` makes room for users.
+- `reread` lets an engine read its own long answers as prompts, and compares both passes. `pace` makes room for users.
 - `stats` computes the damage from two answers, and `codec` stores a baseline as bytes.
 - `tasks` lets an engine solve tasks, and `results` compares how many tasks two engines have solved.
 - `sequential` tests the damage in each bucket of prompts.

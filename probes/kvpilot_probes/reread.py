@@ -1,9 +1,9 @@
-"""Compare long answers of an engine with a new reading of the same tokens by the same engine.
+"""Let an engine write long answers, send them back to it as prompts, and compare the distributions of both passes.
 
 In the other probes, an answer continues from the baseline's token after each difference (teacher forcing), so no engine
 decodes far on its own. Here the engine writes a long answer on its own. It then reads the tokens up to some positions
 of that answer like a prompt, without a cached page. Both times, a sound engine has the same distribution of the next
-token. An engine has not if its decoding has stored or read a wrong page.
+token. If decoding has stored or read a wrong page, the two distributions differ.
 """
 
 from array import array
@@ -59,7 +59,7 @@ async def compare(
             if len(tokens) in spots:
                 decoded[len(tokens)] = stats.Logprobs(step.logprobs.token, _likeliest(step.logprobs.top))
             tokens.append(step.logprobs.token)
-    # The salt keeps the pages that decoding has stored out of the reading.
+    # The salt makes the engine compute this prompt, instead of using the pages that decoding has stored.
     again = {**_SAMPLED, "cache_salt": token_hex(8)}
     compared: list[stats.Compared] = []
     for at, one in decoded.items():

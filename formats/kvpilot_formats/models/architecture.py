@@ -35,7 +35,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Model architecture, as far as it affects the KV cache."""
+    """Properties of a model's architecture that affect its KV cache."""
 
     model_type: str
     architectures: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Offloading of the KV cache to host memory (`--kv-offloading-size`), as far as our dtypes support it.
+"""Rules for offloading the KV cache to host memory (`--kv-offloading-size`) with our dtypes.
 
 A page can be read only with the calibration factors with which it was quantized. The host memory belongs to one engine,
 and the engine's factors never change once it has a KV cache. So a page that returns from host memory is read with the
