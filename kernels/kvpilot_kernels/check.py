@@ -84,12 +84,12 @@ def one_slot_each(slot_mapping: torch.Tensor, rows: dict[str, torch.Tensor]) -> 
 
 
 def ring(ring: torch.Tensor | None, cache: torch.Tensor, recent: int) -> None:
-    """Check that a ring is given if, and only if, `recent` > 0, and that its pages have the shape of `cache`."""
+    """Check that a ring is given exactly if `recent` > 0. Check that ring pages have the shape of `cache`'s pages."""
     if recent < 0 or (ring is not None) != (recent > 0):
         holds = f"is {recent} {'without' if ring is None else 'with'} a ring"
         raise BadInputError("recent", holds, "give a ring and the tokens that it keeps, or neither")
     if ring is not None and ring.shape[1:] != cache.shape[1:]:
-        raise BadInputError("ring", f"is {tuple(ring.shape)}", f"its pages are the layer's: {tuple(cache.shape)}")
+        raise BadInputError("ring", f"is {tuple(ring.shape)}", f"make it like cache, {tuple(cache.shape)}")
 
 
 def inner_strides(head_dim: int, **named: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Fit a layer's static factors to calibration text, so that quantization does the least expected damage.
+"""Fit a layer's static factors to calibration text, so that quantization changes attention outputs least.
 
 Let x_t be the key (or value) of token t, with D channels c, and g_tc^2 the cost of an error in channel c. We look for a
 mean m_c and a scale s_c for each channel. A Hadamard rotation spreads the energy of (x_t - m) s evenly over the D
@@ -10,14 +10,15 @@ When the token is read back, this becomes an error of variance v_t / s_c^2 in ch
 
     damage(m, s) ~ sum_t (sum_c g_tc^2 / s_c^2) (sum_c' s_c'^2 (x_tc' - m_c')^2)
 
-We minimise the damage for m and s in turns, each in closed form. m_c' is the mean of x_tc' over t, with the weights
-sum_c g_tc^2 / s_c^2. With M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2,
+We minimise the damage alternately for m and for s, each in closed form. m_c' is the mean of x_tc' over t, with the
+weights sum_c g_tc^2 / s_c^2. With M_cc' = sum_t g_tc^2 (x_tc' - m_c')^2,
 
     s_c^4 = (sum_c' M_cc' s_c'^2) / (sum_c' M_c'c / s_c'^2)
 
 The costs follow from attention itself. Let p_it be the probability that query q_i gives to token t, V_t the token's
 value, and o_i the output of the query. An error e of the key of token t changes the score by q_i . e, and o_i by
-p_it (V_t - o_i) times that. An error e of the value changes o_i by p_it e. If all directions of the output count alike,
+p_it (V_t - o_i) times that. An error e of the value changes o_i by p_it e. If errors in all
+directions of the output cost the same,
 
     g_tc^2 ~ sum_i p_it^2 |V_t - o_i|^2 q_ic^2   for keys         g_tc^2 ~ sum_i p_it^2   for values
 

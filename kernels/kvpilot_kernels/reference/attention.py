@@ -26,8 +26,8 @@ def round_trip(
     Args:
         x: [..., D], or [..., tokens, kv_heads, D] with `factors`.
         fmt: the format.
-        factors: applied before quantization and undone after it.
-        recent: True to refine x by the recent window's ring.
+        factors: the layer's factors, applied before quantization and undone after it; None for none.
+        recent: True to add residuals, as in the recent window.
         begin: position of the first token.
 
     Returns:
@@ -69,7 +69,7 @@ def decode_reference(
         fmt: the format of the cache.
         scale: factor on the scores.
         factors: factors of the layer, or None.
-        fine: bool [tokens], True if the recent window's ring refines the token; None for no token.
+        fine: bool [tokens], True for tokens that are read with residuals (recent window); None for no token.
         softcap, sinks: as in `attend`.
 
     Returns:

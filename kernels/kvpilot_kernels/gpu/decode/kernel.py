@@ -1,25 +1,26 @@
-"""Decode: attention from a step's tokens to the packed pages of their sequence, in splits, without dequantization.
+"""Split-KV decode: attention of a step's query tokens to the packed pages of their sequence, without dequantization.
 
-With codes c, scale s and zero point z of a group, the rotated query q (which `store` scales for softmax with base 2),
-and the probability p_t of token t,
+Let c be the codes, s the scale and z the zero point of a group, q the rotated query, and p_t the probability of token
+t. `store` scales q so that softmax can use base 2. Then
 
     q . k = s * (q . c - z * sum(q))            out = sum_t (p_t s_t) c_t - sum_t p_t s_t z_t
 
 so the matrix products run on codes alone. Decode is fast on NVIDIA GPUs from compute capability 8.0 on, because:
 
 - Keys: one AND turns four bytes of packed codes into an operand of 8-bit integers (m16n8k32). An element of a query is
-  a 16-bit integer, which takes two columns (`layout.mma`), so sums are exact.
+  a 16-bit integer. Its two bytes take two columns of the product (`layout.mma`), so sums are exact.
 - Values: one AND turns a code into a float16. An integer n in the mantissa, with exponent 0, is the subnormal
   n * 2^-24, which tensor cores multiply exactly (m16n8k16). Only the upper byte of a word is shifted.
 - Copies: cp.async copies codes to shared memory. ldmatrix loads them straight into the registers of an MMA operand,
-  transposed for the values. Each plane of a row (`layout.mma`) is a separate MMA, on permuted elements.
+  transposed for the values. Each plane of a row (`layout.mma`) is a separate MMA over the elements in that plane.
 - Operands: keys and values are on the left, with tokens or elements along M. Queries of one KV head are on the right.
 - Programs: each is one warp, so there are no barriers and no exchange between warps. Eight or more programs on a
   multiprocessor hide each other's latency.
 
-A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). A residual is stored as
-digits that refine codes to 8 bits. The loop adds a product with these digits, times the scale of the token's residual.
-This scale is 0 if the ring holds the residual of another token.
+A second loop over a sequence's last tiles reads the recent window (`layouts`: ring layout). There, a residual refines
+each code of b bits to 8 bits. It is stored as digits of b bits, which are packed and multiplied like codes. The loop
+adds the product of queries and digits, times the scale of the token's residual. This scale is 0 if the ring holds the
+residual of another token.
 
 If a sequence has several tokens in a step (`several`: a token and its drafts), each column of the products has its own
 `end`: the number of tokens that its query attends to. Pages are read once for all columns. Masks by column apply only
@@ -63,10 +64,10 @@ class DecodeConfig:
 
     Attributes:
         key_side, value_side: layouts of keys and values.
-        ratio: query heads of a KV head.
+        ratio: query heads per KV head.
         take: number of queries that a program handles, at most 16. A query is one query head of one token.
         tile: tokens of a tile.
-        stages: number of tiles in shared memory at once: the present one and those that are copied ahead.
+        stages: number of tiles in shared memory at once: the present one and the prefetched ones.
         softcap: True if scores have a soft cap.
         recent: number of last tokens that the ring refines; 0 without a ring.
         ring_blocks: blocks of a sequence's ring.
@@ -104,14 +105,14 @@ class DecodeConfig:
 
 
 Split = namedtuple("Split", "pages ring softcap end ahead length ends")
-"""Work of a program.
+"""Work of a program: one split of a sequence, and where to find its tokens.
 
 Attributes:
     pages, ring: `smem.Pages` of the sequence and of its ring.
-    end: token after the last one of the split.
-    ahead: token after the last one that is copied ahead.
+    end: end of the split, in tokens, exclusive.
+    ahead: end of prefetching before the recent window, in tokens, exclusive.
     length: smallest number of tokens that a query attends to.
-    ends: with `several` the number of tokens that each query attends to, int32 [queries]; otherwise ().
+    ends: with `several`, the number of tokens that each query attends to, int32 [queries]; otherwise ().
 """
 
 
@@ -120,7 +121,7 @@ def attend(query, smem, stage, state, tags, begin, stop, split, C: gl.constexpr)
     """Add tokens [begin, stop) of the split to the running softmax.
 
     Before the recent window, copies of stages - 1 tiles are in flight, up to token `split.ahead`. In the recent window
-    only the tile at `stage` is in flight, because its digits use the buffers of the other stages.
+    only the tile at `stage` is in flight, because its residual digits use the buffers of the other stages.
 
     Args:
         tags: `ring.Tags` of the tile at `begin` if the tokens are in the recent window, otherwise ().
@@ -222,7 +223,7 @@ def decode_kernel(
         for i in gl.static_range(RING_BLOCKS):
             blocks = blocks + (gl.load(ring_table_ptr + sequence.to(gl.int64) * ring_table_stride + i),)
         ring = Pages(base=ring_base, blocks=blocks, stride=ring_page_stride)
-        # In the recent window the ring's digits use the buffers of later tiles. So copy ahead only to its first tile.
+        # In the recent window, residual digits use the buffers of later tiles. So prefetch only up to its first tile.
         plain = end
         ahead = end
         if C.recent > 0:

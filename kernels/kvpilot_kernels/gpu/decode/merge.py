@@ -4,7 +4,7 @@ From the partial output o_i of each split, and from L_i, log2 of its softmax sum
 
     L = log2(sum_i 2^L_i)        o = sum_i 2^(L_i - L) o_i        out = (o H^T) / value_scale + value_mean
 
-An attention sink, a logit a without a value, adds one more term to L.
+An attention sink with the logit a adds e^a to the sum in L. It adds nothing to o, because it has no value.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class MergeConfig:
     """Constants of a launch.
 
     Attributes:
-        kv_heads, ratio: KV heads, and query heads of each.
+        kv_heads, ratio: KV heads, and query heads per KV head.
         head: elements of a head of the model.
         dim: elements of a stored row.
         slots: slots of a row.
@@ -32,8 +32,8 @@ class MergeConfig:
         step: number of splits that a program reads at once.
         several: True if sequences have several query tokens.
         sinks: True if there are attention sinks.
-        level: True to subtract `Plan.level` from the sinks' logits, because the scores lack this amount. It is False
-            with a soft cap, whose scores have it.
+        level: True to subtract `Plan.level` from the sinks' logits, because scores do not include it. False with a soft
+            cap, because scores then include it.
         overlap: True if the kernel may start before decode ends.
     """
 

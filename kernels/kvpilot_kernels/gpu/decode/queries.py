@@ -1,4 +1,4 @@
-"""Queries of a program: the integers that `store` wrote, in registers.
+"""Load a program's queries, which `store` wrote as integers, into registers.
 
 In a step with several query tokens per sequence (`several`), a program's queries are sorted by token. They are not
 adjacent in memory, because between two tokens lie the queries of other KV heads.
@@ -13,9 +13,9 @@ from kvpilot_kernels.gpu.layout.mma import COLS, MMA, QUERIES, chunk_words, key_
 from kvpilot_kernels.gpu.layout.unpack import UNIT, zero_unit
 
 Source = namedtuple("Source", "rotated sums units apart level at first count stride")
-"""Place of a program's queries: pointers to the output of `store`, and the program's part of it.
+"""Location of a program's queries in the output of `store`.
 
-Offsets count queries. A query is one query head of one token.
+The first five fields are pointers, the others count queries. A query is one query head of one token.
 
 Attributes:
     at: place of the KV head's first query in the sequence's first row; without `several`, of the program's first query.
@@ -30,24 +30,24 @@ Query = namedtuple("Query", "operands starts zeros unit apart level")
 
 Attributes:
     operands: int8 [bytes, 2 queries] for each plane.
-    starts: int32 [2 queries] for each group, initial values of the sums, which correct for codes that are read 128 too
-        low.
+    starts: int32 [2 queries] for each group, initial values of the accumulators. They make up for codes that are read
+        128 too low (`unpack.keep_in_bytes`).
     zeros: float32 [queries] for each group, amount that a stored zero point of 1 subtracts from a score.
     unit: float32 [queries], number that the integer 1 of a query stands for; NaN if the query has a NaN.
-    apart: float32 [queries], amount to add to the score of the sequence's first token, in `unit`.
-    level: float32 [queries], amount to add to all scores, in `unit`; 0 without a soft cap.
+    apart: float32 [queries], amount to add to the score of the sequence's first token, in multiples of `unit`.
+    level: float32 [queries], amount to add to all scores, in multiples of `unit`; 0 without a soft cap.
 """
 
 
 @gluon.jit
 def place_of(n, source, C: gl.constexpr):
-    """Return the place in memory of the program's query n, in queries, from `Source.at`."""
+    """Return the offset of the program's query n from `Source.at`, counted in queries."""
     return (source.first + n) // C.ratio * source.stride + (source.first + n) % C.ratio if C.several else n
 
 
 @gluon.jit
 def at_program(source, C: gl.constexpr):
-    """Return the `Source` with its pointers moved to `at`."""
+    """Return the `Source` with its pointers advanced to query `at`."""
     return Source(
         rotated=source.rotated + source.at * (2 * C.dim), sums=source.sums + source.at * (3 * C.groups),
         units=source.units + source.at, apart=source.apart + source.at, level=source.level + source.at, at=source.at,

@@ -1,7 +1,8 @@
-"""Recent window of decode: the digits of residuals in the ring, and the check that they belong to a tile's tokens.
+"""Recent window of decode: load residuals from the ring, and check that they belong to a tile's tokens.
 
-`kvpilot_formats.layouts` describes the ring. Its digits are processed like codes. Its tags tell to which token a
-residual belongs. If a token's own tags differ from those in the ring, the residual gets the scale 0.
+`kvpilot_formats.layouts` describes the ring. A residual is stored as digits of b bits, which are packed and multiplied
+like codes. A tag is a hash that identifies the residual's token. If the tags of a token differ from those in the ring,
+its residual gets the scale 0.
 """
 
 from collections import namedtuple
@@ -13,13 +14,13 @@ from kvpilot_kernels.gpu.decode.smem import buffers, copy_to_shared, row_of_copi
 from kvpilot_kernels.gpu.layout.mma import ROWS, chunk_words, chunks
 
 Tags = namedtuple("Tags", "meta codes block")
-"""Data that tells if the ring has the residuals of a tile's tokens.
+"""Data for the check that the ring holds the residuals of a tile's tokens.
 
 Attributes:
     meta: the ring's metadata, uint16 [tile] for each group, keys' groups first.
-    codes: first 16 bits of a group's packed codes, which the tag is computed from, uint16 [tile], for the first two
-        groups of the key and of the value.
-    block: the ring's block, [tile] or one for all tokens, negative for none.
+    codes: first 16 bits of a group's packed codes, which are hashed into its tag. uint16 [tile] for each of the first
+        two groups of the key, then of the value.
+    block: the ring's block of each token, [tile], or one for all tokens; negative for none.
 """
 
 
@@ -47,7 +48,7 @@ def digit_buffer(stage, i: gl.constexpr, SIDE: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def block_of(ring, place, RING: gl.constexpr):
-    """Return the ring's block for each of these places [tile]."""
+    """Return the ring's block that holds each place, [tile]. A place counts tokens from the ring's start."""
     block = place * 0 + ring.blocks[0]
     for i in gl.static_range(1, len(ring.blocks)):
         block = gl.where(place >= i * RING, ring.blocks[i], block)
@@ -154,7 +155,7 @@ def is_refined(meta, tags, right, C: gl.constexpr):
 def fine_scale(fine, g: gl.constexpr, BITS: gl.constexpr):
     """Return a residual's scale relative to its codes' scale, float32 [tile]: 2^e / n as in `layouts`.
 
-    It is 0 if the ring holds another token's residual.
+    The result is 0 for tokens whose residual is not in the ring.
     """
     e = fine.exponents[g].to(gl.uint32) & 3
     factor = gl.where(e == 0, 0.5 ** (8 - BITS), gl.where(e == 1, 0.5 ** (7 - BITS), 0.5 ** (6 - BITS)))

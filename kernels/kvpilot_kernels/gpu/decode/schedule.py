@@ -1,4 +1,4 @@
-"""Plan: the splits of decode. The GPU computes them, so that a captured graph adapts to the lengths of each step.
+"""Plan the splits of decode on the GPU, so that a captured CUDA graph adapts to the sequence lengths of each step.
 
 A wave is the number of splits that run at once: the concurrent programs, divided by the programs that share a split.
 A plan cuts the tiles of all sequences into splits of about equal length, (number of tiles) / wave. All tiles of a split

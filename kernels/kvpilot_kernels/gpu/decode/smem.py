@@ -1,4 +1,4 @@
-"""Shared memory of a program: copies of tiles from pages, and loads of their codes into operands of MMAs."""
+"""Copy tiles from pages to a program's shared memory, and load their codes as MMA operands."""
 
 from collections import namedtuple
 
@@ -14,7 +14,7 @@ copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else
 
 
 Smem = namedtuple("Smem", "key value meta")
-"""Shared memory of a program. A buffer holds the codes of one tile, or one digit of the tile's residuals.
+"""Shared memory of a program. A buffer holds a tile's codes, or one digit of each of its residuals (`ring`).
 
 Attributes:
     key: int8 [buffers * chunks, tile, bytes].
@@ -24,9 +24,12 @@ Attributes:
 
 
 Pages = namedtuple("Pages", "base blocks stride")
-"""Pages of a sequence and a KV head: a pointer to the first page, a pointer to the sequence's blocks, and a stride.
+"""Pages of a sequence and a KV head.
 
-For a ring, `blocks` has the blocks themselves.
+Attributes:
+    base: pointer to the KV head's page in block 0.
+    blocks: pointer to the sequence's block table; for a ring, a tuple of the block numbers.
+    stride: bytes from one block to the next.
 """
 
 

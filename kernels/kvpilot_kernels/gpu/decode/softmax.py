@@ -1,6 +1,6 @@
 """Running softmax over tiles of packed pages: the scores of a tile's keys, its weighted values, and the results.
 
-`kernel` explains the arithmetic, and copies a tile's codes and digits to shared memory before it calls this module.
+The module `kernel` explains the arithmetic. It copies a tile's codes and residual digits to shared memory first.
 """
 
 from collections import namedtuple
@@ -120,12 +120,12 @@ def capped(score, query, softcap):
 
 @gluon.jit
 def score(smem, stage, t, query, fine, softcap, C: gl.constexpr):
-    """Return a tile's scores, float32 [tile, queries], in units of each query, or with a soft cap in log2.
+    """Return a tile's scores, float32 [tile, queries]: log2 with a soft cap, otherwise multiples of `Query.unit`.
 
     Args:
         t: first token of the tile.
         query: from `queries.load_query`.
-        fine: a `ring.Fine` if the tile is in the recent window, so that the ring's digits are added; otherwise ().
+        fine: a `ring.Fine` if the tile is in the recent window, so that its residuals are added; otherwise ().
     """
     GROUPS: gl.constexpr = C.groups
     KEY: gl.constexpr = C.key_side

@@ -1,8 +1,8 @@
 """Parallel compilation of the kernel variants that launches need, before any of them runs.
 
 Triton compiles a variant at its first launch, in the thread that launches it. Most of the time goes to Triton's passes,
-LLVM, the assembler and the C compiler. These release Python's global lock, so threads can compile in parallel. The
-results go to the kernels' own caches, where the real launch finds them.
+LLVM, the assembler and the C compiler. These release the GIL, so threads can compile in parallel. The results
+go to the kernels' own caches, where the real launch finds them.
 """
 
 import logging
@@ -18,7 +18,7 @@ from triton.runtime.driver import driver
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only messages of its own loggers
 
 MOST_THREADS = 8
-"""Largest useful number of threads. A tenth of the work holds Python's lock, and the slowest variant takes longest."""
+"""Largest useful number of threads. More do not help: a tenth of the work holds the GIL, and one variant is slowest."""
 
 
 class Ahead(AsyncCompileMode):  # type: ignore[misc]  # mypy sees Triton's classes as Any

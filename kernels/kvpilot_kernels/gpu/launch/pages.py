@@ -276,7 +276,7 @@ class GpuPages:
 
     def decode(self, block_table: torch.Tensor, seq_lens: torch.Tensor, plan: Plan, out: torch.Tensor,
                ring_table: torch.Tensor | None = None) -> None:  # fmt: skip
-        """Compute attention of each query token, which `store` has rotated, to the stored tokens up to itself.
+        """Compute causal attention of each query token to the stored tokens. `store` has rotated the queries.
 
         Args:
             block_table: int32 [sequences, blocks]; entries past a sequence's length are not read.
@@ -295,7 +295,7 @@ class GpuPages:
                ring_table: torch.Tensor | None = None) -> tuning.Taken | None:  # fmt: skip
         """Run the first half of `decode`: write the partial results of every split to the plan.
 
-        Return which resources a program takes according to the compiler, or None in Triton's interpreter.
+        Return the resources that the compiler gives a program, or None in Triton's interpreter.
         """
 
         def first() -> First:

@@ -1,15 +1,14 @@
 """Rotation of rows by Hadamard matrices, in the order in which a row is packed.
 
-A row is one token's key, value or query of one head. If its length is a power of two, a rotation consists of sums and
-differences of elements. For rows of 96 and 192 elements, the rotation H also contains a Hadamard matrix of order 12. A
-row of 96 elements consists of 12 blocks of eight ("eights"). First, sums and differences rotate each eight. Then the
-matrix, 12 x 12 signs, mixes the eights: the first elements of all eights with each other, the second elements, and so
-on.
+A row is one token's key, value or query of one head. If its length is a power of two, the rotation is a fast
+Walsh-Hadamard transform: rounds of sums and differences (butterflies). Rows of 96 and 192 elements also need a Hadamard
+matrix of order 12. A row of 96 elements has 12 blocks of 8 elements. First, butterflies rotate each block. Then the
+matrix, 12 x 12 signs, mixes the blocks: element i of each block with element i of all other blocks.
 
 Kernels hold a row in `slots`, 64 for each quantization group, so that powers of two divide it into planes and groups.
-Only rows of 96 and 192 elements, whose groups have 48 elements, have empty slots. Empty slots form whole eights, and
-have the sign 0. All other signs are +-1, which bfloat16 stores exactly. Triton's interpreter cannot round to bfloat16,
-so its signs are float32. `rotate` divides by the square root of the row's length D.
+Only rows of 96 and 192 elements, whose groups have 48 elements, have empty slots. Empty slots form whole blocks of 8,
+and have the sign 0. All other signs are +-1, which bfloat16 stores exactly. Triton's interpreter cannot round to
+bfloat16, so its signs are float32. `rotate` divides by the square root of the row's length D.
 """
 
 from functools import cache
@@ -24,7 +23,7 @@ BASE = tl.constexpr(128)
 """Number of slots of a row of 96 elements. A row of 192 has twice as many."""
 
 EIGHT = tl.constexpr(8)
-"""Number of adjacent elements that share a sign and stay adjacent in slots."""
+"""Number of elements of a block. They share a sign, and have adjacent slots."""
 
 
 def slots(dim: int) -> int:
@@ -54,8 +53,8 @@ def _padded(dim: int, part: int) -> torch.Tensor:
 def packing_signs(dim: int, bits: int, device: torch.device) -> torch.Tensor | None:
     """Return the signs of the matrix of order 12, [16, 16], or None if `dim` is a power of two.
 
-    Rows of the result are eights of slots in the order of `plain_order`, columns in that of `packing_order`. Empty
-    slots have zeros.
+    Rows of the result are blocks of 8 slots in the order of `plain_order`, columns are blocks in that of
+    `packing_order`. Empty slots have zeros.
     """
     return _signs(dim, packing_order(dim, bits), device)
 
@@ -102,10 +101,11 @@ def packing_slots(slot, BITS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr)
 def rotate(x, signs, D: tl.constexpr):
     """Return x H for float32 x [T, slots]. `signs` are from `load_signs`.
 
-    If D is a power of two, H is [[B, B], [B, -B]], and B is built likewise down to 1. Each round replaces neighbours by
-    their sum and their difference. The error is 2^-23 in all. With signs, the rounds end when eights are rotated. Then
-    the row, split into two bfloat16 parts, is multiplied by the signs, with an error of 2^-17. A row of 192 elements
-    ends with the sum and difference of its two halves.
+    If D is a power of two, H is Sylvester's matrix, [[B, B], [B, -B]] with B of the same form. Each butterfly round
+    replaces pairs by their sum and their difference. The relative error of all rounds is 2^-23.
+
+    With signs, the rounds stop at blocks of 8. Then the row is split into two bfloat16 parts and multiplied by the
+    signs, with a relative error of 2^-17. A row of 192 elements ends with the sum and difference of its two halves.
     """
     T: tl.constexpr = x.shape[0]
     WIDE: tl.constexpr = x.shape[1]
@@ -122,7 +122,7 @@ def rotate(x, signs, D: tl.constexpr):
 
 @triton.jit
 def by_twelves(y, signs, T: tl.constexpr, PARTS: tl.constexpr):
-    """Multiply the eights of T * PARTS rows of 96 elements, in their slots, by the signs and sum the products.
+    """Multiply T * PARTS rows of 96 elements, in their slots, by the matrix of signs of order 12, block by block.
 
     Tokens vary fastest along M, so that the same four threads hold a row of x and a row of the product.
     """
@@ -139,9 +139,9 @@ def by_twelves(y, signs, T: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def by_twos(y, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
-    """Cut y into PAIRS pairs of neighbouring runs a and b of WIDTH numbers each. Return a + b and a - b of each pair.
+    """Do one butterfly round on PAIRS pairs of adjacent runs a and b of WIDTH numbers each.
 
-    The result is [PAIRS, 2 * WIDTH]: first a + b, then a - b.
+    The result is [PAIRS, 2 * WIDTH]: a + b, then a - b.
     """
     y = tl.reshape(y, [PAIRS, 2, WIDTH])
     # Use only one sum across threads: a - b equals (a + b) - 2 b, and b is the second thread's own number.

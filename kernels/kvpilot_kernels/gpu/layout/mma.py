@@ -108,7 +108,7 @@ def join_bytes(sums, TILE: gl.constexpr, Q: gl.constexpr):
 
 @gluon.jit
 def transpose_blocks(x):
-    """Transpose each block of 8 x 8 that a register of a warp holds, two float16 a thread."""
+    """Transpose each 8 x 8 block of float16 that a warp holds in one register per thread, two numbers each."""
     return gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2
     )

@@ -41,7 +41,7 @@ class SideLayout:
         row: bytes of a token's packed codes.
         codes, meta: offsets of the codes and of the scale metadata in a page.
         shrink: factors by which the encoder tries to shrink a group's range (`layouts.SHRINK`).
-        digits: number of digits that refine a code to 8 bits.
+        digits: number of digits of a residual, `bits` bits each. The residual refines a code to 8 bits.
         ring: tokens in a ring's page; 0 without a ring.
         digit_codes, ring_meta: offsets in a ring's page; 0 without a ring.
     """
@@ -178,8 +178,10 @@ def scale_and_zero(meta, BITS: tl.constexpr):
 
 @triton.jit
 def tags(packed, meta, SIDE: tl.constexpr):
-    """Return 14-bit tags of packed bytes and metadata, int32 [tokens, groups]. A ring's residual belongs to the token
-    with the same tags."""
+    """Return 14-bit tags of packed bytes and metadata, int32 [tokens, groups].
+
+    A tag is a hash of a group (`layouts`: ring layout). A residual in the ring belongs to the token with its tags.
+    """
     GROUPS: tl.constexpr = SIDE.slots // 64
     at, real = byte_of(tl.arange(0, SIDE.slots * SIDE.bits // 8), SIDE)
     group = tl.arange(0, GROUPS)

@@ -27,8 +27,10 @@ MOST_HEADS = 128
 """Largest number of query heads per rank that was checked against `latent.reference`."""
 
 BEYOND = 1
-"""Number of splits per sequence that a plan may have in addition to a wave. It is small, because the result of a split
-takes 256 KiB with 128 heads."""
+"""Number of splits per sequence that a plan may have in addition to a wave.
+
+It is small, because the result of a split takes 256 KiB with 128 heads.
+"""
 
 
 def part_layouts(fmt: LatentFormat, block_size: int) -> tuple[SideLayout, SideLayout]:

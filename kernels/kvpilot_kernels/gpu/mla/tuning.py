@@ -61,7 +61,7 @@ class LatentChoice:
     registers: int | None = None
 
     def shared_bytes(self, fmt: LatentFormat) -> int:
-        """Return the shared memory of a program in bytes, without the few bytes that reductions over warps take."""
+        """Return the shared memory of a program in bytes, without the few bytes for reductions across warps."""
         return self.stages * self.tile * fmt.row_bytes + self.heads * (2 * ENTRY + 2 * self.tile)
 
 

@@ -28,11 +28,12 @@ class StoreConfig:
 
     Attributes:
         key_side, value_side: layouts of keys and values.
-        kv_heads, ratio: KV heads, and query heads of each.
+        kv_heads, ratio: KV heads, and query heads per KV head.
         head: elements of a head of the model.
         tokens: tokens of a program.
         level: True to write `Plan.level`.
-        overlap: True if the kernel may start before its predecessor ends, whose writes are visible after `gdc_wait`.
+        overlap: True if the kernel may start before its predecessor ends. Its predecessor's writes are visible after
+            `gdc_wait`.
     """
 
     key_side: SideLayout
