@@ -29,8 +29,8 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 120.0
 RETRY_PAUSE_SECONDS = 0.5
 _MAX_LINE_BYTES = 128 * 1024
-# Number of a prompt's token ids that are written to JSON and sent at a time. So many long prompts in flight take little
-# memory.
+# Number of token ids per piece of a request's body. Prompts are written to JSON piece by piece, so that many long
+# prompts in flight take little memory.
 _PIECE = 4096
 # This parameter makes our runtime load the prompt's pages from host memory (runtime/kvpilot_runtime/config/offload.py).
 # Other engines ignore it.

@@ -134,8 +134,8 @@ async def rendered(
                 )
     if not found:
         raise NothingFits(
-            f"spec.accuracy.probeSets: none of {len(prompts)} prompts and {answer} tokens fits the model's context "
-            f"({context} tokens); name shorter ones"
+            f"spec.accuracy.probeSets: none of {len(prompts)} prompts fits the context ({context} tokens) with "
+            f"an answer of {answer} tokens; name shorter prompts"
         )
     return found, tuple(left_out)
 

@@ -1,6 +1,6 @@
 """Rest between requests, so that users of the engine seldom wait for a probe's prefill.
 
-An engine computes in steps, and a step with a prefill takes longer than others. All users wait for it. So if the
+An engine computes in steps. A step with a prefill takes longer than others, and all users wait for that step. So if the
 probe's prefills take at most SHARE of the time, they lengthen at most that share of the users' steps. Below 5%, the
 95th percentile of the users' time between tokens hardly changes.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SHARE = 0.02
-# Longest rest after one request (a prefill of seconds has few steps, each with many tokens), longest time that a run
-# rests in all (then it continues like one more user), and time between two reports of progress.
+# Longest rest after one request: a prefill of seconds has few steps, each with many tokens. Longest time that a run
+# rests in all; then it continues like one more user. Time between two reports of progress.
 REST_SECONDS, MOST_SECONDS, LOOK_SECONDS = 30.0, 900.0, 1.0
 
 

@@ -128,15 +128,15 @@ def load(
         entries = _entries(probe_set, config_maps or {})
         if len(prompts) + len(entries) > MAX_PROMPTS:
             raise PackTooLarge(
-                f"spec.accuracy.probeSets: {len(prompts) + len(entries)} prompts up to {probe_set}; at most "
-                f"{MAX_PROMPTS} in all keep a probe cheap: name fewer sets or shorten your own"
+                f"spec.accuracy.probeSets: the sets up to {probe_set} have {len(prompts) + len(entries)} prompts, but "
+                f"a probe may have {MAX_PROMPTS}: name fewer sets or shorten your own"
             )
         prompts.extend(_prompts(probe_set, entries, context_tokens))
         size = sum(len(message.content) for prompt in prompts for message in prompt.messages)
         if size > MAX_CHARACTERS:
             raise PackTooLarge(
-                f"spec.accuracy.probeSets: {size} characters in the prompts up to {probe_set}; at most "
-                f"{MAX_CHARACTERS} in all keep a probe cheap: name fewer sets, or shorten your texts"
+                f"spec.accuracy.probeSets: the prompts up to {probe_set} have {size} characters, but a probe may have "
+                f"{MAX_CHARACTERS}: name fewer sets, or shorten your texts"
             )
     if not prompts:
         raise PackError("spec.accuracy.probeSets: no probe set named; name at least one, such as builtin/general")

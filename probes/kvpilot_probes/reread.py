@@ -17,9 +17,9 @@ from kvpilot_probes.codec import Baseline
 from kvpilot_probes.session import TOP_K, Throttle
 
 GENERATION = "generation"
-# The pack with which engines write long answers, too.
+# An engine writes long answers only if the baseline has this pack.
 _PACK = "builtin/long-context"
-# Number of long answers, and of positions of each that are read again, at equal distances.
+# Number of long answers, and number of equally spaced positions of each that are compared.
 ANSWERS, SPOTS = 8, 16
 # Longest prompt to continue, in tokens.
 LONGEST_PROMPT = 512
@@ -33,9 +33,9 @@ def long_answer(context: int) -> int:
 
 
 def chosen(baseline: Baseline, order: Iterable[int], room: int) -> list[int]:
-    """Return the first ANSWERS prompts of `order` with at most `room` tokens, which leaves the context for answers.
+    """Return the indices of the prompts to answer: the first ANSWERS of `order` with at most `room` tokens.
 
-    Return none without prompts of the pack `builtin/long-context`.
+    `room` leaves space for the answer in the context. Return none without prompts of the pack `builtin/long-context`.
     """
     if not any(prompt.name.startswith(f"{_PACK}/") for prompt in baseline.prompts):
         return []
@@ -45,9 +45,9 @@ def chosen(baseline: Baseline, order: Iterable[int], room: int) -> list[int]:
 async def compare(
     engine: EngineClient, throttle: Throttle, index: int, prompt: Sequence[int], length: int, over: Callable[[], bool]
 ) -> tuple[list[stats.Compared], int]:
-    """Let the engine write an answer of `length` tokens. Return the compared spots, and the number of requests.
+    """Let the engine write an answer of `length` tokens. Return the compared positions, and the number of requests.
 
-    Return no spots if the time of the run is `over` before the last one is compared.
+    `over` returns True if the run's time is used up. If that happens before the last comparison, return no positions.
     """
     spots = {len(prompt) + length * (spot + 1) // SPOTS - 1 for spot in range(SPOTS)}
     tokens, decoded = array("I", prompt), dict[int, stats.Logprobs]()
@@ -76,5 +76,5 @@ async def compare(
 
 
 def _likeliest(top: Mapping[int, float]) -> dict[int, float]:
-    """Return the TOP_K likeliest tokens: without the sampled token if it is a rare one."""
+    """Return the TOP_K likeliest tokens. vLLM also reports the sampled token, which may not be one of them."""
     return dict(sorted(top.items(), key=lambda item: -item[1])[:TOP_K])

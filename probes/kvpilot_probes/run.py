@@ -72,9 +72,9 @@ async def measure(
 ) -> stats.Measurement:
     """Return the damage of the engine at `base_url` against `baseline`. Raise a `ProbeError` if the probe fails.
 
-    The run takes prompts from all buckets in turn. If `allowed` is given, it stops as soon as the sequential test fails
-    the engine. If `settings.brief` is set, too, it skips the remaining prompts of a sound bucket; runs with another
-    `settings.turn` send those prompts. After `settings.budget_seconds` it skips all remaining prompts.
+    The run takes prompts from all buckets round-robin. If `allowed` is given, it stops as soon as the sequential test
+    fails the engine. If `settings.brief` is set, too, it skips the remaining prompts of a sound bucket. Runs with
+    another `settings.turn` send those prompts. After `settings.budget_seconds` it skips all remaining prompts.
     """
     order = _in_turns(baseline, settings.turn)
     return await _measure(base_url, model, baseline, order, settings, allowed)
@@ -90,7 +90,7 @@ async def control(base_url: str, model: str, baseline: Baseline, *, settings: Se
 
 
 def _in_turns(baseline: Baseline, turn: int) -> list[int]:
-    """Return the indices of the prompts in turns: the first prompt of each bucket, then the second of each, and so on.
+    """Return the indices of the prompts in round-robin order: the first of each bucket, then the second, and so on.
 
     `turn` rotates the order of the prompts within each bucket.
     """

@@ -1,4 +1,4 @@
-"""Let an engine solve tasks, and check its answers exactly. Each engine's results count against the 16-bit engine's."""
+"""Let an engine solve tasks, and check its answers exactly. `results` compares them with the 16-bit engine's."""
 
 import json
 from collections.abc import Iterable, Sequence
