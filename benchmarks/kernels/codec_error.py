@@ -20,12 +20,12 @@ ROWS, DIM = 20_000, 128
 
 
 def ours(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Return `x` after quantization in kvpilot's group format and back."""
+    """Quantize and dequantize `x` in kvpilot's group format."""
     return decode(*encode(x, bits, group), bits)
 
 
 def minmax(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Return `x` after quantization between each group's minimum and maximum and back.
+    """Quantize and dequantize with levels from each group's minimum to its maximum.
 
     Scale and zero point are exact, but count as two 16-bit numbers.
     """

@@ -27,7 +27,7 @@ from kvpilot_probes.stats import percentile
 # Pause after a failure. Otherwise a user whose connection is refused would retry without end at full speed.
 PAUSE_AFTER_FAILURE_SECONDS = 0.5
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=900.0, sock_read=900.0)
-# A prompt can start at any token of the text. It has about 12,000 tokens, and a demo sends fewer prompts.
+# Each prompt starts at another token of the text, which has about 12,000. A demo sends fewer prompts than that.
 CORPUS_CHARACTERS = 60_000
 KEPT_FAILURES = 100
 KEPT_TIMES = 300_000

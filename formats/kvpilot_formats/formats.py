@@ -163,7 +163,7 @@ class Format:
         """
         if asked is not None and asked not in RECENT_CHOICES:
             choices = ", ".join(map(str, RECENT_CHOICES))
-            raise FormatError(f"recentTokens {asked} is not a window that can be served; use one of {choices}")
+            raise FormatError(f"recentTokens {asked} is not supported; use one of {choices}")
         if not self.has_ring:
             return 0
         if asked is not None:

@@ -59,7 +59,7 @@ def _length(text: str) -> int | None:
 def _window(text: str) -> int:
     if not text.isdecimal() or int(text) not in formats.RECENT_CHOICES:
         choices = ", ".join(map(str, formats.RECENT_CHOICES))
-        raise argparse.ArgumentTypeError(f"{text!r} is not a window that can be served; use one of {choices}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not supported; use one of {choices}")
     return int(text)
 
 

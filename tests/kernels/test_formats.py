@@ -84,7 +84,7 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist(name: str) -> None
 
 
 def served(head_dim: int) -> bool:
-    """Return True if one of the messages says that this head dimension is served."""
+    """Return True if this head dimension is served, by the ranges that `formats.SERVED` names in messages."""
     return head_dim % 8 == 0 and (48 <= head_dim <= 256 or 344 <= head_dim <= 512)
 
 

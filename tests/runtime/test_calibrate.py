@@ -92,8 +92,8 @@ def test_ranks_get_every_heads_factors_once_or_copies_if_there_are_more_ranks_th
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {"config_sha256": "def"}}, "config_sha256 is 'def' and the model's is 'abc'"),
-        ({"metadata": {"head_dim": "128"}}, "head_dim is '128' and the model's is '64'"),
+        ({"metadata": {"config_sha256": "def"}}, "config_sha256 is 'def', but the model's is 'abc'"),
+        ({"metadata": {"head_dim": "128"}}, "head_dim is '128', but the model's is '64'"),
         ({"metadata": {"version": "9"}}, "version '9' is not"),
         ({"metadata": {"format": "other"}}, "format 'other'"),
         ({"layers__1__key_mean": None}, "layers.1.key_mean is missing"),

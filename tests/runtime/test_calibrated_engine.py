@@ -73,5 +73,5 @@ def test_a_calibration_file_of_another_model_is_refused_with_the_difference(tmp_
     file = tmp_path / "factors.safetensors"
     write_factors(tiny_qwen3(), file)
     log = refused(tiny_llama(), {factors_file.VARIABLE: str(file)})
-    assert f"calibration file '{file}': head_dim is '128' and the model's is '64'" in log
+    assert f"calibration file '{file}': head_dim is '128', but the model's is '64'" in log
     assert "run `kvpilot calibrate` with the model that is served" in log

@@ -232,7 +232,7 @@ def test_a_window_may_come_from_the_environment_or_an_option_and_the_ring_is_cou
     assert serve.parse(["--model=m"])[0].recent == 128
     assert serve.parse(["--model=m", "--recent-tokens=0"])[0].recent == 0
     monkeypatch.setenv("KVPILOT_RECENT_TOKENS", "12")
-    with pytest.raises(PreflightError, match=r"'12' is not a window"):
+    with pytest.raises(PreflightError, match=r"'12' is not supported"):
         serve.parse(["--model=m"])
     # 2,048 tokens of 272 bytes, and a page of 128 tokens for the ring.
     exact = Request(str(tiny_llama()), "k4v4", max_model_len=2048, kv_bytes=2048 * 272)

@@ -62,7 +62,7 @@ async def load(page: bytes, status: str = "200 OK") -> tuple[float, float]:
 
 
 async def gently(handler: Handler, prompts: int, seconds: float) -> Measurement:
-    """Run one measurement that waits at most this long for the users of such an engine."""
+    """Run one measurement, which waits at most this many seconds while the engine's queue shows users."""
     async with engine(handler) as url, scraping() as scraper:
         give_way = GiveWay(partial(scraper.load, KEY, url), seconds)
         return await measure(url, "m", kept(prompts), settings=Settings(tokens=8, concurrency=1, give_way=give_way))

@@ -194,7 +194,7 @@ def _whole(text: str) -> int:
 def _window(text: str) -> int:
     if text not in map(str, RECENT_CHOICES):
         choices = ", ".join(map(str, RECENT_CHOICES))
-        raise argparse.ArgumentTypeError(f"{text!r} is not a window that can be served; give one of {choices}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not supported; give one of {choices}")
     return int(text)
 
 

@@ -24,7 +24,10 @@ def apply_defaults(obj: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def unknown_fields(value: Json, schema: Mapping[str, Json], path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the path of each field that the schema does not know, and its neighbours' names. kubectl refuses them."""
+    """Yield the path of each field that the schema does not know, and the names that it knows there.
+
+    kubectl refuses a manifest with such a field.
+    """
     if isinstance(value, Mapping) and "properties" in schema:
         for name, item in value.items():
             if name not in schema["properties"]:

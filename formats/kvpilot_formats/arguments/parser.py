@@ -254,7 +254,7 @@ def _consumed(words: Sequence[_Word], faults: list[Fault]) -> Iterator[Given]:
 def _stray(text: str) -> str:
     name = re.match(r"\s*(--?[A-Za-z][\w.-]*)\s", text)
     if name is not None:
-        return f"{name[1]} and its value stand in one item, with a space between them: write OPTION=VALUE, or two items"
+        return f"{name[1]} and its value are in one item, with a space between them: write OPTION=VALUE, or two items"
     return "an argument belongs to no option: write OPTION=VALUE in one item, or remove it"
 
 

@@ -73,7 +73,10 @@ class WorkQueue:
         return len(self._changed) + len(self._due)
 
     def add(self, key: ServiceKey, *, changed: bool = True) -> None:
-        """Reconcile a service as soon as a worker is free or, if nothing has `changed`, mostly after changed ones."""
+        """Reconcile a service as soon as a worker is free.
+
+        Services that have `changed` are reconciled before most others.
+        """
         known = self._attempts(key)
         if known is None:
             return

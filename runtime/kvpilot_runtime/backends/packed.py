@@ -154,8 +154,8 @@ class PackedBackend(OurBackend):
             return spec
         if spec.head_size_v != spec.head_size:
             raise UnsupportedModelError(
-                f"keys of {spec.head_size} and values of {spec.head_size_v} elements: kv-cache dtype {cls.fmt.name!r} "
-                "needs both alike; use --kv-cache-dtype auto"
+                f"keys have {spec.head_size} elements and values {spec.head_size_v}, but kv-cache dtype "
+                f"{cls.fmt.name!r} needs the same number; use --kv-cache-dtype auto"
             )
         try:
             return replace(spec, state_content_bytes=cls.fmt.row_bytes(spec.head_size))

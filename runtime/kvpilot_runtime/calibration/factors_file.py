@@ -187,7 +187,7 @@ def load(path: Path, facts: ModelFacts) -> Calibration:
     for f in fields(facts):
         wanted, held = str(getattr(facts, f.name)), metadata.get(f.name)
         if held != wanted:
-            raise CalibrationError(path, f"{f.name} is {held!r} and the model's is {wanted!r}", again)
+            raise CalibrationError(path, f"{f.name} is {held!r}, but the model's is {wanted!r}", again)
     shape = (facts.kv_heads, facts.head_dim)
     return Calibration(tuple(Factors(*_checked(path, tensors, i, shape)) for i in range(facts.layers)))
 

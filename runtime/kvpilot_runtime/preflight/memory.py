@@ -74,8 +74,8 @@ def check(
         raise PreflightError(
             "DoesNotFit",
             f"one request of {length} tokens needs {_mib(wanted)} of KV cache in {fmt.name!r} ({per_token} bytes a "
-            f"token{window}) and the KV cache has {_mib(request.kv_bytes)}; set maxModelLen to at most {most}, or give "
-            "the cache more",
+            f"token{window}), but the KV cache has {_mib(request.kv_bytes)}; set maxModelLen to at most {most}, or "
+            "give the cache more",
         )
     kv = wanted if request.kv_bytes is None else request.kv_bytes
     if platform == "cpu":
@@ -130,7 +130,7 @@ def _of_gpus(request: Request) -> tuple[int | None, int | None]:
     if len(gpus) < seen:
         stages_too = f" times --pipeline-parallel-size {stages(request)}" if stages(request) > 1 else ""
         shared = f", {seen} on each of {nodes(request)} nodes," if nodes(request) > 1 else ""
-        raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} and {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
+        raise PreflightError("DoesNotFit", f"--tensor-parallel-size {request.tensor_parallel}{stages_too} needs as many GPUs{shared} but {len(gpus)} are visible; request more, or lower it")  # fmt: skip  # noqa: E501
     # vLLM takes a fraction of the GPU's whole memory, but at most the memory that other processes leave free.
     known = [(gpu.total, gpu.used or 0) for gpu in gpus[:seen] if gpu.total is not None]
     taken = (min(int(total * request.memory_fraction), total - used) for total, used in known)
@@ -147,7 +147,7 @@ def offloaded(request: Request) -> int:
     except ValueError:
         gib = 0.0
     if not 0 < gib < math.inf:
-        raise PreflightError("BadArguments", f"{options.OFFLOAD} is {value!r}, and has to be a number of GiB above 0; set it to the host memory that offloaded pages may take, or leave it out")  # fmt: skip  # noqa: E501
+        raise PreflightError("BadArguments", f"{options.OFFLOAD} is {value!r}, but must be a number of GiB above 0; set it to the host memory that offloaded pages may take, or leave it out")  # fmt: skip  # noqa: E501
     return int(gib * 2**30) * request.arguments.count("--data-parallel-size")
 
 
@@ -157,16 +157,16 @@ def check_offload(request: Request, platform: machine.Platform) -> None:
     if have is not None and wanted > have:
         raise PreflightError(
             "DoesNotFit",
-            f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of host memory and {_mib(have)} are "
-            "available; offload less, or give the container more memory",
+            f"{options.OFFLOAD}: offloaded pages need {_mib(wanted)} of host memory, but {_mib(have)} are available; "
+            "offload less, or give the container more memory",
         )
     # On a GPU, vLLM maps these pages as a file in /dev/shm, which all ranks share.
     have = machine.shared_memory() if platform != "cpu" else None
     if have is not None and wanted > have:
         raise PreflightError(
             "DoesNotFit",
-            f"{options.OFFLOAD}: offloaded pages are to take {_mib(wanted)} of /dev/shm and {_mib(have)} are free "
-            "there; offload less, or mount a larger /dev/shm (a container's own has 64 MiB)",
+            f"{options.OFFLOAD}: offloaded pages need {_mib(wanted)} of /dev/shm, but {_mib(have)} are free there; "
+            "offload less, or mount a larger /dev/shm (a container's own has 64 MiB)",
         )
 
 
@@ -195,4 +195,4 @@ def cpu_kv_bytes() -> int | None:
     try:
         return int(text) * 2**30
     except ValueError:
-        raise PreflightError("BadArguments", f"VLLM_CPU_KVCACHE_SPACE is {text!r}, and vLLM takes whole GiB; use --kv-cache-memory-bytes, which takes bytes (64M)") from None  # fmt: skip  # noqa: E501
+        raise PreflightError("BadArguments", f"VLLM_CPU_KVCACHE_SPACE is {text!r}, but vLLM takes whole GiB; use --kv-cache-memory-bytes, which takes bytes (64M)") from None  # fmt: skip  # noqa: E501
